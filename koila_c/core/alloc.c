@@ -1,0 +1,91 @@
+/* alloc.c - the one door to malloc; counts blocks and can fail the nth request for tests. */
+#include "alloc.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Two counters are the core's only writable globals: they exist for tests and are relaxed on purpose,
+ * an allocation that races past a limit meant for one thread fails later, never wrongly succeeds. */
+static _Atomic int64_t n_before_failure = -1;
+static _Atomic int64_t n_blocks = 0;
+
+static bool
+must_fail(void)
+{
+    int64_t left = n_before_failure;
+    if (left < 0) {
+        return false;
+    }
+    if (left == 0) {
+        return true;
+    }
+    n_before_failure = left - 1;
+    return false;
+}
+
+void *
+kl_alloc_resize(void *block, size_t n_items, size_t size)
+{
+    size_t bytes = 0;
+    if (__builtin_mul_overflow(n_items == 0 ? 1 : n_items, size, &bytes) || must_fail()) {
+        return NULL;
+    }
+    void *grown = realloc(block, bytes);
+    if (grown != NULL && block == NULL) {
+        n_blocks++;
+    }
+    return grown;
+}
+
+void *
+kl_alloc_zeroed(size_t n_items, size_t size)
+{
+    if (must_fail()) {
+        return NULL;
+    }
+    void *block = calloc(n_items == 0 ? 1 : n_items, size);
+    if (block != NULL) {
+        n_blocks++;
+    }
+    return block;
+}
+
+void
+kl_alloc_free(void *block)
+{
+    if (block != NULL) {
+        n_blocks--;
+        free(block);
+    }
+}
+
+KlStatus
+kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size, KlError *error)
+{
+    if (n_needed <= *n_max) {
+        return KL_OK;
+    }
+    size_t n_grown = *n_max < 16 ? 16 : *n_max + *n_max / 2;
+    if (n_grown < n_needed) {
+        n_grown = n_needed;
+    }
+    void *grown = kl_alloc_resize(*block, n_grown, size);
+    if (grown == NULL) {
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory for %zu items of %zu bytes", n_grown, size);
+    }
+    *block = grown;
+    *n_max = n_grown;
+    return KL_OK;
+}
+
+void
+kl_alloc_fail_after(int64_t n)
+{
+    n_before_failure = n;
+}
+
+int64_t
+kl_alloc_n_blocks(void)
+{
+    return n_blocks;
+}

@@ -1,0 +1,39 @@
+/* base.h - limits, status codes and errors shared by the whole core.
+ *
+ * The core is pure C: numbers in, numbers out. A function that can fail returns a KlStatus, leaves its
+ * arguments as they were on failure, and puts the words into a KlError where the failure is found. */
+#ifndef KL_BASE_H
+#define KL_BASE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define KL_DIMS_MAX 8 /* a value with more dims has no row: it runs live */
+#define KL_ERROR_TEXT_MAX 512
+#define KL_ID_NONE UINT32_MAX
+
+typedef uint32_t KlNodeId;    /* a recorded call; record order is topological order */
+typedef uint32_t KlValueId;   /* one output of a node, or a leaf */
+typedef uint32_t KlAxisId;    /* one batch; KL_ID_NONE: no axis */
+typedef uint32_t KlStorageId; /* memory that values may share */
+
+typedef enum {
+    KL_OK = 0,
+    KL_DECLINED,       /* the row cannot describe this call: treat it as having no row; not a failure */
+    KL_ERROR_MEMORY,   /* an allocation of the core failed */
+    KL_ERROR_SHAPE,    /* illegal sizes: torch itself refuses the call */
+    KL_ERROR_ARGUMENT, /* illegal argument: torch itself refuses the call */
+    KL_ERROR_INTERNAL, /* our mistake */
+} KlStatus;
+
+typedef struct KlError {
+    KlStatus status;
+    char text[KL_ERROR_TEXT_MAX];
+} KlError;
+
+/* Write the words of a failure and return its status. `error` may be NULL. */
+KlStatus kl_error_set(KlError *error, KlStatus status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+#endif

@@ -1,0 +1,18 @@
+/* error.c - the one place where a failure gets its words. */
+#include "base.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+KlStatus
+kl_error_set(KlError *error, KlStatus status, const char *format, ...)
+{
+    if (error != NULL) {
+        va_list arguments;
+        va_start(arguments, format);
+        (void)vsnprintf(error->text, sizeof(error->text), format, arguments);
+        va_end(arguments);
+        error->status = status;
+    }
+    return status;
+}

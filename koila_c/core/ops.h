@@ -1,0 +1,166 @@
+/* ops.h - turns ops.def into an enum, rows and a look-up by name; adds no knowledge of its own.
+ *
+ * A *call* is a row with bound arguments: args[i] belongs to the i-th word of the row's call signature.
+ * A rule sees metas, ints and floats, never data and never a Python object. */
+#ifndef KL_OPS_H
+#define KL_OPS_H
+
+#include "meta.h"
+
+typedef enum {
+    KL_ARG_ABSENT = 0, /* not given: the signature's default applies */
+    KL_ARG_NONE,       /* Python's None */
+    KL_ARG_VALUE,      /* one tensor */
+    KL_ARG_VALUES,     /* a list or tuple of tensors (or None entries: meta NULL) */
+    KL_ARG_INT,
+    KL_ARG_INTS, /* a list or tuple of ints, or varargs gathered */
+    KL_ARG_FLOAT,
+    KL_ARG_BOOL,
+    KL_ARG_COMPLEX,
+    KL_ARG_DTYPE,
+    KL_ARG_INDEX, /* what stands between the brackets of x[...]: items[n] */
+    KL_ARG_TEXT,  /* a string: reduction="mean", approximate="tanh" */
+    KL_ARG_OTHER, /* anything else; every rule that meets one declines, unless it ignores that argument */
+} KlArgKind;
+
+typedef enum {
+    KL_INDEX_INT,      /* x[3] */
+    KL_INDEX_SLICE,    /* x[a:b:c], already resolved against the dim by the binding? no: raw, see has_* */
+    KL_INDEX_NONE,     /* x[None] */
+    KL_INDEX_ELLIPSIS, /* x[...] */
+    KL_INDEX_TENSOR,   /* x[index]: an int or bool tensor, possibly the value of the tape */
+    KL_INDEX_BOOL,     /* x[True] */
+    KL_INDEX_INTS,     /* x[[0, 2, 5]]: a Python list of ints */
+    KL_INDEX_OTHER,
+} KlIndexKind;
+
+typedef struct KlIndex {
+    KlIndexKind kind;
+    bool has_start, has_stop, has_step;
+    int64_t start, stop, step; /* KL_INDEX_INT keeps its number in start; KL_INDEX_INTS its length in stop */
+    uint32_t input;            /* KL_INDEX_TENSOR: number among the call's inputs */
+    bool is_row_range;         /* KL_INDEX_TENSOR: the values were looked at and are arange(rows), in order */
+} KlIndex;
+
+typedef struct KlArg {
+    KlArgKind kind;
+    uint32_t n;     /* VALUES, INTS, INDEX: number of entries */
+    uint32_t input; /* VALUE: number among the call's inputs; VALUES: of the first entry, the others follow */
+    union {
+        int64_t i;            /* INT, BOOL (0 or 1) */
+        double f;             /* FLOAT */
+        KlDtype dtype;        /* DTYPE */
+        const int64_t *ints;  /* INTS */
+        const char *text;     /* TEXT */
+        const KlIndex *items; /* INDEX */
+    } u;
+} KlArg;
+
+typedef enum { KL_ROW_OP, KL_ROW_VIEW, KL_ROW_INPLACE, KL_ROW_RANDOM } KlRowKind;
+
+typedef enum { KL_MODE_ROWS, KL_MODE_REDUCE, KL_MODE_ONCE } KlMode;
+
+/* What a REDUCE node carries out of its chunks; the torch code of each is the binding's. */
+typedef enum {
+    KL_REDUCE_NONE = 0,
+    KL_REDUCE_SUM,           /* the op on the chunk is a sum; partials are added */
+    KL_REDUCE_MEAN,          /* sum in the accumulation type; combined by adding and dividing by n */
+    KL_REDUCE_VAR,           /* n, mean, M2 (var, std, var_mean, std_mean) */
+    KL_REDUCE_AMAX,          /* amax, amin, max, min without dim: value and tie count */
+    KL_REDUCE_LOGSUMEXP,     /* detached finite max, sum of exponentials */
+    KL_REDUCE_NORM,          /* p-norms: sum of powers */
+    KL_REDUCE_PROD,          /* product of partial products */
+    KL_REDUCE_ALL,           /* all, any: the op again on the partials */
+    KL_REDUCE_ANY,
+    KL_REDUCE_CROSS_ENTROPY, /* nll: weighted sum (part 0) and weight (part 1: reads only labels and weight) */
+    KL_REDUCE_LOSS,          /* mse, l1, bce, kl_div ...: the op with reduction='sum'; combined as its reduction says */
+    KL_REDUCE_COUNT,         /* count_nonzero */
+} KlReduce;
+
+/* An int of the call that is scale * rows and must follow the chunk. */
+typedef struct KlRewrite {
+    uint16_t arg;
+    uint16_t entry; /* for INTS; for INDEX: the item, and `entry_part` says which number */
+    uint8_t part;   /* INDEX: 0 start, 1 stop */
+    int64_t scale;
+} KlRewrite;
+
+#define KL_REWRITES_MAX 8
+
+/* How a node runs on a chunk. Filled by the row's place rule. */
+typedef struct KlSplit {
+    KlMode mode;
+    KlReduce reduce;    /* REDUCE only */
+    KlAxisId axis;      /* ROWS and REDUCE: the axis */
+    const char *reason; /* ONCE with an input in ROWS: why, a static string; else NULL */
+    bool is_relabel;    /* ONCE: no rows among the inputs (the call is WHOLE throughout) */
+    KlPlace *places;    /* [n_inputs] where the rows of each tensor input are when it is given to a chunk;
+                           WHOLE: given whole. A WHOLE value with a ROWS place here is sliced. */
+    uint32_t n_rewrites;
+    KlRewrite rewrites[KL_REWRITES_MAX];
+} KlSplit;
+
+/* What torch keeps for backward, given which inputs require grad. */
+typedef struct KlSaves {
+    uint64_t inputs;      /* bit i: input i is saved (inputs over 63 are never saved by a row) */
+    uint64_t outputs;     /* bit i: output i is saved */
+    int64_t bytes_extra;  /* new tensors saved, bytes for the whole call */
+    bool is_extra_rows;   /* bytes_extra grows with the rows */
+    int64_t bytes_workspace; /* needed only while the op runs */
+} KlSaves;
+
+typedef struct KlRow KlRow;
+
+/* One call under inference. */
+typedef struct KlCall {
+    const KlRow *row;
+    const KlArg *args; /* [n_args] one for each word of the signature */
+    uint32_t n_args;
+    const KlMeta *const *inputs; /* [n_inputs] metas of the tensor arguments in signature order; NULL: None */
+    uint32_t n_inputs;
+    KlDtype default_dtype;
+    bool is_grad_enabled;
+    const int64_t *axis_rows; /* [n_axes] rows of each axis */
+    uint32_t n_axes;
+} KlCall;
+
+/* What inference found. `outs` grows as needed and is reused from call to call. */
+typedef struct KlInferred {
+    KlMeta *outs; /* [n_outs] */
+    uint32_t n_outs;
+    size_t n_outs_max;
+    KlSplit split; /* split.places is owned: [n_places_max] */
+    size_t n_places_max;
+} KlInferred;
+
+typedef KlStatus (*KlShapeRule)(const KlCall *call, KlInferred *result, KlError *error);
+typedef KlStatus (*KlDtypeRule)(const KlCall *call, KlInferred *result, KlError *error);
+typedef KlStatus (*KlPlaceRule)(const KlCall *call, KlInferred *result, KlError *error);
+typedef void (*KlSavesRule)(const KlCall *call, const KlInferred *result, KlSaves *saves);
+
+/* Effects: which arguments the op writes. Bit i: word i of the signature. */
+typedef uint32_t KlEffects;
+
+struct KlRow {
+    const char *name; /* torch's own spelling */
+    const char *call; /* the C-level function's signature: "x, dim=None, keepdim=False" */
+    KlRowKind kind;
+    KlShapeRule shape;
+    KlDtypeRule dtype;
+    KlPlaceRule place;
+    KlSavesRule saves;
+    KlEffects effects;
+    bool is_light; /* cheap enough to run again rather than keep: elementwise ops and views */
+};
+
+/* Rows in the order of ops.def, one per op id. */
+extern const KlRow kl_ops_rows[];
+extern const uint32_t kl_ops_n_rows;
+
+/* The row of that name or alias, or NULL. Linear: for set-up, not for recording. */
+const KlRow *kl_ops_find(const char *name);
+
+/* The n-th alias and the row it stands for; false past the end. */
+bool kl_ops_alias(uint32_t n, const char **alias, const KlRow **row);
+
+#endif
