@@ -25,7 +25,7 @@ typedef enum {
 
 typedef enum {
     KL_INDEX_INT,      /* x[3] */
-    KL_INDEX_SLICE,    /* x[a:b:c], already resolved against the dim by the binding? no: raw, see has_* */
+    KL_INDEX_SLICE,    /* x[a:b:c], as written: has_start and its kin say which numbers were given */
     KL_INDEX_NONE,     /* x[None] */
     KL_INDEX_ELLIPSIS, /* x[...] */
     KL_INDEX_TENSOR,   /* x[index]: an int or bool tensor, possibly the value of the tape */
@@ -93,7 +93,6 @@ typedef struct KlSplit {
     KlReduce reduce;    /* REDUCE only */
     KlAxisId axis;      /* ROWS and REDUCE: the axis */
     const char *reason; /* ONCE with an input in ROWS: why, a static string; else NULL */
-    bool is_relabel;    /* ONCE: no rows among the inputs (the call is WHOLE throughout) */
     KlPlace *places;    /* [n_inputs] where the rows of each tensor input are when it is given to a chunk;
                            WHOLE: given whole. A WHOLE value with a ROWS place here is sliced. */
     uint32_t n_rewrites;
@@ -124,11 +123,21 @@ typedef struct KlCall {
     uint32_t n_axes;
 } KlCall;
 
+/* How the outputs share memory with an input. */
+typedef enum {
+    KL_ALIAS_NONE,  /* new memory */
+    KL_ALIAS_VIEW,  /* a view of it */
+    KL_ALIAS_SAME,  /* the very same tensor object: x.contiguous() of a dense x, in-place ops */
+    KL_ALIAS_MAYBE, /* view, same or copy: the strides are not known */
+} KlAlias;
+
 /* What inference found. `outs` grows as needed and is reused from call to call. */
 typedef struct KlInferred {
     KlMeta *outs; /* [n_outs] */
     uint32_t n_outs;
     size_t n_outs_max;
+    KlAlias alias;         /* of all outputs; the place rule leaves it alone, the shape rule sets it */
+    uint32_t alias_input;  /* which input, where alias is not NONE */
     KlSplit split; /* split.places is owned: [n_places_max] */
     size_t n_places_max;
 } KlInferred;
