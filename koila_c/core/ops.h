@@ -20,8 +20,17 @@ typedef enum {
     KL_ARG_DTYPE,
     KL_ARG_INDEX, /* what stands between the brackets of x[...]: items[n] */
     KL_ARG_TEXT,  /* a string: reduction="mean", approximate="tanh" */
+    KL_ARG_DEVICE, /* a torch.device, or what a word with `:device` was given; u.i: the binding's index */
+    KL_ARG_FORMAT, /* a torch.memory_format; u.i: KlFormat */
     KL_ARG_OTHER, /* anything else; every rule that meets one declines, unless it ignores that argument */
 } KlArgKind;
+
+typedef enum {
+    KL_FORMAT_CONTIGUOUS,
+    KL_FORMAT_PRESERVE,
+    KL_FORMAT_CHANNELS_LAST,
+    KL_FORMAT_CHANNELS_LAST_3D,
+} KlFormat;
 
 typedef enum {
     KL_INDEX_INT,      /* x[3] */
@@ -47,7 +56,7 @@ typedef struct KlArg {
     uint32_t n;     /* VALUES, INTS, INDEX: number of entries */
     uint32_t input; /* VALUE: number among the call's inputs; VALUES: of the first entry, the others follow */
     union {
-        int64_t i;            /* INT, BOOL (0 or 1) */
+        int64_t i;            /* INT, BOOL (0 or 1), DEVICE, FORMAT */
         double f;             /* FLOAT */
         KlDtype dtype;        /* DTYPE */
         const int64_t *ints;  /* INTS */
@@ -87,7 +96,8 @@ typedef struct KlRewrite {
 
 #define KL_REWRITES_MAX 8
 
-/* How a node runs on a chunk. Filled by the row's place rule. */
+/* How a node runs on a chunk. Filled by the row's place rule. A ROWS node with a WHOLE output reads no
+ * rows (new_zeros): every chunk makes the same value. */
 typedef struct KlSplit {
     KlMode mode;
     KlReduce reduce;    /* REDUCE only */
@@ -137,7 +147,10 @@ typedef struct KlInferred {
     uint32_t n_outs;
     size_t n_outs_max;
     KlAlias alias;         /* of all outputs; the place rule leaves it alone, the shape rule sets it */
-    uint32_t alias_input;  /* which input, where alias is not NONE */
+    uint32_t alias_input;  /* which input, where alias is not NONE; KL_ID_NONE: output i aliases input i */
+    uint8_t device;        /* of all outputs; a rule that moves a value (`to`) sets it */
+    uint64_t inputs_no_grad; /* bit i: no gradient flows to input i; set by a rule */
+    uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */
     KlSplit split; /* split.places is owned: [n_places_max] */
     size_t n_places_max;
 } KlInferred;
@@ -159,7 +172,6 @@ struct KlRow {
     KlPlaceRule place;
     KlSavesRule saves;
     KlEffects effects;
-    bool is_light; /* cheap enough to run again rather than keep: elementwise ops and views */
 };
 
 /* Rows in the order of ops.def, one per op id. */
@@ -168,6 +180,9 @@ extern const uint32_t kl_ops_n_rows;
 
 /* The row of that name or alias, or NULL. Linear: for set-up, not for recording. */
 const KlRow *kl_ops_find(const char *name);
+
+/* Cheap enough to run again rather than keep: elementwise ops and views. */
+bool kl_ops_is_light(const KlRow *row);
 
 /* The n-th alias and the row it stands for; false past the end. */
 bool kl_ops_alias(uint32_t n, const char **alias, const KlRow **row);
