@@ -1,0 +1,1 @@
+"""Lazy PyTorch programs, run in batch chunks with the unsplit numbers."""
