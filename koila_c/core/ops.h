@@ -20,12 +20,21 @@ typedef enum {
     KL_ARG_DTYPE,
     KL_ARG_INDEX, /* what stands between the brackets of x[...]: items[n] */
     KL_ARG_TEXT,  /* a string: reduction="mean", approximate="tanh" */
+    KL_ARG_DEVICE, /* a torch.device, or what a word with `:device` was given; u.i: the binding's index */
+    KL_ARG_FORMAT, /* a torch.memory_format; u.i: KlFormat */
     KL_ARG_OTHER, /* anything else; every rule that meets one declines, unless it ignores that argument */
 } KlArgKind;
 
 typedef enum {
+    KL_FORMAT_CONTIGUOUS,
+    KL_FORMAT_PRESERVE,
+    KL_FORMAT_CHANNELS_LAST,
+    KL_FORMAT_CHANNELS_LAST_3D,
+} KlFormat;
+
+typedef enum {
     KL_INDEX_INT,      /* x[3] */
-    KL_INDEX_SLICE,    /* x[a:b:c], as written: has_start and its kin say what was given */
+    KL_INDEX_SLICE,    /* x[a:b:c], as written: has_start and its kin say which numbers were given */
     KL_INDEX_NONE,     /* x[None] */
     KL_INDEX_ELLIPSIS, /* x[...] */
     KL_INDEX_TENSOR,   /* x[index]: an int or bool tensor, possibly the value of the tape */
@@ -37,17 +46,17 @@ typedef enum {
 typedef struct KlIndex {
     KlIndexKind kind;
     bool has_start, has_stop, has_step;
-    int64_t start, stop, step; /* INT keeps its number in start; INTS its length in stop */
-    uint32_t input;            /* TENSOR: number among the call's inputs */
-    bool is_row_range; /* TENSOR: its values were looked at and are arange(rows), in order */
+    int64_t start, stop, step; /* KL_INDEX_INT keeps its number in start; KL_INDEX_INTS its length in stop */
+    uint32_t input;            /* KL_INDEX_TENSOR: number among the call's inputs */
+    bool is_row_range;         /* KL_INDEX_TENSOR: the values were looked at and are arange(rows), in order */
 } KlIndex;
 
 typedef struct KlArg {
     KlArgKind kind;
     uint32_t n;     /* VALUES, INTS, INDEX: number of entries */
-    uint32_t input; /* VALUE: number among the call's inputs; VALUES: of the first one */
+    uint32_t input; /* VALUE: number among the call's inputs; VALUES: of the first entry, the others follow */
     union {
-        int64_t i;            /* INT, BOOL (0 or 1) */
+        int64_t i;            /* INT, BOOL (0 or 1), DEVICE, FORMAT */
         double f;             /* FLOAT */
         KlDtype dtype;        /* DTYPE */
         const int64_t *ints;  /* INTS */
@@ -63,17 +72,17 @@ typedef enum { KL_MODE_ROWS, KL_MODE_REDUCE, KL_MODE_ONCE } KlMode;
 /* What a REDUCE node carries out of its chunks; the torch code of each is the binding's. */
 typedef enum {
     KL_REDUCE_NONE = 0,
-    KL_REDUCE_SUM,       /* the op on the chunk is a sum; partials are added */
-    KL_REDUCE_MEAN,      /* sum in the accumulation type; combined by adding and dividing by n */
-    KL_REDUCE_VAR,       /* n, mean, M2 (var, std, var_mean, std_mean) */
-    KL_REDUCE_AMAX,      /* amax, amin, max, min without dim: value and tie count */
-    KL_REDUCE_LOGSUMEXP, /* detached finite max, sum of exponentials */
-    KL_REDUCE_NORM,      /* p-norms: sum of powers */
-    KL_REDUCE_PROD,      /* product of partial products */
-    KL_REDUCE_ALL,       /* all, any: the op again on the partials */
+    KL_REDUCE_SUM,           /* the op on the chunk is a sum; partials are added */
+    KL_REDUCE_MEAN,          /* sum in the accumulation type; combined by adding and dividing by n */
+    KL_REDUCE_VAR,           /* n, mean, M2 (var, std, var_mean, std_mean) */
+    KL_REDUCE_AMAX,          /* amax, amin, max, min without dim: value and tie count */
+    KL_REDUCE_LOGSUMEXP,     /* detached finite max, sum of exponentials */
+    KL_REDUCE_NORM,          /* p-norms: sum of powers */
+    KL_REDUCE_PROD,          /* product of partial products */
+    KL_REDUCE_ALL,           /* all, any: the op again on the partials */
     KL_REDUCE_ANY,
-    KL_REDUCE_CROSS_ENTROPY, /* nll: part 0 weighted sum; part 1 weight, reads labels only */
-    KL_REDUCE_LOSS,          /* mse, l1, bce ...: the op as 'sum', combined as its reduction says */
+    KL_REDUCE_CROSS_ENTROPY, /* nll: weighted sum (part 0) and weight (part 1: reads only labels and weight) */
+    KL_REDUCE_LOSS,          /* mse, l1, bce, kl_div ...: the op with reduction='sum'; combined as its reduction says */
     KL_REDUCE_COUNT,         /* count_nonzero */
 } KlReduce;
 
@@ -87,25 +96,25 @@ typedef struct KlRewrite {
 
 #define KL_REWRITES_MAX 8
 
-/* How a node runs on a chunk. Filled by the row's place rule. */
+/* How a node runs on a chunk. Filled by the row's place rule. A ROWS node with a WHOLE output reads no
+ * rows (new_zeros): every chunk makes the same value. */
 typedef struct KlSplit {
     KlMode mode;
     KlReduce reduce;    /* REDUCE only */
     KlAxisId axis;      /* ROWS and REDUCE: the axis */
     const char *reason; /* ONCE with an input in ROWS: why, a static string; else NULL */
-    /* [n_inputs] where the rows of each tensor input are when it is given to a chunk; WHOLE: given
-     * whole. A WHOLE value with a ROWS place here is sliced. */
-    KlPlace *places;
+    KlPlace *places;    /* [n_inputs] where the rows of each tensor input are when it is given to a chunk;
+                           WHOLE: given whole. A WHOLE value with a ROWS place here is sliced. */
     uint32_t n_rewrites;
     KlRewrite rewrites[KL_REWRITES_MAX];
 } KlSplit;
 
 /* What torch keeps for backward, given which inputs require grad. */
 typedef struct KlSaves {
-    uint64_t inputs;         /* bit i: input i is saved (inputs over 63 are never saved by a row) */
-    uint64_t outputs;        /* bit i: output i is saved */
-    int64_t bytes_extra;     /* new tensors saved, bytes for the whole call */
-    bool is_extra_rows;      /* bytes_extra grows with the rows */
+    uint64_t inputs;      /* bit i: input i is saved (inputs over 63 are never saved by a row) */
+    uint64_t outputs;     /* bit i: output i is saved */
+    int64_t bytes_extra;  /* new tensors saved, bytes for the whole call */
+    bool is_extra_rows;   /* bytes_extra grows with the rows */
     int64_t bytes_workspace; /* needed only while the op runs */
 } KlSaves;
 
@@ -116,7 +125,7 @@ typedef struct KlCall {
     const KlRow *row;
     const KlArg *args; /* [n_args] one for each word of the signature */
     uint32_t n_args;
-    const KlMeta *const *inputs; /* [n_inputs] tensor arguments in signature order; NULL: None */
+    const KlMeta *const *inputs; /* [n_inputs] metas of the tensor arguments in signature order; NULL: None */
     uint32_t n_inputs;
     KlDtype default_dtype;
     bool is_grad_enabled;
@@ -137,9 +146,12 @@ typedef struct KlInferred {
     KlMeta *outs; /* [n_outs] */
     uint32_t n_outs;
     size_t n_outs_max;
-    KlAlias alias; /* of all outputs; the place rule leaves it alone, the shape rule sets it */
-    uint32_t alias_input; /* which input, where alias is not NONE */
-    KlSplit split;        /* split.places is owned: [n_places_max] */
+    KlAlias alias;         /* of all outputs; the place rule leaves it alone, the shape rule sets it */
+    uint32_t alias_input;  /* which input, where alias is not NONE; KL_ID_NONE: output i aliases input i */
+    uint8_t device;        /* of all outputs; a rule that moves a value (`to`) sets it */
+    uint64_t inputs_no_grad; /* bit i: no gradient flows to input i; set by a rule */
+    uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */
+    KlSplit split; /* split.places is owned: [n_places_max] */
     size_t n_places_max;
 } KlInferred;
 
@@ -160,7 +172,6 @@ struct KlRow {
     KlPlaceRule place;
     KlSavesRule saves;
     KlEffects effects;
-    bool is_light; /* cheap enough to run again rather than keep: elementwise ops and views */
 };
 
 /* Rows in the order of ops.def, one per op id. */
@@ -169,6 +180,9 @@ extern const uint32_t kl_ops_n_rows;
 
 /* The row of that name or alias, or NULL. Linear: for set-up, not for recording. */
 const KlRow *kl_ops_find(const char *name);
+
+/* Cheap enough to run again rather than keep: elementwise ops and views. */
+bool kl_ops_is_light(const KlRow *row);
 
 /* The n-th alias and the row it stands for; false past the end. */
 bool kl_ops_alias(uint32_t n, const char **alias, const KlRow **row);

@@ -1,0 +1,464 @@
+/* py_args.c - binds the arguments of a Python call to the words of a signature. It knows no op: it tells
+ * ints from floats from tensors and leaves the meaning to the rules. */
+#include "py_args.h"
+
+#include <string.h>
+
+/* Memory that did not fit into the fixed buffers of a KlPyBound. */
+struct KlPyBlock {
+    KlPyBlock *next;
+    int64_t room[]; /* of any of the kinds below */
+};
+
+/* A call under binding. */
+typedef struct {
+    KlPyBound *bound;
+    const KlPyTypes *types;
+    PyObject *const *args; /* positional, then keyword values */
+} Binder;
+
+void
+kl_py_bound_init(KlPyBound *bound)
+{
+    bound->n_args = 0;
+    bound->n_inputs = 0;
+    bound->inputs = bound->inputs_fixed;
+    bound->input_origins = bound->input_origins_fixed;
+    bound->n_inputs_max = KL_PY_INPUTS_FIXED;
+    bound->n_ints_used = 0;
+    bound->n_items_used = 0;
+    bound->blocks = NULL;
+}
+
+void
+kl_py_bound_fini(KlPyBound *bound)
+{
+    while (bound->blocks != NULL) {
+        KlPyBlock *next = bound->blocks->next;
+        PyMem_Free(bound->blocks);
+        bound->blocks = next;
+    }
+}
+
+static void *
+block_new(KlPyBound *bound, size_t n, size_t size)
+{
+    KlPyBlock *block = PyMem_Malloc(sizeof(*block) + n * size);
+    if (block == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    block->next = bound->blocks;
+    bound->blocks = block;
+    return block->room;
+}
+
+static int64_t *
+reserve_ints(KlPyBound *bound, size_t n)
+{
+    if (n <= KL_PY_INTS_FIXED - bound->n_ints_used) {
+        int64_t *room = bound->ints_fixed + bound->n_ints_used;
+        bound->n_ints_used += (uint32_t)n;
+        return room;
+    }
+    return block_new(bound, n, sizeof(int64_t));
+}
+
+static KlIndex *
+reserve_items(KlPyBound *bound, size_t n)
+{
+    if (n <= KL_PY_ITEMS_FIXED - bound->n_items_used) {
+        KlIndex *room = bound->items_fixed + bound->n_items_used;
+        bound->n_items_used += (uint32_t)n;
+        return room;
+    }
+    return block_new(bound, n, sizeof(KlIndex));
+}
+
+static int
+add_input(KlPyBound *bound, const KlMeta *meta, PyObject *object, uint32_t arg, uint32_t entry)
+{
+    if (bound->n_inputs == bound->n_inputs_max) {
+        uint32_t n_grown = bound->n_inputs_max * 2;
+        const KlMeta **inputs = block_new(bound, n_grown, sizeof(*inputs));
+        KlPyInput *origins = inputs == NULL ? NULL : block_new(bound, n_grown, sizeof(*origins));
+        if (origins == NULL) {
+            return -1;
+        }
+        memcpy((void *)inputs, (const void *)bound->inputs, bound->n_inputs * sizeof(*inputs));
+        memcpy(origins, bound->input_origins, bound->n_inputs * sizeof(*origins));
+        bound->inputs = inputs;
+        bound->input_origins = origins;
+        bound->n_inputs_max = n_grown;
+    }
+    bound->inputs[bound->n_inputs] = meta;
+    bound->input_origins[bound->n_inputs] = (KlPyInput){.object = object, .arg = arg, .entry = entry};
+    bound->n_inputs++;
+    return 0;
+}
+
+static bool
+is_numpy_scalar(PyObject *object, const char *prefix)
+{
+    return strncmp(Py_TYPE(object)->tp_name, prefix, strlen(prefix)) == 0;
+}
+
+/* A Python or numpy int that fits; bools are none. Tensors have an __index__ too: it would read them, so
+ * only numpy's own is ever called. */
+static bool
+get_int(PyObject *object, int64_t *value)
+{
+    if (PyBool_Check(object)) {
+        return false;
+    }
+    if (PyLong_Check(object)) {
+        int overflow = 0;
+        *value = PyLong_AsLongLongAndOverflow(object, &overflow);
+        return overflow == 0;
+    }
+    if (!is_numpy_scalar(object, "numpy.int") && !is_numpy_scalar(object, "numpy.uint")) {
+        return false;
+    }
+    PyObject *index = PyNumber_Index(object);
+    int overflow = 0;
+    *value = index == NULL ? 0 : PyLong_AsLongLongAndOverflow(index, &overflow);
+    bool is_int = index != NULL && overflow == 0;
+    Py_XDECREF(index);
+    PyErr_Clear();
+    return is_int;
+}
+
+static void
+set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
+{
+    const KlPyTypes *types = binder->types;
+    if (Py_TYPE(object) == types->dtype_type) {
+        arg->kind = KL_ARG_DTYPE;
+        arg->u.dtype = KL_DTYPE_OTHER;
+        for (int i = 0; i < KL_N_DTYPES; i++) {
+            if (object == types->dtypes[i]) {
+                arg->u.dtype = (KlDtype)i;
+            }
+        }
+    }
+    else if (Py_TYPE(object) == types->device_type) {
+        int device = types->device_of == NULL ? -1 : types->device_of(types->context, object);
+        arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
+        arg->u.i = device;
+    }
+    else if (Py_TYPE(object) == types->format_type) {
+        arg->kind = KL_ARG_OTHER;
+        for (int i = 0; i < 4; i++) {
+            if (object == types->formats[i]) {
+                arg->kind = KL_ARG_FORMAT;
+                arg->u.i = i;
+            }
+        }
+    }
+}
+
+/* A sequence of ints or of tensors; anything else, and a mixture, is OTHER. */
+static int
+convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, uint32_t number, KlArg *arg)
+{
+    KlPyBound *bound = binder->bound;
+    arg->n = (uint32_t)n;
+    int64_t first = 0;
+    if (n == 0 || get_int(entries[0], &first)) {
+        int64_t *ints = reserve_ints(bound, (size_t)n);
+        if (ints == NULL) {
+            return -1;
+        }
+        for (Py_ssize_t i = 0; i < n; i++) {
+            if (!get_int(entries[i], &ints[i])) {
+                arg->kind = KL_ARG_OTHER;
+                return 0;
+            }
+        }
+        arg->kind = KL_ARG_INTS;
+        arg->u.ints = ints;
+        return 0;
+    }
+    uint32_t n_before = bound->n_inputs;
+    bool has_tensor = false;
+    arg->input = n_before;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const KlMeta *meta = NULL;
+        if (entries[i] != Py_None) {
+            meta = binder->types->meta_of(binder->types->context, entries[i]);
+            if (meta == NULL) {
+                arg->kind = KL_ARG_OTHER;
+                bound->n_inputs = n_before;
+                return 0;
+            }
+            has_tensor = true;
+        }
+        if (add_input(bound, meta, entries[i], number, (uint32_t)i) < 0) {
+            return -1;
+        }
+    }
+    arg->kind = has_tensor ? KL_ARG_VALUES : KL_ARG_OTHER;
+    bound->n_inputs = has_tensor ? bound->n_inputs : n_before;
+    return 0;
+}
+
+static int
+convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t number, KlArg *arg)
+{
+    arg->kind = KL_ARG_OTHER;
+    if (object == Py_None) {
+        arg->kind = KL_ARG_NONE;
+        return 0;
+    }
+    if (PyBool_Check(object)) {
+        arg->kind = KL_ARG_BOOL;
+        arg->u.i = object == Py_True;
+        return 0;
+    }
+    if (get_int(object, &arg->u.i)) {
+        arg->kind = KL_ARG_INT;
+        return 0;
+    }
+    if (PyFloat_Check(object)) {
+        arg->kind = KL_ARG_FLOAT;
+        arg->u.f = PyFloat_AS_DOUBLE(object);
+        return 0;
+    }
+    if (PyTuple_Check(object) || PyList_Check(object)) {
+        binder->bound->origins[number].is_sequence = true;
+        return convert_sequence(binder, PySequence_Fast_ITEMS(object), PySequence_Fast_GET_SIZE(object), number,
+                                arg);
+    }
+    const KlMeta *meta = binder->types->meta_of(binder->types->context, object);
+    if (meta != NULL) {
+        arg->kind = KL_ARG_VALUE;
+        arg->input = binder->bound->n_inputs;
+        return add_input(binder->bound, meta, object, number, 0);
+    }
+    if (PyUnicode_Check(object) && word->is_device) {
+        int device = binder->types->device_of == NULL
+                         ? -1
+                         : binder->types->device_of(binder->types->context, object);
+        arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
+        arg->u.i = device;
+        return 0;
+    }
+    if (PyUnicode_Check(object)) {
+        arg->u.text = PyUnicode_AsUTF8(object);
+        arg->kind = arg->u.text == NULL ? KL_ARG_OTHER : KL_ARG_TEXT;
+        PyErr_Clear();
+        return 0;
+    }
+    if (PyComplex_Check(object)) {
+        arg->kind = KL_ARG_COMPLEX;
+        return 0;
+    }
+    set_torch_object(binder, object, arg);
+    return 0;
+}
+
+/* One bound of a slice; false: not an int, so the slice is OTHER. */
+static bool
+get_bound(PyObject *object, bool *has, int64_t *value)
+{
+    *has = object != Py_None;
+    return !*has || get_int(object, value);
+}
+
+static int
+convert_item(const Binder *binder, PyObject *object, uint32_t number, uint32_t entry, KlIndex *item)
+{
+    *item = (KlIndex){.kind = KL_INDEX_OTHER};
+    if (object == Py_None) {
+        item->kind = KL_INDEX_NONE;
+    }
+    else if (object == Py_Ellipsis) {
+        item->kind = KL_INDEX_ELLIPSIS;
+    }
+    else if (PyBool_Check(object)) {
+        item->kind = KL_INDEX_BOOL;
+    }
+    else if (get_int(object, &item->start)) {
+        item->kind = KL_INDEX_INT;
+    }
+    else if (PySlice_Check(object)) {
+        const PySliceObject *slice = (const PySliceObject *)object;
+        bool is_plain = get_bound(slice->start, &item->has_start, &item->start)
+                        && get_bound(slice->stop, &item->has_stop, &item->stop)
+                        && get_bound(slice->step, &item->has_step, &item->step);
+        item->kind = is_plain ? KL_INDEX_SLICE : KL_INDEX_OTHER;
+    }
+    else if (PyList_Check(object)) {
+        Py_ssize_t n = PyList_GET_SIZE(object);
+        int64_t value = 0;
+        bool is_plain = n > 0;
+        for (Py_ssize_t i = 0; i < n && is_plain; i++) {
+            is_plain = get_int(PyList_GET_ITEM(object, i), &value);
+        }
+        item->kind = is_plain ? KL_INDEX_INTS : KL_INDEX_OTHER;
+        item->stop = n;
+    }
+    else {
+        const KlMeta *meta = binder->types->meta_of(binder->types->context, object);
+        if (meta != NULL) {
+            const KlPyTypes *types = binder->types;
+            item->kind = KL_INDEX_TENSOR;
+            item->input = binder->bound->n_inputs;
+            item->is_row_range =
+                types->is_row_range != NULL && types->is_row_range(types->context, object, meta);
+            return add_input(binder->bound, meta, object, number, entry);
+        }
+    }
+    return 0;
+}
+
+static int
+convert_index(const Binder *binder, PyObject *object, uint32_t number, KlArg *arg)
+{
+    bool is_tuple = PyTuple_Check(object);
+    Py_ssize_t n = is_tuple ? PyTuple_GET_SIZE(object) : 1;
+    KlIndex *items = reserve_items(binder->bound, (size_t)n);
+    if (items == NULL) {
+        return -1;
+    }
+    arg->kind = KL_ARG_INDEX;
+    arg->n = (uint32_t)n;
+    arg->u.items = items;
+    binder->bound->origins[number].is_sequence = is_tuple;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = is_tuple ? PyTuple_GET_ITEM(object, i) : object;
+        if (convert_item(binder, item, number, (uint32_t)i, &items[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The positional arguments from `first` on, gathered by *word. */
+static int
+convert_spread(const Binder *binder, const KlPyWord *word, Py_ssize_t first, Py_ssize_t n, uint32_t number,
+               KlArg *arg)
+{
+    PyObject *const *entries = binder->args + first;
+    KlPyOrigin *origin = &binder->bound->origins[number];
+    origin->position = n == 0 ? -1 : (int32_t)first;
+    int64_t value = 0;
+    bool is_single = n == 1 && !get_int(entries[0], &value)
+                     && binder->types->meta_of(binder->types->context, entries[0]) == NULL;
+    if (is_single) {
+        return convert(binder, word, entries[0], number, arg);
+    }
+    origin->is_spread = true;
+    return convert_sequence(binder, entries, n, number, arg);
+}
+
+/* The word a keyword stands for: first among torch's own names, then among the others. */
+static int
+find_word(const KlPySignature *signature, PyObject *name, PyObject *const *found)
+{
+    for (uint32_t k = 0; k < KL_PY_NAMES_MAX; k++) {
+        for (uint32_t i = 0; i < signature->n_words; i++) {
+            const KlPyWord *word = &signature->words[i];
+            if (k < word->n_names && found[i] == NULL
+                && (word->names[k] == name || PyUnicode_Compare(word->names[k], name) == 0)) {
+                return (int)i;
+            }
+        }
+    }
+    return -1;
+}
+
+static int
+bind(KlPyBound *bound, const KlPySignature *signature, const Binder *binder, Py_ssize_t n_args,
+     PyObject *const *names, Py_ssize_t n_names)
+{
+    PyObject *found[KL_PY_WORDS_MAX] = {NULL};
+    Py_ssize_t n_spread = -1; /* positional arguments taken by *word, the last positional word */
+    uint32_t n_positional = signature->n_positional;
+    for (uint32_t i = 0; i < signature->n_words; i++) {
+        bound->origins[i] = (KlPyOrigin){.position = -1};
+    }
+    for (Py_ssize_t i = 0; i < n_args && n_spread < 0; i++) {
+        if (i >= (Py_ssize_t)n_positional) {
+            return 0;
+        }
+        found[i] = binder->args[i];
+        bound->origins[i].position = (int32_t)i;
+        n_spread = signature->words[i].is_spread ? n_args - i : -1;
+    }
+    for (Py_ssize_t k = 0; k < n_names; k++) {
+        int i = find_word(signature, names[k], found);
+        if (i < 0) {
+            return 0;
+        }
+        found[i] = binder->args[n_args + k];
+        bound->origins[i].position = (int32_t)(n_args + k);
+    }
+    bound->n_args = signature->n_words;
+    for (uint32_t i = 0; i < signature->n_words; i++) {
+        const KlPyWord *word = &signature->words[i];
+        bound->args[i] = (KlArg){.kind = KL_ARG_ABSENT};
+        if (found[i] == NULL) {
+            if (!word->is_optional) {
+                return 0;
+            }
+            continue;
+        }
+        if (word->is_out && found[i] != Py_None) {
+            return 0;
+        }
+        int status = 0;
+        if (word->is_index) {
+            status = convert_index(binder, found[i], i, &bound->args[i]);
+        }
+        else if (word->is_spread && bound->origins[i].position < n_args) {
+            status = convert_spread(binder, word, bound->origins[i].position, n_spread, i, &bound->args[i]);
+        }
+        else {
+            status = convert(binder, word, found[i], i, &bound->args[i]);
+        }
+        if (status < 0) {
+            return -1;
+        }
+    }
+    return 1;
+}
+
+int
+kl_py_args_bind(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
+                PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
+{
+    Binder binder = {.bound = bound, .types = types, .args = args};
+    Py_ssize_t n_names = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    return bind(bound, signature, &binder, n_args, n_names == 0 ? NULL : PySequence_Fast_ITEMS(kwnames),
+                n_names);
+}
+
+int
+kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
+                     PyObject *args, PyObject *kwargs)
+{
+    PyObject *flat[KL_PY_INPUTS_FIXED + KL_PY_WORDS_MAX];
+    PyObject *names[KL_PY_WORDS_MAX];
+    Py_ssize_t n_args = PyTuple_GET_SIZE(args);
+    Py_ssize_t n_names = kwargs == NULL ? 0 : PyDict_GET_SIZE(kwargs);
+    if (n_names == 0) {
+        Binder plain = {.bound = bound, .types = types, .args = PySequence_Fast_ITEMS(args)};
+        return bind(bound, signature, &plain, n_args, NULL, 0);
+    }
+    if (n_args > KL_PY_INPUTS_FIXED || n_names > KL_PY_WORDS_MAX) {
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < n_args; i++) {
+        flat[i] = PyTuple_GET_ITEM(args, i);
+    }
+    PyObject *name = NULL;
+    PyObject *value = NULL;
+    Py_ssize_t cursor = 0;
+    for (Py_ssize_t k = 0; PyDict_Next(kwargs, &cursor, &name, &value); k++) {
+        names[k] = name;
+        flat[n_args + k] = value;
+    }
+    Binder binder = {.bound = bound, .types = types, .args = flat};
+    return bind(bound, signature, &binder, n_args, names, n_names);
+}

@@ -1,0 +1,220 @@
+/* infer.c - applies a row's rules to a call, in order: shape, dtype, what follows from them (in-place
+ * targets, device, requires_grad), place. It knows no op; it adds the op's name to an error. */
+#include "infer.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "alloc.h"
+#include "rules.h"
+
+KlStatus
+kl_infer_reserve_outs(KlInferred *result, uint32_t n, KlError *error)
+{
+    void *outs = result->outs;
+    KlStatus status = kl_alloc_reserve(&outs, &result->n_outs_max, n, sizeof(KlMeta), error);
+    if (status != KL_OK) {
+        return status;
+    }
+    result->outs = outs;
+    for (uint32_t i = 0; i < n; i++) {
+        result->outs[i] = (KlMeta){.place = KL_PLACE_WHOLE};
+    }
+    result->n_outs = n;
+    return KL_OK;
+}
+
+void
+kl_infer_fini(KlInferred *result)
+{
+    kl_alloc_free(result->outs);
+    kl_alloc_free(result->split.places);
+    *result = (KlInferred){0};
+}
+
+/* The outputs' device: that of the first input that is not a 0-dim value on the CPU. Two devices that
+ * take part in earnest have no rule. */
+static KlStatus
+find_device(const KlCall *call, KlInferred *result)
+{
+    const KlMeta *chosen = NULL;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const KlMeta *input = call->inputs[i];
+        if (input == NULL || input->dtype == KL_DTYPE_OTHER || input->n_dims > KL_DIMS_MAX) {
+            return KL_DECLINED;
+        }
+        if (chosen == NULL || (chosen->device != input->device && chosen->n_dims == 0 && chosen->device == 0)) {
+            chosen = input;
+        }
+        else if (chosen->device != input->device && (input->n_dims > 0 || input->device != 0)) {
+            return KL_DECLINED;
+        }
+    }
+    result->device = chosen == NULL ? 0 : chosen->device;
+    return KL_OK;
+}
+
+static KlStatus
+prepare(const KlCall *call, KlInferred *result, KlError *error)
+{
+    void *places = result->split.places;
+    KlStatus status =
+        kl_alloc_reserve(&places, &result->n_places_max, call->n_inputs, sizeof(KlPlace), error);
+    if (status != KL_OK) {
+        return status;
+    }
+    result->split = (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places};
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        result->split.places[i] = KL_PLACE_WHOLE;
+    }
+    result->n_outs = 0;
+    result->alias = KL_ALIAS_NONE;
+    result->alias_input = 0;
+    result->inputs_no_grad = 0;
+    result->outs_no_grad = 0;
+    return find_device(call, result);
+}
+
+/* An in-place op's rules describe the op that makes a new tensor: its result must fit into the first
+ * input, which is then the output. */
+static KlStatus
+settle_inplace(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *target = kl_rules_input(call, 0);
+    if (target == NULL || result->n_outs != 1) {
+        return KL_DECLINED;
+    }
+    KlMeta *out = &result->outs[0];
+    bool is_fitting = out->n_dims == target->n_dims;
+    for (int32_t dim = 0; is_fitting && dim < out->n_dims; dim++) {
+        is_fitting = out->shape[dim] == target->shape[dim];
+    }
+    if (!is_fitting) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the result does not have the shape of the tensor it is written to");
+    }
+    if (!kl_rules_can_cast(out->dtype, target->dtype)) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "result type %s cannot be written to %s",
+                            kl_meta_dtype_name(out->dtype), kl_meta_dtype_name(target->dtype));
+    }
+    *out = *target;
+    out->place = KL_PLACE_WHOLE;
+    kl_rules_alias(result, KL_ALIAS_SAME, call->args[0].input);
+    return KL_OK;
+}
+
+static void
+settle_grads(const KlCall *call, KlInferred *result)
+{
+    bool has_grad = false;
+    for (uint32_t i = 0; i < call->n_inputs && !has_grad; i++) {
+        bool is_blocked = i < 64 && (result->inputs_no_grad >> i & 1) != 0;
+        has_grad = call->inputs[i]->requires_grad && !is_blocked;
+    }
+    has_grad = has_grad && call->is_grad_enabled && call->row->saves != saves_no_grad;
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        KlMeta *out = &result->outs[i];
+        bool is_blocked = i < 64 && (result->outs_no_grad >> i & 1) != 0;
+        bool is_differentiable =
+            kl_meta_dtype_is_float(out->dtype) || kl_meta_dtype_is_complex(out->dtype);
+        bool is_kept = result->alias == KL_ALIAS_SAME && out->requires_grad;
+        out->requires_grad = is_kept || (has_grad && is_differentiable && !is_blocked);
+        out->device = result->device;
+    }
+}
+
+static KlStatus
+settle_places(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlSplit *split = &result->split;
+    bool is_mixed = false;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const KlMeta *input = call->inputs[i];
+        if (!kl_place_is_rows(&input->place)) {
+            continue;
+        }
+        const KlPlace *place = &input->place;
+        if (place->axis >= call->n_axes || place->dim < 0 || place->dim >= input->n_dims
+            || input->shape[place->dim] != kl_rules_span(place, call->axis_rows[place->axis])) {
+            return kl_error_set(error, KL_ERROR_INTERNAL, "the place of input %u does not fit its shape", i);
+        }
+        is_mixed = is_mixed || (split->axis != KL_ID_NONE && split->axis != place->axis);
+        split->axis = place->axis;
+    }
+    if (split->axis == KL_ID_NONE) {
+        return KL_OK;
+    }
+    if (is_mixed) {
+        split->axis = KL_ID_NONE;
+        return kl_rules_once(result, "two different batches meet");
+    }
+    if (call->axis_rows[split->axis] <= 0) {
+        return kl_rules_once(result, "the batch has no rows");
+    }
+    split->mode = KL_MODE_ROWS;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        split->places[i] = call->inputs[i]->place;
+    }
+    KlStatus status = call->row->place(call, result, error);
+    if (status == KL_OK && split->mode == KL_MODE_ONCE) {
+        split->axis = KL_ID_NONE;
+        split->n_rewrites = 0;
+        for (uint32_t i = 0; i < call->n_inputs; i++) {
+            split->places[i] = KL_PLACE_WHOLE;
+        }
+    }
+    for (uint32_t i = 0; i < result->n_outs && split->mode != KL_MODE_ROWS; i++) {
+        result->outs[i].place = KL_PLACE_WHOLE;
+    }
+    return status;
+}
+
+/* "text" -> "name: text" */
+static void
+add_name(const KlRow *row, KlError *error)
+{
+    char text[KL_ERROR_TEXT_MAX];
+    (void)snprintf(text, sizeof(text), "%s: %.400s", row->name, error->text);
+    memcpy(error->text, text, sizeof(text));
+}
+
+static KlStatus
+apply_rules(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = prepare(call, result, error);
+    if (status == KL_OK) {
+        status = call->row->shape(call, result, error);
+    }
+    if (status == KL_OK) {
+        status = call->row->dtype(call, result, error);
+    }
+    if (status == KL_OK && call->row->kind == KL_ROW_INPLACE) {
+        status = settle_inplace(call, result, error);
+    }
+    if (status == KL_OK) {
+        settle_grads(call, result);
+        status = settle_places(call, result, error);
+    }
+    return status;
+}
+
+KlStatus
+kl_infer_call(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = apply_rules(call, result, error);
+    if (status != KL_OK && status != KL_DECLINED && error != NULL) {
+        add_name(call->row, error);
+    }
+    return status;
+}
+
+void
+kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    *saves = (KlSaves){0};
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        if (result->outs[i].requires_grad) {
+            call->row->saves(call, result, saves);
+            return;
+        }
+    }
+}

@@ -1,0 +1,109 @@
+/* meta.c - plain facts about metas and dtypes: sizes, names, contiguity, equality of places. */
+#include "meta.h"
+
+typedef struct {
+    const char *name;
+    uint8_t bytes;
+} DtypeFacts;
+
+static const DtypeFacts dtype_facts[] = {
+    [KL_DTYPE_BOOL] = {"bool", 1},
+    [KL_DTYPE_UINT8] = {"uint8", 1},
+    [KL_DTYPE_INT8] = {"int8", 1},
+    [KL_DTYPE_INT16] = {"int16", 2},
+    [KL_DTYPE_INT32] = {"int32", 4},
+    [KL_DTYPE_INT64] = {"int64", 8},
+    [KL_DTYPE_FLOAT16] = {"float16", 2},
+    [KL_DTYPE_BFLOAT16] = {"bfloat16", 2},
+    [KL_DTYPE_FLOAT32] = {"float32", 4},
+    [KL_DTYPE_FLOAT64] = {"float64", 8},
+    [KL_DTYPE_COMPLEX64] = {"complex64", 8},
+    [KL_DTYPE_COMPLEX128] = {"complex128", 16},
+    [KL_DTYPE_OTHER] = {"other", 0},
+};
+
+size_t
+kl_meta_dtype_bytes(KlDtype dtype)
+{
+    return dtype_facts[dtype].bytes;
+}
+
+const char *
+kl_meta_dtype_name(KlDtype dtype)
+{
+    return dtype_facts[dtype].name;
+}
+
+bool
+kl_meta_dtype_is_float(KlDtype dtype)
+{
+    return dtype >= KL_DTYPE_FLOAT16 && dtype <= KL_DTYPE_FLOAT64;
+}
+
+bool
+kl_meta_dtype_is_complex(KlDtype dtype)
+{
+    return dtype == KL_DTYPE_COMPLEX64 || dtype == KL_DTYPE_COMPLEX128;
+}
+
+int64_t
+kl_meta_n_elements(const KlMeta *meta)
+{
+    int64_t n = 1;
+    for (int32_t dim = 0; dim < meta->n_dims; dim++) {
+        n *= meta->shape[dim];
+    }
+    return n;
+}
+
+int64_t
+kl_meta_n_bytes(const KlMeta *meta)
+{
+    return kl_meta_n_elements(meta) * (int64_t)kl_meta_dtype_bytes(meta->dtype);
+}
+
+void
+kl_meta_set_contiguous(KlMeta *meta)
+{
+    int64_t stride = 1;
+    for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
+        meta->strides[dim] = stride;
+        /* torch steps over an empty dim as if it had one entry */
+        stride *= meta->shape[dim] > 1 ? meta->shape[dim] : 1;
+    }
+    meta->is_strided = true;
+}
+
+bool
+kl_meta_is_contiguous(const KlMeta *meta)
+{
+    if (!meta->is_strided) {
+        return false;
+    }
+    int64_t stride = 1;
+    for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
+        if (meta->shape[dim] == 0) {
+            return true; /* nothing is stored: every layout is row-major */
+        }
+    }
+    for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
+        if (meta->shape[dim] == 1) {
+            continue;
+        }
+        if (meta->strides[dim] != stride) {
+            return false;
+        }
+        stride *= meta->shape[dim];
+    }
+    return true;
+}
+
+bool
+kl_place_is_equal(const KlPlace *left, const KlPlace *right)
+{
+    if (left->axis == KL_ID_NONE || right->axis == KL_ID_NONE) {
+        return left->axis == right->axis;
+    }
+    return left->axis == right->axis && left->dim == right->dim && left->outer == right->outer
+           && left->inner == right->inner;
+}

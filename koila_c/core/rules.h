@@ -1,0 +1,139 @@
+/* rules.h - every word that a cell of ops.def can say, and the tools that rules share.
+ *
+ * For ops.c, infer.c and rules_*.c only. A rule is a function of one call: shape rules make the outputs
+ * (n_outs, shape, strides, alias), dtype rules fill their dtypes, place rules fill result->split and the
+ * outputs' places, saves rules fill a zeroed KlSaves. infer.c has already made sure that no tensor of the
+ * call is missing or of a dtype we do not know; it calls a place rule only where an input is in ROWS,
+ * with one axis, that has rows, and with this to start from: mode ROWS, every input's place its own,
+ * every output WHOLE. Whatever a rule does not understand it answers with KL_DECLINED. */
+#ifndef KL_RULES_H
+#define KL_RULES_H
+
+#include "infer.h"
+
+/* --- arguments (rules_args.c): KL_DECLINED where the argument is of another kind ------------------- */
+
+/* Present and not None. */
+bool kl_rules_is_given(const KlCall *call, uint32_t arg);
+
+/* An int, `fallback` where it is absent or None. A bool is an int, as in Python. */
+KlStatus kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback, int64_t *value);
+KlStatus kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *value);
+/* A float or an int. */
+KlStatus kl_rules_float(const KlCall *call, uint32_t arg, double fallback, double *value);
+KlStatus kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback, const char **value);
+/* A tuple of ints or one int; n is 0 where it is absent or None. `value` must outlive `*ints`. */
+KlStatus kl_rules_ints(const KlCall *call, uint32_t arg, int64_t *value, const int64_t **ints, uint32_t *n);
+
+/* A dim of a value with `n_dims`, wrapped to 0 .. n_dims - 1; a 0-dim value counts as one of one dim. */
+KlStatus kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims, int32_t *dim,
+                      KlError *error);
+KlStatus kl_rules_wrap(int64_t dim, int32_t n_dims, int32_t *wrapped, KlError *error);
+/* A set of dims, bit d for dim d; none given, None or an empty tuple: all of them. */
+KlStatus kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims, KlError *error);
+
+/* The meta of a tensor argument, or NULL where the argument is no tensor. */
+static inline const KlMeta *
+kl_rules_input(const KlCall *call, uint32_t arg)
+{
+    return arg < call->n_args && call->args[arg].kind == KL_ARG_VALUE
+               ? call->inputs[call->args[arg].input]
+               : NULL;
+}
+
+static inline bool
+kl_rules_is_number(const KlArg *arg)
+{
+    return arg->kind == KL_ARG_INT || arg->kind == KL_ARG_FLOAT || arg->kind == KL_ARG_BOOL
+           || arg->kind == KL_ARG_COMPLEX;
+}
+
+/* The first argument of kind DTYPE, or `fallback`. */
+KlDtype kl_rules_dtype(const KlCall *call, KlDtype fallback);
+
+/* --- shapes and strides (rules_shape.c, rules_strides.c) -------------------------------------------- */
+
+/* One output with the shape of `like`, strides not known. */
+KlStatus kl_rules_out(KlInferred *result, const KlMeta *like, KlError *error);
+/* One output of that shape; declines more than KL_DIMS_MAX dims. */
+KlStatus kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims, KlError *error);
+/* Every output is a view of (or the same as) that input. */
+void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
+/* Widen `out`'s shape by broadcasting with `meta`'s. */
+KlStatus kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error);
+/* The strides torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: a
+ * Python number takes part. Unknown strides of an operand leave the output's unknown. */
+void kl_rules_iterate(KlMeta *out, const KlMeta *const *operands, uint32_t n, bool has_number);
+/* The strides of empty_like(meta): the same if dense, else dense in the same order. */
+void kl_rules_preserve(KlMeta *out, const KlMeta *meta);
+/* Every element of `meta` has its own place in a block without holes. */
+bool kl_rules_is_dense(const KlMeta *meta);
+/* Strides of a view of `meta` with `out`'s shape (same number of elements), or false: not viewable. */
+bool kl_rules_view_strides(const KlMeta *meta, KlMeta *out);
+
+/* --- dtypes (rules_dtype.c) -------------------------------------------------------------------------- */
+
+KlDtype kl_rules_promote(KlDtype left, KlDtype right);
+bool kl_rules_is_integral(KlDtype dtype); /* bool counts */
+/* torch.result_type of args[first] .. args[first + n - 1]: tensors, 0-dim tensors and numbers. */
+KlStatus kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dtype);
+bool kl_rules_can_cast(KlDtype from, KlDtype to);
+void kl_rules_set_dtypes(KlInferred *result, KlDtype dtype);
+
+/* --- places (rules_digits.c): see NOTE [digits] there ------------------------------------------------- */
+
+/* Rows of the call's axis. */
+static inline int64_t
+kl_rules_rows(const KlCall *call, const KlInferred *result)
+{
+    return call->axis_rows[result->split.axis];
+}
+
+/* The node runs on whole values because of `reason`, a static string. Returns KL_OK. */
+KlStatus kl_rules_once(KlInferred *result, const char *reason);
+/* The rows are reduced away: outputs are WHOLE. Returns KL_OK. */
+KlStatus kl_rules_reduce(KlInferred *result, KlReduce reduce);
+
+/* Size of the dim that holds the digit: outer * rows * inner. */
+static inline int64_t
+kl_rules_span(const KlPlace *place, int64_t rows)
+{
+    return place->outer * rows * place->inner;
+}
+
+/* First input in ROWS; there is one in every call a place rule sees. */
+uint32_t kl_rules_first_rows(const KlCall *call);
+
+/* Make `input` follow the rows of `want`, whose dim is a dim of that input: an input in ROWS must agree,
+ * a WHOLE one of full size there is sliced, one of size 1 there is given whole. A dim below 0 says that
+ * the input lacks it. NULL, or the reason why it cannot. */
+const char *kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want);
+
+/* Find the digit `place` of a value of shape `from` in a value of the same elements in row-major order
+ * of shape `to`; false: it is cut in two. */
+bool kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const KlMeta *to,
+                     KlPlace *found);
+
+/* The int of args[arg] (entry, part) is scale * rows and follows the chunk; false: no room. */
+bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t part, int64_t scale);
+
+/* --- the words --------------------------------------------------------------------------------------- */
+
+#define KL_SHAPE(word) KlStatus shape_##word(const KlCall *call, KlInferred *result, KlError *error)
+#define KL_DTYPE(word) KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)
+#define KL_PLACE(word) KlStatus place_##word(const KlCall *call, KlInferred *result, KlError *error)
+#define KL_SAVES(word) void saves_##word(const KlCall *call, const KlInferred *result, KlSaves *saves)
+
+KL_SHAPE(broadcast); /* all tensors of the call broadcast; elementwise strides */
+KL_SHAPE(same);      /* that of the first input, fresh memory in its order */
+KL_DTYPE(same);      /* that of the first input */
+KL_DTYPE(promote);   /* torch's promotion of words 0 and 1 */
+KL_DTYPE(to_float);  /* word 0; ints become the default dtype */
+KL_PLACE(rowwise);   /* every row by itself, inputs aligned by broadcasting from the right */
+KL_SAVES(nothing);
+KL_SAVES(output);
+KL_SAVES(no_grad);   /* no output has a gradient: infer.c looks for this word */
+
+#include "rules_nn.h"
+
+#endif

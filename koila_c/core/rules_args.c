@@ -1,0 +1,152 @@
+/* rules_args.c - fetches the arguments of a call. An argument of a kind that a rule did not expect declines
+ * the call: it may be legal, the rule just cannot describe it. */
+#include "rules.h"
+
+#include <string.h>
+
+bool
+kl_rules_is_given(const KlCall *call, uint32_t arg)
+{
+    return arg < call->n_args && call->args[arg].kind != KL_ARG_ABSENT && call->args[arg].kind != KL_ARG_NONE;
+}
+
+KlStatus
+kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback, int64_t *value)
+{
+    if (!kl_rules_is_given(call, arg)) {
+        *value = fallback;
+        return KL_OK;
+    }
+    const KlArg *given = &call->args[arg];
+    if (given->kind != KL_ARG_INT && given->kind != KL_ARG_BOOL) {
+        return KL_DECLINED;
+    }
+    *value = given->u.i;
+    return KL_OK;
+}
+
+KlStatus
+kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *value)
+{
+    int64_t number = 0;
+    KlStatus status = kl_rules_int(call, arg, fallback, &number);
+    if (status == KL_OK) {
+        *value = number != 0;
+    }
+    return status;
+}
+
+KlStatus
+kl_rules_float(const KlCall *call, uint32_t arg, double fallback, double *value)
+{
+    if (kl_rules_is_given(call, arg) && call->args[arg].kind == KL_ARG_FLOAT) {
+        *value = call->args[arg].u.f;
+        return KL_OK;
+    }
+    int64_t number = 0;
+    if (!kl_rules_is_given(call, arg)) {
+        *value = fallback;
+        return KL_OK;
+    }
+    KlStatus status = kl_rules_int(call, arg, 0, &number);
+    if (status == KL_OK) {
+        *value = (double)number;
+    }
+    return status;
+}
+
+KlStatus
+kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback, const char **value)
+{
+    if (!kl_rules_is_given(call, arg)) {
+        *value = fallback;
+        return KL_OK;
+    }
+    if (call->args[arg].kind != KL_ARG_TEXT) {
+        return KL_DECLINED;
+    }
+    *value = call->args[arg].u.text;
+    return KL_OK;
+}
+
+KlStatus
+kl_rules_ints(const KlCall *call, uint32_t arg, int64_t *value, const int64_t **ints, uint32_t *n)
+{
+    *ints = value;
+    *n = 0;
+    if (!kl_rules_is_given(call, arg)) {
+        return KL_OK;
+    }
+    const KlArg *given = &call->args[arg];
+    if (given->kind == KL_ARG_INT) {
+        *value = given->u.i;
+        *n = 1;
+        return KL_OK;
+    }
+    if (given->kind != KL_ARG_INTS) {
+        return KL_DECLINED;
+    }
+    *ints = given->u.ints;
+    *n = given->n;
+    return KL_OK;
+}
+
+KlStatus
+kl_rules_wrap(int64_t dim, int32_t n_dims, int32_t *wrapped, KlError *error)
+{
+    int64_t n = n_dims == 0 ? 1 : n_dims;
+    if (dim < -n || dim >= n) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "dim %lld is not in the range [%lld, %lld]",
+                            (long long)dim, (long long)-n, (long long)(n - 1));
+    }
+    *wrapped = (int32_t)(dim < 0 ? dim + n : dim);
+    return KL_OK;
+}
+
+KlStatus
+kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims, int32_t *dim, KlError *error)
+{
+    int64_t given = 0;
+    KlStatus status = kl_rules_int(call, arg, fallback, &given);
+    if (status != KL_OK) {
+        return status;
+    }
+    return kl_rules_wrap(given, n_dims, dim, error);
+}
+
+KlStatus
+kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims, KlError *error)
+{
+    int64_t value = 0;
+    const int64_t *ints = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, arg, &value, &ints, &n);
+    if (status != KL_OK) {
+        return status;
+    }
+    uint32_t found = n == 0 ? (UINT32_C(1) << n_dims) - 1 : 0;
+    for (uint32_t i = 0; i < n; i++) {
+        int32_t dim = 0;
+        status = kl_rules_wrap(ints[i], n_dims, &dim, error);
+        if (status != KL_OK) {
+            return status;
+        }
+        if ((found >> dim & 1) != 0) {
+            return kl_error_set(error, KL_ERROR_ARGUMENT, "dim %d appears twice", (int)dim);
+        }
+        found |= UINT32_C(1) << dim;
+    }
+    *dims = found;
+    return KL_OK;
+}
+
+KlDtype
+kl_rules_dtype(const KlCall *call, KlDtype fallback)
+{
+    for (uint32_t i = 0; i < call->n_args; i++) {
+        if (call->args[i].kind == KL_ARG_DTYPE) {
+            return call->args[i].u.dtype;
+        }
+    }
+    return fallback;
+}

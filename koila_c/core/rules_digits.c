@@ -1,0 +1,105 @@
+/* rules_digits.c - where the rows are, as arithmetic.
+ *
+ * NOTE [digits]: write the index of an element, in row-major order, as a number of mixed radix. The batch
+ * is one digit of it: dim `dim` of size outer * rows * inner has the index (o * rows + row) * inner + i.
+ * Merging dims (view, flatten) makes numbers out of digits and splitting dims takes them apart again, so
+ * all that ever has to be kept is what stands to the digit's left (outer, and the dims before) and to its
+ * right (inner, and the dims after). Two values can be met element by element in one chunk only if the
+ * digit is at the same place in both. */
+#include "rules.h"
+
+KlStatus
+kl_rules_once(KlInferred *result, const char *reason)
+{
+    result->split.mode = KL_MODE_ONCE;
+    result->split.reason = reason;
+    return KL_OK;
+}
+
+KlStatus
+kl_rules_reduce(KlInferred *result, KlReduce reduce)
+{
+    result->split.mode = KL_MODE_REDUCE;
+    result->split.reduce = reduce;
+    return KL_OK;
+}
+
+uint32_t
+kl_rules_first_rows(const KlCall *call)
+{
+    uint32_t i = 0;
+    while (i + 1 < call->n_inputs && !kl_place_is_rows(&call->inputs[i]->place)) {
+        i++;
+    }
+    return i;
+}
+
+const char *
+kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want)
+{
+    const KlMeta *meta = call->inputs[input];
+    const KlPlace *own = &meta->place;
+    int64_t span = kl_rules_span(want, kl_rules_rows(call, result));
+    if (kl_place_is_rows(own)) {
+        if (own->dim != want->dim) {
+            return "the rows of two inputs stand in different dims";
+        }
+        if (!kl_place_is_equal(own, want)) {
+            return "the rows of two inputs stand in different order";
+        }
+        return NULL;
+    }
+    if (want->dim < 0 || meta->shape[want->dim] == 1) {
+        return NULL;
+    }
+    if (meta->shape[want->dim] != span) {
+        return "a plain input does not have the size of the batch";
+    }
+    result->split.places[input] = *want;
+    return NULL;
+}
+
+bool
+kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const KlMeta *to, KlPlace *found)
+{
+    int64_t left = place->outer; /* entries of the digits to the left of the rows */
+    int64_t right = place->inner;
+    for (int32_t dim = 0; dim < place->dim; dim++) {
+        left *= from->shape[dim];
+    }
+    for (int32_t dim = place->dim + 1; dim < from->n_dims; dim++) {
+        right *= from->shape[dim];
+    }
+    if (left == 0 || right == 0) {
+        return false; /* nothing stored: no digit to follow */
+    }
+    int64_t after = 1;
+    int32_t best = -1;
+    for (int32_t dim = to->n_dims - 1; dim >= 0; dim--) {
+        int64_t inner = right / after;
+        if (right % after == 0 && to->shape[dim] % (inner * rows) == 0) {
+            /* With one row the digit fits between any two others: prefer the dim it came from, else the
+             * outermost. With more rows only one dim can hold it. */
+            if (best < 0 || best != place->dim) {
+                best = dim;
+                *found = (KlPlace){.axis = place->axis, .dim = dim, .inner = inner,
+                                   .outer = to->shape[dim] / (inner * rows)};
+            }
+        }
+        after *= to->shape[dim];
+    }
+    return best >= 0;
+}
+
+bool
+kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t part, int64_t scale)
+{
+    KlSplit *split = &result->split;
+    if (split->n_rewrites == KL_REWRITES_MAX) {
+        return false;
+    }
+    split->rewrites[split->n_rewrites] =
+        (KlRewrite){.arg = (uint16_t)arg, .entry = (uint16_t)entry, .part = part, .scale = scale};
+    split->n_rewrites++;
+    return true;
+}

@@ -1,0 +1,267 @@
+/* rules_strides.c - the strides torch gives to new values, and when a view needs no copy. It follows
+ * TensorIterator step by step, because a stride that is claimed must be exact; else it says unknown. */
+#include "rules.h"
+
+#include <string.h>
+
+/* One operand after broadcasting: 0 where it is broadcast. */
+typedef struct {
+    int64_t strides[KL_DIMS_MAX]; /* [n_dims of the output] */
+} Operand;
+
+enum { OPERANDS_MAX = 16 };
+
+bool
+kl_rules_is_dense(const KlMeta *meta)
+{
+    if (!meta->is_strided) {
+        return false;
+    }
+    if (kl_meta_is_contiguous(meta)) {
+        return true;
+    }
+    bool is_used[KL_DIMS_MAX] = {false};
+    int64_t stride = 1;
+    for (int32_t step = 0; step < meta->n_dims; step++) {
+        int32_t next = -1;
+        bool is_left = false;
+        for (int32_t dim = 0; dim < meta->n_dims; dim++) {
+            if (!is_used[dim] && meta->shape[dim] >= 2) {
+                is_left = true;
+                next = meta->strides[dim] == stride ? dim : next;
+            }
+        }
+        if (!is_left) {
+            return true;
+        }
+        if (next < 0) {
+            return false;
+        }
+        is_used[next] = true;
+        stride *= meta->shape[next];
+    }
+    return true;
+}
+
+static bool
+is_channels_last(const KlMeta *meta)
+{
+    static const int32_t order[] = {1, 3, 2, 0};
+    if (meta->n_dims != 4) {
+        return false;
+    }
+    int64_t stride = 1;
+    for (int i = 0; i < 4; i++) {
+        if (meta->shape[order[i]] != 1) {
+            if (meta->strides[order[i]] != stride) {
+                return false;
+            }
+            stride *= meta->shape[order[i]];
+        }
+    }
+    return true;
+}
+
+static void
+set_channels_last(KlMeta *meta)
+{
+    static const int32_t order[] = {1, 3, 2, 0};
+    int64_t stride = 1;
+    for (int i = 0; i < 4; i++) {
+        meta->strides[order[i]] = stride;
+        stride *= meta->shape[order[i]] > 1 ? meta->shape[order[i]] : 1;
+    }
+    meta->is_strided = true;
+}
+
+static bool
+is_equal_shape(const KlMeta *left, const KlMeta *right)
+{
+    return left->n_dims == right->n_dims
+           && memcmp(left->shape, right->shape, (size_t)left->n_dims * sizeof(left->shape[0])) == 0;
+}
+
+/* TensorIterator::fast_set_up: all operands of one shape and of one layout. */
+static bool
+iterate_fast(KlMeta *out, const KlMeta *const *operands, uint32_t n)
+{
+    bool is_contiguous = true;
+    bool is_last = true;
+    bool is_dense = true;
+    for (uint32_t i = 0; i < n; i++) {
+        if (!is_equal_shape(operands[i], out)) {
+            return false;
+        }
+        is_contiguous = is_contiguous && kl_meta_is_contiguous(operands[i]);
+        is_last = is_last && is_channels_last(operands[i]);
+        is_dense = is_dense && kl_rules_is_dense(operands[i]);
+    }
+    if (is_contiguous) {
+        kl_meta_set_contiguous(out);
+        return true;
+    }
+    if (is_last) {
+        set_channels_last(out);
+        return true;
+    }
+    for (uint32_t i = 1; i < n && is_dense; i++) {
+        is_dense = memcmp(operands[i]->strides, operands[0]->strides,
+                          (size_t)out->n_dims * sizeof(out->strides[0])) == 0;
+    }
+    if (is_dense) {
+        memcpy(out->strides, operands[0]->strides, sizeof(out->strides));
+        out->is_strided = true;
+    }
+    return is_dense;
+}
+
+/* 1: dim0 comes after dim1 in memory order, -1: before, 0: nothing decides. */
+static int
+compare_dims(const KlMeta *out, const Operand *operands, uint32_t n, int32_t dim0, int32_t dim1)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        int64_t stride0 = operands[i].strides[dim0];
+        int64_t stride1 = operands[i].strides[dim1];
+        if (stride0 == 0 || stride1 == 0) {
+            continue;
+        }
+        if (stride0 != stride1) {
+            return stride0 < stride1 ? -1 : 1;
+        }
+        if (out->shape[dim0] > out->shape[dim1]) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* TensorIterator::reorder_dimensions, then dense strides in that order. */
+static void
+iterate_sorted(KlMeta *out, const Operand *operands, uint32_t n)
+{
+    int32_t order[KL_DIMS_MAX] = {0}; /* fastest first */
+    for (int32_t i = 0; i < out->n_dims; i++) {
+        order[i] = out->n_dims - 1 - i;
+    }
+    for (int32_t i = 1; i < out->n_dims; i++) {
+        int32_t at = i;
+        for (int32_t before = i - 1; before >= 0; before--) {
+            int comparison = compare_dims(out, operands, n, order[before], order[at]);
+            if (comparison > 0) {
+                int32_t moved = order[before];
+                order[before] = order[at];
+                order[at] = moved;
+                at = before;
+            }
+            else if (comparison < 0) {
+                break;
+            }
+        }
+    }
+    bool is_row_major = true;
+    for (int32_t i = 0; i < out->n_dims; i++) {
+        is_row_major = is_row_major && order[i] == out->n_dims - 1 - i;
+    }
+    if (is_row_major) {
+        kl_meta_set_contiguous(out);
+        return;
+    }
+    int64_t stride = 1;
+    for (int32_t i = 0; i < out->n_dims; i++) {
+        out->strides[order[i]] = stride;
+        stride *= out->shape[order[i]];
+    }
+    out->is_strided = true;
+}
+
+void
+kl_rules_iterate(KlMeta *out, const KlMeta *const *operands, uint32_t n, bool has_number)
+{
+    out->is_strided = false;
+    if (n > OPERANDS_MAX) {
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        if (!operands[i]->is_strided) {
+            return;
+        }
+    }
+    if (!(has_number && out->n_dims > 0) && iterate_fast(out, operands, n)) {
+        return;
+    }
+    Operand sorted[OPERANDS_MAX] = {0};
+    for (uint32_t i = 0; i < n; i++) {
+        int32_t shift = out->n_dims - operands[i]->n_dims;
+        for (int32_t dim = shift; dim < out->n_dims; dim++) {
+            bool is_broadcast = operands[i]->shape[dim - shift] == 1 && out->shape[dim] != 1;
+            sorted[i].strides[dim] = is_broadcast ? 0 : operands[i]->strides[dim - shift];
+        }
+    }
+    iterate_sorted(out, sorted, n);
+}
+
+void
+kl_rules_preserve(KlMeta *out, const KlMeta *meta)
+{
+    out->is_strided = meta->is_strided;
+    if (!meta->is_strided) {
+        return;
+    }
+    if (kl_rules_is_dense(meta)) {
+        memcpy(out->strides, meta->strides, sizeof(out->strides));
+        return;
+    }
+    Operand operand = {0};
+    memcpy(operand.strides, meta->strides, sizeof(operand.strides));
+    iterate_sorted(out, &operand, 1);
+}
+
+bool
+kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
+{
+    int64_t n_elements = kl_meta_n_elements(meta);
+    out->is_strided = true;
+    if (n_elements == 0) {
+        if (is_equal_shape(meta, out)) {
+            memcpy(out->strides, meta->strides, sizeof(out->strides));
+        }
+        else {
+            kl_meta_set_contiguous(out);
+        }
+        return true;
+    }
+    int32_t view_dim = out->n_dims - 1;
+    int64_t base = meta->n_dims == 0 ? 1 : meta->strides[meta->n_dims - 1];
+    int64_t n_chunk = 1; /* elements of the run of input dims that lie evenly in memory */
+    int64_t n_view = 1;
+    if (meta->n_dims == 0) {
+        for (int32_t dim = 0; dim < out->n_dims; dim++) {
+            out->strides[dim] = 1;
+        }
+        return true;
+    }
+    for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
+        n_chunk *= meta->shape[dim];
+        bool is_end = dim == 0
+                      || (meta->shape[dim - 1] != 1 && meta->strides[dim - 1] != n_chunk * base);
+        if (!is_end) {
+            continue;
+        }
+        while (view_dim >= 0 && (n_view < n_chunk || out->shape[view_dim] == 1)) {
+            out->strides[view_dim] = n_view * base;
+            n_view *= out->shape[view_dim];
+            view_dim--;
+        }
+        if (n_view != n_chunk) {
+            out->is_strided = false;
+            return false;
+        }
+        if (dim > 0) {
+            base = meta->strides[dim - 1];
+            n_chunk = 1;
+            n_view = 1;
+        }
+    }
+    out->is_strided = view_dim == -1;
+    return view_dim == -1;
+}
