@@ -1,0 +1,1 @@
+"""Tests of koila; `python -m tests.<module>` runs the reports."""
