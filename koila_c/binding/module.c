@@ -2,6 +2,7 @@
 #include "py.h"
 
 #include "alloc.h"
+#include "py_infer.h"
 
 PyMODINIT_FUNC PyInit__core(void);
 
@@ -197,22 +198,26 @@ core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
-    if (!PyArg_ParseTuple(args, "OOOO:bind", &koila_error, &stale_error, &meta_infer, &skip_one_hop)) {
+    PyObject *is_row_range = NULL;
+    if (!PyArg_ParseTuple(args, "OOOOO:bind", &koila_error, &stale_error, &meta_infer, &is_row_range,
+                          &skip_one_hop)) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
     Py_XSETREF(kl_py.stale_error, Py_NewRef(stale_error));
     Py_XSETREF(kl_py.meta_infer, Py_NewRef(meta_infer));
+    Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
     Py_XSETREF(kl_py.skip_one_hop, Py_NewRef(skip_one_hop));
     return Py_NewRef(Py_None);
 }
 
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
-     "bind($module, koila_error, stale_error, meta_infer, skip_one_hop, /)\n--\n\n"
+     "bind($module, koila_error, stale_error, meta_infer, is_row_range, skip_one_hop, /)\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
-     "register($module, func, kind, name, handler, has_meta, returns_list, is_random, /)\n--\n\n"
+     "register($module, func, kind, name, handler, has_meta, returns_list, is_random, row, container, /)"
+     "\n--\n\n"
      "Say what is done with a torch callable that meets a lazy."},
     {"new_axis", core_new_axis, METH_NOARGS, "new_axis($module, /)\n--\n\nA new batch's key."},
     {"input", core_input, METH_VARARGS,
@@ -239,6 +244,8 @@ static PyMethodDef functions[] = {
      "its history."},
     {"note_backward", core_note_backward, METH_NOARGS,
      "note_backward($module, /)\n--\n\nA backward ran: what is live counts as spent."},
+    {"infer", (PyCFunction)(void *)core_infer, METH_VARARGS, CORE_INFER_DOC},
+    {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
     {"fail_alloc_after", core_fail_alloc_after, METH_O,
      "fail_alloc_after($module, n, /)\n--\n\n"
      "Let n more allocations of the core succeed, then fail all; negative: never fail."},
@@ -283,7 +290,7 @@ static int
 module_exec(PyObject *module)
 {
     if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 ||
-        kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 || kl_lazy_init(module) < 0) {
+        kl_rows_init() < 0 || kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 || kl_lazy_init(module) < 0) {
         return -1;
     }
     return 0;

@@ -9,6 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "py_args.h"
 #include "tape.h"
 
 typedef struct Tape Tape;
@@ -98,6 +99,8 @@ typedef struct Function {
     bool returns_list; /* its schema returns a list of tensors */
     bool is_random;
     const KlRow *row;  /* OP: NULL where there is no row */
+    KlPySignature *signature; /* of the row, or NULL */
+    PyObject *container;      /* the type torch returns several outputs in: tuple, or one of return_types */
 } Function;
 
 /* The one struct of Python objects this module needs everywhere, filled once at import. A module cannot
@@ -112,7 +115,9 @@ typedef struct KlPyState {
     PyObject *empty_tuple, *empty_dict, *zero;
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;   /* koila.meta.infer */
+    PyObject *is_row_range; /* koila.meta.is_row_range */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
+    PyObject *get_default_dtype;
     PyObject *strided;      /* torch.strided */
     PyObject *ndarray;      /* numpy.ndarray, or NULL where numpy is not there */
     PyObject *devices;      /* list of torch.device; index = KlMeta.device */
@@ -162,6 +167,8 @@ Tape *kl_tape_open(void);
 Tape *kl_tape_open_or_null(void);
 /* The value that stands for a real tensor on the tape: a WHOLE leaf, one for each tensor object. */
 int kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value);
+/* The leaf that stands for a real tensor, or KL_ID_NONE. */
+KlValueId kl_tape_find(const Tape *tape, PyObject *tensor);
 /* The value of a lazy on `tape`, attaching it as a leaf where it is detached. */
 int kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value);
 /* Make room on the binding's side for what the core holds now; new entries are empty. */
@@ -186,6 +193,10 @@ int kl_meta_read(PyObject *tensor, KlMeta *meta);
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
+/* Index of a torch.device, or -1 for one not met yet. */
+int kl_meta_device_from(PyObject *device);
+/* torch.get_default_dtype() */
+KlDtype kl_meta_default_dtype(void);
 /* Index of a torch.dtype; KL_DTYPE_OTHER for one without a name here. */
 KlDtype kl_meta_dtype_from(PyObject *dtype);
 
@@ -226,12 +237,26 @@ bool kl_context_is_autocast(uint32_t id);
 PyObject *kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
+/* Record one node for `call`; what torch's frame says is noted. -1 on failure. */
+int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id);
+/* The outputs of a node as torch returns them: `container` None for a single tensor, else its type. */
+PyObject *kl_record_results(Tape *tape, KlNodeId id, PyObject *container);
+
+/* -- py_rows.c: calls that have a row --------------------------------------------------------------- */
+
+int kl_rows_init(void);
+/* Record a call by its row. 1: recorded, `*results` is a new reference; 0: the row declines; -1. */
+int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+                   PyObject **results);
+/* The value that stands for `value` after the last write to its storage, taking views again. */
+int kl_rows_current(Tape *tape, KlValueId value, KlValueId *current);
+
 /* -- py_function.c: what is known of torch's callables ------------------------------------------- */
 
 int kl_function_init(PyObject *module);
 /* Borrowed: what is known of `func`, or NULL (without an exception) for one never heard of. */
 Function *kl_function_find(PyObject *func);
-/* register(func, kind, name, handler, has_meta, returns_list, is_random) */
+/* register(func, kind, name, handler, has_meta, returns_list, is_random, row name or None, container) */
 PyObject *kl_function_register(PyObject *module, PyObject *args);
 
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */

@@ -23,6 +23,8 @@ Function_dealloc(Function *function)
     PyObject_GC_UnTrack(function);
     (void)Function_clear(function);
     Py_CLEAR(function->name);
+    Py_CLEAR(function->container);
+    kl_py_signature_free(function->signature);
     type->tp_free(function);
     Py_DECREF(type);
 }
@@ -84,10 +86,11 @@ PyObject *
 kl_function_register(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *func = NULL, *name = NULL, *handler = NULL;
+    PyObject *func = NULL, *name = NULL, *handler = NULL, *container = NULL;
+    const char *row_name = NULL;
     int kind = 0, has_meta = 0, returns_list = 0, is_random = 0;
-    if (!PyArg_ParseTuple(args, "OiUOppp:register", &func, &kind, &name, &handler, &has_meta,
-                          &returns_list, &is_random)) {
+    if (!PyArg_ParseTuple(args, "OiUOpppzO:register", &func, &kind, &name, &handler, &has_meta,
+                          &returns_list, &is_random, &row_name, &container)) {
         return NULL;
     }
     if (kind < KL_CALL_OP || kind > KL_CALL_HANDLER) {
@@ -103,7 +106,16 @@ kl_function_register(PyObject *module, PyObject *args)
     function->has_meta = has_meta;
     function->returns_list = returns_list;
     function->is_random = is_random;
-    int result = PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
+    function->container = Py_NewRef(container);
+    function->row = row_name != NULL ? kl_ops_find(row_name) : NULL;
+    int result = 0;
+    if (function->row != NULL) {
+        function->signature = kl_py_signature_new(function->row->call);
+        result = function->signature == NULL ? -1 : 0;
+    }
+    if (result == 0) {
+        result = PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
+    }
     Py_DECREF(function);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }

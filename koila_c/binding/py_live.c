@@ -62,6 +62,14 @@ static int
 bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
 {
     const KlNode *node = &tape->core.nodes[id];
+    if (node->writes != 0) {
+        if (bind(tape, id, node->first_out, result) < 0 || node->n_outs == 1) {
+            return PyErr_Occurred() ? -1 : 0;
+        }
+        /* A view was written: the base, the last input, is the same tensor as before. */
+        KlValueId base = tape->core.inputs[node->first_input + node->n_inputs - 1].value;
+        return bind(tape, id, node->first_out + 1, tape->values[base].real);
+    }
     if (!PyTuple_Check(result) && !PyList_Check(result)) {
         return bind(tape, id, node->first_out, result);
     }
@@ -91,17 +99,22 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     if (kl_context_switch(context, tape->core.nodes[id].context) < 0) {
         return -1;
     }
-    PyObject *result = kl_call_run(tape, id, real_of, tape);
-    if (result == NULL) {
-        return -1;
-    }
-    int status = bind_outputs(tape, id, result);
-    Py_DECREF(result);
-    if (status < 0) {
-        return -1;
+    const KlNode *node = &tape->core.nodes[id];
+    if (node->review_of != KL_ID_NONE) {
+        /* The view from before the write is there, and torch let it see the write. */
+        if (bind(tape, id, node->first_out + node->review_out, tape->values[node->review_of].real) < 0) {
+            return -1;
+        }
+    } else {
+        PyObject *result = kl_call_run(tape, id, real_of, tape);
+        int status = result != NULL ? bind_outputs(tape, id, result) : -1;
+        Py_XDECREF(result);
+        if (status < 0) {
+            return -1;
+        }
     }
     kl_tape_set_done(&tape->core, id);
-    const KlNode *node = &tape->core.nodes[id];
+    release_if_dead(tape, node->review_of);
     for (uint32_t i = 0; i < node->n_inputs; i++) {
         release_if_dead(tape, tape->core.inputs[node->first_input + i].value);
     }

@@ -45,6 +45,27 @@ kl_meta_dtype_from(PyObject *dtype)
     return KL_DTYPE_OTHER;
 }
 
+int
+kl_meta_device_from(PyObject *device)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kl_py.devices); i++) {
+        int is_equal = PyObject_RichCompareBool(PyList_GET_ITEM(kl_py.devices, i), device, Py_EQ);
+        if (is_equal != 0) {
+            return is_equal < 0 ? -1 : (int)i;
+        }
+    }
+    return -1;
+}
+
+KlDtype
+kl_meta_default_dtype(void)
+{
+    PyObject *dtype = PyObject_CallNoArgs(kl_py.get_default_dtype);
+    KlDtype result = dtype != NULL ? kl_meta_dtype_from(dtype) : KL_DTYPE_FLOAT32;
+    Py_XDECREF(dtype);
+    return result;
+}
+
 static int
 read_ints(PyObject *tuple, int64_t *out, int32_t n)
 {
@@ -139,19 +160,15 @@ read_device(PyObject *tensor, KlMeta *meta)
     if (device == NULL) {
         return -1;
     }
-    Py_ssize_t n = PyList_GET_SIZE(kl_py.devices);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        int is_equal = PyObject_RichCompareBool(PyList_GET_ITEM(kl_py.devices, i), device, Py_EQ);
-        if (is_equal != 0) {
-            meta->device = (uint8_t)i;
-            Py_DECREF(device);
-            return is_equal < 0 ? -1 : 0;
-        }
+    int found = kl_meta_device_from(device);
+    int result = 0;
+    if (found < 0 && !PyErr_Occurred()) {
+        found = (int)PyList_GET_SIZE(kl_py.devices);
+        result = found < UINT8_MAX ? PyList_Append(kl_py.devices, device) : 1;
     }
-    int result = n < UINT8_MAX ? PyList_Append(kl_py.devices, device) : 1;
-    meta->device = (uint8_t)n;
+    meta->device = (uint8_t)found;
     Py_DECREF(device);
-    return result;
+    return PyErr_Occurred() ? -1 : result;
 }
 
 /* A tensor with memory laid out by strides: not sparse, not nested, not a jagged subclass. */
@@ -309,9 +326,10 @@ kl_meta_init(void)
         }
     }
     kl_py.strided = PyObject_GetAttrString(torch, "strided");
+    kl_py.get_default_dtype = PyObject_GetAttrString(torch, "get_default_dtype");
     PyObject *cpu = PyObject_CallMethod(torch, "device", "s", "cpu");
     kl_py.devices = PyList_New(0);
-    if (kl_py.strided == NULL || cpu == NULL || kl_py.devices == NULL ||
+    if (kl_py.strided == NULL || kl_py.get_default_dtype == NULL || cpu == NULL || kl_py.devices == NULL ||
         PyList_Append(kl_py.devices, cpu) < 0) {
         Py_XDECREF(cpu);
         goto error;

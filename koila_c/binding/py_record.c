@@ -48,13 +48,13 @@ look_at(PyObject *lazy, void *context)
     return 0;
 }
 
-/* -- results as lazies -------------------------------------------------------------------------------- */
+/* -- nodes and their results ----------------------------------------------------------------------- */
 
-static PyObject *
-make_results(Tape *tape, const KlNode *node, PyObject *container)
+PyObject *
+kl_record_results(Tape *tape, KlNodeId id, PyObject *container)
 {
-    KlValueId first = node->first_out;
-    uint32_t n = node->n_outs;
+    KlValueId first = tape->core.nodes[id].first_out;
+    uint32_t n = tape->core.nodes[id].n_outs;
     if (container == Py_None) {
         return kl_lazy_new(tape, first);
     }
@@ -77,13 +77,30 @@ make_results(Tape *tape, const KlNode *node, PyObject *container)
 
 /* The innermost frame's code and instruction: two words, decoded only when a message needs them. */
 static void
-note_source(KlPyNode *node)
+note_source(KlPyNode *call)
 {
     PyFrameObject *frame = PyEval_GetFrame();
     if (frame != NULL) {
-        node->code = (PyObject *)PyFrame_GetCode(frame);
-        node->lasti = PyFrame_GetLasti(frame);
+        call->code = (PyObject *)PyFrame_GetCode(frame);
+        call->lasti = PyFrame_GetLasti(frame);
     }
+}
+
+int
+kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
+{
+    KlError error;
+    if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        return -1;
+    }
+    if (kl_tape_sync(tape) < 0) {
+        return -1;
+    }
+    call->func = Py_NewRef(func);
+    note_source(call);
+    tape->nodes[*id] = *call;
+    return 0;
 }
 
 /* -- inference by meta tensors ------------------------------------------------------------------------ */
@@ -152,36 +169,6 @@ typedef struct Inputs {
     size_t n, n_max;
 } Inputs;
 
-static int
-append(Tape *tape, const Function *function, PyObject *func, KlPyNode *call, const Inputs *inputs,
-       uint32_t context, bool is_grad_enabled, KlNodeId *id)
-{
-    KlError error;
-    KlPlace *places = tape->inferred.split.places;
-    tape->inferred.split.places = NULL; /* without a row every input is given whole */
-    const KlRecord record = {
-        .inputs = inputs->values,
-        .n_inputs = (uint32_t)inputs->n,
-        .inferred = &tape->inferred,
-        .context = context,
-        .is_random = function->is_random,
-        .is_grad_enabled = is_grad_enabled,
-    };
-    KlStatus status = kl_tape_append(&tape->core, &record, id, &error);
-    tape->inferred.split.places = places;
-    if (status != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
-    }
-    if (kl_tape_sync(tape) < 0) {
-        return -1;
-    }
-    call->func = Py_NewRef(func);
-    note_source(call);
-    tape->nodes[*id] = *call;
-    return 0;
-}
-
 /* Record a call without a row. 0: it cannot be; 1: recorded. */
 static int
 record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
@@ -207,12 +194,25 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     if (kl_call_encode(tape, args, kwargs, &call, &inputs.values, &inputs.n, &inputs.n_max) < 0) {
         goto error;
     }
-    if (append(tape, function, func, &call, &inputs, (uint32_t)context, is_grad_enabled, &id) < 0) {
+    KlPlace *places = tape->inferred.split.places;
+    tape->inferred.split.places = NULL; /* without a row every input is given whole */
+    const KlRecord record = {
+        .inputs = inputs.values,
+        .n_inputs = (uint32_t)inputs.n,
+        .inferred = &tape->inferred,
+        .context = (uint32_t)context,
+        .is_random = function->is_random,
+        .is_grad_enabled = is_grad_enabled,
+        .review_of = KL_ID_NONE,
+    };
+    int appended = kl_record_append(tape, &record, func, &call, &id);
+    tape->inferred.split.places = places;
+    if (appended < 0) {
         kl_call_truncate(tape, call.first_slot);
         Py_CLEAR(call.kwnames);
         goto error;
     }
-    *results = make_results(tape, &tape->core.nodes[id], container);
+    *results = kl_record_results(tape, id, container);
     result = *results == NULL ? -1 : 1;
 error:
     kl_alloc_free(inputs.values);
@@ -231,9 +231,15 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
     if (!met.is_any_lazy) {
         return kl_live_call(func, args, kwargs, true);
     }
-    if (!met.is_any_foreign && function->has_meta && !met.tape->is_running) {
+    if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;
-        int recorded = record_by_meta(met.tape, function, func, args, kwargs, &results);
+        int recorded = 0;
+        if (function->row != NULL) {
+            recorded = kl_rows_record(met.tape, function, func, args, kwargs, &results);
+        }
+        if (recorded == 0 && function->has_meta) {
+            recorded = record_by_meta(met.tape, function, func, args, kwargs, &results);
+        }
         if (recorded != 0) {
             return recorded < 0 ? NULL : results;
         }

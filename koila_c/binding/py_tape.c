@@ -24,7 +24,7 @@ hash_pointer(const void *pointer, size_t n_max)
 }
 
 static KlExternal *
-find_external(Tape *tape, PyObject *tensor)
+find_external(const Tape *tape, PyObject *tensor)
 {
     size_t i = hash_pointer(tensor, tape->n_externals_max);
     while (tape->externals[i].tensor != NULL && tape->externals[i].tensor != tensor) {
@@ -149,6 +149,16 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
     return 0;
 }
 
+KlValueId
+kl_tape_find(const Tape *tape, PyObject *tensor)
+{
+    if (tape->n_externals_max == 0) {
+        return KL_ID_NONE;
+    }
+    const KlExternal *external = find_external(tape, tensor);
+    return external->tensor != NULL ? external->value : KL_ID_NONE;
+}
+
 /* The axis of `tape` that stands for the batch `key`. */
 static int
 find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
@@ -173,7 +183,12 @@ int
 kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
 {
     if (lazy->tape == tape) {
-        *value = lazy->id;
+        if (kl_rows_current(tape, lazy->id, value) < 0) {
+            return -1;
+        }
+        if (*value != lazy->id) {
+            kl_lazy_move(lazy, *value);
+        }
         return 0;
     }
     if (lazy->tape != NULL) {

@@ -128,11 +128,12 @@ static void
 append_outputs(KlTape *tape, const KlRecord *record, KlNodeId node)
 {
     const KlInferred *inferred = record->inferred;
-    KlValueId source = KL_ID_NONE;
-    if (inferred->alias != KL_ALIAS_NONE) {
-        source = record->inputs[inferred->alias_input];
-    }
     for (uint32_t i = 0; i < inferred->n_outs; i++) {
+        KlValueId source = KL_ID_NONE;
+        if (inferred->alias != KL_ALIAS_NONE) {
+            bool is_each = inferred->alias_input == KL_ID_NONE; /* output i aliases input i */
+            source = record->inputs[is_each ? i : inferred->alias_input];
+        }
         KlStorageId storage = KL_ID_NONE;
         if (inferred->alias == KL_ALIAS_VIEW || inferred->alias == KL_ALIAS_SAME) {
             storage = tape->values[source].storage;
@@ -162,6 +163,10 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
         storage->base = out;
         return;
     }
+    tape->inputs[tape->n_inputs++] =
+        (KlInput){.value = base_before, .place = tape->values[base_before].meta.place};
+    tape->values[base_before].n_pending++;
+    tape->nodes[node].n_inputs++;
     KlMeta meta = tape->values[base_before].meta;
     meta.requires_grad = meta.requires_grad || inferred->outs[0].requires_grad;
     KlValueId base = new_value(tape, &meta, node, before.storage);
@@ -178,7 +183,7 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
     KlStatus status = reserve_values(tape, inferred->n_outs + 1, inferred->n_outs + 1, error);
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
-                                  tape->n_inputs + record->n_inputs, sizeof(*tape->inputs), error);
+                                  tape->n_inputs + record->n_inputs + 1, sizeof(*tape->inputs), error);
     }
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->rewrites, &tape->n_rewrites_max,
@@ -208,7 +213,8 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         .mode = (uint8_t)split->mode,
         .reduce = (uint8_t)split->reduce,
         .is_random = record->is_random,
-        .is_review = record->is_review,
+        .review_of = record->review_of,
+        .review_out = record->review_out,
         .is_grad_enabled = record->is_grad_enabled,
     };
     for (uint32_t i = 0; i < record->n_inputs; i++) {
@@ -218,6 +224,9 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         if (value != KL_ID_NONE) {
             tape->values[value].n_pending++;
         }
+    }
+    if (record->review_of != KL_ID_NONE) {
+        tape->values[record->review_of].n_pending++;
     }
     if (split->n_rewrites > 0) {
         memcpy(&tape->rewrites[tape->n_rewrites], split->rewrites,
@@ -252,6 +261,9 @@ kl_tape_set_done(KlTape *tape, KlNodeId id)
         if (value != KL_ID_NONE) {
             tape->values[value].n_pending--;
         }
+    }
+    if (node->review_of != KL_ID_NONE) {
+        tape->values[node->review_of].n_pending--;
     }
     while (tape->n_done < tape->n_nodes && tape->nodes[tape->n_done].is_done) {
         tape->n_done++;

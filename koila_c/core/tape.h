@@ -47,7 +47,9 @@ typedef struct KlNode {
     uint8_t reduce;        /* KlReduce */
     bool is_random;
     bool is_done;          /* it ran live: nothing is left to do for it */
-    bool is_review;        /* a view taken again after a write; live replay has the tensor already */
+    KlValueId review_of;   /* a view taken again after a write: the value that stands for it from before,
+                              whose tensor live replay uses; else KL_ID_NONE */
+    uint32_t review_out;   /* which output that is */
     bool is_grad_enabled;
 } KlNode;
 
@@ -103,11 +105,13 @@ typedef struct KlRecord {
     uint32_t writes; /* bit i: input i is written */
     bool is_random;
     bool is_grad_enabled;
-    bool is_review;
+    KlValueId review_of; /* KL_ID_NONE, or the value of which output `review_out` is a later version */
+    uint32_t review_out;
 } KlRecord;
 
 /* Append a node. On success `*node` is its id and its outputs are values first_out, first_out + 1, ...
- * A written input gets a new version: its last output value is the new version of the whole storage. */
+ * Where input 0 is written, output 0 is its new version; if it is a view, the base as it was before the
+ * write becomes one input more, and output 1 is the base's new version. */
 KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error);
 
 /* Whether `value` was made before the last write to its storage. */

@@ -62,6 +62,9 @@ _C_CALLABLES = (
 )
 
 
+_rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
+
+
 def _is_out(schema: Any) -> bool:
     return any(argument.is_out for argument in schema.arguments)
 
@@ -89,27 +92,36 @@ def _returns_list(schema: Any) -> bool:
     return len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]"
 
 
+def _row_of(func: Callable[..., Any], name: str) -> str | None:
+    """The row of a callable: a method whose words stand in another order has one of its own."""
+    if isinstance(func, types.MethodDescriptorType) and f"Tensor_{name}" in _rows:
+        return f"Tensor_{name}"
+    return name if name in _rows else None
+
+
 def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
     is_random = bool(schemas) and _is_random(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
     returns_list = any(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random
-    _core.register(func, OP, name, None, has_meta, returns_list, is_random)
+    row = _row_of(func, name)
+    container = getattr(torch.return_types, name, tuple)
+    _core.register(func, OP, name, None, has_meta, returns_list, is_random, row, container)
 
 
 def _register(func: Any, name: str) -> None:
     handler = handlers.HANDLERS.get(name)
     if handler is not None:
-        _core.register(func, HANDLER, name, handler, False, False, False)
+        _core.register(func, HANDLER, name, handler, False, False, False, None, None)
     elif name in READS:
-        _core.register(func, READ, name, None, False, False, False)
+        _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
-        _core.register(func, HANDLER, name, handlers.query, False, False, False)
+        _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
     elif isinstance(func, _C_CALLABLES):
         _register_op(func, name)
     elif isinstance(func, types.FunctionType):
-        _core.register(func, ENTER, name, None, False, False, False)
+        _core.register(func, ENTER, name, None, False, False, False, None, None)
 
 
 def _overridable() -> Iterable[tuple[str, Any]]:
@@ -132,7 +144,7 @@ def _accessors() -> Iterable[tuple[str, Any]]:
 
 def register_all() -> None:
     """Fill the C module's table; called once, when koila is imported."""
-    _core.bind(KoilaError, StaleError, meta.infer, enter.enter)
+    _core.bind(KoilaError, StaleError, meta.infer, meta.is_row_range, enter.enter)
     for name, func in _overridable():
         if callable(func) and not isinstance(func, type):
             _register(func, getattr(func, "__name__", name))
@@ -140,8 +152,8 @@ def register_all() -> None:
         getter = member.fget if isinstance(member, property) else member
         if name in handlers.HANDLERS:
             handler = handlers.HANDLERS[name]
-            _core.register(getter, HANDLER, name, handler, False, False, False)
+            _core.register(getter, HANDLER, name, handler, False, False, False, None, None)
         elif name in READS:
-            _core.register(getter, READ, name, None, False, False, False)
+            _core.register(getter, READ, name, None, False, False, False, None, None)
         elif name in QUERIES:
-            _core.register(getter, HANDLER, name, handlers.query, False, False, False)
+            _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)

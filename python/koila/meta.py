@@ -154,3 +154,10 @@ def infer(
         _cache.clear()
     _cache[key] = answer
     return answer
+
+
+def is_row_range(index: torch.Tensor) -> bool:
+    """Tell whether an index tensor counts 0, 1, 2, ... along its first dim, its other dims being 1."""
+    if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != index.shape[0]:
+        return False
+    return torch.equal(index.reshape(-1), torch.arange(index.shape[0], device=index.device))
