@@ -12,8 +12,8 @@ PyObject *core_infer(PyObject *module, PyObject *args, PyObject *kwargs);
 /* op_table() -> list of dicts: name, call, kind, aliases, light. */
 PyObject *core_op_table(PyObject *module, PyObject *unused);
 
-#define CORE_INFER_DOC                                                                                       \
-    "infer($module, name, args, kwargs=None, places=None, rows=None)\n--\n\n"                                \
+#define CORE_INFER_DOC                                                                             \
+    "infer($module, name, args, kwargs=None, places=None, rows=None)\n--\n\n"                      \
     "Say what the row of that name infers for a call with real tensors."
 #define CORE_OP_TABLE_DOC "op_table($module, /)\n--\n\nList the rows of the op table as dicts."
 

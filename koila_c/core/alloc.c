@@ -71,7 +71,8 @@ kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size, KlEr
     }
     void *grown = kl_alloc_resize(*block, n_grown, size);
     if (grown == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory for %zu items of %zu bytes", n_grown, size);
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory for %zu items of %zu bytes", n_grown,
+                            size);
     }
     *block = grown;
     *n_max = n_grown;

@@ -15,7 +15,8 @@ void *kl_alloc_zeroed(size_t n_items, size_t size);
 void kl_alloc_free(void *block);
 
 /* Make sure `*block` has room for `n_needed` items of `size` bytes, growing `*n_max` geometrically. */
-KlStatus kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size, KlError *error);
+KlStatus kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size,
+                          KlError *error);
 
 /* Test hook: let `n` more requests succeed, then fail every one; a negative number switches it off.
  * Always present, because the extension that is tested is the one that is shipped. */

@@ -20,7 +20,7 @@ typedef uint32_t KlStorageId; /* memory that values may share */
 
 typedef enum {
     KL_OK = 0,
-    KL_DECLINED,       /* the row cannot describe this call: treat it as having no row; not a failure */
+    KL_DECLINED,       /* not a failure: the row cannot describe this call */
     KL_ERROR_MEMORY,   /* an allocation of the core failed */
     KL_ERROR_SHAPE,    /* illegal sizes: torch itself refuses the call */
     KL_ERROR_ARGUMENT, /* illegal argument: torch itself refuses the call */

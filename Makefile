@@ -1,0 +1,82 @@
+# Everything a contributor and CI run; `make test` is all of it, from a bare clone.
+# Needs python3 (3.11 or later), its venv module and headers, gcc and make.
+#
+#   make test        lint, build with warnings as errors, the suite, then C again under sanitizers
+#   make lint        ruff and clang-format
+#   make build       the extension, in place: python/koila/_core*.so
+#   make core-test   the C tests of the core, under sanitizers, with leak detection
+#   make sanitize    the extension and its `sanitize` tests under sanitizers
+#   make demo        train a model whose batch does not fit; ARGS="..." is passed on
+#   make clean       remove all that was built, .venv too
+
+PYTHON3 ?= python3
+JOBS ?= 2
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/ready
+BUILT := build/dev/built
+SANITIZED := build/sanitize/built
+SANITIZED_LIB := $(CURDIR)/build/sanitize/lib
+
+C_DIRS := koila_c/core koila_c/binding
+C_FILES := $(wildcard $(C_DIRS:=/*.[ch]) tests/core/*.[ch])
+SOURCES := $(wildcard $(C_DIRS) $(C_DIRS:=/*.[ch]) $(C_DIRS:=/*.def)) setup.py pyproject.toml
+PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist loadgroup
+
+export PYTHONPATH := $(CURDIR)/python
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: test lint build suite core-test sanitize demo clean
+
+test: lint build suite sanitize
+	@echo "make test: lint, build, suite and sanitize all passed"
+
+# One thread for each pytest process, or the processes fight for the cores.
+suite sanitize core-test: export OMP_NUM_THREADS = 1
+
+$(READY): requirements-dev.txt
+	$(PYTHON3) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("koila needs Python 3.11")'
+	$(PYTHON3) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+
+# --force: setuptools would take a build without warnings for up to date.
+build: $(BUILT)
+$(BUILT): $(SOURCES) $(READY)
+	KOILA_DEV=1 $(PYTHON) setup.py --quiet build_ext --inplace --force --build-temp build/dev
+	touch $@
+
+suite: build
+	$(PYTEST)
+
+core-test: $(READY)
+	$(PYTHON) -m pytest tests/test_core_c.py
+
+# Apart from the normal build, Python files included, so that neither touches the other.
+$(SANITIZED): $(SOURCES) $(wildcard python/koila/*) $(READY)
+	rm -rf build/sanitize
+	KOILA_SANITIZE=1 $(PYTHON) setup.py --quiet build \
+	    --build-base build/sanitize --build-lib $(SANITIZED_LIB)
+	touch $@
+
+# A sanitizer ends a pytest worker in mid-test: --capture=sys lets its last words through.
+# Leaks of Python and torch at exit are not ours; core-test looks for the core's.
+sanitize: $(SANITIZED)
+	KOILA_SANITIZED=1 PYTHONPATH=$(SANITIZED_LIB) PYTHONMALLOC=malloc \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \
+	UBSAN_OPTIONS=print_stacktrace=1 \
+	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 -o pythonpath=$(SANITIZED_LIB)
+
+demo: build
+	$(PYTHON) demo/demo.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist python/*.egg-info python/koila/_core*.so

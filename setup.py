@@ -1,0 +1,52 @@
+"""Build koila._core; all else is in pyproject.toml. Needs a C compiler and setuptools, never torch.
+
+KOILA_DEV=1       warnings are errors and asserts are on
+KOILA_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer, asserts on
+KOILA_COVERAGE=1  gcov counters
+"""
+
+import os
+from glob import glob
+
+from setuptools import Extension, setup
+
+compile_args = ["-std=c11", "-fvisibility=hidden", "-O2"]
+link_args: list[str] = []
+
+if os.environ.get("KOILA_DEV") == "1":
+    compile_args += [
+        "-Wall",
+        "-Wextra",
+        "-Wshadow",
+        "-Wstrict-prototypes",
+        "-Wmissing-prototypes",
+        "-Wvla",
+        "-Wwrite-strings",
+        "-Wconversion",
+        "-Wcast-qual",
+        "-Werror",
+        "-UNDEBUG",
+    ]
+
+if os.environ.get("KOILA_SANITIZE") == "1":
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    # Python's own flags hold -fwrapv, which would hide signed overflow.
+    compile_args += [*sanitizers, "-fno-wrapv", "-fno-omit-frame-pointer", "-O1", "-g", "-UNDEBUG"]
+    link_args += sanitizers
+
+if os.environ.get("KOILA_COVERAGE") == "1":
+    compile_args += ["--coverage", "-O0"]
+    link_args += ["--coverage"]
+
+core = Extension(
+    "koila._core",
+    sources=sorted(glob("koila_c/core/*.c") + glob("koila_c/binding/*.c")),
+    # Without these, editing a header or a row of ops.def rebuilds nothing.
+    depends=sorted(glob("koila_c/*/*.h") + glob("koila_c/*/*.def")),
+    include_dirs=["koila_c/core", "koila_c/binding"],
+    libraries=["dl"],
+    extra_compile_args=compile_args,
+    extra_link_args=link_args,
+)
+
+setup(ext_modules=[core])
