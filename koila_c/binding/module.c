@@ -2,8 +2,7 @@
 #include "py_infer.h"
 
 static PyMethodDef methods[] = {
-    {"infer", (PyCFunction)(void (*)(void))core_infer, METH_VARARGS | METH_KEYWORDS,
-     CORE_INFER_DOC},
+    {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},
     {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
     {NULL, NULL, 0, NULL},
 };

@@ -420,17 +420,16 @@ error:
 }
 
 PyObject *
-core_infer(PyObject *module, PyObject *args, PyObject *kwargs)
+core_infer(PyObject *module, PyObject *args)
 {
-    static char *names[] = {"name", "args", "kwargs", "places", "rows", NULL};
     const char *name = NULL;
     PyObject *call_args = NULL;
     PyObject *call_kwargs = Py_None;
     PyObject *places = Py_None;
     PyObject *rows = Py_None;
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OOO", names, &name, &PyTuple_Type,
-                                     &call_args, &call_kwargs, &places, &rows)) {
+    if (!PyArg_ParseTuple(args, "sO!|OOO", &name, &PyTuple_Type, &call_args, &call_kwargs, &places,
+                          &rows)) {
         return NULL;
     }
     const KlRow *row = kl_ops_find(name);
