@@ -244,7 +244,7 @@ static PyMethodDef functions[] = {
      "its history."},
     {"note_backward", core_note_backward, METH_NOARGS,
      "note_backward($module, /)\n--\n\nA backward ran: what is live counts as spent."},
-    {"infer", (PyCFunction)(void *)core_infer, METH_VARARGS, CORE_INFER_DOC},
+    {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},
     {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
     {"fail_alloc_after", core_fail_alloc_after, METH_O,
      "fail_alloc_after($module, n, /)\n--\n\n"

@@ -92,7 +92,8 @@ add_input(KlPyBound *bound, const KlMeta *meta, PyObject *object, uint32_t arg, 
         bound->n_inputs_max = n_grown;
     }
     bound->inputs[bound->n_inputs] = meta;
-    bound->input_origins[bound->n_inputs] = (KlPyInput){.object = object, .arg = arg, .entry = entry};
+    bound->input_origins[bound->n_inputs] =
+        (KlPyInput){.object = object, .arg = arg, .entry = entry};
     bound->n_inputs++;
     return 0;
 }
@@ -140,13 +141,11 @@ set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
                 arg->u.dtype = (KlDtype)i;
             }
         }
-    }
-    else if (Py_TYPE(object) == types->device_type) {
+    } else if (Py_TYPE(object) == types->device_type) {
         int device = types->device_of == NULL ? -1 : types->device_of(types->context, object);
         arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
         arg->u.i = device;
-    }
-    else if (Py_TYPE(object) == types->format_type) {
+    } else if (Py_TYPE(object) == types->format_type) {
         arg->kind = KL_ARG_OTHER;
         for (int i = 0; i < 4; i++) {
             if (object == types->formats[i]) {
@@ -159,7 +158,8 @@ set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
 
 /* A sequence of ints or of tensors; anything else, and a mixture, is OTHER. */
 static int
-convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, uint32_t number, KlArg *arg)
+convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, uint32_t number,
+                 KlArg *arg)
 {
     KlPyBound *bound = binder->bound;
     arg->n = (uint32_t)n;
@@ -226,8 +226,8 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t n
     }
     if (PyTuple_Check(object) || PyList_Check(object)) {
         binder->bound->origins[number].is_sequence = true;
-        return convert_sequence(binder, PySequence_Fast_ITEMS(object), PySequence_Fast_GET_SIZE(object), number,
-                                arg);
+        return convert_sequence(binder, PySequence_Fast_ITEMS(object),
+                                PySequence_Fast_GET_SIZE(object), number, arg);
     }
     const KlMeta *meta = binder->types->meta_of(binder->types->context, object);
     if (meta != NULL) {
@@ -271,24 +271,19 @@ convert_item(const Binder *binder, PyObject *object, uint32_t number, uint32_t e
     *item = (KlIndex){.kind = KL_INDEX_OTHER};
     if (object == Py_None) {
         item->kind = KL_INDEX_NONE;
-    }
-    else if (object == Py_Ellipsis) {
+    } else if (object == Py_Ellipsis) {
         item->kind = KL_INDEX_ELLIPSIS;
-    }
-    else if (PyBool_Check(object)) {
+    } else if (PyBool_Check(object)) {
         item->kind = KL_INDEX_BOOL;
-    }
-    else if (get_int(object, &item->start)) {
+    } else if (get_int(object, &item->start)) {
         item->kind = KL_INDEX_INT;
-    }
-    else if (PySlice_Check(object)) {
+    } else if (PySlice_Check(object)) {
         const PySliceObject *slice = (const PySliceObject *)object;
-        bool is_plain = get_bound(slice->start, &item->has_start, &item->start)
-                        && get_bound(slice->stop, &item->has_stop, &item->stop)
-                        && get_bound(slice->step, &item->has_step, &item->step);
+        bool is_plain = get_bound(slice->start, &item->has_start, &item->start) &&
+                        get_bound(slice->stop, &item->has_stop, &item->stop) &&
+                        get_bound(slice->step, &item->has_step, &item->step);
         item->kind = is_plain ? KL_INDEX_SLICE : KL_INDEX_OTHER;
-    }
-    else if (PyList_Check(object)) {
+    } else if (PyList_Check(object)) {
         Py_ssize_t n = PyList_GET_SIZE(object);
         int64_t value = 0;
         bool is_plain = n > 0;
@@ -297,8 +292,7 @@ convert_item(const Binder *binder, PyObject *object, uint32_t number, uint32_t e
         }
         item->kind = is_plain ? KL_INDEX_INTS : KL_INDEX_OTHER;
         item->stop = n;
-    }
-    else {
+    } else {
         const KlMeta *meta = binder->types->meta_of(binder->types->context, object);
         if (meta != NULL) {
             const KlPyTypes *types = binder->types;
@@ -336,15 +330,15 @@ convert_index(const Binder *binder, PyObject *object, uint32_t number, KlArg *ar
 
 /* The positional arguments from `first` on, gathered by *word. */
 static int
-convert_spread(const Binder *binder, const KlPyWord *word, Py_ssize_t first, Py_ssize_t n, uint32_t number,
-               KlArg *arg)
+convert_spread(const Binder *binder, const KlPyWord *word, Py_ssize_t first, Py_ssize_t n,
+               uint32_t number, KlArg *arg)
 {
     PyObject *const *entries = binder->args + first;
     KlPyOrigin *origin = &binder->bound->origins[number];
     origin->position = n == 0 ? -1 : (int32_t)first;
     int64_t value = 0;
-    bool is_single = n == 1 && !get_int(entries[0], &value)
-                     && binder->types->meta_of(binder->types->context, entries[0]) == NULL;
+    bool is_single = n == 1 && !get_int(entries[0], &value) &&
+                     binder->types->meta_of(binder->types->context, entries[0]) == NULL;
     if (is_single) {
         return convert(binder, word, entries[0], number, arg);
     }
@@ -359,8 +353,8 @@ find_word(const KlPySignature *signature, PyObject *name, PyObject *const *found
     for (uint32_t k = 0; k < KL_PY_NAMES_MAX; k++) {
         for (uint32_t i = 0; i < signature->n_words; i++) {
             const KlPyWord *word = &signature->words[i];
-            if (k < word->n_names && found[i] == NULL
-                && (word->names[k] == name || PyUnicode_Compare(word->names[k], name) == 0)) {
+            if (k < word->n_names && found[i] == NULL &&
+                (word->names[k] == name || PyUnicode_Compare(word->names[k], name) == 0)) {
                 return (int)i;
             }
         }
@@ -410,11 +404,10 @@ bind(KlPyBound *bound, const KlPySignature *signature, const Binder *binder, Py_
         int status = 0;
         if (word->is_index) {
             status = convert_index(binder, found[i], i, &bound->args[i]);
-        }
-        else if (word->is_spread && bound->origins[i].position < n_args) {
-            status = convert_spread(binder, word, bound->origins[i].position, n_spread, i, &bound->args[i]);
-        }
-        else {
+        } else if (word->is_spread && bound->origins[i].position < n_args) {
+            status = convert_spread(binder, word, bound->origins[i].position, n_spread, i,
+                                    &bound->args[i]);
+        } else {
             status = convert(binder, word, found[i], i, &bound->args[i]);
         }
         if (status < 0) {
@@ -430,8 +423,8 @@ kl_py_args_bind(KlPyBound *bound, const KlPySignature *signature, const KlPyType
 {
     Binder binder = {.bound = bound, .types = types, .args = args};
     Py_ssize_t n_names = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
-    return bind(bound, signature, &binder, n_args, n_names == 0 ? NULL : PySequence_Fast_ITEMS(kwnames),
-                n_names);
+    return bind(bound, signature, &binder, n_args,
+                n_names == 0 ? NULL : PySequence_Fast_ITEMS(kwnames), n_names);
 }
 
 int

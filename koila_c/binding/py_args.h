@@ -15,7 +15,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "../core/ops.h"
+#include "ops.h"
 
 #define KL_PY_WORDS_MAX 24
 #define KL_PY_INPUTS_FIXED 16
@@ -61,8 +61,9 @@ typedef struct KlPyTypes {
  * of the keywords in their order; -1: absent. */
 typedef struct KlPyOrigin {
     int32_t position;
-    bool is_spread;   /* entry e is the argument at position + e */
-    bool is_sequence; /* entry e is item e of the argument; neither: the argument itself is entry 0 */
+    bool is_spread; /* entry e is the argument at position + e */
+    bool
+        is_sequence; /* entry e is item e of the argument; neither: the argument itself is entry 0 */
 } KlPyOrigin;
 
 /* Where a tensor input came from: entry `entry` of args[arg]. */
@@ -77,8 +78,8 @@ typedef struct KlPyBlock KlPyBlock;
 typedef struct KlPyBound {
     uint32_t n_args;
     uint32_t n_inputs;
-    const KlMeta **inputs;     /* [n_inputs] */
-    KlPyInput *input_origins;  /* [n_inputs] */
+    const KlMeta **inputs;    /* [n_inputs] */
+    KlPyInput *input_origins; /* [n_inputs] */
     KlArg args[KL_PY_WORDS_MAX];
     KlPyOrigin origins[KL_PY_WORDS_MAX];
     uint32_t n_inputs_max;

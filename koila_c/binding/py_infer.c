@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "../core/infer.h"
+#include "infer.h"
 
 enum { METAS_MAX = 64, AXES_MAX = 16 };
 
@@ -44,11 +44,12 @@ read_meta(const Desk *desk, PyObject *object, KlMeta *meta)
     PyObject *shape = PyObject_GetAttrString(object, "shape");
     PyObject *dtype = PyObject_GetAttrString(object, "dtype");
     PyObject *strides = PyObject_CallMethod(object, "stride", NULL);
-    bool is_read = shape != NULL && dtype != NULL && strides != NULL && PyTuple_Check(shape)
-                   && PyTuple_GET_SIZE(shape) <= KL_DIMS_MAX;
+    bool is_read = shape != NULL && dtype != NULL && strides != NULL && PyTuple_Check(shape) &&
+                   PyTuple_GET_SIZE(shape) <= KL_DIMS_MAX;
     if (is_read) {
         meta->n_dims = (int32_t)PyTuple_GET_SIZE(shape);
-        is_read = read_ints(shape, meta->shape, meta->n_dims) && read_ints(strides, meta->strides, meta->n_dims);
+        is_read = read_ints(shape, meta->shape, meta->n_dims) &&
+                  read_ints(strides, meta->strides, meta->n_dims);
         meta->is_strided = true;
         meta->requires_grad = read_true(object, "requires_grad");
     }
@@ -97,7 +98,8 @@ static bool
 desk_is_row_range(void *context, PyObject *object, const KlMeta *meta)
 {
     (void)context;
-    if (meta->dtype != KL_DTYPE_INT64 || meta->n_dims == 0 || meta->shape[0] != kl_meta_n_elements(meta)) {
+    if (meta->dtype != KL_DTYPE_INT64 || meta->n_dims == 0 ||
+        meta->shape[0] != kl_meta_n_elements(meta)) {
         return false;
     }
     PyObject *flat = PyObject_CallMethod(object, "flatten", NULL);
@@ -130,13 +132,15 @@ set_places(const KlPyBound *bound, Desk *desk, PyObject *places, int64_t *rows, 
             continue;
         }
         KlMeta *meta = &desk->metas[bound->inputs[i] - desk->metas];
-        if (!read_ints(given, place, 4) || place[0] < 0 || place[0] >= AXES_MAX || place[1] < 0
-            || place[1] >= meta->n_dims || place[2] < 1 || place[3] < 1) {
+        if (!read_ints(given, place, 4) || place[0] < 0 || place[0] >= AXES_MAX || place[1] < 0 ||
+            place[1] >= meta->n_dims || place[2] < 1 || place[3] < 1) {
             Py_DECREF(list);
             PyErr_SetString(PyExc_ValueError, "a place is (axis, dim, outer, inner)");
             return -1;
         }
-        meta->place = (KlPlace){.axis = (KlAxisId)place[0], .dim = (int32_t)place[1], .outer = place[2],
+        meta->place = (KlPlace){.axis = (KlAxisId)place[0],
+                                .dim = (int32_t)place[1],
+                                .outer = place[2],
                                 .inner = place[3]};
         if (*n_axes <= (uint32_t)place[0]) {
             *n_axes = (uint32_t)place[0] + 1;
@@ -177,29 +181,33 @@ ints_object(const int64_t *ints, int32_t n)
 static PyObject *
 out_object(const KlMeta *out)
 {
-    PyObject *strides = out->is_strided ? ints_object(out->strides, out->n_dims) : Py_NewRef(Py_None);
-    return Py_BuildValue("(sNNNN)", kl_meta_dtype_name(out->dtype), ints_object(out->shape, out->n_dims), strides,
+    PyObject *strides =
+        out->is_strided ? ints_object(out->strides, out->n_dims) : Py_NewRef(Py_None);
+    return Py_BuildValue("(sNNNN)", kl_meta_dtype_name(out->dtype),
+                         ints_object(out->shape, out->n_dims), strides,
                          PyBool_FromLong(out->requires_grad), place_object(&out->place));
 }
 
 /* One rewrite as (where, entry, part, scale): `where` is the number of a positional argument or the name of
  * a keyword, `entry` None or the item of the sequence there, `part` None, "start" or "stop" of a slice. */
 static PyObject *
-rewrite_object(const KlPyBound *bound, const KlRewrite *rewrite, Py_ssize_t n_args, PyObject *kwargs)
+rewrite_object(const KlPyBound *bound, const KlRewrite *rewrite, Py_ssize_t n_args,
+               PyObject *kwargs)
 {
     const KlPyOrigin *origin = &bound->origins[rewrite->arg];
     int32_t position = origin->position + (origin->is_spread ? rewrite->entry : 0);
     PyObject *where = NULL;
     if (position < n_args) {
         where = PyLong_FromLong(position);
-    }
-    else {
+    } else {
         PyObject *names = PySequence_List(kwargs);
         where = names == NULL ? NULL : Py_NewRef(PyList_GET_ITEM(names, position - n_args));
         Py_XDECREF(names);
     }
     PyObject *entry = origin->is_sequence ? PyLong_FromLong(rewrite->entry) : Py_NewRef(Py_None);
-    const char *part = bound->args[rewrite->arg].kind != KL_ARG_INDEX ? NULL : rewrite->part ? "stop" : "start";
+    const char *part = bound->args[rewrite->arg].kind != KL_ARG_INDEX ? NULL
+                       : rewrite->part                                ? "stop"
+                                                                      : "start";
     return Py_BuildValue("(NNzL)", where, entry, part, (long long)rewrite->scale);
 }
 
@@ -235,11 +243,13 @@ describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound,
         status = append_new(places, place_object(&result->split.places[i]));
     }
     for (uint32_t i = 0; status == 0 && i < result->split.n_rewrites; i++) {
-        status = append_new(rewrites, rewrite_object(bound, &result->split.rewrites[i], n_args, kwargs));
+        status =
+            append_new(rewrites, rewrite_object(bound, &result->split.rewrites[i], n_args, kwargs));
     }
     if (status == 0) {
-        status = PyDict_SetItemString(dict, "outs", outs) < 0 || PyDict_SetItemString(dict, "in_places", places) < 0
-                         || PyDict_SetItemString(dict, "rewrites", rewrites) < 0
+        status = PyDict_SetItemString(dict, "outs", outs) < 0 ||
+                         PyDict_SetItemString(dict, "in_places", places) < 0 ||
+                         PyDict_SetItemString(dict, "rewrites", rewrites) < 0
                      ? -1
                      : 0;
     }
@@ -255,26 +265,37 @@ describe(PyObject *dict, const KlCall *call, const KlInferred *result)
     static const char *const modes[] = {"ROWS", "REDUCE", "ONCE"};
     static const char *const aliases[] = {"NONE", "VIEW", "SAME", "MAYBE"};
     static const char *const reduces[] = {
-        [KL_REDUCE_NONE] = NULL,     [KL_REDUCE_SUM] = "SUM",   [KL_REDUCE_MEAN] = "MEAN",
-        [KL_REDUCE_VAR] = "VAR",     [KL_REDUCE_AMAX] = "AMAX", [KL_REDUCE_LOGSUMEXP] = "LOGSUMEXP",
-        [KL_REDUCE_NORM] = "NORM",   [KL_REDUCE_PROD] = "PROD", [KL_REDUCE_ALL] = "ALL",
-        [KL_REDUCE_ANY] = "ANY",     [KL_REDUCE_CROSS_ENTROPY] = "CROSS_ENTROPY",
-        [KL_REDUCE_LOSS] = "LOSS",   [KL_REDUCE_COUNT] = "COUNT",
+        [KL_REDUCE_NONE] = NULL,
+        [KL_REDUCE_SUM] = "SUM",
+        [KL_REDUCE_MEAN] = "MEAN",
+        [KL_REDUCE_VAR] = "VAR",
+        [KL_REDUCE_AMAX] = "AMAX",
+        [KL_REDUCE_LOGSUMEXP] = "LOGSUMEXP",
+        [KL_REDUCE_NORM] = "NORM",
+        [KL_REDUCE_PROD] = "PROD",
+        [KL_REDUCE_ALL] = "ALL",
+        [KL_REDUCE_ANY] = "ANY",
+        [KL_REDUCE_CROSS_ENTROPY] = "CROSS_ENTROPY",
+        [KL_REDUCE_LOSS] = "LOSS",
+        [KL_REDUCE_COUNT] = "COUNT",
     };
     KlSaves saves;
     kl_infer_saves(call, result, &saves);
-    PyObject *alias_input = result->alias_input == KL_ID_NONE ? Py_NewRef(Py_None)
-                                                              : PyLong_FromUnsignedLong(result->alias_input);
-    if (set_new(dict, "mode", PyUnicode_FromString(modes[result->split.mode])) < 0
-        || set_new(dict, "reason", Py_BuildValue("z", result->split.reason)) < 0
-        || set_new(dict, "reduce", Py_BuildValue("z", reduces[result->split.reduce])) < 0
-        || set_new(dict, "alias", Py_BuildValue("(sN)", aliases[result->alias], alias_input)) < 0) {
+    PyObject *alias_input = result->alias_input == KL_ID_NONE
+                                ? Py_NewRef(Py_None)
+                                : PyLong_FromUnsignedLong(result->alias_input);
+    if (set_new(dict, "mode", PyUnicode_FromString(modes[result->split.mode])) < 0 ||
+        set_new(dict, "reason", Py_BuildValue("z", result->split.reason)) < 0 ||
+        set_new(dict, "reduce", Py_BuildValue("z", reduces[result->split.reduce])) < 0 ||
+        set_new(dict, "alias", Py_BuildValue("(sN)", aliases[result->alias], alias_input)) < 0) {
         return -1;
     }
     return set_new(dict, "saves",
-                   Py_BuildValue("{s:K,s:K,s:L,s:N,s:L}", "inputs", (unsigned long long)saves.inputs, "outputs",
-                                 (unsigned long long)saves.outputs, "bytes_extra", (long long)saves.bytes_extra,
-                                 "is_extra_rows", PyBool_FromLong(saves.is_extra_rows), "bytes_workspace",
+                   Py_BuildValue("{s:K,s:K,s:L,s:N,s:L}", "inputs",
+                                 (unsigned long long)saves.inputs, "outputs",
+                                 (unsigned long long)saves.outputs, "bytes_extra",
+                                 (long long)saves.bytes_extra, "is_extra_rows",
+                                 PyBool_FromLong(saves.is_extra_rows), "bytes_workspace",
                                  (long long)saves.bytes_workspace));
 }
 
@@ -282,12 +303,18 @@ static const char *
 status_name(KlStatus status)
 {
     switch (status) {
-    case KL_OK: return "OK";
-    case KL_DECLINED: return "DECLINED";
-    case KL_ERROR_SHAPE: return "ERROR_SHAPE";
-    case KL_ERROR_ARGUMENT: return "ERROR_ARGUMENT";
-    case KL_ERROR_MEMORY: return "ERROR_MEMORY";
-    case KL_ERROR_INTERNAL: break;
+    case KL_OK:
+        return "OK";
+    case KL_DECLINED:
+        return "DECLINED";
+    case KL_ERROR_SHAPE:
+        return "ERROR_SHAPE";
+    case KL_ERROR_ARGUMENT:
+        return "ERROR_ARGUMENT";
+    case KL_ERROR_MEMORY:
+        return "ERROR_MEMORY";
+    case KL_ERROR_INTERNAL:
+        break;
     }
     return "ERROR_INTERNAL";
 }
@@ -313,7 +340,8 @@ set_context(KlCall *call, const Desk *desk)
 }
 
 static int
-infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *desk, PyObject *args, PyObject *kwargs)
+infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *desk, PyObject *args,
+           PyObject *kwargs)
 {
     KlInferred result = {0};
     KlError error = {.text = ""};
@@ -324,8 +352,8 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *des
     int failed = set_context(call, desk);
     if (failed == 0) {
         KlStatus status = kl_infer_call(call, &result, &error);
-        failed = set_new(dict, "status", PyUnicode_FromString(status_name(status))) < 0
-                         || set_new(dict, "text", PyUnicode_FromString(error.text)) < 0
+        failed = set_new(dict, "status", PyUnicode_FromString(status_name(status))) < 0 ||
+                         set_new(dict, "text", PyUnicode_FromString(error.text)) < 0
                      ? -1
                      : 0;
         if (failed == 0 && status == KL_OK) {
@@ -340,7 +368,8 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *des
 }
 
 static PyObject *
-infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places, PyObject *rows_given, Desk *desk)
+infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places,
+            PyObject *rows_given, Desk *desk)
 {
     int64_t rows[AXES_MAX];
     uint32_t n_axes = 0;
@@ -366,12 +395,11 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         goto error;
     }
     if (status == 0) {
-        if (set_new(dict, "status", PyUnicode_FromString("DECLINED")) < 0
-            || set_new(dict, "text", PyUnicode_FromString("does not bind")) < 0) {
+        if (set_new(dict, "status", PyUnicode_FromString("DECLINED")) < 0 ||
+            set_new(dict, "text", PyUnicode_FromString("does not bind")) < 0) {
             goto error;
         }
-    }
-    else {
+    } else {
         KlCall call = {.row = row, .axis_rows = rows};
         if (set_places(&bound, desk, places, rows, &n_axes) < 0) {
             goto error;
@@ -392,17 +420,16 @@ error:
 }
 
 PyObject *
-core_infer(PyObject *module, PyObject *args, PyObject *kwargs)
+core_infer(PyObject *module, PyObject *args)
 {
-    static char *names[] = {"name", "args", "kwargs", "places", "rows", NULL};
     const char *name = NULL;
     PyObject *call_args = NULL;
     PyObject *call_kwargs = Py_None;
     PyObject *places = Py_None;
     PyObject *rows = Py_None;
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OOO", names, &name, &PyTuple_Type, &call_args, &call_kwargs,
-                                     &places, &rows)) {
+    if (!PyArg_ParseTuple(args, "sO!|OOO", &name, &PyTuple_Type, &call_args, &call_kwargs, &places,
+                          &rows)) {
         return NULL;
     }
     const KlRow *row = kl_ops_find(name);
@@ -421,15 +448,15 @@ core_infer(PyObject *module, PyObject *args, PyObject *kwargs)
     Desk *desk = PyMem_Calloc(1, sizeof(*desk));
     if (desk == NULL) {
         PyErr_NoMemory();
-    }
-    else {
+    } else {
         desk->types = &types;
         desk->tensor_type = tensor_type;
         types.context = desk;
         types.meta_of = desk_meta_of;
         types.device_of = desk_device_of;
         types.is_row_range = desk_is_row_range;
-        dict = infer_bound(row, call_args, call_kwargs == Py_None ? NULL : call_kwargs, places, rows, desk);
+        dict = infer_bound(row, call_args, call_kwargs == Py_None ? NULL : call_kwargs, places,
+                           rows, desk);
     }
     PyMem_Free(desk);
     kl_py_types_fini(&types);
@@ -452,8 +479,9 @@ row_object(const KlRow *row)
     if (names == NULL) {
         return NULL;
     }
-    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N}", "name", row->name, "call", row->call, "kind", kinds[row->kind],
-                         "aliases", names, "light", PyBool_FromLong(kl_ops_is_light(row)));
+    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N}", "name", row->name, "call", row->call, "kind",
+                         kinds[row->kind], "aliases", names, "light",
+                         PyBool_FromLong(kl_ops_is_light(row)));
 }
 
 PyObject *

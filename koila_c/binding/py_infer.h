@@ -7,13 +7,13 @@
 /* infer(name, args, kwargs=None, places=None, rows=None) -> dict: what the row of that name says of a call
  * with real tensors. `places`: for each tensor of the call, in the signature's order, None or
  * (axis, dim, outer, inner). `rows`: rows of each axis; without it they follow from the places. */
-PyObject *core_infer(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *core_infer(PyObject *module, PyObject *args);
 
 /* op_table() -> list of dicts: name, call, kind, aliases, light. */
 PyObject *core_op_table(PyObject *module, PyObject *unused);
 
-#define CORE_INFER_DOC                                                                                       \
-    "infer($module, name, args, kwargs=None, places=None, rows=None)\n--\n\n"                                \
+#define CORE_INFER_DOC                                                                             \
+    "infer($module, name, args, kwargs=None, places=None, rows=None, /)\n--\n\n"                   \
     "Say what the row of that name infers for a call with real tensors."
 #define CORE_OP_TABLE_DOC "op_table($module, /)\n--\n\nList the rows of the op table as dicts."
 

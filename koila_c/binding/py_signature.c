@@ -9,8 +9,8 @@ static const struct {
     const char *name;
     const char *other;
 } numpy_names[] = {
-    {"dim", "axis"},  {"keepdim", "keepdims"}, {"input", "x"},
-    {"input", "a"},   {"input", "x1"},         {"other", "x2"},
+    {"dim", "axis"}, {"keepdim", "keepdims"}, {"input", "x"},
+    {"input", "a"},  {"input", "x1"},         {"other", "x2"},
 };
 
 static int
@@ -41,8 +41,8 @@ add_names(KlPyWord *word, const char *text, size_t length)
             return -1;
         }
         for (size_t i = 0; i < sizeof(numpy_names) / sizeof(numpy_names[0]); i++) {
-            if (strlen(numpy_names[i].name) == n && memcmp(numpy_names[i].name, text, n) == 0
-                && add_name(word, numpy_names[i].other, strlen(numpy_names[i].other)) < 0) {
+            if (strlen(numpy_names[i].name) == n && memcmp(numpy_names[i].name, text, n) == 0 &&
+                add_name(word, numpy_names[i].other, strlen(numpy_names[i].other)) < 0) {
                 return -1;
             }
         }
@@ -112,13 +112,13 @@ kl_py_signature_new(const char *call)
         size_t start = strspn(text, " ");
         if (length - start == 1 && text[start] == '*') {
             has_star = true;
-        }
-        else {
+        } else {
             if (signature->n_words == KL_PY_WORDS_MAX) {
                 PyErr_Format(PyExc_SystemError, "too many words in a row's call: %s", call);
                 goto error;
             }
-            if (parse_word(&signature->words[signature->n_words], text + start, length - start) < 0) {
+            if (parse_word(&signature->words[signature->n_words], text + start, length - start) <
+                0) {
                 goto error;
             }
             signature->n_words++;
@@ -166,7 +166,8 @@ kl_py_types_init(KlPyTypes *types)
     types->dtype_type = (PyTypeObject *)PyObject_GetAttrString(torch, "dtype");
     types->device_type = (PyTypeObject *)PyObject_GetAttrString(torch, "device");
     types->format_type = (PyTypeObject *)PyObject_GetAttrString(torch, "memory_format");
-    bool is_found = types->dtype_type != NULL && types->device_type != NULL && types->format_type != NULL;
+    bool is_found =
+        types->dtype_type != NULL && types->device_type != NULL && types->format_type != NULL;
     for (int i = 0; i < KL_N_DTYPES && is_found; i++) {
         types->dtypes[i] = PyObject_GetAttrString(torch, kl_meta_dtype_name((KlDtype)i));
         is_found = types->dtypes[i] != NULL;

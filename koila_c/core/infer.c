@@ -43,10 +43,10 @@ find_device(const KlCall *call, KlInferred *result)
         if (input == NULL || input->dtype == KL_DTYPE_OTHER || input->n_dims > KL_DIMS_MAX) {
             return KL_DECLINED;
         }
-        if (chosen == NULL || (chosen->device != input->device && chosen->n_dims == 0 && chosen->device == 0)) {
+        if (chosen == NULL ||
+            (chosen->device != input->device && chosen->n_dims == 0 && chosen->device == 0)) {
             chosen = input;
-        }
-        else if (chosen->device != input->device && (input->n_dims > 0 || input->device != 0)) {
+        } else if (chosen->device != input->device && (input->n_dims > 0 || input->device != 0)) {
             return KL_DECLINED;
         }
     }
@@ -90,7 +90,8 @@ settle_inplace(const KlCall *call, KlInferred *result, KlError *error)
         is_fitting = out->shape[dim] == target->shape[dim];
     }
     if (!is_fitting) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the result does not have the shape of the tensor it is written to");
+        return kl_error_set(error, KL_ERROR_SHAPE,
+                            "the result does not have the shape of the tensor it is written to");
     }
     if (!kl_rules_can_cast(out->dtype, target->dtype)) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "result type %s cannot be written to %s",
@@ -133,9 +134,10 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
             continue;
         }
         const KlPlace *place = &input->place;
-        if (place->axis >= call->n_axes || place->dim < 0 || place->dim >= input->n_dims
-            || input->shape[place->dim] != kl_rules_span(place, call->axis_rows[place->axis])) {
-            return kl_error_set(error, KL_ERROR_INTERNAL, "the place of input %u does not fit its shape", i);
+        if (place->axis >= call->n_axes || place->dim < 0 || place->dim >= input->n_dims ||
+            input->shape[place->dim] != kl_rules_span(place, call->axis_rows[place->axis])) {
+            return kl_error_set(error, KL_ERROR_INTERNAL,
+                                "the place of input %u does not fit its shape", i);
         }
         is_mixed = is_mixed || (split->axis != KL_ID_NONE && split->axis != place->axis);
         split->axis = place->axis;

@@ -7,18 +7,12 @@ typedef struct {
 } DtypeFacts;
 
 static const DtypeFacts dtype_facts[] = {
-    [KL_DTYPE_BOOL] = {"bool", 1},
-    [KL_DTYPE_UINT8] = {"uint8", 1},
-    [KL_DTYPE_INT8] = {"int8", 1},
-    [KL_DTYPE_INT16] = {"int16", 2},
-    [KL_DTYPE_INT32] = {"int32", 4},
-    [KL_DTYPE_INT64] = {"int64", 8},
-    [KL_DTYPE_FLOAT16] = {"float16", 2},
-    [KL_DTYPE_BFLOAT16] = {"bfloat16", 2},
-    [KL_DTYPE_FLOAT32] = {"float32", 4},
-    [KL_DTYPE_FLOAT64] = {"float64", 8},
-    [KL_DTYPE_COMPLEX64] = {"complex64", 8},
-    [KL_DTYPE_COMPLEX128] = {"complex128", 16},
+    [KL_DTYPE_BOOL] = {"bool", 1},           [KL_DTYPE_UINT8] = {"uint8", 1},
+    [KL_DTYPE_INT8] = {"int8", 1},           [KL_DTYPE_INT16] = {"int16", 2},
+    [KL_DTYPE_INT32] = {"int32", 4},         [KL_DTYPE_INT64] = {"int64", 8},
+    [KL_DTYPE_FLOAT16] = {"float16", 2},     [KL_DTYPE_BFLOAT16] = {"bfloat16", 2},
+    [KL_DTYPE_FLOAT32] = {"float32", 4},     [KL_DTYPE_FLOAT64] = {"float64", 8},
+    [KL_DTYPE_COMPLEX64] = {"complex64", 8}, [KL_DTYPE_COMPLEX128] = {"complex128", 16},
     [KL_DTYPE_OTHER] = {"other", 0},
 };
 
@@ -104,6 +98,6 @@ kl_place_is_equal(const KlPlace *left, const KlPlace *right)
     if (left->axis == KL_ID_NONE || right->axis == KL_ID_NONE) {
         return left->axis == right->axis;
     }
-    return left->axis == right->axis && left->dim == right->dim && left->outer == right->outer
-           && left->inner == right->inner;
+    return left->axis == right->axis && left->dim == right->dim && left->outer == right->outer &&
+           left->inner == right->inner;
 }

@@ -21,14 +21,18 @@ enum {
 /* Effects: which words of the signature the op writes. */
 enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1 };
 
-#define CELLS(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell)                                  \
-    .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell, .place = place_##place_cell,                   \
+#define CELLS(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell)                        \
+    .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell, .place = place_##place_cell,         \
     .saves = saves_##saves_cell, .effects = EFFECTS_##effects_cell
 
-#define OP(name_, call_, ...) {.name = #name_, .call = call_, .kind = KL_ROW_OP, CELLS(__VA_ARGS__)},
-#define VIEW(name_, call_, ...) {.name = #name_, .call = call_, .kind = KL_ROW_VIEW, CELLS(__VA_ARGS__)},
-#define INPLACE(name_, call_, ...) {.name = #name_, .call = call_, .kind = KL_ROW_INPLACE, CELLS(__VA_ARGS__)},
-#define RANDOM(name_, call_, ...) {.name = #name_, .call = call_, .kind = KL_ROW_RANDOM, CELLS(__VA_ARGS__)},
+#define OP(name_, call_, ...)                                                                      \
+    {.name = #name_, .call = call_, .kind = KL_ROW_OP, CELLS(__VA_ARGS__)},
+#define VIEW(name_, call_, ...)                                                                    \
+    {.name = #name_, .call = call_, .kind = KL_ROW_VIEW, CELLS(__VA_ARGS__)},
+#define INPLACE(name_, call_, ...)                                                                 \
+    {.name = #name_, .call = call_, .kind = KL_ROW_INPLACE, CELLS(__VA_ARGS__)},
+#define RANDOM(name_, call_, ...)                                                                  \
+    {.name = #name_, .call = call_, .kind = KL_ROW_RANDOM, CELLS(__VA_ARGS__)},
 #define ALIAS(alias_, name_)
 
 const KlRow kl_ops_rows[] = {

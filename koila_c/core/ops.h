@@ -34,7 +34,7 @@ typedef enum {
 
 typedef enum {
     KL_INDEX_INT,      /* x[3] */
-    KL_INDEX_SLICE,    /* x[a:b:c], as written: has_start and its kin say which numbers were given */
+    KL_INDEX_SLICE,    /* x[a:b:c], as written: has_start and its kin say what was given */
     KL_INDEX_NONE,     /* x[None] */
     KL_INDEX_ELLIPSIS, /* x[...] */
     KL_INDEX_TENSOR,   /* x[index]: an int or bool tensor, possibly the value of the tape */
@@ -46,15 +46,15 @@ typedef enum {
 typedef struct KlIndex {
     KlIndexKind kind;
     bool has_start, has_stop, has_step;
-    int64_t start, stop, step; /* KL_INDEX_INT keeps its number in start; KL_INDEX_INTS its length in stop */
-    uint32_t input;            /* KL_INDEX_TENSOR: number among the call's inputs */
-    bool is_row_range;         /* KL_INDEX_TENSOR: the values were looked at and are arange(rows), in order */
+    int64_t start, stop, step; /* INT keeps its number in start; INTS its length in stop */
+    uint32_t input;            /* TENSOR: number among the call's inputs */
+    bool is_row_range; /* TENSOR: its values were looked at and are arange(rows), in order */
 } KlIndex;
 
 typedef struct KlArg {
     KlArgKind kind;
     uint32_t n;     /* VALUES, INTS, INDEX: number of entries */
-    uint32_t input; /* VALUE: number among the call's inputs; VALUES: of the first entry, the others follow */
+    uint32_t input; /* VALUE: number among the call's inputs; VALUES: of the first one */
     union {
         int64_t i;            /* INT, BOOL (0 or 1), DEVICE, FORMAT */
         double f;             /* FLOAT */
@@ -72,17 +72,17 @@ typedef enum { KL_MODE_ROWS, KL_MODE_REDUCE, KL_MODE_ONCE } KlMode;
 /* What a REDUCE node carries out of its chunks; the torch code of each is the binding's. */
 typedef enum {
     KL_REDUCE_NONE = 0,
-    KL_REDUCE_SUM,           /* the op on the chunk is a sum; partials are added */
-    KL_REDUCE_MEAN,          /* sum in the accumulation type; combined by adding and dividing by n */
-    KL_REDUCE_VAR,           /* n, mean, M2 (var, std, var_mean, std_mean) */
-    KL_REDUCE_AMAX,          /* amax, amin, max, min without dim: value and tie count */
-    KL_REDUCE_LOGSUMEXP,     /* detached finite max, sum of exponentials */
-    KL_REDUCE_NORM,          /* p-norms: sum of powers */
-    KL_REDUCE_PROD,          /* product of partial products */
-    KL_REDUCE_ALL,           /* all, any: the op again on the partials */
+    KL_REDUCE_SUM,       /* the op on the chunk is a sum; partials are added */
+    KL_REDUCE_MEAN,      /* sum in the accumulation type; combined by adding and dividing by n */
+    KL_REDUCE_VAR,       /* n, mean, M2 (var, std, var_mean, std_mean) */
+    KL_REDUCE_AMAX,      /* amax, amin, max, min without dim: value and tie count */
+    KL_REDUCE_LOGSUMEXP, /* detached finite max, sum of exponentials */
+    KL_REDUCE_NORM,      /* p-norms: sum of powers */
+    KL_REDUCE_PROD,      /* product of partial products */
+    KL_REDUCE_ALL,       /* all, any: the op again on the partials */
     KL_REDUCE_ANY,
-    KL_REDUCE_CROSS_ENTROPY, /* nll: weighted sum (part 0) and weight (part 1: reads only labels and weight) */
-    KL_REDUCE_LOSS,          /* mse, l1, bce, kl_div ...: the op with reduction='sum'; combined as its reduction says */
+    KL_REDUCE_CROSS_ENTROPY, /* nll: part 0 weighted sum; part 1 weight, reads labels only */
+    KL_REDUCE_LOSS,          /* mse, l1, bce ...: the op as 'sum', combined as its reduction says */
     KL_REDUCE_COUNT,         /* count_nonzero */
 } KlReduce;
 
@@ -103,18 +103,19 @@ typedef struct KlSplit {
     KlReduce reduce;    /* REDUCE only */
     KlAxisId axis;      /* ROWS and REDUCE: the axis */
     const char *reason; /* ONCE with an input in ROWS: why, a static string; else NULL */
-    KlPlace *places;    /* [n_inputs] where the rows of each tensor input are when it is given to a chunk;
-                           WHOLE: given whole. A WHOLE value with a ROWS place here is sliced. */
+    /* [n_inputs] where the rows of each tensor input are when it is given to a chunk; WHOLE: given
+     * whole. A WHOLE value with a ROWS place here is sliced. */
+    KlPlace *places;
     uint32_t n_rewrites;
     KlRewrite rewrites[KL_REWRITES_MAX];
 } KlSplit;
 
 /* What torch keeps for backward, given which inputs require grad. */
 typedef struct KlSaves {
-    uint64_t inputs;      /* bit i: input i is saved (inputs over 63 are never saved by a row) */
-    uint64_t outputs;     /* bit i: output i is saved */
-    int64_t bytes_extra;  /* new tensors saved, bytes for the whole call */
-    bool is_extra_rows;   /* bytes_extra grows with the rows */
+    uint64_t inputs;         /* bit i: input i is saved (inputs over 63 are never saved by a row) */
+    uint64_t outputs;        /* bit i: output i is saved */
+    int64_t bytes_extra;     /* new tensors saved, bytes for the whole call */
+    bool is_extra_rows;      /* bytes_extra grows with the rows */
     int64_t bytes_workspace; /* needed only while the op runs */
 } KlSaves;
 
@@ -125,7 +126,7 @@ typedef struct KlCall {
     const KlRow *row;
     const KlArg *args; /* [n_args] one for each word of the signature */
     uint32_t n_args;
-    const KlMeta *const *inputs; /* [n_inputs] metas of the tensor arguments in signature order; NULL: None */
+    const KlMeta *const *inputs; /* [n_inputs] tensor arguments in signature order; NULL: None */
     uint32_t n_inputs;
     KlDtype default_dtype;
     bool is_grad_enabled;
@@ -146,12 +147,12 @@ typedef struct KlInferred {
     KlMeta *outs; /* [n_outs] */
     uint32_t n_outs;
     size_t n_outs_max;
-    KlAlias alias;         /* of all outputs; the place rule leaves it alone, the shape rule sets it */
-    uint32_t alias_input;  /* which input, where alias is not NONE; KL_ID_NONE: output i aliases input i */
-    uint8_t device;        /* of all outputs; a rule that moves a value (`to`) sets it */
+    KlAlias alias;           /* of all outputs; set by the shape rule */
+    uint32_t alias_input;    /* which input, if any; KL_ID_NONE: output i aliases input i */
+    uint8_t device;          /* of all outputs; a rule that moves a value (`to`) sets it */
     uint64_t inputs_no_grad; /* bit i: no gradient flows to input i; set by a rule */
     uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */
-    KlSplit split; /* split.places is owned: [n_places_max] */
+    KlSplit split;           /* split.places is owned: [n_places_max] */
     size_t n_places_max;
 } KlInferred;
 

@@ -23,14 +23,16 @@ KlStatus kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *va
 KlStatus kl_rules_float(const KlCall *call, uint32_t arg, double fallback, double *value);
 KlStatus kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback, const char **value);
 /* A tuple of ints or one int; n is 0 where it is absent or None. `value` must outlive `*ints`. */
-KlStatus kl_rules_ints(const KlCall *call, uint32_t arg, int64_t *value, const int64_t **ints, uint32_t *n);
+KlStatus kl_rules_ints(const KlCall *call, uint32_t arg, int64_t *value, const int64_t **ints,
+                       uint32_t *n);
 
 /* A dim of a value with `n_dims`, wrapped to 0 .. n_dims - 1; a 0-dim value counts as one of one dim. */
-KlStatus kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims, int32_t *dim,
-                      KlError *error);
+KlStatus kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims,
+                      int32_t *dim, KlError *error);
 KlStatus kl_rules_wrap(int64_t dim, int32_t n_dims, int32_t *wrapped, KlError *error);
 /* A set of dims, bit d for dim d; none given, None or an empty tuple: all of them. */
-KlStatus kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims, KlError *error);
+KlStatus kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims,
+                       KlError *error);
 
 /* The meta of a tensor argument, or NULL where the argument is no tensor. */
 static inline const KlMeta *
@@ -44,8 +46,8 @@ kl_rules_input(const KlCall *call, uint32_t arg)
 static inline bool
 kl_rules_is_number(const KlArg *arg)
 {
-    return arg->kind == KL_ARG_INT || arg->kind == KL_ARG_FLOAT || arg->kind == KL_ARG_BOOL
-           || arg->kind == KL_ARG_COMPLEX;
+    return arg->kind == KL_ARG_INT || arg->kind == KL_ARG_FLOAT || arg->kind == KL_ARG_BOOL ||
+           arg->kind == KL_ARG_COMPLEX;
 }
 
 /* The first argument of kind DTYPE, or `fallback`. */
@@ -56,7 +58,8 @@ KlDtype kl_rules_dtype(const KlCall *call, KlDtype fallback);
 /* One output with the shape of `like`, strides not known. */
 KlStatus kl_rules_out(KlInferred *result, const KlMeta *like, KlError *error);
 /* One output of that shape; declines more than KL_DIMS_MAX dims. */
-KlStatus kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims, KlError *error);
+KlStatus kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims,
+                            KlError *error);
 /* Every output is a view of (or the same as) that input. */
 void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
 /* Widen `out`'s shape by broadcasting with `meta`'s. */
@@ -107,7 +110,8 @@ uint32_t kl_rules_first_rows(const KlCall *call);
 /* Make `input` follow the rows of `want`, whose dim is a dim of that input: an input in ROWS must agree,
  * a WHOLE one of full size there is sliced, one of size 1 there is given whole. A dim below 0 says that
  * the input lacks it. NULL, or the reason why it cannot. */
-const char *kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want);
+const char *kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t input,
+                            const KlPlace *want);
 
 /* Find the digit `place` of a value of shape `from` in a value of the same elements in row-major order
  * of shape `to`; false: it is cut in two. */
@@ -115,14 +119,16 @@ bool kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, con
                      KlPlace *found);
 
 /* The int of args[arg] (entry, part) is scale * rows and follows the chunk; false: no room. */
-bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t part, int64_t scale);
+bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t part,
+                      int64_t scale);
 
 /* --- the words --------------------------------------------------------------------------------------- */
 
 #define KL_SHAPE(word) KlStatus shape_##word(const KlCall *call, KlInferred *result, KlError *error)
 #define KL_DTYPE(word) KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)
 #define KL_PLACE(word) KlStatus place_##word(const KlCall *call, KlInferred *result, KlError *error)
-#define KL_SAVES(word) void saves_##word(const KlCall *call, const KlInferred *result, KlSaves *saves)
+#define KL_SAVES(word)                                                                             \
+    void saves_##word(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 KL_SHAPE(broadcast); /* all tensors of the call broadcast; elementwise strides */
 KL_SHAPE(same);      /* that of the first input, fresh memory in its order */
@@ -132,7 +138,7 @@ KL_DTYPE(to_float);  /* word 0; ints become the default dtype */
 KL_PLACE(rowwise);   /* every row by itself, inputs aligned by broadcasting from the right */
 KL_SAVES(nothing);
 KL_SAVES(output);
-KL_SAVES(no_grad);   /* no output has a gradient: infer.c looks for this word */
+KL_SAVES(no_grad); /* no output has a gradient: infer.c looks for this word */
 
 #include "rules_nn.h"
 

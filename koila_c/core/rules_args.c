@@ -7,7 +7,8 @@
 bool
 kl_rules_is_given(const KlCall *call, uint32_t arg)
 {
-    return arg < call->n_args && call->args[arg].kind != KL_ARG_ABSENT && call->args[arg].kind != KL_ARG_NONE;
+    return arg < call->n_args && call->args[arg].kind != KL_ARG_ABSENT &&
+           call->args[arg].kind != KL_ARG_NONE;
 }
 
 KlStatus
@@ -104,7 +105,8 @@ kl_rules_wrap(int64_t dim, int32_t n_dims, int32_t *wrapped, KlError *error)
 }
 
 KlStatus
-kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims, int32_t *dim, KlError *error)
+kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims, int32_t *dim,
+             KlError *error)
 {
     int64_t given = 0;
     KlStatus status = kl_rules_int(call, arg, fallback, &given);

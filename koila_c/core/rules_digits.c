@@ -60,7 +60,8 @@ kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t input, const Kl
 }
 
 bool
-kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const KlMeta *to, KlPlace *found)
+kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const KlMeta *to,
+                KlPlace *found)
 {
     int64_t left = place->outer; /* entries of the digits to the left of the rows */
     int64_t right = place->inner;
@@ -82,7 +83,9 @@ kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const Kl
              * outermost. With more rows only one dim can hold it. */
             if (best < 0 || best != place->dim) {
                 best = dim;
-                *found = (KlPlace){.axis = place->axis, .dim = dim, .inner = inner,
+                *found = (KlPlace){.axis = place->axis,
+                                   .dim = dim,
+                                   .inner = inner,
                                    .outer = to->shape[dim] / (inner * rows)};
             }
         }

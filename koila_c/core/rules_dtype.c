@@ -44,10 +44,17 @@ static bool
 number_dtype(const KlCall *call, const KlArg *arg, KlDtype *dtype)
 {
     switch (arg->kind) {
-    case KL_ARG_BOOL: *dtype = KL_DTYPE_BOOL; return true;
-    case KL_ARG_INT: *dtype = KL_DTYPE_INT64; return true;
-    case KL_ARG_FLOAT: *dtype = call->default_dtype; return true;
-    default: break;
+    case KL_ARG_BOOL:
+        *dtype = KL_DTYPE_BOOL;
+        return true;
+    case KL_ARG_INT:
+        *dtype = KL_DTYPE_INT64;
+        return true;
+    case KL_ARG_FLOAT:
+        *dtype = call->default_dtype;
+        return true;
+    default:
+        break;
     }
     *dtype = call->default_dtype == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
     return call->default_dtype == KL_DTYPE_FLOAT32 || call->default_dtype == KL_DTYPE_FLOAT64;
@@ -82,7 +89,8 @@ combine(KlDtype strong, KlDtype weak)
 KlStatus
 kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dtype)
 {
-    KlDtype by_rank[3] = {KL_DTYPE_OTHER, KL_DTYPE_OTHER, KL_DTYPE_OTHER}; /* tensors, 0-dim, numbers */
+    KlDtype by_rank[3] = {KL_DTYPE_OTHER, KL_DTYPE_OTHER,
+                          KL_DTYPE_OTHER}; /* tensors, 0-dim, numbers */
     for (uint32_t i = first; i < first + n && i < call->n_args; i++) {
         const KlArg *arg = &call->args[i];
         KlDtype found = KL_DTYPE_OTHER;
@@ -90,23 +98,21 @@ kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dt
         if (arg->kind == KL_ARG_VALUE) {
             found = call->inputs[arg->input]->dtype;
             rank = call->inputs[arg->input]->n_dims == 0 ? 1 : 0;
-        }
-        else if (kl_rules_is_number(arg)) {
+        } else if (kl_rules_is_number(arg)) {
             if (!number_dtype(call, arg, &found)) {
                 return KL_DECLINED;
             }
-        }
-        else if (kl_rules_is_given(call, i)) {
+        } else if (kl_rules_is_given(call, i)) {
             return KL_DECLINED;
-        }
-        else {
+        } else {
             continue;
         }
-        by_rank[rank] = by_rank[rank] == KL_DTYPE_OTHER ? found : kl_rules_promote(by_rank[rank], found);
+        by_rank[rank] =
+            by_rank[rank] == KL_DTYPE_OTHER ? found : kl_rules_promote(by_rank[rank], found);
     }
     KlDtype weak = combine(by_rank[1], by_rank[2]);
-    if (by_rank[0] != KL_DTYPE_OTHER && kl_meta_dtype_is_complex(weak)
-        && (by_rank[0] == KL_DTYPE_FLOAT16 || by_rank[0] == KL_DTYPE_BFLOAT16)) {
+    if (by_rank[0] != KL_DTYPE_OTHER && kl_meta_dtype_is_complex(weak) &&
+        (by_rank[0] == KL_DTYPE_FLOAT16 || by_rank[0] == KL_DTYPE_BFLOAT16)) {
         return KL_DECLINED; /* complex32, or torch's own idea of complex bfloat16 */
     }
     *dtype = combine(by_rank[0], weak);

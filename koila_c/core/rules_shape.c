@@ -47,9 +47,9 @@ kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error)
         int64_t size = meta->shape[dim - shift];
         if (out->shape[dim] == 1) {
             out->shape[dim] = size;
-        }
-        else if (size != 1 && size != out->shape[dim]) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not broadcast at dim %d",
+        } else if (size != 1 && size != out->shape[dim]) {
+            return kl_error_set(error, KL_ERROR_SHAPE,
+                                "sizes %lld and %lld do not broadcast at dim %d",
                                 (long long)out->shape[dim], (long long)size, (int)dim);
         }
     }

@@ -77,8 +77,8 @@ set_channels_last(KlMeta *meta)
 static bool
 is_equal_shape(const KlMeta *left, const KlMeta *right)
 {
-    return left->n_dims == right->n_dims
-           && memcmp(left->shape, right->shape, (size_t)left->n_dims * sizeof(left->shape[0])) == 0;
+    return left->n_dims == right->n_dims &&
+           memcmp(left->shape, right->shape, (size_t)left->n_dims * sizeof(left->shape[0])) == 0;
 }
 
 /* TensorIterator::fast_set_up: all operands of one shape and of one layout. */
@@ -152,8 +152,7 @@ iterate_sorted(KlMeta *out, const Operand *operands, uint32_t n)
                 order[before] = order[at];
                 order[at] = moved;
                 at = before;
-            }
-            else if (comparison < 0) {
+            } else if (comparison < 0) {
                 break;
             }
         }
@@ -224,8 +223,7 @@ kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
     if (n_elements == 0) {
         if (is_equal_shape(meta, out)) {
             memcpy(out->strides, meta->strides, sizeof(out->strides));
-        }
-        else {
+        } else {
             kl_meta_set_contiguous(out);
         }
         return true;
@@ -242,8 +240,8 @@ kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
     }
     for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
         n_chunk *= meta->shape[dim];
-        bool is_end = dim == 0
-                      || (meta->shape[dim - 1] != 1 && meta->strides[dim - 1] != n_chunk * base);
+        bool is_end =
+            dim == 0 || (meta->shape[dim - 1] != 1 && meta->strides[dim - 1] != n_chunk * base);
         if (!is_end) {
             continue;
         }
