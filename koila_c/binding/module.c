@@ -28,11 +28,11 @@ kl_py_raise(const KlError *error)
 static Value *
 value_argument(PyObject *object)
 {
-    if (!kl_lazy_check(object) || kl_lazy_value(object) == NULL) {
+    if (!kl_lazy_check(object)) {
         (void)PyErr_Format(PyExc_TypeError, "expected a LazyTensor, got %.100s", Py_TYPE(object)->tp_name);
         return NULL;
     }
-    return kl_lazy_value(object);
+    return kl_lazy_checked(object);
 }
 
 static PyObject *
@@ -83,30 +83,21 @@ core_is_input(PyObject *module, PyObject *object)
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
+/* (dtype, shape, strides or None, requires_grad, device number), or None where there is no KlMeta. */
 static PyObject *
-core_describe(PyObject *module, PyObject *object)
+describe(const KlMeta *meta)
 {
-    (void)module;
-    Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
-    KlMeta meta;
-    PyObject *real = kl_lazy_real(value);
-    if (real == NULL) {
-        meta = value->tape->core.values[value->id].meta;
-    } else if (kl_meta_read(real, &meta) != 0) {
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    }
-    if (meta.dtype == KL_DTYPE_OTHER || !meta.is_strided) {
+    if (meta->dtype == KL_DTYPE_OTHER) {
         return Py_NewRef(Py_None);
     }
-    PyObject *size = kl_meta_size(&meta);
-    PyObject *strides = size != NULL ? kl_meta_strides(&meta) : NULL;
-    PyObject *result = NULL;
+    PyObject *size = kl_meta_size(meta);
+    PyObject *strides = NULL, *result = NULL;
+    if (size != NULL) {
+        strides = meta->is_strided ? kl_meta_strides(meta) : Py_NewRef(Py_None);
+    }
     if (strides != NULL) {
-        result = Py_BuildValue("(OOOOi)", kl_py.dtypes[meta.dtype], size, strides,
-                               meta.requires_grad ? Py_True : Py_False, (int)meta.device);
+        result = Py_BuildValue("(OOOOi)", kl_py.dtypes[meta->dtype], size, strides,
+                               meta->requires_grad ? Py_True : Py_False, (int)meta->device);
     }
     Py_XDECREF(strides);
     Py_XDECREF(size);
@@ -114,24 +105,23 @@ core_describe(PyObject *module, PyObject *object)
 }
 
 static PyObject *
-core_describe_real(PyObject *module, PyObject *tensor)
+core_describe(PyObject *module, PyObject *object)
 {
     (void)module;
     KlMeta meta;
-    int result = kl_meta_read(tensor, &meta);
-    if (result != 0 || meta.dtype == KL_DTYPE_OTHER) {
-        return result < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *real = object;
+    if (kl_lazy_check(object)) {
+        Value *value = value_argument(object);
+        if (value == NULL) {
+            return NULL;
+        }
+        real = kl_lazy_real(value);
+        if (real == NULL) {
+            return describe(&value->tape->core.values[value->id].meta);
+        }
     }
-    PyObject *size = kl_meta_size(&meta);
-    PyObject *strides = size != NULL ? kl_meta_strides(&meta) : NULL;
-    PyObject *answer = NULL;
-    if (strides != NULL) {
-        answer = Py_BuildValue("(OOOOi)", kl_py.dtypes[meta.dtype], size, strides,
-                               meta.requires_grad ? Py_True : Py_False, (int)meta.device);
-    }
-    Py_XDECREF(strides);
-    Py_XDECREF(size);
-    return answer;
+    int result = kl_meta_read(real, &meta);
+    return result == 0 ? describe(&meta) : result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -230,10 +220,9 @@ static PyMethodDef functions[] = {
     {"is_input", core_is_input, METH_O,
      "is_input($module, lazy, /)\n--\n\nWhether lazy() made it."},
     {"describe", core_describe, METH_O,
-     "describe($module, lazy, /)\n--\n\n"
-     "(dtype, shape, strides, requires_grad, device number), or None where that is not known."},
-    {"describe_real", core_describe_real, METH_O,
-     "describe_real($module, tensor, /)\n--\n\nThe same of a real tensor."},
+     "describe($module, tensor, /)\n--\n\n"
+     "(dtype, shape, strides or None, requires_grad, device number) of a lazy or a real tensor; None "
+     "where the core cannot describe it."},
     {"live", core_live, METH_VARARGS,
      "live($module, func, args, kwargs, is_plain, /)\n--\n\nRun a call now on real tensors."},
     {"flush", core_flush, METH_NOARGS,

@@ -146,6 +146,8 @@ kl_lazy_value(PyObject *lazy)
 {
     return *(Value **)((char *)lazy + kl_py.slot_offset);
 }
+/* Borrowed: the Value of a LazyTensor that stands for something, else NULL with an exception. */
+Value *kl_lazy_checked(PyObject *lazy);
 /* A new LazyTensor for value `id`, which becomes wanted. */
 PyObject *kl_lazy_new(Tape *tape, KlValueId id);
 /* A new LazyTensor that has a real tensor already. `rows`: where its rows are. */

@@ -97,7 +97,7 @@ kl_lazy_detach(Value *value, PyObject *real)
         value->rows = tape->core.axis_rows[axis];
         value->place.axis = 0;
     }
-    value->real = Py_NewRef(real);
+    value->real = Py_XNewRef(real); /* NULL: its program failed */
     if (core->node != KL_ID_NONE) {
         value->epoch = kl_py.n_backwards;
     }
@@ -164,109 +164,122 @@ kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key, in
 
 /* -- getters: metadata without computing --------------------------------------------------------- */
 
-/* The Value of a lazy, or NULL with an exception for one that torch made by itself (a copy of the
- * placeholder): such an object stands for nothing. */
-static Value *
-checked_value(PyObject *self)
+/* The Value of a lazy. NULL with an exception for one that torch made by itself (a copy of the placeholder
+ * stands for nothing), and for one whose program failed. */
+Value *
+kl_lazy_checked(PyObject *self)
 {
     Value *value = kl_lazy_value(self);
     if (value == NULL) {
         PyErr_SetString(kl_py.koila_error,
                         "this LazyTensor stands for nothing: it was made from a placeholder by code that "
                         "koila cannot see");
+    } else if (value->tape == NULL && value->real == NULL) {
+        PyErr_SetString(kl_py.koila_error, "this tensor has no value: the call that makes it, or one "
+                                           "before that, raised an exception when it ran");
+        value = NULL;
     }
     return value;
 }
 
-/* The real tensor where there is one, else NULL and `*meta` is set. */
-static PyObject *
-real_or_meta(Value *value, const KlMeta **meta)
+/* What answers for a lazy: its real tensor, or its meta. False with an exception. */
+typedef struct Answer {
+    Value *value;
+    PyObject *real;
+    const KlMeta *meta;
+} Answer;
+
+static bool
+look(PyObject *self, Answer *answer)
 {
-    PyObject *real = kl_lazy_real(value);
-    if (real == NULL) {
-        *meta = &value->tape->core.values[value->id].meta;
+    *answer = (Answer){.value = kl_lazy_checked(self)};
+    if (answer->value == NULL) {
+        return false;
     }
-    return real;
+    answer->real = kl_lazy_real(answer->value);
+    if (answer->real == NULL) {
+        answer->meta = &answer->value->tape->core.values[answer->value->id].meta;
+    }
+    return true;
 }
 
 static PyObject *
 get_shape(PyObject *self, void *closure)
 {
     (void)closure;
-    Value *value = checked_value(self);
-    const KlMeta *meta = NULL;
-    if (value == NULL) {
+    Answer answer;
+    if (!look(self, &answer)) {
         return NULL;
     }
-    PyObject *real = real_or_meta(value, &meta);
-    if (real != NULL) {
-        return PyObject_GetAttrString(real, "shape");
+    if (answer.real != NULL) {
+        return PyObject_GetAttrString(answer.real, "shape");
     }
-    if (value->size == NULL) {
-        value->size = kl_meta_size(meta);
+    if (answer.value->size == NULL) {
+        answer.value->size = kl_meta_size(answer.meta);
     }
-    return Py_XNewRef(value->size);
+    return Py_XNewRef(answer.value->size);
 }
 
 static PyObject *
 get_dtype(PyObject *self, void *closure)
 {
     (void)closure;
-    Value *value = checked_value(self);
-    const KlMeta *meta = NULL;
-    if (value == NULL) {
+    Answer answer;
+    if (!look(self, &answer)) {
         return NULL;
     }
-    PyObject *real = real_or_meta(value, &meta);
-    return real != NULL ? PyObject_GetAttrString(real, "dtype") : Py_NewRef(kl_py.dtypes[meta->dtype]);
+    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "dtype")
+                               : Py_NewRef(kl_py.dtypes[answer.meta->dtype]);
 }
 
 static PyObject *
 get_device(PyObject *self, void *closure)
 {
     (void)closure;
-    Value *value = checked_value(self);
-    const KlMeta *meta = NULL;
-    if (value == NULL) {
+    Answer answer;
+    if (!look(self, &answer)) {
         return NULL;
     }
-    PyObject *real = real_or_meta(value, &meta);
-    return real != NULL ? PyObject_GetAttrString(real, "device")
-                        : Py_NewRef(PyList_GET_ITEM(kl_py.devices, meta->device));
+    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "device")
+                               : Py_NewRef(PyList_GET_ITEM(kl_py.devices, answer.meta->device));
 }
 
 static PyObject *
 get_ndim(PyObject *self, void *closure)
 {
     (void)closure;
-    Value *value = checked_value(self);
-    const KlMeta *meta = NULL;
-    if (value == NULL) {
+    Answer answer;
+    if (!look(self, &answer)) {
         return NULL;
     }
-    PyObject *real = real_or_meta(value, &meta);
-    return real != NULL ? PyObject_GetAttrString(real, "ndim") : PyLong_FromLong(meta->n_dims);
+    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "ndim")
+                               : PyLong_FromLong(answer.meta->n_dims);
 }
 
 static PyObject *
 get_requires_grad(PyObject *self, void *closure)
 {
     (void)closure;
-    Value *value = checked_value(self);
-    const KlMeta *meta = NULL;
-    if (value == NULL) {
+    Answer answer;
+    if (!look(self, &answer)) {
         return NULL;
     }
-    PyObject *real = real_or_meta(value, &meta);
-    return real != NULL ? PyObject_GetAttrString(real, "requires_grad")
-                        : PyBool_FromLong(meta->requires_grad);
+    if (answer.real != NULL) {
+        return PyObject_GetAttrString(answer.real, "requires_grad");
+    }
+    /* A write to another view of the same memory may have brought in a gradient. */
+    KlValueId current = KL_ID_NONE;
+    if (kl_tape_attach(answer.value->tape, answer.value, &current) < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(answer.value->tape->core.values[current].meta.requires_grad);
 }
 
 static int
 set_requires_grad(PyObject *self, PyObject *flag, void *closure)
 {
     (void)closure;
-    Value *value = checked_value(self);
+    Value *value = kl_lazy_checked(self);
     if (value == NULL) {
         return -1;
     }
@@ -323,14 +336,12 @@ static PyObject *
 lazy_numel(PyObject *self, PyObject *ignored)
 {
     (void)ignored;
-    Value *value = checked_value(self);
-    const KlMeta *meta = NULL;
-    if (value == NULL) {
+    Answer answer;
+    if (!look(self, &answer)) {
         return NULL;
     }
-    PyObject *real = real_or_meta(value, &meta);
-    return real != NULL ? PyObject_CallMethod(real, "numel", NULL)
-                        : PyLong_FromLongLong(kl_meta_n_elements(meta));
+    return answer.real != NULL ? PyObject_CallMethod(answer.real, "numel", NULL)
+                               : PyLong_FromLongLong(kl_meta_n_elements(answer.meta));
 }
 
 static PyGetSetDef getsets[] = {

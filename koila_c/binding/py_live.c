@@ -160,7 +160,9 @@ kl_live_run(Tape *tape)
             if (!tape->core.nodes[i].is_done) {
                 result = run_node(tape, (KlNodeId)i, &context);
                 if (result < 0) {
+                    /* As in eager, what depends on a call that raised does not exist; the rest does. */
                     add_note(tape, (KlNodeId)i);
+                    kl_tape_set_failed(&tape->core, (KlNodeId)i);
                 }
             }
         }
@@ -193,7 +195,8 @@ kl_live_force(Value *value)
     }
     PyObject *real = kl_lazy_real(value);
     if (real == NULL) {
-        PyErr_SetString(PyExc_SystemError, "koila: a value has no tensor after its program ran");
+        PyErr_SetString(kl_py.koila_error, "this tensor has no value: the call that makes it, or one "
+                                           "before that, raised an exception when it ran");
     }
     return Py_XNewRef(real);
 }
@@ -212,12 +215,8 @@ static int
 force_one(PyObject *lazy, void *context)
 {
     Met *met = context;
-    Value *value = kl_lazy_value(lazy);
-    if (value == NULL) {
-        PyErr_SetString(kl_py.koila_error, "this LazyTensor stands for nothing");
-        return -1;
-    }
-    PyObject *real = kl_live_force(value);
+    Value *value = kl_lazy_checked(lazy);
+    PyObject *real = value != NULL ? kl_live_force(value) : NULL;
     if (real == NULL) {
         return -1;
     }

@@ -34,9 +34,8 @@ static int
 look_at(PyObject *lazy, void *context)
 {
     Met *met = context;
-    const Value *value = kl_lazy_value(lazy);
+    const Value *value = kl_lazy_checked(lazy);
     if (value == NULL) {
-        PyErr_SetString(kl_py.koila_error, "this LazyTensor stands for nothing");
         return -1;
     }
     if (value->tape != NULL && value->tape != met->tape) {
@@ -105,23 +104,22 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
 
 /* -- inference by meta tensors ------------------------------------------------------------------------ */
 
+/* Strides are left open: meta kernels are not always right about the layout of their results. */
 static int
 read_out(PyObject *item, KlMeta *meta)
 {
-    PyObject *dtype = NULL, *shape = NULL, *strides = NULL;
+    PyObject *dtype = NULL, *shape = NULL;
     int requires_grad = 0, device = 0;
-    if (!PyArg_ParseTuple(item, "OOOpi", &dtype, &shape, &strides, &requires_grad, &device)) {
+    if (!PyArg_ParseTuple(item, "OOpi", &dtype, &shape, &requires_grad, &device)) {
         return -1;
     }
     *meta = (KlMeta){.dtype = kl_meta_dtype_from(dtype),
                      .n_dims = (int32_t)PyTuple_GET_SIZE(shape),
-                     .is_strided = true,
                      .requires_grad = requires_grad,
                      .device = (uint8_t)device,
                      .place = KL_PLACE_WHOLE};
     for (int32_t i = 0; i < meta->n_dims; i++) {
         meta->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
-        meta->strides[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i));
     }
     return PyErr_Occurred() ? -1 : 0;
 }

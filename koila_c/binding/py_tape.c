@@ -332,7 +332,7 @@ detach_handles(Tape *tape)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
         Value *handle = tape->values[i].handle;
-        if (handle != NULL && tape->values[i].real != NULL) {
+        if (handle != NULL) {
             tape->values[i].handle = NULL;
             kl_lazy_detach(handle, tape->values[i].real);
         }

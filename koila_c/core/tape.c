@@ -270,6 +270,32 @@ kl_tape_set_done(KlTape *tape, KlNodeId id)
     }
 }
 
+static bool
+reads_failed(const KlTape *tape, const KlNode *node)
+{
+    for (uint32_t i = 0; i < node->n_inputs; i++) {
+        KlValueId value = tape->inputs[node->first_input + i].value;
+        KlNodeId source = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
+        if (source != KL_ID_NONE && tape->nodes[source].is_failed) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void
+kl_tape_set_failed(KlTape *tape, KlNodeId id)
+{
+    tape->nodes[id].is_failed = true;
+    kl_tape_set_done(tape, id);
+    for (size_t i = id + 1; i < tape->n_nodes; i++) {
+        if (!tape->nodes[i].is_done && reads_failed(tape, &tape->nodes[i])) {
+            tape->nodes[i].is_failed = true;
+            kl_tape_set_done(tape, (KlNodeId)i);
+        }
+    }
+}
+
 KlStatus
 kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
 {

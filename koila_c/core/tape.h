@@ -46,7 +46,8 @@ typedef struct KlNode {
     uint8_t mode;          /* KlMode */
     uint8_t reduce;        /* KlReduce */
     bool is_random;
-    bool is_done;          /* it ran live: nothing is left to do for it */
+    bool is_done;          /* nothing is left to do for it */
+    bool is_failed;        /* done without a number: it, or what it reads, raised */
     KlValueId review_of;   /* a view taken again after a write: the value that stands for it from before,
                               whose tensor live replay uses; else KL_ID_NONE */
     uint32_t review_out;   /* which output that is */
@@ -119,6 +120,9 @@ bool kl_tape_is_stale(const KlTape *tape, KlValueId value);
 
 /* Node `node` ran live: its outputs are live and its inputs have one reader less. */
 void kl_tape_set_done(KlTape *tape, KlNodeId node);
+
+/* Node `node` failed: it and all that read its outputs, directly or not, are done without a number. */
+void kl_tape_set_failed(KlTape *tape, KlNodeId node);
 
 /* Whether a pending value that is wanted has no gradient in its history. */
 KlStatus kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error);

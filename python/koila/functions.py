@@ -34,6 +34,9 @@ QUERIES = frozenset(
     _is_view dim_order __len__ is_tensor""".split()
 )
 
+# Asked on meta tensors, these promise what the real call does not keep.
+META_UNRELIABLE = frozenset("native_batch_norm embedding_bag _embedding_bag batch_norm".split())
+
 NAMESPACES = (
     torch,
     torch.Tensor,
@@ -104,7 +107,7 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     is_random = bool(schemas) and _is_random(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
     returns_list = any(_returns_list(schema) for schema in schemas)
-    has_meta = is_pure and not is_random
+    has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
     _core.register(func, OP, name, None, has_meta, returns_list, is_random, row, container)
@@ -118,8 +121,8 @@ def _register(func: Any, name: str) -> None:
         _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
         _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
-    elif isinstance(func, _C_CALLABLES):
-        _register_op(func, name)
+    elif isinstance(func, _C_CALLABLES) or name == "unflatten":
+        _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
         _core.register(func, ENTER, name, None, False, False, False, None, None)
 

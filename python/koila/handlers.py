@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from koila import _core
+from koila import _core, meta
+from koila.errors import KoilaError
 
 LazyTensor = _core.LazyTensor
 
@@ -27,9 +26,7 @@ def _stand_in(obj: Any) -> Any:
     if description is None:
         return None
     dtype, shape, strides, requires_grad, _ = description
-    return torch.empty_strided(
-        shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
-    )
+    return None if strides is None else meta.stand_in(dtype, shape, strides, requires_grad)
 
 
 def query(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,7 +82,10 @@ def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def repr_lazy(lazy: Any) -> str:
     """What debuggers show: the number where it is there, and never a computation."""
-    real = _core.real(lazy)
+    try:
+        real = _core.real(lazy)
+    except KoilaError:
+        return "LazyTensor(failed)"
     if real is not None:
         return f"LazyTensor({real!r})"
     shape = tuple(lazy.shape)

@@ -14,8 +14,14 @@ _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, _core.LazyTensor})
 _LITERALS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.layout)
 _LITERALS += (torch.memory_format, type(Ellipsis))
 
-_Out = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
+_Description = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
+_Out = tuple[torch.dtype, tuple[int, ...], bool, int]
 _Answer = tuple[type | None, tuple[_Out, ...]]
+
+_DTYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
+    | {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
 
 _cache: dict[Any, _Answer | None] = {}
 _CACHE_MAX = 65536
@@ -25,15 +31,12 @@ class _UnknownError(Exception):
     """The call cannot be asked of meta tensors."""
 
 
-def _describe(tensor: torch.Tensor) -> _Out:
+def _describe(tensor: torch.Tensor) -> _Description:
     if type(tensor) not in _PLAIN_TENSORS:
         raise _UnknownError
-    if isinstance(tensor, _core.LazyTensor):
-        description = _core.describe(tensor)
-    elif tensor.is_conj() or tensor.is_neg():
+    if not isinstance(tensor, _core.LazyTensor) and (tensor.is_conj() or tensor.is_neg()):
         raise _UnknownError
-    else:
-        description = _core.describe_real(tensor)
+    description = _core.describe(tensor)
     if description is None:
         raise _UnknownError
     return description
@@ -55,12 +58,24 @@ def _key(argument: Any) -> Any:
     raise _UnknownError
 
 
+def stand_in(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """A tensor without memory; dense where the strides are not known."""
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return torch.empty_strided(
+        shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
+    )
+
+
 def _stand_in(argument: Any, met: list[torch.Tensor]) -> Any:
     if isinstance(argument, torch.Tensor):
         dtype, shape, strides, requires_grad, _ = _describe(argument)
-        meta = torch.empty_strided(
-            shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
-        )
+        meta = stand_in(dtype, shape, strides, requires_grad)
         met.append(meta)
         return meta
     if isinstance(argument, torch.Size):
@@ -104,7 +119,9 @@ def _read_out(tensor: Any, inputs: set[int], device: int) -> _Out:
         raise _UnknownError
     if tensor.untyped_storage()._cdata in inputs:
         raise _UnknownError  # it aliases an input: only the real call knows how
-    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, device)
+    if tensor.dtype not in _DTYPES:
+        raise _UnknownError
+    return (tensor.dtype, tuple(tensor.shape), tensor.requires_grad, device)
 
 
 def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
@@ -133,8 +150,8 @@ def infer(
 
     Returns:
         None where torch cannot tell (the call is then run at once); else the container's type
-        (None for a single tensor) and for each tensor its dtype, shape, strides in elements,
-        requires_grad and device number.
+        (None for a single tensor) and for each tensor its dtype, shape, requires_grad and device
+        number.
     """
     kwargs = kwargs or {}
     if kwargs.get("out") is not None:
