@@ -35,6 +35,8 @@ test_zero_items_are_a_block(void)
     void *zeroed = kl_alloc_zeroed(0, 8);
     void *block = kl_alloc_resize(NULL, 0, 8);
     CHECK(zeroed != NULL && block != NULL);
+    block = kl_alloc_resize(block, 0, 8); /* to realloc() this would mean free() */
+    CHECK(block != NULL);
     kl_alloc_free(zeroed);
     kl_alloc_free(block);
 }
