@@ -77,7 +77,8 @@ sanitize: $(SANITIZED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \
 	UBSAN_OPTIONS=print_stacktrace=1 \
-	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 -o pythonpath=$(SANITIZED_LIB)
+	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 \
+	    -o pythonpath="$(SANITIZED_LIB) tests"
 
 demo: build
 	PYTHONPATH=python $(PYTHON) demo/demo.py $(ARGS)
