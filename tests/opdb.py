@@ -8,19 +8,21 @@ of its own.
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 import koila
-from tests.outcome import SEED, Enter, How, Outcome, Program, assert_same, observe
+from outcome import SEED, Enter, How, Outcome, Program, assert_same, observe
 
 MEANINGLESS = "its values are whatever was in memory"
 ROUNDED = "its last bits depend on where its memory lies"
@@ -34,7 +36,7 @@ NOT_REPEATED = {
     "linalg.lstsq": ROUNDED,
     "linalg.lstsq.grad_oriented": ROUNDED,
 }
-HOW: dict[str, How] = {MEANINGLESS: "unknown", ROUNDED: "close"}
+HOW_OF: dict[str, How] = {MEANINGLESS: "unknown", ROUNDED: "close"}
 
 VARIANTS = {
     "function": "op",
@@ -115,11 +117,18 @@ def full_name(op: OpInfo) -> str:
     return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
+def _seed() -> None:
+    # torch.manual_seed formats the stack for each kind of device that is not there
+    torch.default_generator.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+
+
 def samples_of(op: OpInfo, dtype: torch.dtype) -> list[SampleInput]:
     """Return the op's samples, the same at each call; they require grad where the op allows."""
     is_differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    torch.manual_seed(SEED)
-    return list(op.sample_inputs("cpu", dtype, requires_grad=is_differentiable))
+    _seed()
+    return list(op.sample_inputs_func(op, "cpu", dtype, is_differentiable))
 
 
 def calls_of(op: OpInfo) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -148,8 +157,8 @@ def error_cases_of(op: OpInfo) -> Iterator[Case]:
     """Yield the calls that torch's own tests expect to fail."""
     if op.error_inputs_func is None:
         return
-    torch.manual_seed(SEED)
-    for number, wrong in enumerate(op.error_inputs("cpu")):
+    _seed()
+    for number, wrong in enumerate(op.error_inputs_func(op, "cpu")):
         name = f"{full_name(op)}[error {number}] function"
         yield Case(name, op.op, wrong.sample_input, False, number)
 
@@ -185,17 +194,18 @@ def check_case(case: Case, report: Report, how: How, enter: Enter) -> None:
         report.same += 1
 
 
-def check_op(op: OpInfo, enter: Enter = koila.lazy) -> Report:
-    """Run all of an op's samples and error inputs."""
+def check_op(op: OpInfo, enter: Enter = koila.lazy, n_samples: int | None = None) -> Report:
+    """Run all of an op's samples and error inputs, or the first `n_samples` of each variant."""
     report = Report()
     name = full_name(op)
     if dtype_of(op) is None:
         report.no_dtype.append(name)
-    how = HOW[NOT_REPEATED[name]] if name in NOT_REPEATED else "bits"
+    how = HOW_OF[NOT_REPEATED[name]] if name in NOT_REPEATED else "bits"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in chain(cases_of(op), error_cases_of(op)):
-            check_case(case, report, how, enter)
+            if n_samples is None or case.number < n_samples:
+                check_case(case, report, how, enter)
     return report
 
 

@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 import koila
 
 ADDRESS = re.compile(r"0x[0-9a-f]+")
+# torch's argument parser writes the types it was given, and a ! on both sides of a wrong one
+TENSOR_TYPE = re.compile(r"!?\b(Lazy)?Tensor\b!?")
 SEED = 20
 
 Enter = Callable[[torch.Tensor], torch.Tensor]
@@ -60,7 +62,8 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        return Failure(type(error), ADDRESS.sub("0x", str(error)))
+        """Keep an error's words, but for addresses and for the type a tensor is of."""
+        return Failure(type(error), TENSOR_TYPE.sub("Tensor", ADDRESS.sub("0x", str(error))))
 
     def __str__(self) -> str:
         return f"{self.kind.__name__}: {self.text}"

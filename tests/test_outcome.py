@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests import opdb
+import opdb
 
 Break = Callable[[torch.Tensor], torch.Tensor]
 

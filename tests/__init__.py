@@ -1,1 +1,0 @@
-"""Tests of koila; `python -m tests.<module>` runs the reports."""
