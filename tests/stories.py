@@ -25,6 +25,11 @@ def make(dtype: torch.dtype = torch.float64, n_rows: int = N_ROWS) -> tuple[Mlp,
     return model, torch.randn(n_rows, 6, dtype=dtype), torch.randint(0, 5, (n_rows,))
 
 
+def rows(*shape: int) -> Tensor:
+    """Return one row for each of a batch, from the global generator."""
+    return torch.randn(N_ROWS, *shape, dtype=torch.float64)
+
+
 def batches(n: int, n_rows: int = N_ROWS) -> list[tuple[Tensor, Tensor]]:
     """Return several batches, from the global generator."""
     return [

@@ -1,7 +1,7 @@
 """Programs that break a naive splitter by how rows are split and joined again: one test each.
 
 Those about where the rows are in memory and beside what are in `test_counterexamples_rows.py`,
-those about state and aliases in `test_counterexamples_state.py`.
+those about state in `test_counterexamples_state.py` and `test_counterexamples_unseen.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Programs that break a naive splitter by where the rows are: beside what, and in which order.
 
-The other counterexamples are in `test_counterexamples.py` and `test_counterexamples_state.py`.
+The other counterexamples of splitting are in `test_counterexamples.py`.
 """
 
 from __future__ import annotations
