@@ -416,12 +416,17 @@ def gradients(*modules: nn.Module) -> dict[str, Tensor | None]:
 
 @contextlib.contextmanager
 def unchanged(*modules: nn.Module, tensors: tuple[Tensor, ...] = ()) -> Iterator[None]:
-    """Assert that the block changes no parameter, gradient, buffer, tensor or generator."""
+    """Assert that the block changes no parameter, gradient, buffer, tensor or generator.
+
+    So it must be if the block raises, too.
+    """
 
     def look() -> Any:
         return _settle([[m, gradients(m)] for m in modules]), _settle(list(tensors))
 
     before, state = look(), torch.get_rng_state()
-    yield
-    assert_seen(look(), before, "state", exact_bits=True)
-    assert torch.equal(torch.get_rng_state(), state), "the generator was moved"
+    try:
+        yield
+    finally:
+        assert_seen(look(), before, "state", exact_bits=True)
+        assert torch.equal(torch.get_rng_state(), state), "the generator was moved"
