@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 #: Largest difference allowed, as a share of the largest entry of the tensor it is in.
 TOLERANCE = 1e-10
-#: What cancels to nothing (a bias before a BatchNorm) is compared with the largest gradient instead.
+#: What cancels to nothing (a bias before a BatchNorm) is compared with the largest gradient.
 NOISE = 1e-14
 
 Lazy = Callable[..., Any]
@@ -177,8 +177,13 @@ def _copy(gradient: Tensor | None) -> Tensor | None:
 # Comparing --------------------------------------------------------------------------------------
 
 
-def assert_close(got: Tensor, want: Tensor, what: str, *, floor: float = 0.0) -> None:
-    """Assert that two tensors agree to `TOLERANCE` of the larger one, plus an absolute floor."""
+def assert_close(
+    got: Tensor, want: Tensor, what: str, *, floor: float = 0.0, tolerance: float | None = None
+) -> None:
+    """Assert that two tensors agree to a share of the largest entry, plus an absolute floor.
+
+    The share is `TOLERANCE` in float64, and follows the precision of other dtypes.
+    """
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, eager {want.dtype}"
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, eager {tuple(want.shape)}"
     if not want.is_floating_point():
@@ -186,7 +191,10 @@ def assert_close(got: Tensor, want: Tensor, what: str, *, floor: float = 0.0) ->
         return
     finite = want.isfinite()
     size = float(want[finite].abs().max()) if finite.any() else 0.0
-    bound = _tolerance(want.dtype) * size + floor
+    if tolerance is None:
+        coarse = 64 * torch.finfo(want.dtype).eps
+        tolerance = TOLERANCE if want.dtype == torch.float64 else coarse
+    bound = tolerance * size + floor
     torch.testing.assert_close(
         got, want, rtol=0.0, atol=bound, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
@@ -197,10 +205,6 @@ def assert_bits(got: Tensor, want: Tensor, what: str) -> None:
     torch.testing.assert_close(
         got, want, rtol=0.0, atol=0.0, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return max(TOLERANCE, 64 * torch.finfo(dtype).eps) if dtype != torch.float64 else TOLERANCE
 
 
 def _assert_group(
@@ -223,7 +227,7 @@ def _assert_group(
 def assert_outcomes(
     got: Outcome, want: Outcome, *, exact_bits: bool = False, generator: bool = True
 ) -> None:
-    """Assert that two outcomes are the same: loss, gradients, buffers and, if so said, generator."""
+    """Assert that two outcomes are the same in every field, the generator only if so said."""
     (assert_bits if exact_bits else assert_close)(got.loss, want.loss, "loss")
     _assert_group(got.gradients, want.gradients, "gradient of", exact_bits=exact_bits)
     _assert_group(got.inputs, want.inputs, "gradient of", exact_bits=exact_bits)
@@ -302,7 +306,7 @@ def assert_gradient_of_loss(program: Any, n_rows: int, *, chunks: int) -> None:
 
 
 def draws_in_order(width: int, chunk_rows: list[int]) -> bool:
-    """Probe whether dropout over chunks draws what dropout over the whole draws, on this machine."""
+    """Probe whether dropout over chunks draws here what dropout over the whole draws."""
     state = torch.get_rng_state()
 
     def draw(rows: int) -> Tensor:
@@ -333,7 +337,12 @@ def tell(story: Story, lazy: Lazy, seed: int = 0) -> Any:
 
 
 def assert_same_story(
-    story: Story, chunks: int | None, *, generator: bool = True, exact_bits: bool = True
+    story: Story,
+    chunks: int | None,
+    *,
+    generator: bool = True,
+    exact_bits: bool = True,
+    tolerance: float | None = None,
 ) -> None:
     """Assert that a story told with lazy inputs is the story eager tells.
 
@@ -343,7 +352,8 @@ def assert_same_story(
     want, want_state = tell(story, eager)
     with split(chunks):
         got, got_state = tell(story, koila.lazy)
-    assert_seen(got, want, "seen", exact_bits=exact_bits and is_whole(chunks))
+    exact_bits = exact_bits and is_whole(chunks)
+    assert_seen(got, want, "seen", exact_bits=exact_bits, tolerance=tolerance)
     if generator:
         assert torch.equal(got_state, want_state), "the generator is not where eager left it"
 
@@ -356,20 +366,27 @@ def assert_same_or_refused(story: Story, chunks: int | None, **options: Any) -> 
         assert len(str(refusal)) > 20, "a refusal says what, where and what to do"
 
 
-def assert_seen(got: Any, want: Any, what: str, *, exact_bits: bool) -> None:
+def assert_seen(
+    got: Any, want: Any, what: str, *, exact_bits: bool, tolerance: float | None = None
+) -> None:
     """Assert that two nested results are the same."""
+    how: Any = {"exact_bits": exact_bits, "tolerance": tolerance}
     if isinstance(want, Tensor):
-        (assert_bits if exact_bits else assert_close)(got, want, what)
+        assert isinstance(got, Tensor), f"{what}: {got}, eager {want}"
+        if exact_bits:
+            assert_bits(got, want, what)
+        else:
+            assert_close(got, want, what, tolerance=tolerance)
     elif isinstance(want, dict):
         assert got.keys() == want.keys(), f"{what}: {got.keys()}, eager {want.keys()}"
         for key, value in want.items():
-            assert_seen(got[key], value, f"{what}[{key!r}]", exact_bits=exact_bits)
+            assert_seen(got[key], value, f"{what}[{key!r}]", **how)
     elif isinstance(want, list | tuple):
         assert len(got) == len(want), f"{what}: {len(got)} entries, eager {len(want)}"
         for i, value in enumerate(want):
-            assert_seen(got[i], value, f"{what}[{i}]", exact_bits=exact_bits)
+            assert_seen(got[i], value, f"{what}[{i}]", **how)
     elif isinstance(want, float) and not exact_bits:
-        same = math.isclose(got, want, rel_tol=1e-9, abs_tol=1e-12)
+        same = math.isclose(got, want, rel_tol=tolerance or 1e-9, abs_tol=1e-12)
         assert same or (math.isnan(got) and math.isnan(want)), f"{what}: {got}, eager {want}"
     else:
         assert got == want or (got != got and want != want), f"{what}: {got}, eager {want}"
@@ -399,12 +416,17 @@ def gradients(*modules: nn.Module) -> dict[str, Tensor | None]:
 
 @contextlib.contextmanager
 def unchanged(*modules: nn.Module, tensors: tuple[Tensor, ...] = ()) -> Iterator[None]:
-    """Assert that the block changes no parameter, gradient, buffer, tensor or generator."""
+    """Assert that the block changes no parameter, gradient, buffer, tensor or generator.
+
+    So it must be if the block raises, too.
+    """
 
     def look() -> Any:
         return _settle([[m, gradients(m)] for m in modules]), _settle(list(tensors))
 
     before, state = look(), torch.get_rng_state()
-    yield
-    assert_seen(look(), before, "state", exact_bits=True)
-    assert torch.equal(torch.get_rng_state(), state), "the generator was moved"
+    try:
+        yield
+    finally:
+        assert_seen(look(), before, "state", exact_bits=True)
+        assert torch.equal(torch.get_rng_state(), state), "the generator was moved"

@@ -50,7 +50,7 @@ def run_naively(program: Program, chunks: int) -> Outcome:
 )
 def test_joint_programs_need_the_batch(program: Program) -> None:
     """No program said to have a joint can be split naively."""
-    with pytest.raises(AssertionError, match="eager|close|generator"):
+    with pytest.raises(AssertionError, match=r"eager|close|generator"):
         assert_outcomes(run_naively(program, 3), run(program, N_ROWS), generator=False)
 
 
