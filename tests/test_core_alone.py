@@ -41,12 +41,14 @@ def analysis(source: Path) -> str:
     return complaints(source, "gcc", "-O0", "-fanalyzer")
 
 
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_compiles_alone(source: Path, compiler: str) -> None:
-    if shutil.which(compiler) is None:
-        pytest.skip(f"there is no {compiler} on this machine")
-    assert complaints(source, compiler) == ""
+def test_compiles_alone(source: Path) -> None:
+    assert complaints(source, "gcc") == ""
+
+
+@pytest.mark.skipif(shutil.which("clang") is None, reason="there is no clang on this machine")
+def test_clang_agrees() -> None:
+    assert "".join(complaints(source, "clang") for source in SOURCES) == ""
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
