@@ -84,4 +84,4 @@ demo: build
 	PYTHONPATH=python $(PYTHON) demo/demo.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist python/*.egg-info python/koila/_core*.so
+	rm -rf $(VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache
