@@ -164,6 +164,27 @@ core_note_backward(PyObject *module, PyObject *ignored)
 }
 
 static PyObject *
+core_configure(PyObject *module, PyObject *args)
+{
+    (void)module;
+    long long chunks = 0, bytes = 0;
+    if (!PyArg_ParseTuple(args, "LL:configure", &chunks, &bytes)) {
+        return NULL;
+    }
+    kl_py.n_chunks = chunks;
+    kl_py.bytes_limit = bytes;
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *
+core_recycles(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(kl_recycle_works());
+}
+
+static PyObject *
 core_fail_alloc_after(PyObject *module, PyObject *n)
 {
     (void)module;
@@ -233,6 +254,11 @@ static PyMethodDef functions[] = {
      "its history."},
     {"note_backward", core_note_backward, METH_NOARGS,
      "note_backward($module, /)\n--\n\nA backward ran: what is live counts as spent."},
+    {"configure", core_configure, METH_VARARGS,
+     "configure($module, chunks, memory_limit, /)\n--\n\n"
+     "Set the number of chunks (0: as few as fit) and the bytes (0: what is free)."},
+    {"recycles", core_recycles, METH_NOARGS,
+     "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},
     {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
     {"fail_alloc_after", core_fail_alloc_after, METH_O,
@@ -254,11 +280,13 @@ import_torch(void)
     }
     kl_py.tensor_base = (PyTypeObject *)PyObject_GetAttrString(c, "TensorBase");
     kl_py.tensor = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
+    kl_py.len_dispatch_stack = PyObject_GetAttrString(c, "_len_torch_dispatch_stack");
     kl_py.size_type = PyObject_GetAttrString(torch, "Size");
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
     if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
+        kl_py.len_dispatch_stack == NULL ||
         kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL || kl_py.zero == NULL) {
         goto error;
     }

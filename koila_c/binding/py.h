@@ -28,6 +28,7 @@ typedef struct Value {
     int64_t rows;      /* detached: rows of that batch */
     uint64_t epoch;    /* backwards that had run when it became live */
     bool is_input;     /* made by lazy(): it stays lazy for ever */
+    bool is_touched;   /* the dispatcher met its placeholder: the object is not used again */
 } Value;
 
 /* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
@@ -110,6 +111,7 @@ typedef struct KlPyState {
     PyTypeObject *tensor;      /* torch.Tensor */
     PyTypeObject *lazy;        /* LazyTensor */
     PyTypeObject *value_type, *tape_type, *function_type;
+    PyObject *len_dispatch_stack;
     PyObject *size_type;  /* torch.Size */
     PyObject *functions;  /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
@@ -125,6 +127,8 @@ typedef struct KlPyState {
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;   /* batches made */
+    int64_t n_chunks;       /* config(chunks=); 0: as few as fit */
+    int64_t bytes_limit;    /* config(memory_limit=); 0: what is free */
 } KlPyState;
 
 extern KlPyState kl_py;
@@ -159,6 +163,13 @@ void kl_lazy_move(Value *value, KlValueId id);
 void kl_lazy_detach(Value *value, PyObject *real);
 /* Borrowed: the real tensor, or NULL while pending. */
 PyObject *kl_lazy_real(const Value *value);
+
+/* -- py_recycle.c: LazyTensor objects ----------------------------------------------------------- */
+
+int kl_recycle_init(void);
+/* A new LazyTensor that stands for nothing yet. */
+PyObject *kl_recycle_take(void);
+bool kl_recycle_works(void);
 
 /* -- py_tape.c: Tape -------------------------------------------------------------------------- */
 

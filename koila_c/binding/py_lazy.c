@@ -120,7 +120,7 @@ kl_lazy_real(const Value *value)
 static PyObject *
 wrap(Value *value)
 {
-    PyObject *lazy = kl_py.lazy->tp_new(kl_py.lazy, kl_py.empty_tuple, NULL);
+    PyObject *lazy = kl_recycle_take();
     if (lazy == NULL) {
         Py_DECREF(value);
         return NULL;
@@ -434,6 +434,9 @@ kl_lazy_init(PyObject *module)
     kl_py.slot_offset = ((PyMemberDescrObject *)member)->d_member->offset;
     kl_py.lazy = (PyTypeObject *)Py_NewRef(class);
     result = PyModule_AddObjectRef(module, "LazyTensor", class);
+    if (result == 0) {
+        result = kl_recycle_init();
+    }
 error:
     Py_XDECREF(member);
     Py_XDECREF(class);

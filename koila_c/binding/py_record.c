@@ -282,6 +282,9 @@ is_tracked(PyObject *lazy, void *context)
 {
     (void)context;
     Value *value = kl_lazy_value(lazy);
+    if (value != NULL) {
+        value->is_touched = true;
+    }
     PyObject *requires_grad = value != NULL ? PyObject_GetAttrString(lazy, "requires_grad") : NULL;
     PyErr_Clear();
     int result = requires_grad == Py_True;
@@ -303,8 +306,11 @@ kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_a
     if (kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    if (is_grad_enabled && (kl_call_visit(args[2], is_tracked, NULL) != 0 ||
-                            (kwargs != NULL && kl_call_visit(kwargs, is_tracked, NULL) != 0))) {
+    int tracked = kl_call_visit(args[2], is_tracked, NULL);
+    if (tracked == 0 && kwargs != NULL) {
+        tracked = kl_call_visit(kwargs, is_tracked, NULL);
+    }
+    if (is_grad_enabled && tracked != 0) {
         return PyErr_Format(kl_py.koila_error,
                             "%S was called where koila cannot see it, on a lazy tensor that needs a "
                             "gradient, and the gradient would be lost; wrap that code in koila.off(), or "

@@ -240,19 +240,22 @@ is_changed(const KlPyValue *entry)
     return is_same < 0 ? -1 : !is_same;
 }
 
-/* The first pending node that reads the leaf. */
+/* The first pending node that reads the leaf; they all fail, for the value they were recorded with is
+ * gone. KL_ID_NONE: none does. */
 static KlNodeId
-first_reader(const KlTape *core, KlValueId leaf)
+fail_readers(KlTape *core, KlValueId leaf)
 {
+    KlNodeId first = KL_ID_NONE;
     for (size_t i = core->n_done; i < core->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
         for (uint32_t k = 0; !node->is_done && k < node->n_inputs; k++) {
             if (core->inputs[node->first_input + k].value == leaf) {
-                return (KlNodeId)i;
+                first = first == KL_ID_NONE ? (KlNodeId)i : first;
+                kl_tape_set_failed(core, (KlNodeId)i);
             }
         }
     }
-    return KL_ID_NONE;
+    return first;
 }
 
 static int
@@ -286,7 +289,7 @@ kl_tape_check_leaves(Tape *tape)
         if (changed < 0) {
             return -1;
         }
-        KlNodeId reader = changed ? first_reader(&tape->core, (KlValueId)i) : KL_ID_NONE;
+        KlNodeId reader = changed ? fail_readers(&tape->core, (KlValueId)i) : KL_ID_NONE;
         if (reader != KL_ID_NONE) {
             return raise_stale(tape, (KlValueId)i, reader);
         }
