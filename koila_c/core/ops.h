@@ -15,6 +15,7 @@ typedef enum {
     KL_ARG_INT,
     KL_ARG_INTS, /* a list or tuple of ints, or varargs gathered */
     KL_ARG_FLOAT,
+    KL_ARG_FLOATS, /* a list or tuple of numbers, one a float at least: scale factors */
     KL_ARG_BOOL,
     KL_ARG_COMPLEX,
     KL_ARG_DTYPE,
@@ -53,13 +54,14 @@ typedef struct KlIndex {
 
 typedef struct KlArg {
     KlArgKind kind;
-    uint32_t n;     /* VALUES, INTS, INDEX: number of entries */
+    uint32_t n;     /* VALUES, INTS, FLOATS, INDEX: number of entries */
     uint32_t input; /* VALUE: number among the call's inputs; VALUES: of the first one */
     union {
         int64_t i;            /* INT, BOOL (0 or 1), DEVICE, FORMAT */
         double f;             /* FLOAT */
         KlDtype dtype;        /* DTYPE */
         const int64_t *ints;  /* INTS */
+        const double *floats; /* FLOATS */
         const char *text;     /* TEXT */
         const KlIndex *items; /* INDEX */
     } u;
