@@ -144,6 +144,9 @@ typedef enum {
     KL_ALIAS_MAYBE, /* view, same or copy: the strides are not known */
 } KlAlias;
 
+/* Effects: which arguments the op writes. Bit i: word i of the signature. */
+typedef uint32_t KlEffects;
+
 /* What inference found. `outs` grows as needed and is reused from call to call. */
 typedef struct KlInferred {
     KlMeta *outs; /* [n_outs] */
@@ -154,7 +157,9 @@ typedef struct KlInferred {
     uint8_t device;          /* of all outputs; a rule that moves a value (`to`) sets it */
     uint64_t inputs_no_grad; /* bit i: no gradient flows to input i; set by a rule */
     uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */
-    KlSplit split;           /* split.places is owned: [n_places_max] */
+    bool is_random;    /* the call draws from a generator: the row's kind, or what its rule says */
+    KlEffects effects; /* what the call writes: the row's, or less where a shape rule says so */
+    KlSplit split;     /* split.places is owned: [n_places_max] */
     size_t n_places_max;
 } KlInferred;
 
@@ -162,9 +167,6 @@ typedef KlStatus (*KlShapeRule)(const KlCall *call, KlInferred *result, KlError 
 typedef KlStatus (*KlDtypeRule)(const KlCall *call, KlInferred *result, KlError *error);
 typedef KlStatus (*KlPlaceRule)(const KlCall *call, KlInferred *result, KlError *error);
 typedef void (*KlSavesRule)(const KlCall *call, const KlInferred *result, KlSaves *saves);
-
-/* Effects: which arguments the op writes. Bit i: word i of the signature. */
-typedef uint32_t KlEffects;
 
 struct KlRow {
     const char *name; /* torch's own spelling */

@@ -242,6 +242,15 @@ dtype_uniform_float(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK && !kl_meta_dtype_is_float(dtype) ? KL_DECLINED : status;
 }
 
+KlStatus
+dtype_indices(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)error;
+    kl_rules_set_dtypes(result, KL_DTYPE_INT64);
+    return KL_OK;
+}
+
 void
 saves_all(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -150,4 +150,50 @@ KL_SAVES(conv_transpose);
 KL_SAVES(max_pool);
 KL_SAVES(pad);
 
+/* --- norms, softmax, tables, attention (rules_norm.c, rules_softmax.c, rules_embedding.c, rules_attention.c) */
+
+KL_SHAPE(attention);
+KL_SHAPE(batch_norm);
+KL_SHAPE(cdist);
+KL_SHAPE(cosine_similarity);
+KL_SHAPE(embedding);
+KL_SHAPE(embedding_renorm);
+KL_SHAPE(glu);
+KL_SHAPE(group_norm);
+KL_SHAPE(instance_norm);
+KL_SHAPE(layer_norm);
+KL_SHAPE(one_hot);
+KL_SHAPE(pairwise_distance);
+KL_SHAPE(prelu);
+KL_SHAPE(rms_norm);
+KL_SHAPE(softmax);
+KL_DTYPE(attention);
+KL_DTYPE(indices); /* int64 */
+KL_DTYPE(norm);    /* that of the first input; float32 weights may go with a half type */
+KL_DTYPE(softmax);
+KL_PLACE(attention);
+KL_PLACE(batch_norm);
+KL_PLACE(cdist);
+KL_PLACE(cosine_similarity);
+KL_PLACE(embedding);
+KL_PLACE(embedding_renorm);
+KL_PLACE(glu);
+KL_PLACE(group_norm);
+KL_PLACE(instance_norm);
+KL_PLACE(layer_norm);
+KL_PLACE(one_hot);
+KL_PLACE(pairwise_distance);
+KL_PLACE(prelu);
+KL_PLACE(softmax);
+KL_SAVES(attention);
+KL_SAVES(batch_norm);
+KL_SAVES(cdist);
+KL_SAVES(cosine_similarity);
+KL_SAVES(embedding);
+KL_SAVES(group_norm);
+KL_SAVES(instance_norm);
+KL_SAVES(layer_norm);
+KL_SAVES(pairwise_distance);
+KL_SAVES(rms_norm);
+
 #endif
