@@ -108,6 +108,7 @@ typedef struct KlSplit {
     /* [n_inputs] where the rows of each tensor input are when it is given to a chunk; WHOLE: given
      * whole. A WHOLE value with a ROWS place here is sliced. */
     KlPlace *places;
+    uint64_t row_ranges; /* bit i: input i counts the rows, a chunk of n rows gets its first n */
     uint32_t n_rewrites;
     KlRewrite rewrites[KL_REWRITES_MAX];
 } KlSplit;
@@ -159,7 +160,10 @@ typedef struct KlInferred {
     uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */
     bool is_random;    /* the call draws from a generator: the row's kind, or what its rule says */
     KlEffects effects; /* what the call writes: the row's, or less where a shape rule says so */
-    KlSplit split;     /* split.places is owned: [n_places_max] */
+    /* Where each dim of the first input went in the outputs, -1: reduced, mixed or gone. Set by a
+     * shape rule for the place rule of the same row; the dims stay where they are by default. */
+    int8_t dim_map[KL_DIMS_MAX];
+    KlSplit split; /* split.places is owned: [n_places_max] */
     size_t n_places_max;
 } KlInferred;
 
