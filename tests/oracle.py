@@ -121,19 +121,21 @@ def run(
     seed: int = 0,
     input_gradients: bool = False,
     dtype: torch.dtype = torch.float64,
+    rounded: torch.dtype = torch.float64,
     count: bool = False,
     change: Callable[[nn.Module], None] | None = None,
 ) -> Outcome:
     """Run one step of a program and return what can be seen after it.
 
-    `change` is applied to the built model; `dtype` is given to the model and to the floating part
-    of the batch; `count` says to count the flops, which makes every operator slower.
+    `change` is applied to the built model. The model and the floating part of the batch are given
+    `dtype`, after they were rounded to `rounded`. `count` says to count the flops, which makes
+    every operator slower.
     """
-    model = program.build(seed).to(dtype)
+    model = program.build(seed).to(rounded).to(dtype)
     if change is not None:
         change(model)
     batch = make_batch(program, n_rows, input_gradients=input_gradients)
-    batch = [_cast(value, dtype) for value in batch]
+    batch = [_cast(_cast(value, rounded), dtype) for value in batch]
     forward, backward = FlopCounter(), FlopCounter()
     torch.manual_seed(seed + 1)
     with forward if count else contextlib.nullcontext():
