@@ -213,11 +213,11 @@ def test_in_place(chunks: int | None) -> None:
         h[:, 1:3] *= 2
         h[:, 3] = h[:, 4] + 1
         h.view(len(x), 4, 4)[:, 1].add_(0.5)
-        h[..., -1:].relu_()
         h += x[:, :1]
         h[h < -1.5] = -1.5
         column = h[:, 5]
         column.mul_(3)
+        h[..., -1:].relu_()
         out = model.head(h)
         out.sub_(out.detach().amax(1, keepdim=True))
         loss = F.cross_entropy(out, y)
