@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import koila
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from oracle import Lazy, Outcome, assert_outcomes, eager, run
+from oracle import Lazy, Outcome, assert_outcomes, eager, make_batch, run
 from programs import PROGRAMS
 from programs_kit import Program
 
@@ -69,9 +70,14 @@ class PeakBytes(TorchDispatchMode):
 
 
 def measure(program: Program, n_rows: int, lazy: Lazy) -> tuple[Outcome, int]:
-    """Run a step and return what can be seen, and the bytes it took at its peak."""
-    with PeakBytes() as memory:
-        outcome = run(program, n_rows, lazy)
+    """Run a step and return what can be seen, and the bytes it took at its peak.
+
+    A lazy step is watched while it runs; there must be nothing to see while it is recorded.
+    """
+    memory = PeakBytes()
+    held = [*program.build(0).parameters(), *make_batch(program, n_rows)]
+    memory.now = sum(tensor.nbytes for tensor in held)
+    outcome = run(program, n_rows, lazy, watch=(memory if lazy is eager else nullcontext(), memory))
     return outcome, memory.peak
 
 
