@@ -29,6 +29,7 @@ TOLERANCE = 1e-10
 NOISE = 1e-14
 
 Lazy = Callable[..., Any]
+Watch = contextlib.AbstractContextManager[Any]
 
 
 def eager(*objs: Any, batch: int = 0) -> Any:
@@ -88,8 +89,6 @@ class Outcome:
     inputs: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     generator: Tensor
-    flops_forward: int
-    flops_backward: int
 
 
 def make_batch(program: Any, n_rows: int, *, input_gradients: bool = False) -> list[Any]:
@@ -121,24 +120,25 @@ def run(
     seed: int = 0,
     input_gradients: bool = False,
     dtype: torch.dtype = torch.float64,
-    count: bool = False,
+    rounded: torch.dtype = torch.float64,
     change: Callable[[nn.Module], None] | None = None,
+    watch: tuple[Watch, Watch] = (contextlib.nullcontext(), contextlib.nullcontext()),
 ) -> Outcome:
     """Run one step of a program and return what can be seen after it.
 
-    `change` is applied to the built model; `dtype` is given to the model and to the floating part
-    of the batch; `count` says to count the flops, which makes every operator slower.
+    `change` is applied to the built model. The model and the floating part of the batch are given
+    `dtype`, after they were rounded to `rounded`. `watch` are contexts for the step and for its
+    backward().
     """
-    model = program.build(seed).to(dtype)
+    model = program.build(seed).to(rounded).to(dtype)
     if change is not None:
         change(model)
     batch = make_batch(program, n_rows, input_gradients=input_gradients)
-    batch = [_cast(value, dtype) for value in batch]
-    forward, backward = FlopCounter(), FlopCounter()
+    batch = [_cast(_cast(value, rounded), dtype) for value in batch]
     torch.manual_seed(seed + 1)
-    with forward if count else contextlib.nullcontext():
+    with watch[0]:
         loss = program.step(model, *make_lazy(lazy, batch, program.dims_of(batch)))
-    with backward if count else contextlib.nullcontext():
+    with watch[1]:
         loss.backward()
     return Outcome(
         loss=plain(loss),
@@ -146,8 +146,6 @@ def run(
         inputs={f"batch[{i}]": _copy(v.grad) for i, v in enumerate(batch) if isinstance(v, Tensor)},
         buffers={n: plain(b) for n, b in model.named_buffers()},
         generator=torch.get_rng_state(),
-        flops_forward=forward.flops,
-        flops_backward=backward.flops,
     )
 
 
@@ -263,13 +261,13 @@ def assert_passes(program: Any, n_rows: int, *, chunks: int) -> None:
     Once forward and once backward where the loss is linear in its reductions; where it has a joint,
     forward once more at the most.
     """
-    want = run(program, n_rows, count=True)
-    got = run_lazy(program, n_rows, chunks=chunks, count=True)
-    once = want.flops_forward + want.flops_backward
-    most = once + want.flops_forward if program.joint and chunks > 1 else once
-    flops = got.flops_forward + got.flops_backward
-    assert 0 < flops <= most, (
-        f"{flops} flops; one forward and one backward are {once}, one forward {want.flops_forward}"
+    forward, backward, got = FlopCounter(), FlopCounter(), FlopCounter()
+    run(program, n_rows, watch=(forward, backward))
+    run_lazy(program, n_rows, chunks=chunks, watch=(contextlib.nullcontext(), got))
+    once = forward.flops + backward.flops
+    most = once + forward.flops if program.joint and chunks > 1 else once
+    assert 0 < got.flops <= most, (
+        f"{got.flops} flops; one forward and one backward are {once}, one forward {forward.flops}"
     )
 
 

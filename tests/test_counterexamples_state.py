@@ -168,9 +168,8 @@ def test_whole_value_written_inside_a_body(chunks: int | None) -> None:
         h = h + total
         total.mul_(2)
         counter = torch.zeros(3, dtype=DOUBLE)
-        counter += 1
+        counter += total.detach()
         loss = (h * total + counter).pow(2).mean()
-        counter += 1
         loss.backward()
         return loss, scale, total, counter, weight.grad
 

@@ -40,8 +40,6 @@ def run_naively(program: Program, chunks: int) -> Outcome:
         inputs={f"batch[{i}]": None for i in range(len(batch))},
         buffers=dict(model.named_buffers()),
         generator=torch.get_rng_state(),
-        flops_forward=0,
-        flops_backward=0,
     )
 
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from oracle import Lazy, assert_same_story, chunk_sizes, draws_in_order, gradients, split
 from programs_vision import DropoutMlp, Mlp
@@ -213,11 +215,11 @@ def test_in_place(chunks: int | None) -> None:
         h[:, 1:3] *= 2
         h[:, 3] = h[:, 4] + 1
         h.view(len(x), 4, 4)[:, 1].add_(0.5)
-        h[..., -1:].relu_()
         h += x[:, :1]
         h[h < -1.5] = -1.5
         column = h[:, 5]
         column.mul_(3)
+        h[..., -1:].relu_()
         out = model.head(h)
         out.sub_(out.detach().amax(1, keepdim=True))
         loss = F.cross_entropy(out, y)
@@ -398,6 +400,41 @@ def test_default_dtype(chunks: int | None, dtype: torch.dtype) -> None:
             torch.set_default_dtype(before)
         loss.backward()
         return str(loss.dtype), loss, gradients(model)
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_dispatch_mode_around_the_step(chunks: int | None) -> None:
+    """A profiler's dispatch mode, on while the step is recorded and run, changes nothing."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, y = make()
+        with FlopCounterMode(display=False):
+            x, y = lazy(x, y)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        return loss, gradients(model)
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_function_mode_around_the_step(chunks: int | None) -> None:
+    """So does a function mode that changes what is called."""
+
+    class Louder(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            result = func(*args, **(kw or {}))
+            return result * 2 if func is torch.tanh else result
+
+    def story(lazy: Lazy) -> Any:
+        model, x, y = make()
+        x, y = lazy(x, y)
+        with Louder(), torch.device("cpu"):
+            loss = F.cross_entropy(model(x), y) + torch.zeros(1).sum()
+        loss.backward()
+        return loss, gradients(model)
 
     assert_same_story(story, chunks)
 

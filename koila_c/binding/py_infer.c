@@ -188,27 +188,47 @@ out_object(const KlMeta *out)
                          PyBool_FromLong(out->requires_grad), place_object(&out->place));
 }
 
-/* One rewrite as (where, entry, part, scale): `where` is the number of a positional argument or the name of
- * a keyword, `entry` None or the item of the sequence there, `part` None, "start" or "stop" of a slice. */
+/* Where entry `entry` of an argument is in the Python call: the number of a positional argument or the
+ * name of a keyword. */
 static PyObject *
-rewrite_object(const KlPyBound *bound, const KlRewrite *rewrite, Py_ssize_t n_args,
-               PyObject *kwargs)
+where_object(const KlPyBound *bound, uint32_t arg, uint32_t entry, Py_ssize_t n_args, PyObject *kwargs)
 {
-    const KlPyOrigin *origin = &bound->origins[rewrite->arg];
-    int32_t position = origin->position + (origin->is_spread ? rewrite->entry : 0);
-    PyObject *where = NULL;
+    const KlPyOrigin *origin = &bound->origins[arg];
+    int32_t position = origin->position + (origin->is_spread ? (int32_t)entry : 0);
     if (position < n_args) {
-        where = PyLong_FromLong(position);
-    } else {
-        PyObject *names = PySequence_List(kwargs);
-        where = names == NULL ? NULL : Py_NewRef(PyList_GET_ITEM(names, position - n_args));
-        Py_XDECREF(names);
+        return PyLong_FromLong(position);
     }
-    PyObject *entry = origin->is_sequence ? PyLong_FromLong(rewrite->entry) : Py_NewRef(Py_None);
-    const char *part = bound->args[rewrite->arg].kind != KL_ARG_INDEX ? NULL
-                       : rewrite->part                                ? "stop"
-                                                                      : "start";
-    return Py_BuildValue("(NNzL)", where, entry, part, (long long)rewrite->scale);
+    PyObject *names = PySequence_List(kwargs);
+    PyObject *where = names == NULL ? NULL : Py_NewRef(PyList_GET_ITEM(names, position - n_args));
+    Py_XDECREF(names);
+    return where;
+}
+
+/* The item of the sequence there, or None. */
+static PyObject *
+entry_object(const KlPyBound *bound, uint32_t arg, uint32_t entry)
+{
+    return bound->origins[arg].is_sequence ? PyLong_FromUnsignedLong(entry) : Py_NewRef(Py_None);
+}
+
+/* (where, entry, part, scale); part is None, "start" or "stop" of a slice. */
+static PyObject *
+rewrite_object(const KlPyBound *bound, const KlRewrite *rewrite, Py_ssize_t n_args, PyObject *kwargs)
+{
+    bool is_index = bound->args[rewrite->arg].kind == KL_ARG_INDEX;
+    const char *part = !is_index ? NULL : rewrite->part ? "stop" : "start";
+    return Py_BuildValue("(NNzL)", where_object(bound, rewrite->arg, rewrite->entry, n_args, kwargs),
+                         entry_object(bound, rewrite->arg, rewrite->entry), part, (long long)rewrite->scale);
+}
+
+/* (where, entry, whether it counts the rows) */
+static PyObject *
+input_object(const KlPyBound *bound, uint32_t i, const KlSplit *split, Py_ssize_t n_args, PyObject *kwargs)
+{
+    const KlPyInput *input = &bound->input_origins[i];
+    bool is_range = i < 64 && (split->row_ranges >> i & 1) != 0;
+    return Py_BuildValue("(NNN)", where_object(bound, input->arg, input->entry, n_args, kwargs),
+                         entry_object(bound, input->arg, input->entry), PyBool_FromLong(is_range));
 }
 
 /* Build a list of `n` items by calling a maker for each; the maker's NULL is passed on. */
@@ -235,28 +255,31 @@ describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound,
     PyObject *outs = PyList_New(0);
     PyObject *places = PyList_New(0);
     PyObject *rewrites = PyList_New(0);
-    int status = outs == NULL || places == NULL || rewrites == NULL ? -1 : 0;
+    PyObject *inputs = PyList_New(0);
+    bool is_new = outs != NULL && places != NULL && rewrites != NULL && inputs != NULL;
+    int status = is_new ? 0 : -1;
     for (uint32_t i = 0; status == 0 && i < result->n_outs; i++) {
         status = append_new(outs, out_object(&result->outs[i]));
     }
     for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
         status = append_new(places, place_object(&result->split.places[i]));
     }
+    for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
+        status = append_new(inputs, input_object(bound, i, &result->split, n_args, kwargs));
+    }
     for (uint32_t i = 0; status == 0 && i < result->split.n_rewrites; i++) {
         status =
             append_new(rewrites, rewrite_object(bound, &result->split.rewrites[i], n_args, kwargs));
     }
-    if (status == 0) {
-        status = PyDict_SetItemString(dict, "outs", outs) < 0 ||
-                         PyDict_SetItemString(dict, "in_places", places) < 0 ||
-                         PyDict_SetItemString(dict, "rewrites", rewrites) < 0
-                     ? -1
-                     : 0;
-    }
+    bool is_set = status == 0 && PyDict_SetItemString(dict, "outs", outs) == 0
+                  && PyDict_SetItemString(dict, "in_places", places) == 0
+                  && PyDict_SetItemString(dict, "inputs", inputs) == 0
+                  && PyDict_SetItemString(dict, "rewrites", rewrites) == 0;
+    Py_XDECREF(inputs);
     Py_XDECREF(outs);
     Py_XDECREF(places);
     Py_XDECREF(rewrites);
-    return status;
+    return is_set ? 0 : -1;
 }
 
 static int
@@ -287,6 +310,8 @@ describe(PyObject *dict, const KlCall *call, const KlInferred *result)
     if (set_new(dict, "mode", PyUnicode_FromString(modes[result->split.mode])) < 0 ||
         set_new(dict, "reason", Py_BuildValue("z", result->split.reason)) < 0 ||
         set_new(dict, "reduce", Py_BuildValue("z", reduces[result->split.reduce])) < 0 ||
+        set_new(dict, "random", PyBool_FromLong(result->is_random)) < 0 ||
+        set_new(dict, "effects", PyLong_FromUnsignedLong(result->effects)) < 0 ||
         set_new(dict, "alias", Py_BuildValue("(sN)", aliases[result->alias], alias_input)) < 0) {
         return -1;
     }

@@ -72,6 +72,11 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     result->alias_input = 0;
     result->inputs_no_grad = 0;
     result->outs_no_grad = 0;
+    result->is_random = call->row->kind == KL_ROW_RANDOM;
+    result->effects = call->row->effects;
+    for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {
+        result->dim_map[dim] = dim;
+    }
     return find_device(call, result);
 }
 
@@ -160,6 +165,7 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
     if (status == KL_OK && split->mode == KL_MODE_ONCE) {
         split->axis = KL_ID_NONE;
         split->n_rewrites = 0;
+        split->row_ranges = 0;
         for (uint32_t i = 0; i < call->n_inputs; i++) {
             split->places[i] = KL_PLACE_WHOLE;
         }

@@ -69,6 +69,10 @@ KlStatus kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error);
 void kl_rules_iterate(KlMeta *out, const KlMeta *const *operands, uint32_t n, bool has_number);
 /* The strides of empty_like(meta): the same if dense, else dense in the same order. */
 void kl_rules_preserve(KlMeta *out, const KlMeta *meta);
+bool kl_rules_is_channels_last(const KlMeta *meta); /* NHWC in memory, without holes */
+void kl_rules_set_channels_last(KlMeta *meta);
+/* torch would take these 4 or 5 dims for NHWC; unknown strides may be. */
+bool kl_rules_is_like_channels_last(const KlMeta *meta);
 /* Every element of `meta` has its own place in a block without holes. */
 bool kl_rules_is_dense(const KlMeta *meta);
 /* Strides of a view of `meta` with `out`'s shape (same number of elements), or false: not viewable. */
@@ -113,6 +117,10 @@ uint32_t kl_rules_first_rows(const KlCall *call);
 const char *kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t input,
                             const KlPlace *want);
 
+/* The same where nothing broadcasts: a WHOLE input must have the full size. */
+const char *kl_rules_match(const KlCall *call, KlInferred *result, uint32_t input,
+                           const KlPlace *want);
+
 /* Find the digit `place` of a value of shape `from` in a value of the same elements in row-major order
  * of shape `to`; false: it is cut in two. */
 bool kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const KlMeta *to,
@@ -130,15 +138,215 @@ bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t 
 #define KL_SAVES(word)                                                                             \
     void saves_##word(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
-KL_SHAPE(broadcast); /* all tensors of the call broadcast; elementwise strides */
-KL_SHAPE(same);      /* that of the first input, fresh memory in its order */
-KL_DTYPE(same);      /* that of the first input */
-KL_DTYPE(promote);   /* torch's promotion of words 0 and 1 */
-KL_DTYPE(to_float);  /* word 0; ints become the default dtype */
-KL_PLACE(rowwise);   /* every row by itself, inputs aligned by broadcasting from the right */
+/* elementwise: rules_shape.c */
+KL_SHAPE(broadcast);   /* all tensors broadcast, numbers in words 0 and 1 as 0-dim tensors */
+KL_SHAPE(tensors);     /* all tensors broadcast, numbers are parameters */
+KL_SHAPE(swapped);     /* broadcast, the first two operands in the other order */
+KL_SHAPE(same);        /* that of the first input, fresh memory in its order */
+KL_SHAPE(pow);
+KL_SHAPE(where);
+KL_SHAPE(masked_fill);
+KL_SHAPE(fill);
+
+/* copies, casts, new values: rules_like.c */
+KL_SHAPE(cast);
+KL_SHAPE(clone);
+KL_SHAPE(contiguous);
+KL_SHAPE(full_like);   /* the fill value in word 1 */
+KL_SHAPE(like);        /* options from word 1 on */
+KL_SHAPE(new);         /* sizes in word 1 */
+KL_SHAPE(new_full);
+
+/* views: rules_view.c keeps the elements' order, rules_move.c the dims */
+KL_SHAPE(flatten);
+KL_SHAPE(ravel);
+KL_SHAPE(reshape);
+KL_SHAPE(reshape_as);
+KL_SHAPE(unflatten);
+KL_SHAPE(view);
+KL_SHAPE(view_as);
+KL_SHAPE(alias);       /* the first input again */
+KL_SHAPE(broadcast_tensors);
+KL_SHAPE(diagonal);
+KL_SHAPE(expand);
+KL_SHAPE(expand_as);
+KL_SHAPE(movedim);
+KL_SHAPE(narrow);
+KL_SHAPE(permute);
+KL_SHAPE(select);
+KL_SHAPE(squeeze);
+KL_SHAPE(t);
+KL_SHAPE(transpose);
+KL_SHAPE(unfold);
+KL_SHAPE(unsqueeze);
+
+/* rules_join.c, rules_repeat.c */
+KL_SHAPE(cat);
+KL_SHAPE(chunk);
+KL_SHAPE(flip);
+KL_SHAPE(repeat);
+KL_SHAPE(repeat_interleave);
+KL_SHAPE(roll);
+KL_SHAPE(split);       /* by one size or by a list of sizes */
+KL_SHAPE(stack);
+KL_SHAPE(tile);
+KL_SHAPE(tril);
+KL_SHAPE(unbind);
+
+/* rules_reduce.c: dims in word 1, keepdim in word 2, unless the op's own word says otherwise */
+KL_SHAPE(reduce);
+KL_SHAPE(reduce_given); /* declines an empty tuple of dims */
+KL_SHAPE(amax);
+KL_SHAPE(argmax);
+KL_SHAPE(kthvalue);
+KL_SHAPE(max);
+KL_SHAPE(median);
+KL_SHAPE(mode);
+KL_SHAPE(prod);
+KL_SHAPE(std);
+KL_SHAPE(std_mean);
+KL_SHAPE(vector_norm);
+KL_SHAPE(argsort);
+KL_SHAPE(cummax);
+KL_SHAPE(cumsum);
+KL_SHAPE(sort);
+KL_SHAPE(topk);
+
+/* rules_index.c, rules_gather.c */
+KL_SHAPE(gather);
+KL_SHAPE(getitem);
+KL_SHAPE(index_add);
+KL_SHAPE(index_fill);
+KL_SHAPE(index_select);
+KL_SHAPE(scatter);
+KL_SHAPE(setitem);
+KL_SHAPE(take_along_dim);
+
+/* rules_dtype.c: "same" is the first input's; what torch refuses is declined */
+KL_DTYPE(same);
+KL_DTYPE(same_bits);    /* ints and bool */
+KL_DTYPE(same_float);   /* floats only */
+KL_DTYPE(same_number);  /* all but bool */
+KL_DTYPE(same_ordered); /* all but complex */
+KL_DTYPE(same_real);    /* ints and floats */
+KL_DTYPE(abs);          /* complex gives real */
+KL_DTYPE(square);
+KL_DTYPE(to_float);     /* ints become the default dtype */
+KL_DTYPE(to_float_real);
+KL_DTYPE(promote);      /* torch's promotion of words 0 and 1 */
+KL_DTYPE(promote_bits);
+KL_DTYPE(promote_float); /* and ints become the default dtype */
+KL_DTYPE(promote_number);
+KL_DTYPE(promote_ordered);
+KL_DTYPE(promote_shift);
+KL_DTYPE(promote_sub);
+KL_DTYPE(all_float);    /* all tensors of one type, float or complex */
+KL_DTYPE(all_same);
+KL_DTYPE(clamp);
+KL_DTYPE(compare);
+KL_DTYPE(compare_ordered);
+KL_DTYPE(div);
+KL_DTYPE(each);         /* output i that of input i */
+KL_DTYPE(index);        /* int64 */
+KL_DTYPE(join);
+KL_DTYPE(max);
+KL_DTYPE(to_all);
+KL_DTYPE(to_bool);
+KL_DTYPE(to_mean);
+KL_DTYPE(to_sum);       /* ints become int64; a dtype may be given */
+KL_DTYPE(to_var);
+KL_DTYPE(value_index);
+KL_DTYPE(vector_norm);
+KL_DTYPE(where);
+KL_DTYPE(where_method);
+
+/* rules_like.c: casts that need no copy give the input itself */
+KL_DTYPE(bfloat16);
+KL_DTYPE(boolean);
+KL_DTYPE(float16);
+KL_DTYPE(float32);
+KL_DTYPE(float64);
+KL_DTYPE(int16);
+KL_DTYPE(int32);
+KL_DTYPE(int64);
+KL_DTYPE(int8);
+KL_DTYPE(like);
+KL_DTYPE(to);
+KL_DTYPE(type);
+KL_DTYPE(type_as);
+KL_DTYPE(uint8);
+
+/* rules_place.c */
+KL_PLACE(rowwise);      /* every row by itself, inputs aligned by broadcasting from the right */
+KL_PLACE(moved);        /* the rows go with dim_map; taken apart: ONCE */
+KL_PLACE(along);        /* the same, for ops that mix a dim */
+KL_PLACE(all);
+KL_PLACE(amax);
+KL_PLACE(any);
+KL_PLACE(count);
+KL_PLACE(logsumexp);
+KL_PLACE(mean);
+KL_PLACE(prod);
+KL_PLACE(sum);
+KL_PLACE(var);
+KL_PLACE(constant);     /* reads no row */
+
+/* beside the shape rule of the same op */
+KL_PLACE(cat);
+KL_PLACE(chunk);
+KL_PLACE(expand);
+KL_PLACE(factor);       /* the digit is found again in the output */
+KL_PLACE(factor_other);
+KL_PLACE(factor_sizes); /* and in the sizes of word 1 */
+KL_PLACE(gather);
+KL_PLACE(getitem);
+KL_PLACE(index_add);
+KL_PLACE(index_fill);
+KL_PLACE(index_select);
+KL_PLACE(max);
+KL_PLACE(narrow);
+KL_PLACE(repeat);
+KL_PLACE(repeat_interleave);
+KL_PLACE(scatter);
+KL_PLACE(setitem);
+KL_PLACE(split);
+KL_PLACE(squeeze);
+KL_PLACE(stack);
+KL_PLACE(take_along_dim);
+KL_PLACE(unflatten);
+KL_PLACE(vector_norm);
+
+/* rules_saves.c; *_copy: an in-place op that keeps its old value as a copy */
 KL_SAVES(nothing);
+KL_SAVES(no_grad);      /* no output has a gradient: infer.c looks for this word */
+KL_SAVES(addcdiv);
+KL_SAVES(addcmul);
+KL_SAVES(both);         /* words 0 and 1 */
+KL_SAVES(both_copy);
+KL_SAVES(copy);
+KL_SAVES(cummax);
+KL_SAVES(div);
+KL_SAVES(div_copy);
+KL_SAVES(gather);
+KL_SAVES(index);
+KL_SAVES(index_add);
+KL_SAVES(indices);      /* output 1 */
+KL_SAVES(input);
+KL_SAVES(input_output);
+KL_SAVES(inputs);
+KL_SAVES(lerp);
+KL_SAVES(lerp_copy);
+KL_SAVES(max);
+KL_SAVES(median);
+KL_SAVES(other);        /* each operand where the other's gradient is wanted */
+KL_SAVES(other_copy);
 KL_SAVES(output);
-KL_SAVES(no_grad); /* no output has a gradient: infer.c looks for this word */
+KL_SAVES(pow);
+KL_SAVES(pow_copy);
+KL_SAVES(remainder);
+KL_SAVES(where);
+KL_SAVES(word1);
+KL_SAVES(word2);
 
 #include "rules_nn.h"
 

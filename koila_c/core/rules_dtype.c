@@ -1,130 +1,22 @@
-/* rules_dtype.c - dtypes of results: torch's type promotion, and one function for each word of the column. */
+/* rules_dtype.c - dtypes of results, one function for each word of the column. A dtype that torch refuses
+ * for an op is declined: torch raises its own error. */
 #include "rules.h"
 
-bool
-kl_rules_is_integral(KlDtype dtype)
+/* complex gives its own real type */
+static KlDtype
+real_of(KlDtype dtype)
 {
-    return dtype <= KL_DTYPE_INT64;
-}
-
-KlDtype
-kl_rules_promote(KlDtype left, KlDtype right)
-{
-    KlDtype low = left < right ? left : right;
-    KlDtype high = left < right ? right : left;
-    if (high == KL_DTYPE_OTHER || low == high) {
-        return high;
-    }
-    if (low == KL_DTYPE_UINT8 && (high == KL_DTYPE_INT8)) {
-        return KL_DTYPE_INT16;
-    }
-    if (low == KL_DTYPE_FLOAT16 && high == KL_DTYPE_BFLOAT16) {
+    if (dtype == KL_DTYPE_COMPLEX64) {
         return KL_DTYPE_FLOAT32;
     }
-    if (low == KL_DTYPE_FLOAT64 && high == KL_DTYPE_COMPLEX64) {
-        return KL_DTYPE_COMPLEX128;
-    }
-    return high;
+    return dtype == KL_DTYPE_COMPLEX128 ? KL_DTYPE_FLOAT64 : dtype;
 }
 
-bool
-kl_rules_can_cast(KlDtype from, KlDtype to)
+static KlStatus
+set_float(const KlCall *call, KlInferred *result, KlDtype dtype)
 {
-    if (kl_meta_dtype_is_complex(from) && !kl_meta_dtype_is_complex(to)) {
-        return false;
-    }
-    if (kl_meta_dtype_is_float(from) && kl_rules_is_integral(to)) {
-        return false;
-    }
-    return !(from != KL_DTYPE_BOOL && to == KL_DTYPE_BOOL);
-}
-
-/* The dtype a number takes part with; false: no dtype of ours. */
-static bool
-number_dtype(const KlCall *call, const KlArg *arg, KlDtype *dtype)
-{
-    switch (arg->kind) {
-    case KL_ARG_BOOL:
-        *dtype = KL_DTYPE_BOOL;
-        return true;
-    case KL_ARG_INT:
-        *dtype = KL_DTYPE_INT64;
-        return true;
-    case KL_ARG_FLOAT:
-        *dtype = call->default_dtype;
-        return true;
-    default:
-        break;
-    }
-    *dtype = call->default_dtype == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
-    return call->default_dtype == KL_DTYPE_FLOAT32 || call->default_dtype == KL_DTYPE_FLOAT64;
-}
-
-static KlDtype
-complex_of(KlDtype dtype)
-{
-    return dtype == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
-}
-
-/* A weaker operand changes only the kind of the stronger one (int, float, complex), never its width.
- * KL_DTYPE_OTHER stands for "none". */
-static KlDtype
-combine(KlDtype strong, KlDtype weak)
-{
-    if (strong == KL_DTYPE_OTHER || kl_meta_dtype_is_complex(strong)) {
-        return strong == KL_DTYPE_OTHER ? weak : strong;
-    }
-    if (weak == KL_DTYPE_OTHER) {
-        return strong;
-    }
-    if (kl_meta_dtype_is_float(strong)) {
-        return kl_meta_dtype_is_complex(weak) ? complex_of(strong) : strong;
-    }
-    if (strong == KL_DTYPE_BOOL || !kl_rules_is_integral(weak)) {
-        return kl_rules_promote(strong, weak);
-    }
-    return strong;
-}
-
-KlStatus
-kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dtype)
-{
-    KlDtype by_rank[3] = {KL_DTYPE_OTHER, KL_DTYPE_OTHER,
-                          KL_DTYPE_OTHER}; /* tensors, 0-dim, numbers */
-    for (uint32_t i = first; i < first + n && i < call->n_args; i++) {
-        const KlArg *arg = &call->args[i];
-        KlDtype found = KL_DTYPE_OTHER;
-        int rank = 2;
-        if (arg->kind == KL_ARG_VALUE) {
-            found = call->inputs[arg->input]->dtype;
-            rank = call->inputs[arg->input]->n_dims == 0 ? 1 : 0;
-        } else if (kl_rules_is_number(arg)) {
-            if (!number_dtype(call, arg, &found)) {
-                return KL_DECLINED;
-            }
-        } else if (kl_rules_is_given(call, i)) {
-            return KL_DECLINED;
-        } else {
-            continue;
-        }
-        by_rank[rank] =
-            by_rank[rank] == KL_DTYPE_OTHER ? found : kl_rules_promote(by_rank[rank], found);
-    }
-    KlDtype weak = combine(by_rank[1], by_rank[2]);
-    if (by_rank[0] != KL_DTYPE_OTHER && kl_meta_dtype_is_complex(weak) &&
-        (by_rank[0] == KL_DTYPE_FLOAT16 || by_rank[0] == KL_DTYPE_BFLOAT16)) {
-        return KL_DECLINED; /* complex32, or torch's own idea of complex bfloat16 */
-    }
-    *dtype = combine(by_rank[0], weak);
-    return *dtype == KL_DTYPE_OTHER ? KL_DECLINED : KL_OK;
-}
-
-void
-kl_rules_set_dtypes(KlInferred *result, KlDtype dtype)
-{
-    for (uint32_t i = 0; i < result->n_outs; i++) {
-        result->outs[i].dtype = dtype;
-    }
+    kl_rules_set_dtypes(result, kl_rules_is_integral(dtype) ? call->default_dtype : dtype);
+    return KL_OK;
 }
 
 KlStatus
@@ -133,6 +25,77 @@ dtype_same(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     kl_rules_set_dtypes(result, call->inputs[0]->dtype);
     return KL_OK;
+}
+
+KlStatus
+dtype_same_float(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    if (!kl_meta_dtype_is_float(call->inputs[0]->dtype)) {
+        return KL_DECLINED;
+    }
+    return dtype_same(call, result, error);
+}
+
+KlStatus
+dtype_same_real(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (kl_meta_dtype_is_complex(call->inputs[0]->dtype) || call->inputs[0]->dtype == KL_DTYPE_BOOL) {
+        return KL_DECLINED;
+    }
+    return dtype_same(call, result, error);
+}
+
+KlStatus
+dtype_same_number(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return call->inputs[0]->dtype == KL_DTYPE_BOOL ? KL_DECLINED : dtype_same(call, result, error);
+}
+
+KlStatus
+dtype_same_ordered(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_meta_dtype_is_complex(call->inputs[0]->dtype) ? KL_DECLINED : dtype_same(call, result, error);
+}
+
+KlStatus
+dtype_same_bits(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_rules_is_integral(call->inputs[0]->dtype) ? dtype_same(call, result, error) : KL_DECLINED;
+}
+
+KlStatus
+dtype_abs(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    kl_rules_set_dtypes(result, real_of(call->inputs[0]->dtype));
+    return KL_OK;
+}
+
+KlStatus
+dtype_square(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = call->inputs[0]->dtype;
+    kl_rules_set_dtypes(result, dtype == KL_DTYPE_BOOL ? KL_DTYPE_INT64 : dtype);
+    return KL_OK;
+}
+
+KlStatus
+dtype_to_float(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return set_float(call, result, call->inputs[0]->dtype);
+}
+
+KlStatus
+dtype_to_float_real(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    if (kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
+        return KL_DECLINED;
+    }
+    return set_float(call, result, call->inputs[0]->dtype);
 }
 
 KlStatus
@@ -145,11 +108,273 @@ dtype_promote(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
+/* sub refuses bools, as bitwise arithmetic in disguise */
 KlStatus
-dtype_to_float(const KlCall *call, KlInferred *result, KlError *error)
+dtype_promote_sub(const KlCall *call, KlInferred *result, KlError *error)
+{
+    for (uint32_t i = 0; i < 2; i++) {
+        const KlMeta *input = kl_rules_input(call, i);
+        if (call->args[i].kind == KL_ARG_BOOL || (input != NULL && input->dtype == KL_DTYPE_BOOL)) {
+            return KL_DECLINED;
+        }
+    }
+    return dtype_promote(call, result, error);
+}
+
+static KlStatus
+promote_if(const KlCall *call, KlInferred *result, bool (*is_legal)(KlDtype dtype))
+{
+    KlDtype dtype = KL_DTYPE_OTHER;
+    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
+    if (status != KL_OK || !is_legal(dtype)) {
+        return KL_DECLINED;
+    }
+    kl_rules_set_dtypes(result, dtype);
+    return KL_OK;
+}
+
+static bool
+is_ordered(KlDtype dtype)
+{
+    return !kl_meta_dtype_is_complex(dtype);
+}
+
+static bool
+is_ordered_number(KlDtype dtype)
+{
+    return is_ordered(dtype) && dtype != KL_DTYPE_BOOL;
+}
+
+static bool
+is_int_number(KlDtype dtype)
+{
+    return kl_rules_is_integral(dtype) && dtype != KL_DTYPE_BOOL;
+}
+
+KlStatus
+dtype_promote_ordered(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return promote_if(call, result, is_ordered);
+}
+
+KlStatus
+dtype_promote_number(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return promote_if(call, result, is_ordered_number);
+}
+
+KlStatus
+dtype_promote_bits(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return promote_if(call, result, kl_rules_is_integral);
+}
+
+KlStatus
+dtype_promote_shift(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return promote_if(call, result, is_int_number);
+}
+
+KlStatus
+dtype_promote_float(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = KL_DTYPE_OTHER;
+    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
+    return status == KL_OK ? set_float(call, result, dtype) : status;
+}
+
+KlStatus
+dtype_div(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_rules_is_given(call, 2) ? dtype_promote_number(call, result, error)
+                                      : dtype_promote_float(call, result, error);
+}
+
+KlStatus
+dtype_to_bool(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)error;
+    kl_rules_set_dtypes(result, KL_DTYPE_BOOL);
+    return KL_OK;
+}
+
+/* Comparing needs a common type, though the answer is a bool. */
+KlStatus
+dtype_compare(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlDtype dtype = KL_DTYPE_OTHER;
+    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
+    return status == KL_OK ? dtype_to_bool(call, result, error) : status;
+}
+
+KlStatus
+dtype_compare_ordered(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlDtype dtype = KL_DTYPE_OTHER;
+    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
+    if (status == KL_OK && kl_meta_dtype_is_complex(dtype)) {
+        return KL_DECLINED;
+    }
+    return status == KL_OK ? dtype_to_bool(call, result, error) : status;
+}
+
+/* lerp, addcdiv and their kin: floats of one type */
+KlStatus
+dtype_all_same(const KlCall *call, KlInferred *result, KlError *error)
+{
+    for (uint32_t i = 1; i < call->n_inputs; i++) {
+        if (call->inputs[i]->dtype != call->inputs[0]->dtype) {
+            return KL_DECLINED;
+        }
+    }
+    return dtype_same(call, result, error);
+}
+
+KlStatus
+dtype_all_float(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlDtype dtype = call->inputs[0]->dtype;
+    return kl_rules_is_integral(dtype) ? KL_DECLINED : dtype_all_same(call, result, error);
+}
+
+/* The dtypes of two arguments, of which neither is the condition in args[number]. */
+static KlStatus
+promote_beside(const KlCall *call, KlInferred *result, uint32_t number)
+{
+    const KlMeta *condition = kl_rules_input(call, number);
+    KlArg args[2] = {call->args[number == 0 ? 1 : 0], call->args[2]};
+    KlCall pair = *call;
+    KlDtype dtype = KL_DTYPE_OTHER;
+    if (condition == NULL || condition->dtype != KL_DTYPE_BOOL) {
+        return KL_DECLINED;
+    }
+    pair.args = args;
+    pair.n_args = 2;
+    KlStatus status = kl_rules_result_type(&pair, 0, 2, &dtype);
+    kl_rules_set_dtypes(result, dtype);
+    return status;
+}
+
+KlStatus
+dtype_where(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return promote_beside(call, result, 0);
+}
+
+/* x.where(condition, y) */
+KlStatus
+dtype_where_method(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return promote_beside(call, result, 1);
+}
+
+/* clamp(x, min, max): the bounds take part in promotion */
+KlStatus
+dtype_clamp(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = KL_DTYPE_OTHER;
+    KlStatus status = kl_rules_result_type(call, 0, 3, &dtype);
+    if (status != KL_OK || kl_meta_dtype_is_complex(dtype)) {
+        return KL_DECLINED;
+    }
+    kl_rules_set_dtypes(result, dtype);
+    return KL_OK;
+}
+
+KlStatus
+dtype_to_sum(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
-    kl_rules_set_dtypes(result, kl_rules_is_integral(dtype) ? call->default_dtype : dtype);
+    KlDtype sum = kl_rules_is_integral(dtype) ? KL_DTYPE_INT64 : dtype;
+    kl_rules_set_dtypes(result, kl_rules_dtype(call, sum));
+    return KL_OK;
+}
+
+KlStatus
+dtype_to_mean(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
+    if (kl_rules_is_integral(dtype)) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "no mean of %s", kl_meta_dtype_name(dtype));
+    }
+    kl_rules_set_dtypes(result, dtype);
+    return KL_OK;
+}
+
+/* std, var: real also for complex; with a mean in the second output, of the input's own type */
+KlStatus
+dtype_to_var(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlDtype dtype = call->inputs[0]->dtype;
+    if (kl_rules_is_integral(dtype)) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "no variance of %s", kl_meta_dtype_name(dtype));
+    }
+    kl_rules_set_dtypes(result, dtype);
+    result->outs[0].dtype = real_of(dtype);
+    return KL_OK;
+}
+
+KlStatus
+dtype_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlDtype dtype = call->inputs[0]->dtype;
+    if (kl_rules_is_integral(dtype) || kl_rules_dtype(call, dtype) != dtype) {
+        return KL_DECLINED;
+    }
+    return dtype_abs(call, result, error);
+}
+
+/* all, any: torch keeps uint8 for old programs' sake */
+KlStatus
+dtype_to_all(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    bool is_byte = call->inputs[0]->dtype == KL_DTYPE_UINT8;
+    kl_rules_set_dtypes(result, is_byte ? KL_DTYPE_UINT8 : KL_DTYPE_BOOL);
+    return KL_OK;
+}
+
+KlStatus
+dtype_index(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)error;
+    kl_rules_set_dtypes(result, KL_DTYPE_INT64);
+    return KL_OK;
+}
+
+/* values, and the indices they came from */
+KlStatus
+dtype_value_index(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
+        return KL_DECLINED;
+    }
+    (void)error;
+    kl_rules_set_dtypes(result, call->inputs[0]->dtype);
+    if (result->n_outs == 2) {
+        result->outs[1].dtype = KL_DTYPE_INT64;
+    }
+    return KL_OK;
+}
+
+/* each output that of its own input */
+KlStatus
+dtype_each(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        result->outs[i].dtype = call->inputs[i]->dtype;
+    }
     return KL_OK;
 }

@@ -36,8 +36,9 @@ follow_letter(const KlCall *call, KlInferred *result, const KlWiring *wiring, ui
         if (is_twice) {
             return "a diagonal of the rows is taken";
         }
-        if (want.dim < 0 && kl_place_is_rows(&call->inputs[i]->place)) {
-            return "every row meets every row";
+        const KlPlace *own = &call->inputs[i]->place;
+        if (want.dim < 0 && kl_place_is_rows(own)) {
+            return labels->of[own->dim] == 0 ? wiring->reason : "every row meets every row";
         }
         const char *reason = kl_rules_follow(call, result, i, &want);
         if (reason != NULL) {
@@ -127,6 +128,52 @@ kl_rules_settle_plain(const KlCall *call, KlInferred *result)
     }
 }
 
+/* TensorImpl's idea of channels_last strides (is_channels_last_strides_2d): (n, c, h, w) stored as nhwc. */
+static bool
+suggests_channels_last(const KlMeta *meta)
+{
+    static const int32_t order[] = {1, 3, 2, 0};
+    int64_t least = 0;
+    if (meta->strides[1] == 0) {
+        return false;
+    }
+    for (int i = 0; i < 4; i++) {
+        int32_t dim = order[i];
+        bool is_ambiguous = dim == 0 && least == meta->strides[1];
+        if (meta->shape[dim] == 0 || meta->strides[dim] < least || is_ambiguous) {
+            return false;
+        }
+        least = meta->strides[dim] * (meta->shape[dim] > 1 ? meta->shape[dim] : 1);
+    }
+    return true;
+}
+
+void
+kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders)
+{
+    bool is_last = false;
+    for (uint32_t i = 0; i < n_deciders && i < call->n_inputs; i++) {
+        const KlMeta *input = call->inputs[i];
+        if (!input->is_strided || input->n_dims != 4) {
+            kl_rules_settle_plain(call, result);
+            return;
+        }
+        is_last = is_last || suggests_channels_last(input);
+    }
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        KlMeta *out = &result->outs[i];
+        if (is_last) {
+            out->strides[1] = 1;
+            out->strides[3] = out->shape[1];
+            out->strides[2] = out->strides[3] * out->shape[3];
+            out->strides[0] = out->strides[2] * out->shape[2];
+            out->is_strided = true;
+        } else {
+            kl_meta_set_contiguous(out);
+        }
+    }
+}
+
 KlStatus
 kl_rules_uniform(const KlCall *call, KlDtype *dtype)
 {
@@ -193,6 +240,15 @@ dtype_uniform_float(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status = kl_rules_uniform(call, &dtype);
     kl_rules_set_dtypes(result, dtype);
     return status == KL_OK && !kl_meta_dtype_is_float(dtype) ? KL_DECLINED : status;
+}
+
+KlStatus
+dtype_indices(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)error;
+    kl_rules_set_dtypes(result, KL_DTYPE_INT64);
+    return KL_OK;
 }
 
 void

@@ -1,4 +1,4 @@
-/* rules_place.c - how nodes that work row by row are split. */
+/* rules_place.c - how nodes are split that work row by row, or along whole dims. */
 #include "rules.h"
 
 KlStatus
@@ -24,4 +24,109 @@ place_rowwise(const KlCall *call, KlInferred *result, KlError *error)
         result->outs[i].place = want;
     }
     return KL_OK;
+}
+
+/* The outputs have the rows of the first input, which went along dim_map; other inputs lend only a shape
+ * or a dtype and keep their own place. */
+static KlStatus
+move_first(const KlCall *call, KlInferred *result)
+{
+    const KlPlace *place = &call->inputs[0]->place;
+    for (uint32_t i = 0; i < result->n_outs && kl_place_is_rows(place); i++) {
+        result->outs[i].place = *place;
+        result->outs[i].place.dim = result->dim_map[place->dim];
+    }
+    return KL_OK;
+}
+
+static bool
+is_kept(const KlCall *call, const KlInferred *result)
+{
+    const KlPlace *place = &call->inputs[0]->place;
+    return !kl_place_is_rows(place) || result->dim_map[place->dim] >= 0;
+}
+
+KlStatus
+place_moved(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return is_kept(call, result) ? move_first(call, result)
+                                 : kl_rules_once(result, "the batch dim itself is taken apart");
+}
+
+KlStatus
+place_along(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return is_kept(call, result) ? move_first(call, result)
+                                 : kl_rules_once(result, "every row depends on the others");
+}
+
+static KlStatus
+reduce_by(const KlCall *call, KlInferred *result, KlReduce reduce)
+{
+    return is_kept(call, result) ? move_first(call, result) : kl_rules_reduce(result, reduce);
+}
+
+KlStatus
+place_sum(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_SUM);
+}
+
+KlStatus
+place_mean(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_MEAN);
+}
+
+KlStatus
+place_var(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_VAR);
+}
+
+KlStatus
+place_amax(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_AMAX);
+}
+
+KlStatus
+place_logsumexp(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_LOGSUMEXP);
+}
+
+KlStatus
+place_prod(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_PROD);
+}
+
+KlStatus
+place_all(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_ALL);
+}
+
+KlStatus
+place_any(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_ANY);
+}
+
+KlStatus
+place_count(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return reduce_by(call, result, KL_REDUCE_COUNT);
 }

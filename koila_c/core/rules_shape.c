@@ -56,22 +56,108 @@ kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error)
     return KL_OK;
 }
 
+static KlStatus
+broadcast_all(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = kl_infer_reserve_outs(result, 1, error);
+    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
+        status = kl_rules_broadcast(&result->outs[0], call->inputs[i], error);
+    }
+    return status;
+}
+
+/* Numbers take part as 0-dim tensors, which keeps TensorIterator off its fast path. */
 KlStatus
 shape_broadcast(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlStatus status = kl_infer_reserve_outs(result, 1, error);
-    KlMeta *out = result->outs;
+    KlStatus status = broadcast_all(call, result, error);
     bool has_number = false;
-    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
-        status = kl_rules_broadcast(out, call->inputs[i], error);
-    }
-    for (uint32_t i = 0; i < call->n_args; i++) {
+    for (uint32_t i = 0; i < 2 && i < call->n_args; i++) {
         has_number = has_number || kl_rules_is_number(&call->args[i]);
     }
     if (status == KL_OK) {
-        kl_rules_iterate(out, call->inputs, call->n_inputs, has_number);
+        kl_rules_iterate(&result->outs[0], call->inputs, call->n_inputs, has_number);
     }
     return status;
+}
+
+/* Numbers are mere parameters. */
+KlStatus
+shape_tensors(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = broadcast_all(call, result, error);
+    if (status == KL_OK) {
+        kl_rules_iterate(&result->outs[0], call->inputs, call->n_inputs, false);
+    }
+    return status;
+}
+
+/* pow(2, x) makes a tensor of its number, pow(x, 2) does not. */
+KlStatus
+shape_pow(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool is_parameter = kl_rules_is_number(&call->args[1]);
+    return is_parameter ? shape_tensors(call, result, error) : shape_broadcast(call, result, error);
+}
+
+/* The first two inputs in the other order: rsub(x, y) is y - x, x.where(condition, y). */
+KlStatus
+shape_swapped(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = broadcast_all(call, result, error);
+    if (status != KL_OK || call->n_inputs > 3) {
+        return status == KL_OK ? KL_DECLINED : status;
+    }
+    const KlMeta *operands[3] = {NULL};
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        operands[i] = call->inputs[i < 2 && call->n_inputs > 1 ? 1 - i : i];
+    }
+    bool has_number = false;
+    for (uint32_t i = 0; i < 3 && i < call->n_args; i++) {
+        has_number = has_number || kl_rules_is_number(&call->args[i]);
+    }
+    kl_rules_iterate(&result->outs[0], operands, call->n_inputs, has_number);
+    return KL_OK;
+}
+
+KlStatus
+shape_where(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
+        return KL_DECLINED; /* where(condition) is nonzero */
+    }
+    KlStatus status = broadcast_all(call, result, error);
+    bool has_number = kl_rules_is_number(&call->args[1]) || kl_rules_is_number(&call->args[2]);
+    if (status == KL_OK) {
+        kl_rules_iterate(&result->outs[0], call->inputs, call->n_inputs, has_number);
+    }
+    return status;
+}
+
+/* masked_fill(x, mask, value): a row-major copy, filled */
+KlStatus
+shape_masked_fill(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *mask = kl_rules_input(call, 1);
+    const KlMeta *value = kl_rules_input(call, 2);
+    bool is_value = value == NULL ? kl_rules_is_number(&call->args[2]) : value->n_dims == 0;
+    if (mask == NULL || mask->dtype != KL_DTYPE_BOOL || !is_value) {
+        return KL_DECLINED;
+    }
+    KlStatus status = broadcast_all(call, result, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+/* fill_(x, value): a number or a 0-dim tensor */
+KlStatus
+shape_fill(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *value = kl_rules_input(call, 1);
+    bool is_value = value == NULL ? kl_rules_is_number(&call->args[1]) : value->n_dims == 0;
+    return is_value ? kl_rules_out(result, call->inputs[0], error) : KL_DECLINED;
 }
 
 KlStatus

@@ -43,11 +43,11 @@ kl_rules_is_dense(const KlMeta *meta)
     return true;
 }
 
-static bool
-is_channels_last(const KlMeta *meta)
+bool
+kl_rules_is_channels_last(const KlMeta *meta)
 {
     static const int32_t order[] = {1, 3, 2, 0};
-    if (meta->n_dims != 4) {
+    if (meta->n_dims != 4 || !meta->is_strided) {
         return false;
     }
     int64_t stride = 1;
@@ -62,8 +62,8 @@ is_channels_last(const KlMeta *meta)
     return true;
 }
 
-static void
-set_channels_last(KlMeta *meta)
+void
+kl_rules_set_channels_last(KlMeta *meta)
 {
     static const int32_t order[] = {1, 3, 2, 0};
     int64_t stride = 1;
@@ -93,7 +93,7 @@ iterate_fast(KlMeta *out, const KlMeta *const *operands, uint32_t n)
             return false;
         }
         is_contiguous = is_contiguous && kl_meta_is_contiguous(operands[i]);
-        is_last = is_last && is_channels_last(operands[i]);
+        is_last = is_last && kl_rules_is_channels_last(operands[i]);
         is_dense = is_dense && kl_rules_is_dense(operands[i]);
     }
     if (is_contiguous) {
@@ -101,7 +101,7 @@ iterate_fast(KlMeta *out, const KlMeta *const *operands, uint32_t n)
         return true;
     }
     if (is_last) {
-        set_channels_last(out);
+        kl_rules_set_channels_last(out);
         return true;
     }
     for (uint32_t i = 1; i < n && is_dense; i++) {
@@ -262,4 +262,28 @@ kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
     }
     out->is_strided = view_dim == -1;
     return view_dim == -1;
+}
+
+bool
+kl_rules_is_like_channels_last(const KlMeta *meta)
+{
+    static const int32_t order4[] = {1, 3, 2, 0};
+    static const int32_t order5[] = {1, 4, 3, 2, 0};
+    if ((meta->n_dims != 4 && meta->n_dims != 5) || (meta->is_strided && meta->strides[1] == 0)) {
+        return false;
+    }
+    if (!meta->is_strided) {
+        return true; /* not known to be another way */
+    }
+    const int32_t *order = meta->n_dims == 4 ? order4 : order5;
+    int64_t least = 0;
+    for (int32_t i = 0; i < meta->n_dims; i++) {
+        int32_t dim = order[i];
+        if (meta->shape[dim] == 0 || meta->strides[dim] < least
+            || (dim == 0 && least == meta->strides[1])) {
+            return false;
+        }
+        least = meta->strides[dim] * (meta->shape[dim] > 1 ? meta->shape[dim] : 1);
+    }
+    return true;
 }

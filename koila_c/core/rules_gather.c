@@ -1,0 +1,297 @@
+/* rules_gather.c - ops that read or write along a dim where an index tensor says. Nothing broadcasts here:
+ * an index that is shorter than the value is legal, and means other rows than it would in a chunk. So an
+ * input that has the rows must have all of them. */
+#include "rules.h"
+
+static const char index_couples[] = "an index reaches across the rows";
+
+/* The dim in args[1]. */
+static KlStatus
+get_dim(const KlCall *call, int32_t *dim, KlError *error)
+{
+    if (!kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    return kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, dim, error);
+}
+
+static const KlMeta *
+index_of(const KlCall *call, uint32_t arg)
+{
+    const KlMeta *index = kl_rules_input(call, arg);
+    bool is_index = index != NULL && (index->dtype == KL_DTYPE_INT64 || index->dtype == KL_DTYPE_INT32);
+    return is_index ? index : NULL;
+}
+
+/* `small` fits into `large` in every dim but `free_dim` (-1: in every one). */
+static bool
+fits(const KlMeta *small, const KlMeta *large, int32_t free_dim)
+{
+    if (small->n_dims != large->n_dims) {
+        return false;
+    }
+    for (int32_t dim = 0; dim < small->n_dims; dim++) {
+        if (dim != free_dim && small->shape[dim] > large->shape[dim]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+KlStatus
+shape_gather(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *index = index_of(call, 2);
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK || index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0
+        || kl_rules_is_given(call, 3)) {
+        return status == KL_OK ? KL_DECLINED : status;
+    }
+    if (!fits(index, call->inputs[0], dim)) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the index does not fit into the value");
+    }
+    status = kl_rules_out(result, index, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+place_gather(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
+    const KlPlace *of_index = &call->inputs[1]->place;
+    if (kl_place_is_rows(of_index) && of_index->dim == dim && !kl_place_is_rows(&call->inputs[0]->place)) {
+        result->outs[0].place = *of_index; /* each row looks up the whole value */
+        return KL_OK;
+    }
+    if (want.dim == dim) {
+        return kl_rules_once(result, index_couples);
+    }
+    const char *reason = kl_rules_match(call, result, 0, &want);
+    reason = reason == NULL ? kl_rules_match(call, result, 1, &want) : reason;
+    result->outs[0].place = want;
+    return reason == NULL ? KL_OK : kl_rules_once(result, reason);
+}
+
+/* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
+KlStatus
+shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    const KlMeta *index = index_of(call, 2);
+    const KlMeta *source = kl_rules_input(call, 3);
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims == 0
+        || kl_meta_n_elements(index) == 0) {
+        return status == KL_OK ? KL_DECLINED : status;
+    }
+    if (source == NULL && !kl_rules_is_number(&call->args[3])) {
+        return KL_DECLINED;
+    }
+    if (source != NULL && source->dtype != input->dtype) {
+        return KL_DECLINED;
+    }
+    if (!fits(index, input, dim) || (source != NULL && !fits(index, source, -1))) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the index does not fit into the value and the source");
+    }
+    status = kl_rules_out(result, input, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+place_scatter(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
+    if (want.dim == dim) {
+        return kl_rules_once(result, index_couples);
+    }
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const char *reason = kl_rules_match(call, result, i, &want);
+        if (reason != NULL) {
+            return kl_rules_once(result, reason);
+        }
+    }
+    result->outs[0].place = want;
+    return KL_OK;
+}
+
+KlStatus
+shape_index_select(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    const KlMeta *index = index_of(call, 2);
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims > 1) {
+        return status == KL_OK ? KL_DECLINED : status;
+    }
+    status = kl_rules_out(result, input, error);
+    if (status == KL_OK) {
+        result->outs[0].shape[dim] = kl_meta_n_elements(index);
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+place_index_select(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = 0;
+    const KlPlace *of_value = &call->inputs[0]->place;
+    const KlPlace *of_index = &call->inputs[1]->place;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    if (kl_place_is_rows(of_value) && (kl_place_is_rows(of_index) || of_value->dim == dim)) {
+        return kl_rules_once(result, index_couples);
+    }
+    result->outs[0].place = *of_value;
+    if (kl_place_is_rows(of_index)) {
+        result->outs[0].place = *of_index;
+        result->outs[0].place.dim = dim;
+    }
+    return KL_OK;
+}
+
+/* index_add(x, dim, index, source), index_copy: slices of source go where index says */
+KlStatus
+shape_index_add(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    const KlMeta *index = index_of(call, 2);
+    const KlMeta *source = kl_rules_input(call, 3);
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK || index == NULL || source == NULL || input->n_dims == 0 || index->n_dims > 1
+        || source->dtype != input->dtype || source->n_dims != input->n_dims) {
+        return status == KL_OK ? KL_DECLINED : status;
+    }
+    for (int32_t i = 0; i < input->n_dims; i++) {
+        int64_t size = i == dim ? kl_meta_n_elements(index) : input->shape[i];
+        if (source->shape[i] != size) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "the source has size %lld, not %lld, at dim %d",
+                                (long long)source->shape[i], (long long)size, (int)i);
+        }
+    }
+    status = kl_rules_out(result, input, error);
+    if (status == KL_OK && kl_meta_is_contiguous(input)) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+place_index_add(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
+    if (kl_place_is_rows(&call->inputs[1]->place) || want.dim == dim) {
+        return kl_rules_once(result, index_couples);
+    }
+    const char *reason = kl_rules_match(call, result, 0, &want);
+    reason = reason == NULL ? kl_rules_match(call, result, 2, &want) : reason;
+    result->outs[0].place = want;
+    return reason == NULL ? KL_OK : kl_rules_once(result, reason);
+}
+
+KlStatus
+shape_index_fill(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    const KlMeta *index = index_of(call, 2);
+    const KlMeta *value = kl_rules_input(call, 3);
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims > 1
+        || (value != NULL && value->n_dims > 0) || (value == NULL && !kl_rules_is_number(&call->args[3]))) {
+        return status == KL_OK ? KL_DECLINED : status;
+    }
+    status = kl_rules_out(result, input, error);
+    if (status == KL_OK) {
+        kl_rules_preserve(&result->outs[0], input);
+    }
+    return status;
+}
+
+KlStatus
+place_index_fill(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = 0;
+    KlStatus status = get_dim(call, &dim, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    const KlPlace *place = &call->inputs[0]->place;
+    if (!kl_place_is_rows(place) || kl_place_is_rows(&call->inputs[1]->place) || place->dim == dim) {
+        return kl_rules_once(result, index_couples);
+    }
+    result->outs[0].place = *place;
+    return KL_OK;
+}
+
+/* take_along_dim(x, indices, dim): as gather, with the other dims broadcast */
+KlStatus
+shape_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta value = *call->inputs[0];
+    const KlMeta *index = kl_rules_input(call, 1);
+    int32_t dim = 0;
+    if (index == NULL || index->dtype != KL_DTYPE_INT64 || !kl_rules_is_given(call, 2)
+        || index->n_dims != value.n_dims || index->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 2, 0, value.n_dims, &dim, error);
+    if (status == KL_OK) {
+        value.shape[dim] = index->shape[dim];
+        status = kl_rules_broadcast(&value, index, error);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, &value, error);
+    }
+    if (status == KL_OK) {
+        result->dim_map[dim] = -1;
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+place_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = 0;
+    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &dim, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    const KlPlace *of_index = &call->inputs[1]->place;
+    if (kl_place_is_rows(of_index) && of_index->dim == dim && !kl_place_is_rows(&call->inputs[0]->place)) {
+        result->outs[0].place = *of_index;
+        return KL_OK;
+    }
+    if (call->inputs[kl_rules_first_rows(call)]->place.dim == dim) {
+        return kl_rules_once(result, index_couples);
+    }
+    return place_rowwise(call, result, error);
+}

@@ -1,0 +1,355 @@
+/* rules_index.c - x[...] and x[...] = v: shapes and places from the outline of the index. */
+#include "rules_outline.h"
+
+#include <string.h>
+
+/* torch runs an index as an elementwise op over the value, with stride 0 where it is indexed, and the
+ * index tensors. */
+static void
+index_strides(const KlOutline *outline, KlMeta *out)
+{
+    KlMeta source = *out; /* its strides are the value's so far */
+    const KlMeta *operands[KL_OUTLINE_TENSORS_MAX + 1] = {&source};
+    KlMeta indices[KL_OUTLINE_TENSORS_MAX];
+    source.is_strided = outline->basic.is_strided;
+    for (int32_t i = 0; i < outline->n_tensors; i++) {
+        const KlMeta *meta = &outline->tensors[i].meta;
+        KlMeta *index = &indices[i];
+        index->is_strided = meta->is_strided;
+        index->n_dims = out->n_dims;
+        for (int32_t dim = 0; dim < out->n_dims; dim++) {
+            int32_t own = dim - outline->block_start - (outline->block.n_dims - meta->n_dims);
+            bool is_own = own >= 0 && own < meta->n_dims;
+            bool is_in_block = dim >= outline->block_start && dim < outline->block_start + outline->block.n_dims;
+            index->shape[dim] = is_in_block ? out->shape[dim] : 1;
+            index->strides[dim] = is_own && meta->shape[own] == out->shape[dim] ? meta->strides[own] : 0;
+        }
+        operands[i + 1] = index;
+    }
+    kl_rules_iterate(out, operands, (uint32_t)outline->n_tensors + 1, false);
+    out->is_strided = out->is_strided && kl_meta_n_elements(out) > 0;
+}
+
+KlStatus
+shape_getitem(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlOutline outline;
+    KlStatus status = kl_outline_read(call, &outline, error);
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, 1, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta *out = &result->outs[0];
+    kl_outline_result_shape(&outline, out);
+    if (outline.n_tensors > 0) {
+        index_strides(&outline, out);
+    }
+    else {
+        out->is_strided = outline.basic.is_strided;
+        kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    }
+    return KL_OK;
+}
+
+/* --- places --------------------------------------------------------------------------------------------- */
+
+/* The digit of the batch dim after item `number` sliced it: whole turns of the rows stay rows, and the
+ * slice's own numbers follow the chunk. NULL, or the reason why not. */
+static const char *
+slice_place(const KlCall *call, KlInferred *result, int32_t number, KlPlace *place)
+{
+    const KlIndex *item = &call->args[1].u.items[number];
+    int64_t turn = kl_rules_rows(call, result) * place->inner;
+    int64_t size = place->outer * turn;
+    int64_t start = 0;
+    int64_t stop = 0;
+    kl_outline_slice_bounds(item, size, &start, &stop);
+    if ((item->has_step && item->step != 1) || start % turn != 0 || stop % turn != 0 || stop == start) {
+        return "a part of the rows is taken";
+    }
+    place->outer = (stop - start) / turn;
+    /* A bound past either end is cut off in every chunk too. */
+    if (item->has_start && item->start != 0 && item->start >= -size && item->start <= size) {
+        (void)kl_rules_rewrite(result, 1, (uint32_t)number, 0, item->start / turn * place->inner);
+    }
+    if (item->has_stop && item->stop >= -size && item->stop <= size) {
+        (void)kl_rules_rewrite(result, 1, (uint32_t)number, 1, item->stop / turn * place->inner);
+    }
+    return NULL;
+}
+
+/* The dim of an index tensor that counts the rows, -1: there is none. */
+static int32_t
+range_dim(const KlOutlineTensor *tensor, int64_t rows)
+{
+    int32_t found = -1;
+    for (int32_t dim = tensor->meta.n_dims - 1; dim >= 0; dim--) {
+        if (tensor->meta.shape[dim] != 1 && tensor->meta.shape[dim] != rows) {
+            return -1;
+        }
+        if (tensor->meta.shape[dim] == rows) {
+            found = dim;
+        }
+    }
+    return kl_meta_n_elements(&tensor->meta) == rows ? found : -1;
+}
+
+/* Every index tensor but `skipped` follows the digit `want` of the block. */
+static const char *
+follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, const KlPlace *want, int32_t skipped)
+{
+    if (outline->block.shape[want->dim] != kl_rules_span(want, kl_rules_rows(call, result))) {
+        return "a batch of one row is broadcast";
+    }
+    for (int32_t i = 0; i < outline->n_tensors; i++) {
+        const KlOutlineTensor *tensor = &outline->tensors[i];
+        KlPlace own = *want;
+        own.dim -= outline->block.n_dims - tensor->meta.n_dims;
+        if (i == skipped) {
+            continue;
+        }
+        if (tensor->input < 0) {
+            if (own.dim >= 0 && tensor->meta.shape[own.dim] != 1) {
+                return "a list of ints is as long as the batch";
+            }
+            continue;
+        }
+        const char *reason = kl_rules_follow(call, result, (uint32_t)tensor->input, &own);
+        if (reason != NULL) {
+            return reason;
+        }
+    }
+    return NULL;
+}
+
+/* x[arange(rows), index]: each row is met with its own index. */
+static const char *
+range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, int32_t number, KlPlace *place)
+{
+    const KlOutlineTensor *tensor = &outline->tensors[number];
+    int32_t dim = range_dim(tensor, kl_rules_rows(call, result));
+    if (!tensor->is_range || tensor->input < 0 || tensor->input >= 64 || dim < 0 || place->outer != 1
+        || place->inner != 1) {
+        return "rows are chosen by an index";
+    }
+    KlPlace own = *place;
+    own.dim = dim;
+    KlPlace want = own;
+    want.dim += outline->block.n_dims - tensor->meta.n_dims;
+    const char *reason = follow_block(call, result, outline, &want, number);
+    result->split.places[tensor->input] = own;
+    result->split.row_ranges |= UINT64_C(1) << tensor->input;
+    place->dim = outline->block_start + want.dim;
+    return reason;
+}
+
+static int32_t
+first_rows_tensor(const KlCall *call, const KlOutline *outline)
+{
+    for (int32_t i = 0; i < outline->n_tensors; i++) {
+        int32_t input = outline->tensors[i].input;
+        if (input >= 0 && kl_place_is_rows(&call->inputs[input]->place)) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+/* Where the rows of the indexed value are in what the index gives. NULL, or the reason why nowhere. */
+static const char *
+indexed_place(const KlCall *call, KlInferred *result, const KlOutline *outline, KlPlace *place)
+{
+    int32_t basic = outline->basic_of[place->dim];
+    if (basic < 0) {
+        return "a single row is taken";
+    }
+    for (int32_t i = 0; i < outline->n_tensors; i++) {
+        if (outline->tensors[i].dim == basic) {
+            return range_place(call, result, outline, i, place);
+        }
+    }
+    if (first_rows_tensor(call, outline) >= 0) {
+        return "the rows of two inputs stand in different dims";
+    }
+    const KlIndex *items = call->args[1].u.items;
+    int32_t item = outline->item[basic];
+    place->dim = kl_outline_result_dim(outline, basic);
+    return item >= 0 && items[item].kind == KL_INDEX_SLICE ? slice_place(call, result, item, place) : NULL;
+}
+
+KlStatus
+place_getitem(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlOutline outline;
+    KlStatus status = kl_outline_read(call, &outline, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlPlace place = call->inputs[0]->place;
+    const char *reason = NULL;
+    if (kl_place_is_rows(&place)) {
+        reason = indexed_place(call, result, &outline, &place);
+    }
+    else {
+        int32_t number = first_rows_tensor(call, &outline);
+        if (number < 0) {
+            return kl_rules_once(result, "a single entry is chosen by a row");
+        }
+        place = outline.tensors[number].meta.place;
+        place.dim += outline.block.n_dims - outline.tensors[number].meta.n_dims;
+        reason = follow_block(call, result, &outline, &place, -1);
+        place.dim += outline.block_start;
+    }
+    if (reason != NULL) {
+        return kl_rules_once(result, reason);
+    }
+    result->outs[0].place = place;
+    return KL_OK;
+}
+
+/* --- x[index] = value ------------------------------------------------------------------------------------ */
+
+/* x[mask] = number, the one use of a mask whose shapes do not depend on its values. */
+static bool
+is_mask(const KlCall *call)
+{
+    const KlArg *index = &call->args[1];
+    if (index->kind != KL_ARG_INDEX || index->n != 1 || index->u.items[0].kind != KL_INDEX_TENSOR) {
+        return false;
+    }
+    return call->inputs[index->u.items[0].input]->dtype == KL_DTYPE_BOOL;
+}
+
+static KlStatus
+check_mask(const KlCall *call, KlError *error)
+{
+    const KlMeta *target = call->inputs[0];
+    const KlMeta *mask = call->inputs[call->args[1].u.items[0].input];
+    const KlMeta *value = kl_rules_input(call, 2);
+    if (value != NULL && value->n_dims > 0) {
+        return KL_DECLINED;
+    }
+    if (mask->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    bool is_fitting = mask->n_dims <= target->n_dims;
+    for (int32_t dim = 0; is_fitting && dim < mask->n_dims; dim++) {
+        is_fitting = mask->shape[dim] == target->shape[dim];
+    }
+    return is_fitting ? KL_OK : kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
+}
+
+static KlStatus
+check_value(const KlCall *call, const KlOutline *outline, KlError *error)
+{
+    const KlMeta *value = kl_rules_input(call, 2);
+    KlMeta shape = {.n_dims = 0};
+    KlMeta both;
+    if (value == NULL) {
+        return kl_rules_is_number(&call->args[2]) ? KL_OK : KL_DECLINED;
+    }
+    if (outline->n_tensors > 0 && value->dtype != call->inputs[0]->dtype) {
+        return KL_DECLINED;
+    }
+    kl_outline_result_shape(outline, &shape);
+    if (value->n_dims > shape.n_dims) {
+        return KL_DECLINED; /* torch drops leading dims of 1 */
+    }
+    both = shape;
+    KlStatus status = kl_rules_broadcast(&both, value, error);
+    if (status == KL_OK && memcmp(both.shape, shape.shape, (size_t)shape.n_dims * sizeof(shape.shape[0])) != 0) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the value does not fit where it is written");
+    }
+    return status;
+}
+
+KlStatus
+shape_setitem(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlOutline outline;
+    KlStatus status = is_mask(call) ? check_mask(call, error) : kl_outline_read(call, &outline, error);
+    if (status == KL_OK && !is_mask(call)) {
+        status = check_value(call, &outline, error);
+    }
+    return status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
+}
+
+/* The written value follows the rows at `place` of what the index gives. */
+static const char *
+follow_value(const KlCall *call, KlInferred *result, const KlOutline *outline, const KlPlace *place)
+{
+    const KlMeta *value = kl_rules_input(call, 2);
+    KlPlace own = *place;
+    if (value == NULL) {
+        return NULL;
+    }
+    own.dim -= outline->basic.n_dims - outline->n_tensors + outline->block.n_dims - value->n_dims;
+    return kl_rules_follow(call, result, call->args[2].input, &own);
+}
+
+/* Rows written into a WHOLE value: where they land it must be as long as the batch, and is then sliced. */
+static const char *
+target_place(const KlCall *call, const KlInferred *result, const KlOutline *outline, KlPlace *place)
+{
+    const KlMeta *target = call->inputs[0];
+    const KlMeta *value = kl_rules_input(call, 2);
+    if (first_rows_tensor(call, outline) >= 0 || value == NULL || !kl_place_is_rows(&value->place)) {
+        return "rows are written where an index says";
+    }
+    int32_t n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
+    int32_t wanted = value->place.dim + n_dims - value->n_dims;
+    for (int32_t i = 0; i < outline->basic.n_dims; i++) {
+        int32_t origin = outline->origin[i];
+        if (kl_outline_is_indexed(outline, i) || origin < 0 || kl_outline_result_dim(outline, i) != wanted) {
+            continue;
+        }
+        int64_t span = kl_rules_span(&value->place, kl_rules_rows(call, result));
+        if (target->shape[origin] == span && outline->basic.shape[i] == span) {
+            *place = value->place;
+            place->dim = origin;
+            return NULL;
+        }
+    }
+    return "rows are written into a part of a value";
+}
+
+KlStatus
+place_setitem(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlOutline outline;
+    KlPlace place = call->inputs[0]->place;
+    const char *reason = NULL;
+    if (is_mask(call)) {
+        uint32_t mask = call->args[1].u.items[0].input;
+        place = kl_place_is_rows(&place) ? place : call->inputs[mask]->place;
+        reason = kl_rules_match(call, result, 0, &place);
+        if (reason == NULL && place.dim < call->inputs[mask]->n_dims) {
+            reason = kl_rules_match(call, result, mask, &place);
+        }
+        result->outs[0].place = place;
+        return reason == NULL ? KL_OK : kl_rules_once(result, reason);
+    }
+    KlStatus status = kl_outline_read(call, &outline, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    if (!kl_place_is_rows(&place)) {
+        reason = target_place(call, result, &outline, &place);
+        result->split.places[0] = place;
+    }
+    KlPlace written = place;
+    if (reason == NULL) {
+        /* Also for a WHOLE target: the slice that the index takes of it may hold a number to rewrite. */
+        reason = indexed_place(call, result, &outline, &written);
+    }
+    if (reason == NULL) {
+        reason = follow_value(call, result, &outline, &written);
+    }
+    if (reason != NULL) {
+        return kl_rules_once(result, reason);
+    }
+    result->outs[0].place = place;
+    return KL_OK;
+}

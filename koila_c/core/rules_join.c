@@ -1,0 +1,351 @@
+/* rules_join.c - ops that put values together or take them apart along a dim: cat, stack, split, repeat,
+ * flip. Along the batch they add to the digit's left or right (see NOTE [digits]). */
+#include "rules.h"
+
+#include <string.h>
+
+static const char not_all_rows[] = "rows are joined with values that are no rows";
+
+/* --- cat and stack ------------------------------------------------------------------------------------- */
+
+static bool
+is_legacy_empty(const KlMeta *meta)
+{
+    return meta->n_dims == 1 && meta->shape[0] == 0;
+}
+
+/* cat makes a row-major value unless all inputs are NHWC in memory; `n_added` dims of 1 at the end. */
+static void
+set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
+{
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        KlMeta input = *call->inputs[i];
+        for (int32_t k = 0; k < n_added; k++) {
+            input.strides[input.n_dims] = 1;
+            input.shape[input.n_dims++] = 1;
+        }
+        if (!kl_rules_is_like_channels_last(&input)) {
+            kl_meta_set_contiguous(out);
+            return;
+        }
+    }
+}
+
+KlStatus
+shape_cat(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t at = 0;
+    if (call->args[0].kind != KL_ARG_VALUES) {
+        return KL_DECLINED;
+    }
+    const KlMeta *first = call->inputs[0];
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        if (is_legacy_empty(call->inputs[i]) || call->inputs[i]->n_dims == 0) {
+            return KL_DECLINED;
+        }
+    }
+    KlStatus status = kl_rules_dim(call, 1, 0, first->n_dims, &at, error);
+    if (status == KL_OK) {
+        status = kl_rules_out(result, first, error);
+    }
+    for (uint32_t i = 1; status == KL_OK && i < call->n_inputs; i++) {
+        const KlMeta *input = call->inputs[i];
+        if (input->n_dims != first->n_dims) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "values of %d and %d dims do not join",
+                                (int)first->n_dims, (int)input->n_dims);
+        }
+        for (int32_t dim = 0; dim < first->n_dims; dim++) {
+            if (dim != at && input->shape[dim] != first->shape[dim]) {
+                return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not join at dim %d",
+                                    (long long)first->shape[dim], (long long)input->shape[dim], (int)dim);
+            }
+        }
+        result->outs[0].shape[at] += input->shape[at];
+    }
+    if (status == KL_OK) {
+        set_join_strides(call, &result->outs[0], 0);
+    }
+    return status;
+}
+
+KlStatus
+shape_stack(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t at = 0;
+    if (call->args[0].kind != KL_ARG_VALUES || call->inputs[0]->n_dims == KL_DIMS_MAX) {
+        return KL_DECLINED;
+    }
+    const KlMeta *first = call->inputs[0];
+    KlStatus status = kl_rules_dim(call, 1, 0, first->n_dims + 1, &at, error);
+    for (uint32_t i = 1; status == KL_OK && i < call->n_inputs; i++) {
+        size_t bytes = (size_t)first->n_dims * sizeof(first->shape[0]);
+        if (call->inputs[i]->n_dims != first->n_dims
+            || memcmp(call->inputs[i]->shape, first->shape, bytes) != 0) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "value %u does not have the shape of the first", i);
+        }
+    }
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, 1, error);
+    }
+    for (int32_t dim = 0; status == KL_OK && dim <= first->n_dims; dim++) {
+        KlMeta *out = &result->outs[0];
+        if (dim == at) {
+            out->shape[out->n_dims++] = (int64_t)call->n_inputs;
+        }
+        if (dim < first->n_dims) {
+            result->dim_map[dim] = (int8_t)out->n_dims;
+            out->shape[out->n_dims++] = first->shape[dim];
+        }
+    }
+    if (status == KL_OK) {
+        set_join_strides(call, &result->outs[0], at == first->n_dims ? 1 : 0);
+    }
+    return status;
+}
+
+KlStatus
+dtype_join(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = call->inputs[0]->dtype;
+    for (uint32_t i = 1; i < call->n_inputs; i++) {
+        if ((call->inputs[i]->n_dims == 0) != (call->inputs[0]->n_dims == 0)) {
+            return KL_DECLINED;
+        }
+        dtype = kl_rules_promote(dtype, call->inputs[i]->dtype);
+    }
+    kl_rules_set_dtypes(result, dtype);
+    return KL_OK;
+}
+
+/* All inputs have the rows of the first one in ROWS; along another dim than the batch. */
+static KlStatus
+join_beside(const KlCall *call, KlInferred *result)
+{
+    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const char *reason = kl_rules_follow(call, result, i, &want);
+        if (reason != NULL) {
+            return kl_rules_once(result, reason);
+        }
+    }
+    result->outs[0].place = want;
+    result->outs[0].place.dim = result->dim_map[want.dim];
+    return KL_OK;
+}
+
+/* cat along the batch dim: the digit gets more to its left, [a; b] is (2, rows). */
+static KlStatus
+join_batch(const KlCall *call, KlInferred *result, int32_t at)
+{
+    KlPlace place = call->inputs[0]->place;
+    place.outer = 0;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const KlPlace *own = &call->inputs[i]->place;
+        if (!kl_place_is_rows(own)) {
+            return kl_rules_once(result, not_all_rows);
+        }
+        if (own->dim != at || own->inner != place.inner) {
+            return kl_rules_once(result, "the rows of two inputs stand in different order");
+        }
+        place.outer += own->outer;
+    }
+    result->outs[0].place = place;
+    return KL_OK;
+}
+
+KlStatus
+place_cat(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t at = 0;
+    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &at, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    bool is_batch = call->inputs[kl_rules_first_rows(call)]->place.dim == at;
+    return is_batch ? join_batch(call, result, at) : join_beside(call, result);
+}
+
+KlStatus
+place_stack(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return join_beside(call, result);
+}
+
+/* --- split ---------------------------------------------------------------------------------------------- */
+
+/* One more view of the first input: entries start .. start + size - 1 of dim `at`. */
+static void
+take_part(const KlCall *call, KlMeta *out, int32_t at, int64_t size)
+{
+    const KlMeta *input = call->inputs[0];
+    *out = *input;
+    out->requires_grad = false;
+    out->place = KL_PLACE_WHOLE;
+    out->shape[at] = size;
+}
+
+static KlStatus
+split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size, KlError *error)
+{
+    int64_t total = call->inputs[0]->shape[at];
+    int64_t n = size == 0 ? 1 : (total + size - 1) / size;
+    n = n < 1 ? 1 : n;
+    if (size < 0 || (size == 0 && total != 0) || n > 4096) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_infer_reserve_outs(result, (uint32_t)n, error);
+    for (int64_t i = 0; status == KL_OK && i < n; i++) {
+        take_part(call, &result->outs[i], at, i + 1 < n ? size : total - size * (n - 1));
+    }
+    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    return status;
+}
+
+static KlStatus
+split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *sizes, uint32_t n, KlError *error)
+{
+    int64_t total = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        if (sizes[i] < 0) {
+            return kl_error_set(error, KL_ERROR_ARGUMENT, "a part of size %lld", (long long)sizes[i]);
+        }
+        total += sizes[i];
+    }
+    if (total != call->inputs[0]->shape[at]) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "parts of %lld do not fill size %lld", (long long)total,
+                            (long long)call->inputs[0]->shape[at]);
+    }
+    KlStatus status = kl_infer_reserve_outs(result, n, error);
+    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
+        take_part(call, &result->outs[i], at, sizes[i]);
+    }
+    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    return status;
+}
+
+/* split(x, size, dim) and split(x, [sizes], dim) */
+KlStatus
+shape_split(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t at = 0;
+    if (call->inputs[0]->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    const KlArg *sizes = &call->args[1];
+    if (sizes->kind == KL_ARG_INTS && sizes->n > 0) {
+        return split_by(call, result, at, sizes->u.ints, sizes->n, error);
+    }
+    return sizes->kind == KL_ARG_INT ? split_evenly(call, result, at, sizes->u.i, error) : KL_DECLINED;
+}
+
+KlStatus
+shape_chunk(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t at = 0;
+    int64_t n = 0;
+    if (call->inputs[0]->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 1, 0, &n);
+    }
+    if (status != KL_OK || n < 1 || call->inputs[0]->shape[at] == 0) {
+        return KL_DECLINED;
+    }
+    return split_evenly(call, result, at, (call->inputs[0]->shape[at] + n - 1) / n, error);
+}
+
+KlStatus
+shape_unbind(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t at = 0;
+    if (input->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
+    if (status == KL_OK && input->shape[at] > 4096) {
+        return KL_DECLINED;
+    }
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, (uint32_t)input->shape[at], error);
+    }
+    for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
+        KlMeta *out = &result->outs[i];
+        out->is_strided = input->is_strided;
+        for (int32_t dim = 0; dim < input->n_dims; dim++) {
+            result->dim_map[dim] = dim == at ? -1 : (int8_t)out->n_dims;
+            if (dim != at) {
+                out->shape[out->n_dims] = input->shape[dim];
+                out->strides[out->n_dims] = input->strides[dim];
+                out->n_dims++;
+            }
+        }
+    }
+    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    return status;
+}
+
+/* A part of the batch dim is rows again if it is a number of whole turns of the digit. */
+static bool
+set_turns(KlMeta *out, const KlPlace *place, int64_t turn)
+{
+    out->place = *place;
+    out->place.outer = out->shape[place->dim] / turn;
+    return out->shape[place->dim] % turn == 0 && out->place.outer > 0;
+}
+
+KlStatus
+place_split(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlPlace *place = &call->inputs[0]->place;
+    int64_t turn = kl_rules_rows(call, result) * place->inner;
+    int32_t at = 0;
+    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
+    if (status != KL_OK || at != place->dim) {
+        return status == KL_OK ? place_moved(call, result, error) : status;
+    }
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        if (!set_turns(&result->outs[i], place, turn)) {
+            return kl_rules_once(result, "the batch itself is split");
+        }
+    }
+    const KlArg *sizes = &call->args[1];
+    if (sizes->kind == KL_ARG_INT && result->n_outs == 1) {
+        return KL_OK; /* a size that a chunk cannot exceed either */
+    }
+    for (uint32_t i = 0; i < (sizes->kind == KL_ARG_INTS ? sizes->n : 1); i++) {
+        int64_t size = sizes->kind == KL_ARG_INTS ? sizes->u.ints[i] : sizes->u.i;
+        if (size % turn != 0 || !kl_rules_rewrite(result, 1, i, 0, size / turn * place->inner)) {
+            return kl_rules_once(result, "the batch itself is split");
+        }
+    }
+    return KL_OK;
+}
+
+KlStatus
+place_chunk(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlPlace *place = &call->inputs[0]->place;
+    int32_t at = 0;
+    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
+    if (status != KL_OK || at != place->dim) {
+        return status == KL_OK ? place_moved(call, result, error) : status;
+    }
+    /* The number of parts stays; each must hold whole turns whatever the rows are. */
+    if (place->outer % call->args[1].u.i != 0) {
+        return kl_rules_once(result, "the batch itself is split");
+    }
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        result->outs[i].place = *place;
+        result->outs[i].place.outer = place->outer / call->args[1].u.i;
+    }
+    return KL_OK;
+}

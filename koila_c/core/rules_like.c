@@ -1,0 +1,297 @@
+/* rules_like.c - copies, casts, and new values that take only a shape or a dtype from another. */
+#include "rules.h"
+
+#include <string.h>
+
+/* The memory format in args[arg]; PRESERVE is torch's default for copies. */
+static KlStatus
+get_format(const KlCall *call, uint32_t arg, KlFormat fallback, KlFormat *format)
+{
+    *format = fallback;
+    if (!kl_rules_is_given(call, arg)) {
+        return KL_OK;
+    }
+    if (call->args[arg].kind != KL_ARG_FORMAT) {
+        return KL_DECLINED;
+    }
+    *format = (KlFormat)call->args[arg].u.i;
+    return KL_OK;
+}
+
+static KlStatus
+set_format(KlMeta *out, const KlMeta *input, KlFormat format)
+{
+    if (format == KL_FORMAT_PRESERVE) {
+        kl_rules_preserve(out, input);
+        return KL_OK;
+    }
+    if (format == KL_FORMAT_CONTIGUOUS) {
+        kl_meta_set_contiguous(out);
+        return KL_OK;
+    }
+    if (format == KL_FORMAT_CHANNELS_LAST && out->n_dims == 4) {
+        kl_rules_set_channels_last(out);
+        return KL_OK;
+    }
+    return KL_DECLINED;
+}
+
+/* The output is the first input, the very object. */
+static void
+set_same(const KlCall *call, KlInferred *result)
+{
+    result->outs[0] = *call->inputs[0];
+    result->outs[0].place = KL_PLACE_WHOLE;
+    kl_rules_alias(result, KL_ALIAS_SAME, 0);
+}
+
+/* A dense value with no dim of one entry has only one way to be row-major. */
+static bool
+has_one(const KlMeta *meta)
+{
+    for (int32_t dim = 0; dim < meta->n_dims; dim++) {
+        if (meta->shape[dim] <= 1) {
+            return true;
+        }
+    }
+    return false;
+}
+
+KlStatus
+shape_contiguous(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    KlFormat format = KL_FORMAT_CONTIGUOUS;
+    KlStatus status = get_format(call, 1, KL_FORMAT_CONTIGUOUS, &format);
+    if (status != KL_OK || format == KL_FORMAT_PRESERVE) {
+        return KL_DECLINED;
+    }
+    status = kl_rules_out(result, input, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    bool is_contiguous = format == KL_FORMAT_CONTIGUOUS && kl_meta_is_contiguous(input);
+    bool is_last = format == KL_FORMAT_CHANNELS_LAST && kl_rules_is_channels_last(input);
+    if (is_contiguous || is_last) {
+        set_same(call, result);
+        return KL_OK;
+    }
+    if (!input->is_strided) {
+        kl_rules_alias(result, KL_ALIAS_MAYBE, 0);
+        return has_one(input) ? KL_OK : set_format(&result->outs[0], input, format);
+    }
+    return set_format(&result->outs[0], input, format);
+}
+
+KlStatus
+shape_clone(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlFormat format = KL_FORMAT_PRESERVE;
+    KlStatus status = get_format(call, 1, KL_FORMAT_PRESERVE, &format);
+    if (status == KL_OK) {
+        status = kl_rules_out(result, call->inputs[0], error);
+    }
+    return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
+}
+
+/* x.float(memory_format=None): a copy, until the dtype rule finds that none is needed */
+KlStatus
+shape_cast(const KlCall *call, KlInferred *result, KlError *error)
+{
+    for (uint32_t i = 1; i < call->n_args; i++) {
+        if (call->args[i].kind == KL_ARG_OTHER || call->args[i].kind == KL_ARG_FORMAT
+            || call->args[i].kind == KL_ARG_TEXT) {
+            return KL_DECLINED;
+        }
+    }
+    KlStatus status = kl_rules_out(result, call->inputs[0], error);
+    if (status == KL_OK) {
+        kl_rules_preserve(&result->outs[0], call->inputs[0]);
+    }
+    return status;
+}
+
+static KlStatus
+cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
+{
+    const KlMeta *input = call->inputs[0];
+    if (dtype == KL_DTYPE_OTHER) {
+        return KL_DECLINED;
+    }
+    if (dtype == input->dtype && result->device == input->device && !is_copied) {
+        set_same(call, result);
+        return KL_OK;
+    }
+    result->outs[0].dtype = dtype;
+    return KL_OK;
+}
+
+#define DTYPE_CAST(word, dtype)                                                                              \
+    KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)                            \
+    {                                                                                                        \
+        (void)error;                                                                                         \
+        return cast_to(call, result, dtype, false);                                                          \
+    }
+
+DTYPE_CAST(float16, KL_DTYPE_FLOAT16)
+DTYPE_CAST(bfloat16, KL_DTYPE_BFLOAT16)
+DTYPE_CAST(float32, KL_DTYPE_FLOAT32)
+DTYPE_CAST(float64, KL_DTYPE_FLOAT64)
+DTYPE_CAST(int8, KL_DTYPE_INT8)
+DTYPE_CAST(uint8, KL_DTYPE_UINT8)
+DTYPE_CAST(int16, KL_DTYPE_INT16)
+DTYPE_CAST(int32, KL_DTYPE_INT32)
+DTYPE_CAST(int64, KL_DTYPE_INT64)
+DTYPE_CAST(boolean, KL_DTYPE_BOOL)
+
+/* to(dtype, non_blocking, copy), to(device, dtype, non_blocking, copy), to(other, non_blocking, copy) */
+KlStatus
+dtype_to(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlMeta *other = kl_rules_input(call, 1);
+    bool is_shifted = call->args[2].kind == KL_ARG_BOOL; /* no dtype between device and non_blocking */
+    bool is_copied = false;
+    KlStatus status = kl_rules_bool(call, is_shifted ? 3 : 4, false, &is_copied);
+    if (status != KL_OK || (is_shifted && kl_rules_is_given(call, 4))) {
+        return KL_DECLINED;
+    }
+    KlDtype dtype = kl_rules_dtype(call, other != NULL ? other->dtype : call->inputs[0]->dtype);
+    result->device = other != NULL ? other->device : call->inputs[0]->device;
+    for (uint32_t i = 1; i < call->n_args; i++) {
+        if (call->args[i].kind == KL_ARG_DEVICE) {
+            result->device = (uint8_t)call->args[i].u.i;
+        }
+    }
+    return cast_to(call, result, dtype, is_copied);
+}
+
+KlStatus
+dtype_type_as(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlMeta *other = kl_rules_input(call, 1);
+    if (other == NULL) {
+        return KL_DECLINED;
+    }
+    result->device = other->device;
+    return cast_to(call, result, other->dtype, false);
+}
+
+/* x.type(dtype); without one it is a question */
+KlStatus
+dtype_type(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return call->args[1].kind == KL_ARG_DTYPE ? cast_to(call, result, call->args[1].u.dtype, false)
+                                              : KL_DECLINED;
+}
+
+/* --- new values ------------------------------------------------------------------------------------------ */
+
+/* dtype, layout, device, pin_memory, requires_grad in a row, beginning at args[first] */
+static KlStatus
+read_options(const KlCall *call, KlInferred *result, uint32_t first)
+{
+    bool is_pinned = false;
+    bool is_leaf = false;
+    KlStatus status = kl_rules_bool(call, first + 3, false, &is_pinned);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, first + 4, false, &is_leaf);
+    }
+    if (status != KL_OK || is_pinned || is_leaf || kl_rules_is_given(call, first + 1)) {
+        return KL_DECLINED;
+    }
+    if (kl_rules_is_given(call, first + 2)) {
+        if (call->args[first + 2].kind != KL_ARG_DEVICE) {
+            return KL_DECLINED;
+        }
+        result->device = (uint8_t)call->args[first + 2].u.i;
+    }
+    bool has_dtype = kl_rules_is_given(call, first);
+    bool is_dtype = call->args[first].kind == KL_ARG_DTYPE && call->args[first].u.dtype != KL_DTYPE_OTHER;
+    return has_dtype && !is_dtype ? KL_DECLINED : KL_OK;
+}
+
+static KlStatus
+like(const KlCall *call, KlInferred *result, uint32_t first, KlError *error)
+{
+    KlFormat format = KL_FORMAT_PRESERVE;
+    KlStatus status = read_options(call, result, first);
+    if (status == KL_OK) {
+        status = get_format(call, first + 5, KL_FORMAT_PRESERVE, &format);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, call->inputs[0], error);
+    }
+    return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
+}
+
+KlStatus
+shape_like(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return like(call, result, 1, error);
+}
+
+KlStatus
+shape_full_like(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_rules_is_number(&call->args[1]) ? like(call, result, 2, error) : KL_DECLINED;
+}
+
+KlStatus
+dtype_like(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    kl_rules_set_dtypes(result, kl_rules_dtype(call, call->inputs[0]->dtype));
+    return KL_OK;
+}
+
+static KlStatus
+new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error)
+{
+    int64_t value = 0;
+    const int64_t *sizes = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, 1, &value, &sizes, &n);
+    if (status == KL_OK) {
+        status = read_options(call, result, first);
+    }
+    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
+        if (sizes[i] < 0) {
+            return kl_error_set(error, KL_ERROR_ARGUMENT, "a size of %lld", (long long)sizes[i]);
+        }
+    }
+    if (status == KL_OK && n > KL_DIMS_MAX) {
+        return KL_DECLINED;
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out_shape(result, sizes, (int32_t)n, error);
+    }
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+shape_new(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return new_value(call, result, 2, error);
+}
+
+KlStatus
+shape_new_full(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_rules_is_number(&call->args[2]) ? new_value(call, result, 3, error) : KL_DECLINED;
+}
+
+/* The value depends on no row. */
+KlStatus
+place_constant(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)result;
+    (void)error;
+    return KL_OK;
+}

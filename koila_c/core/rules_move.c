@@ -1,0 +1,483 @@
+/* rules_move.c - views that reorder, drop, add or repeat whole dims. A shape rule says in dim_map where
+ * each dim of the input went; place_moved sends the rows along. */
+#include "rules.h"
+
+#include <string.h>
+
+/* One output that is a view of the first input, without dims yet. */
+static KlStatus
+begin_view(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = kl_infer_reserve_outs(result, 1, error);
+    if (status == KL_OK) {
+        result->outs[0].is_strided = call->inputs[0]->is_strided;
+        kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    }
+    return status;
+}
+
+static void
+push_dim(KlMeta *out, int64_t size, int64_t stride)
+{
+    out->shape[out->n_dims] = size;
+    out->strides[out->n_dims] = stride;
+    out->n_dims++;
+}
+
+/* Output dim i is input dim order[i]. */
+static KlStatus
+view_in_order(const KlCall *call, KlInferred *result, const int32_t *order, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    KlStatus status = begin_view(call, result, error);
+    for (int32_t i = 0; status == KL_OK && i < input->n_dims; i++) {
+        push_dim(&result->outs[0], input->shape[order[i]], input->strides[order[i]]);
+        result->dim_map[order[i]] = (int8_t)i;
+    }
+    return status;
+}
+
+KlStatus
+shape_permute(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t order[KL_DIMS_MAX] = {0};
+    uint32_t used = 0;
+    int64_t value = 0;
+    const int64_t *dims = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, 1, &value, &dims, &n);
+    if (status == KL_OK && (int32_t)n != input->n_dims) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "%u dims given for a value of %d", n, (int)input->n_dims);
+    }
+    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
+        status = kl_rules_wrap(dims[i], input->n_dims, &order[i], error);
+        if (status == KL_OK && (used >> order[i] & 1) != 0) {
+            return kl_error_set(error, KL_ERROR_ARGUMENT, "dim %d appears twice", (int)order[i]);
+        }
+        used |= UINT32_C(1) << order[i];
+    }
+    return status == KL_OK ? view_in_order(call, result, order, error) : status;
+}
+
+static KlStatus
+swap_dims(const KlCall *call, KlInferred *result, int32_t dim0, int32_t dim1, KlError *error)
+{
+    int32_t order[KL_DIMS_MAX] = {0};
+    for (int32_t i = 0; i < call->inputs[0]->n_dims; i++) {
+        order[i] = i == dim0 ? dim1 : i == dim1 ? dim0 : i;
+    }
+    return view_in_order(call, result, order, error);
+}
+
+KlStatus
+shape_transpose(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim0 = 0;
+    int32_t dim1 = 0;
+    if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &dim0, error);
+    if (status == KL_OK) {
+        status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &dim1, error);
+    }
+    return status == KL_OK ? swap_dims(call, result, dim0, dim1, error) : status;
+}
+
+KlStatus
+shape_t(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t n_dims = call->inputs[0]->n_dims;
+    if (n_dims > 2) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "a value of %d dims has no t()", (int)n_dims);
+    }
+    return swap_dims(call, result, 0, n_dims == 2 ? 1 : 0, error);
+}
+
+KlStatus
+shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t order[KL_DIMS_MAX];
+    int64_t from_one = 0;
+    int64_t to_one = 0;
+    const int64_t *from = NULL;
+    const int64_t *to = NULL;
+    uint32_t n = 0;
+    uint32_t n_to = 0;
+    uint32_t used = 0;
+    KlStatus status = kl_rules_ints(call, 1, &from_one, &from, &n);
+    if (status == KL_OK) {
+        status = kl_rules_ints(call, 2, &to_one, &to, &n_to);
+    }
+    if (status == KL_OK && (n != n_to || input->n_dims == 0)) {
+        return KL_DECLINED;
+    }
+    for (int32_t i = 0; i < input->n_dims; i++) {
+        order[i] = -1;
+    }
+    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
+        int32_t source = 0;
+        int32_t target = 0;
+        status = kl_rules_wrap(from[i], input->n_dims, &source, error);
+        if (status == KL_OK) {
+            status = kl_rules_wrap(to[i], input->n_dims, &target, error);
+        }
+        if (status == KL_OK && ((used >> source & 1) != 0 || order[target] >= 0)) {
+            return kl_error_set(error, KL_ERROR_ARGUMENT, "a dim appears twice");
+        }
+        if (status == KL_OK) {
+            order[target] = source;
+            used |= UINT32_C(1) << source;
+        }
+    }
+    int32_t next = 0;
+    for (int32_t i = 0; status == KL_OK && i < input->n_dims; i++) {
+        while ((used >> next & 1) != 0) {
+            next++;
+        }
+        if (order[i] < 0) {
+            order[i] = next++;
+        }
+    }
+    return status == KL_OK ? view_in_order(call, result, order, error) : status;
+}
+
+KlStatus
+shape_unsqueeze(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t at = 0;
+    if (input->n_dims == KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims + 1, &at, error);
+    if (status == KL_OK) {
+        status = begin_view(call, result, error);
+    }
+    for (int32_t dim = 0; status == KL_OK && dim <= input->n_dims; dim++) {
+        if (dim == at) {
+            int64_t stride = dim < input->n_dims ? input->shape[dim] * input->strides[dim] : 1;
+            push_dim(&result->outs[0], 1, stride);
+        }
+        if (dim < input->n_dims) {
+            result->dim_map[dim] = (int8_t)result->outs[0].n_dims;
+            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
+        }
+    }
+    return status;
+}
+
+KlStatus
+shape_squeeze(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    uint32_t dims = 0;
+    if (call->args[1].kind == KL_ARG_NONE) {
+        return KL_DECLINED;
+    }
+    bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
+    KlStatus status = is_empty ? KL_OK : kl_rules_dims(call, 1, input->n_dims, &dims, error);
+    if (status == KL_OK) {
+        status = begin_view(call, result, error);
+    }
+    for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
+        bool is_dropped = (dims >> dim & 1) != 0 && input->shape[dim] == 1;
+        result->dim_map[dim] = is_dropped ? -1 : (int8_t)result->outs[0].n_dims;
+        if (!is_dropped) {
+            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
+        }
+    }
+    return status;
+}
+
+/* A squeezed dim that holds nothing but the rows stays in the whole batch, and is dropped in a chunk of
+ * one row. */
+KlStatus
+place_squeeze(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlPlace *place = &call->inputs[0]->place;
+    uint32_t dims = 0;
+    bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
+    KlStatus status = is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
+    if (status == KL_OK && (dims >> place->dim & 1) != 0 && place->outer * place->inner == 1) {
+        return kl_rules_once(result, "squeeze would drop the batch in a chunk of one row");
+    }
+    return status == KL_OK ? place_moved(call, result, error) : status;
+}
+
+/* Strides of `input` expanded to `sizes`, where -1 keeps a size (Tensor.expand). */
+static KlStatus
+expand_to(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t n, KlError *error)
+{
+    int32_t shift = n - input->n_dims;
+    if (shift < 0) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "a value of %d dims does not expand to %d",
+                            (int)input->n_dims, (int)n);
+    }
+    out->n_dims = n;
+    for (int32_t dim = n - 1; dim >= 0; dim--) {
+        int64_t size = dim >= shift ? input->shape[dim - shift] : 1;
+        int64_t stride = 0;
+        if (dim >= shift) {
+            stride = input->strides[dim - shift];
+        }
+        else if (input->n_dims > 0) {
+            stride = out->shape[dim + 1] * out->strides[dim + 1];
+        }
+        int64_t wanted = sizes[dim] == -1 && dim >= shift ? size : sizes[dim];
+        if (wanted < 0 || (size != wanted && size != 1)) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "size %lld does not expand to %lld at dim %d",
+                                (long long)size, (long long)wanted, (int)dim);
+        }
+        out->shape[dim] = wanted;
+        out->strides[dim] = size == wanted ? stride : 0;
+    }
+    return KL_OK;
+}
+
+KlStatus
+shape_expand(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t value = 0;
+    const int64_t *sizes = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, 1, &value, &sizes, &n);
+    if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    status = begin_view(call, result, error);
+    if (status == KL_OK) {
+        status = expand_to(input, &result->outs[0], sizes, (int32_t)n, error);
+    }
+    for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
+        result->dim_map[dim] = (int8_t)(dim + (int32_t)n - input->n_dims);
+    }
+    return status;
+}
+
+KlStatus
+place_expand(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlPlace *place = &call->inputs[0]->place;
+    int32_t dim = result->dim_map[place->dim];
+    const KlArg *sizes = &call->args[1];
+    (void)error;
+    if (result->outs[0].shape[dim] != call->inputs[0]->shape[place->dim]) {
+        return kl_rules_once(result, "a batch of one row is expanded");
+    }
+    int64_t size = sizes->kind == KL_ARG_INTS ? sizes->u.ints[dim] : sizes->u.i;
+    if (size != -1) {
+        (void)kl_rules_rewrite(result, 1, (uint32_t)dim, 0, place->outer * place->inner);
+    }
+    result->outs[0].place = *place;
+    result->outs[0].place.dim = dim;
+    return KL_OK;
+}
+
+KlStatus
+shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *other = kl_rules_input(call, 1);
+    if (other == NULL) {
+        return KL_DECLINED;
+    }
+    KlStatus status = begin_view(call, result, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    return expand_to(call->inputs[0], &result->outs[0], other->shape, other->n_dims, error);
+}
+
+KlStatus
+shape_broadcast_tensors(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta shape = {.n_dims = 0};
+    KlStatus status = kl_infer_reserve_outs(result, call->n_inputs, error);
+    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
+        status = kl_rules_broadcast(&shape, call->inputs[i], error);
+    }
+    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
+        result->outs[i].is_strided = call->inputs[i]->is_strided;
+        status = expand_to(call->inputs[i], &result->outs[i], shape.shape, shape.n_dims, error);
+    }
+    kl_rules_alias(result, KL_ALIAS_VIEW, KL_ID_NONE);
+    return status;
+}
+
+KlStatus
+shape_diagonal(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t offset = 0;
+    int32_t dim1 = 0;
+    int32_t dim2 = 0;
+    KlStatus status = kl_rules_int(call, 1, 0, &offset);
+    if (status == KL_OK) {
+        status = kl_rules_dim(call, 2, 0, input->n_dims, &dim1, error);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_dim(call, 3, 1, input->n_dims, &dim2, error);
+    }
+    if (status == KL_OK && dim1 == dim2) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "the two dims of a diagonal must differ");
+    }
+    if (status == KL_OK) {
+        status = begin_view(call, result, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+        bool is_taken = dim == dim1 || dim == dim2;
+        result->dim_map[dim] = is_taken ? -1 : (int8_t)result->outs[0].n_dims;
+        if (!is_taken) {
+            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
+        }
+    }
+    int64_t size1 = input->shape[dim1] + (offset < 0 ? offset : 0);
+    int64_t size2 = input->shape[dim2] - (offset > 0 ? offset : 0);
+    int64_t size = size1 < size2 ? size1 : size2;
+    push_dim(&result->outs[0], size > 0 ? size : 0, input->strides[dim1] + input->strides[dim2]);
+    return KL_OK;
+}
+
+/* x.unfold(dim, size, step): windows of `size` in a new last dim. */
+KlStatus
+shape_unfold(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t at = 0;
+    int64_t size = 0;
+    int64_t step = 0;
+    if (input->n_dims == 0 || input->n_dims == KL_DIMS_MAX) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 2, 0, &size);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 3, 0, &step);
+    }
+    if (status == KL_OK && (size < 0 || size > input->shape[at] || step <= 0)) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "windows of %lld by %lld do not fit into size %lld",
+                            (long long)size, (long long)step, (long long)input->shape[at]);
+    }
+    if (status == KL_OK) {
+        status = begin_view(call, result, error);
+    }
+    for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
+        if (dim == at) {
+            push_dim(&result->outs[0], (input->shape[dim] - size) / step + 1, input->strides[dim] * step);
+            result->dim_map[dim] = -1;
+        }
+        else {
+            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
+        }
+    }
+    if (status == KL_OK) {
+        push_dim(&result->outs[0], size, input->strides[at]);
+    }
+    return status;
+}
+
+KlStatus
+shape_select(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t at = 0;
+    int64_t index = 0;
+    if (input->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 2, 0, &index);
+    }
+    if (status == KL_OK && (index >= input->shape[at] || index < -input->shape[at])) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld", (long long)index,
+                            (long long)input->shape[at]);
+    }
+    if (status == KL_OK) {
+        status = begin_view(call, result, error);
+    }
+    for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
+        result->dim_map[dim] = dim == at ? -1 : (int8_t)result->outs[0].n_dims;
+        if (dim != at) {
+            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
+        }
+    }
+    return status;
+}
+
+KlStatus
+shape_alias(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, call->inputs[0], error);
+    if (status == KL_OK) {
+        memcpy(result->outs[0].strides, call->inputs[0]->strides, sizeof(result->outs[0].strides));
+        result->outs[0].is_strided = call->inputs[0]->is_strided;
+        kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    }
+    return status;
+}
+
+/* narrow(x, dim, start, length) */
+KlStatus
+shape_narrow(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t at = 0;
+    int64_t start = 0;
+    int64_t length = 0;
+    if (input->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 2, 0, &start);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 3, 0, &length);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    int64_t size = input->shape[at];
+    start += start < 0 ? size : 0;
+    if (start < 0 || length < 0 || start > size - length) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "%lld entries from %lld are not within size %lld",
+                            (long long)length, (long long)start, (long long)size);
+    }
+    status = shape_alias(call, result, error);
+    if (status == KL_OK) {
+        result->outs[0].shape[at] = length;
+    }
+    return status;
+}
+
+/* Whole turns of the rows stay rows, as in a slice. */
+KlStatus
+place_narrow(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlPlace place = call->inputs[0]->place;
+    int64_t turn = kl_rules_rows(call, result) * place.inner;
+    int32_t at = 0;
+    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &at, error);
+    if (status != KL_OK || at != place.dim) {
+        return status == KL_OK ? place_moved(call, result, error) : status;
+    }
+    int64_t start = call->args[2].u.i;
+    int64_t length = call->args[3].u.i;
+    if (start % turn != 0 || length % turn != 0 || length == 0) {
+        return kl_rules_once(result, "a part of the rows is taken");
+    }
+    (void)kl_rules_rewrite(result, 2, 0, 0, start / turn * place.inner);
+    (void)kl_rules_rewrite(result, 3, 0, 0, length / turn * place.inner);
+    place.outer = length / turn;
+    result->outs[0].place = place;
+    return KL_OK;
+}

@@ -1,0 +1,217 @@
+/* rules_outline.c - reads an index expression, item by item, as torch does. */
+#include "rules_outline.h"
+
+#include <string.h>
+
+typedef struct {
+    const KlCall *call;
+    const KlMeta *input;
+    KlOutline *outline;
+    int32_t next; /* input dim */
+} Reader;
+
+static void
+push(Reader *reader, int64_t size, int64_t stride, int32_t origin, int32_t item)
+{
+    KlOutline *outline = reader->outline;
+    int32_t dim = outline->basic.n_dims++;
+    outline->basic.shape[dim] = size;
+    outline->basic.strides[dim] = stride;
+    outline->origin[dim] = origin;
+    outline->item[dim] = item;
+    if (origin >= 0) {
+        outline->basic_of[origin] = dim;
+    }
+}
+
+static int64_t
+clamp(int64_t value, int64_t size)
+{
+    value = value < 0 ? value + size : value;
+    return value < 0 ? 0 : value > size ? size : value;
+}
+
+void
+kl_outline_slice_bounds(const KlIndex *item, int64_t size, int64_t *start, int64_t *stop)
+{
+    *start = item->has_start ? clamp(item->start, size) : 0;
+    *stop = item->has_stop ? clamp(item->stop, size) : size;
+    *stop = *stop < *start ? *start : *stop;
+}
+
+static KlStatus
+read_slice(Reader *reader, const KlIndex *item, int32_t number, KlError *error)
+{
+    int64_t size = reader->input->shape[reader->next];
+    int64_t step = item->has_step ? item->step : 1;
+    int64_t start = 0;
+    int64_t stop = 0;
+    if (step <= 0) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "a slice goes by step %lld", (long long)step);
+    }
+    kl_outline_slice_bounds(item, size, &start, &stop);
+    push(reader, (stop - start + step - 1) / step, reader->input->strides[reader->next] * step, reader->next, number);
+    reader->next++;
+    return KL_OK;
+}
+
+static KlStatus
+read_tensor(Reader *reader, const KlIndex *item, int32_t number)
+{
+    KlOutline *outline = reader->outline;
+    KlOutlineTensor tensor = {.dim = outline->basic.n_dims, .input = -1, .is_range = item->is_row_range};
+    if (item->kind == KL_INDEX_INTS) {
+        tensor.meta = (KlMeta){.dtype = KL_DTYPE_INT64, .n_dims = 1, .shape = {item->stop}};
+        kl_meta_set_contiguous(&tensor.meta);
+    }
+    else {
+        tensor.meta = *reader->call->inputs[item->input];
+        tensor.input = (int32_t)item->input;
+        if (tensor.meta.dtype != KL_DTYPE_INT64 && tensor.meta.dtype != KL_DTYPE_INT32) {
+            return KL_DECLINED; /* a mask gives a shape that depends on its values */
+        }
+        if (tensor.meta.n_dims == 0) {
+            outline->basic_of[reader->next++] = -1; /* x[t] selects one entry, as an int does */
+            return KL_OK;
+        }
+    }
+    if (outline->n_tensors == KL_OUTLINE_TENSORS_MAX) {
+        return KL_DECLINED;
+    }
+    push(reader, reader->input->shape[reader->next], reader->input->strides[reader->next], reader->next, number);
+    reader->next++;
+    outline->tensors[outline->n_tensors++] = tensor;
+    return KL_OK;
+}
+
+static KlStatus
+read_item(Reader *reader, const KlIndex *item, int32_t number, int32_t n_skipped, KlError *error)
+{
+    const KlMeta *input = reader->input;
+    if (item->kind == KL_INDEX_NONE) {
+        bool is_last = reader->next == input->n_dims;
+        int64_t stride = is_last ? 1 : input->shape[reader->next] * input->strides[reader->next];
+        push(reader, 1, stride, -1, number);
+        return KL_OK;
+    }
+    if (item->kind == KL_INDEX_ELLIPSIS) {
+        for (int32_t i = 0; i < n_skipped; i++, reader->next++) {
+            push(reader, input->shape[reader->next], input->strides[reader->next], reader->next, -1);
+        }
+        return KL_OK;
+    }
+    if (item->kind == KL_INDEX_SLICE) {
+        return read_slice(reader, item, number, error);
+    }
+    if (item->kind == KL_INDEX_INT) {
+        int64_t size = input->shape[reader->next];
+        if (item->start >= size || item->start < -size) {
+            return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld",
+                                (long long)item->start, (long long)size);
+        }
+        reader->outline->basic_of[reader->next++] = -1;
+        return KL_OK;
+    }
+    return read_tensor(reader, item, number);
+}
+
+/* The index tensors' common shape, and where its dims go. */
+static KlStatus
+settle_block(KlOutline *outline, KlError *error)
+{
+    outline->is_adjacent = true;
+    for (int32_t i = 0; i < outline->n_tensors; i++) {
+        KlStatus status = kl_rules_broadcast(&outline->block, &outline->tensors[i].meta, error);
+        if (status != KL_OK) {
+            return status;
+        }
+        if (i > 0 && outline->tensors[i].dim != outline->tensors[i - 1].dim + 1) {
+            outline->is_adjacent = false;
+        }
+    }
+    outline->block_start = outline->is_adjacent && outline->n_tensors > 0 ? outline->tensors[0].dim : 0;
+    int32_t n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
+    return n_dims > KL_DIMS_MAX ? KL_DECLINED : KL_OK;
+}
+
+KlStatus
+kl_outline_read(const KlCall *call, KlOutline *outline, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    const KlArg *index = &call->args[1];
+    int32_t n_taken = 0;
+    int32_t n_none = 0;
+    int32_t n_ellipsis = 0;
+    memset(outline, 0, sizeof(*outline));
+    if (index->kind != KL_ARG_INDEX || call->args[0].kind != KL_ARG_VALUE) {
+        return KL_DECLINED;
+    }
+    for (uint32_t i = 0; i < index->n; i++) {
+        KlIndexKind kind = index->u.items[i].kind;
+        n_none += kind == KL_INDEX_NONE;
+        n_ellipsis += kind == KL_INDEX_ELLIPSIS;
+        n_taken += kind != KL_INDEX_NONE && kind != KL_INDEX_ELLIPSIS;
+        if (kind == KL_INDEX_OTHER || kind == KL_INDEX_BOOL) {
+            return KL_DECLINED;
+        }
+    }
+    if (n_ellipsis > 1 || n_none + input->n_dims > KL_DIMS_MAX) {
+        return KL_DECLINED;
+    }
+    if (n_taken > input->n_dims) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "%d indices for %d dims", (int)n_taken, (int)input->n_dims);
+    }
+    Reader reader = {.call = call, .input = input, .outline = outline};
+    outline->basic.is_strided = input->is_strided;
+    for (uint32_t i = 0; i < index->n; i++) {
+        KlStatus status = read_item(&reader, &index->u.items[i], (int32_t)i, input->n_dims - n_taken, error);
+        if (status != KL_OK) {
+            return status;
+        }
+    }
+    while (reader.next < input->n_dims) {
+        push(&reader, input->shape[reader.next], input->strides[reader.next], reader.next, -1);
+        reader.next++;
+    }
+    return settle_block(outline, error);
+}
+
+bool
+kl_outline_is_indexed(const KlOutline *outline, int32_t basic_dim)
+{
+    for (int32_t i = 0; i < outline->n_tensors; i++) {
+        if (outline->tensors[i].dim == basic_dim) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int32_t
+kl_outline_result_dim(const KlOutline *outline, int32_t basic_dim)
+{
+    int32_t dim = 0;
+    for (int32_t i = 0; i < basic_dim; i++) {
+        dim += !kl_outline_is_indexed(outline, i);
+    }
+    bool is_after = outline->n_tensors > 0 && dim >= outline->block_start;
+    return is_after ? dim + outline->block.n_dims : dim;
+}
+
+void
+kl_outline_result_shape(const KlOutline *outline, KlMeta *out)
+{
+    out->n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
+    for (int32_t i = 0; i < outline->basic.n_dims; i++) {
+        if (!kl_outline_is_indexed(outline, i)) {
+            int32_t dim = kl_outline_result_dim(outline, i);
+            out->shape[dim] = outline->basic.shape[i];
+            out->strides[dim] = outline->basic.strides[i];
+        }
+    }
+    for (int32_t i = 0; i < outline->block.n_dims; i++) {
+        out->shape[outline->block_start + i] = outline->block.shape[i];
+        out->strides[outline->block_start + i] = 0;
+    }
+}
+

@@ -1,0 +1,128 @@
+/* rules_promote.c - torch's type promotion: tensors, 0-dim tensors and numbers, in that order of weight. */
+#include "rules.h"
+
+bool
+kl_rules_is_integral(KlDtype dtype)
+{
+    return dtype <= KL_DTYPE_INT64;
+}
+
+KlDtype
+kl_rules_promote(KlDtype left, KlDtype right)
+{
+    KlDtype low = left < right ? left : right;
+    KlDtype high = left < right ? right : left;
+    if (high == KL_DTYPE_OTHER || low == high) {
+        return high;
+    }
+    if (low == KL_DTYPE_UINT8 && (high == KL_DTYPE_INT8)) {
+        return KL_DTYPE_INT16;
+    }
+    if (low == KL_DTYPE_FLOAT16 && high == KL_DTYPE_BFLOAT16) {
+        return KL_DTYPE_FLOAT32;
+    }
+    if (low == KL_DTYPE_FLOAT64 && high == KL_DTYPE_COMPLEX64) {
+        return KL_DTYPE_COMPLEX128;
+    }
+    return high;
+}
+
+bool
+kl_rules_can_cast(KlDtype from, KlDtype to)
+{
+    if (kl_meta_dtype_is_complex(from) && !kl_meta_dtype_is_complex(to)) {
+        return false;
+    }
+    if (kl_meta_dtype_is_float(from) && kl_rules_is_integral(to)) {
+        return false;
+    }
+    return !(from != KL_DTYPE_BOOL && to == KL_DTYPE_BOOL);
+}
+
+/* The dtype a number takes part with; false: no dtype of ours. */
+static bool
+number_dtype(const KlCall *call, const KlArg *arg, KlDtype *dtype)
+{
+    switch (arg->kind) {
+    case KL_ARG_BOOL:
+        *dtype = KL_DTYPE_BOOL;
+        return true;
+    case KL_ARG_INT:
+        *dtype = KL_DTYPE_INT64;
+        return true;
+    case KL_ARG_FLOAT:
+        *dtype = call->default_dtype;
+        return true;
+    default:
+        break;
+    }
+    *dtype = call->default_dtype == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
+    return call->default_dtype == KL_DTYPE_FLOAT32 || call->default_dtype == KL_DTYPE_FLOAT64;
+}
+
+static KlDtype
+complex_of(KlDtype dtype)
+{
+    return dtype == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
+}
+
+/* A weaker operand changes only the kind of the stronger one (int, float, complex), never its width.
+ * KL_DTYPE_OTHER stands for "none". */
+static KlDtype
+combine(KlDtype strong, KlDtype weak)
+{
+    if (strong == KL_DTYPE_OTHER || kl_meta_dtype_is_complex(strong)) {
+        return strong == KL_DTYPE_OTHER ? weak : strong;
+    }
+    if (weak == KL_DTYPE_OTHER) {
+        return strong;
+    }
+    if (kl_meta_dtype_is_float(strong)) {
+        return kl_meta_dtype_is_complex(weak) ? complex_of(strong) : strong;
+    }
+    if (strong == KL_DTYPE_BOOL || !kl_rules_is_integral(weak)) {
+        return kl_rules_promote(strong, weak);
+    }
+    return strong;
+}
+
+KlStatus
+kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dtype)
+{
+    KlDtype by_rank[3] = {KL_DTYPE_OTHER, KL_DTYPE_OTHER,
+                          KL_DTYPE_OTHER}; /* tensors, 0-dim, numbers */
+    for (uint32_t i = first; i < first + n && i < call->n_args; i++) {
+        const KlArg *arg = &call->args[i];
+        KlDtype found = KL_DTYPE_OTHER;
+        int rank = 2;
+        if (arg->kind == KL_ARG_VALUE) {
+            found = call->inputs[arg->input]->dtype;
+            rank = call->inputs[arg->input]->n_dims == 0 ? 1 : 0;
+        } else if (kl_rules_is_number(arg)) {
+            if (!number_dtype(call, arg, &found)) {
+                return KL_DECLINED;
+            }
+        } else if (kl_rules_is_given(call, i)) {
+            return KL_DECLINED;
+        } else {
+            continue;
+        }
+        by_rank[rank] =
+            by_rank[rank] == KL_DTYPE_OTHER ? found : kl_rules_promote(by_rank[rank], found);
+    }
+    KlDtype weak = combine(by_rank[1], by_rank[2]);
+    if (by_rank[0] != KL_DTYPE_OTHER && kl_meta_dtype_is_complex(weak) &&
+        (by_rank[0] == KL_DTYPE_FLOAT16 || by_rank[0] == KL_DTYPE_BFLOAT16)) {
+        return KL_DECLINED; /* complex32, or torch's own idea of complex bfloat16 */
+    }
+    *dtype = combine(by_rank[0], weak);
+    return *dtype == KL_DTYPE_OTHER ? KL_DECLINED : KL_OK;
+}
+
+void
+kl_rules_set_dtypes(KlInferred *result, KlDtype dtype)
+{
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        result->outs[i].dtype = dtype;
+    }
+}

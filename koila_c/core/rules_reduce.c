@@ -1,0 +1,325 @@
+/* rules_reduce.c - shapes of reductions, and of ops that work along a dim: sort, cumsum, topk. Their place
+ * rules (rules_place.c) follow from dim_map: a dim that is reduced or mixed has -1 there. */
+#include "rules.h"
+
+#include <string.h>
+
+static void
+push_size(KlMeta *out, int64_t size)
+{
+    out->shape[out->n_dims++] = size;
+}
+
+/* `n_outs` dense outputs without the dims of the set, or with 1 in their place. */
+static KlStatus
+reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept, uint32_t n_outs, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    KlMeta out = {.place = KL_PLACE_WHOLE};
+    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+        bool is_reduced = (dims >> dim & 1) != 0;
+        result->dim_map[dim] = is_reduced ? -1 : (int8_t)out.n_dims;
+        if (!is_reduced || is_kept) {
+            push_size(&out, is_reduced ? 1 : input->shape[dim]);
+        }
+    }
+    kl_meta_set_contiguous(&out);
+    KlStatus status = kl_infer_reserve_outs(result, n_outs, error);
+    for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
+        result->outs[i] = out;
+    }
+    return status;
+}
+
+static bool
+is_empty_tuple(const KlCall *call, uint32_t arg)
+{
+    return call->args[arg].kind == KL_ARG_INTS && call->args[arg].n == 0;
+}
+
+/* args: dims in args[arg], keepdim in args[arg_kept] */
+static KlStatus
+reduce_args(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t arg_kept, KlError *error)
+{
+    uint32_t dims = 0;
+    bool is_kept = false;
+    KlStatus status = kl_rules_dims(call, arg, call->inputs[0]->n_dims, &dims, error);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, arg_kept, false, &is_kept);
+    }
+    return status == KL_OK ? reduce_dims(call, result, dims, is_kept, 1, error) : status;
+}
+
+KlStatus
+shape_reduce(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_args(call, result, 1, 2, error);
+}
+
+/* all, any, count_nonzero: an empty tuple means no dim, not all of them. */
+KlStatus
+shape_reduce_given(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return is_empty_tuple(call, 1) ? KL_DECLINED : reduce_args(call, result, 1, 2, error);
+}
+
+KlStatus
+shape_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_args(call, result, 2, 3, error);
+}
+
+/* std(x), std(x, unbiased), std(x, dim, unbiased, keepdim), std(x, dim, *, correction, keepdim) */
+static KlStatus
+reduce_std(const KlCall *call, KlInferred *result, uint32_t n_outs, KlError *error)
+{
+    uint32_t dims = 0;
+    bool is_kept = false;
+    bool is_unbiased_alone = call->args[1].kind == KL_ARG_BOOL;
+    if (is_unbiased_alone && (kl_rules_is_given(call, 2) || kl_rules_is_given(call, 3))) {
+        return KL_DECLINED;
+    }
+    KlStatus status = is_unbiased_alone
+                          ? KL_OK
+                          : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, 3, false, &is_kept);
+    }
+    dims = is_unbiased_alone ? UINT32_MAX : dims;
+    return status == KL_OK ? reduce_dims(call, result, dims, is_kept, n_outs, error) : status;
+}
+
+KlStatus
+shape_std(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_std(call, result, 1, error);
+}
+
+KlStatus
+shape_std_mean(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_std(call, result, 2, error);
+}
+
+/* One dim that may be missing: then all of them. An empty dim has no largest entry. */
+static KlStatus
+reduce_one(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs, bool is_index, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    bool is_kept = false;
+    int32_t dim = 0;
+    if (kl_meta_n_elements(input) == 0 || call->args[arg].kind == KL_ARG_INTS) {
+        return KL_DECLINED;
+    }
+    bool has_dim = kl_rules_is_given(call, arg);
+    KlStatus status = kl_rules_dim(call, arg, 0, input->n_dims, &dim, error);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, arg + 1, false, &is_kept);
+    }
+    if (status == KL_OK && !has_dim && is_kept && !is_index) {
+        return KL_DECLINED;
+    }
+    uint32_t dims = has_dim ? UINT32_C(1) << dim : UINT32_MAX;
+    return status == KL_OK ? reduce_dims(call, result, dims, is_kept, n_outs, error) : status;
+}
+
+KlStatus
+shape_argmax(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_one(call, result, 1, 1, true, error);
+}
+
+KlStatus
+shape_prod(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_one(call, result, 1, 1, false, error);
+}
+
+KlStatus
+shape_amax(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_meta_n_elements(call->inputs[0]) == 0 ? KL_DECLINED
+                                                    : reduce_args(call, result, 1, 2, error);
+}
+
+/* max(x), max(x, dim, keepdim) -> values, indices; max(x, other) is elementwise */
+KlStatus
+shape_max(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (call->args[1].kind == KL_ARG_VALUE) {
+        return kl_rules_is_given(call, 2) ? KL_DECLINED : shape_broadcast(call, result, error);
+    }
+    return reduce_one(call, result, 1, kl_rules_is_given(call, 1) ? 2 : 1, false, error);
+}
+
+KlStatus
+dtype_max(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (call->args[1].kind == KL_ARG_VALUE) {
+        return dtype_promote(call, result, error);
+    }
+    return dtype_value_index(call, result, error);
+}
+
+/* amax and amin share ties among the rows: combined with tie counts. The index is a choice. */
+KlStatus
+place_max(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (call->args[1].kind == KL_ARG_VALUE) {
+        return place_rowwise(call, result, error);
+    }
+    return kl_rules_is_given(call, 1) ? place_along(call, result, error) : place_amax(call, result, error);
+}
+
+/* One dim, the last if none is named: values and indices. */
+static KlStatus
+reduce_last(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error)
+{
+    int32_t dim = 0;
+    bool is_kept = false;
+    if (kl_meta_n_elements(call->inputs[0]) == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, arg, -1, call->inputs[0]->n_dims, &dim, error);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, arg + 1, false, &is_kept);
+    }
+    return status == KL_OK ? reduce_dims(call, result, UINT32_C(1) << dim, is_kept, 2, error) : status;
+}
+
+KlStatus
+shape_mode(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_last(call, result, 1, error);
+}
+
+KlStatus
+shape_kthvalue(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_last(call, result, 2, error);
+}
+
+KlStatus
+shape_median(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return reduce_one(call, result, 1, kl_rules_is_given(call, 1) ? 2 : 1, false, error);
+}
+
+KlStatus
+place_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    double order = 2;
+    KlStatus status = kl_rules_float(call, 1, 2, &order);
+    if (status != KL_OK) {
+        return status;
+    }
+    const KlPlace *place = &call->inputs[0]->place;
+    if (result->dim_map[place->dim] >= 0) {
+        return place_along(call, result, error);
+    }
+    if (order > 1e300 || order < -1e300) {
+        return kl_rules_once(result, "an infinity norm shares ties among the rows");
+    }
+    return kl_rules_reduce(result, order > 0 || order < 0 ? KL_REDUCE_NORM : KL_REDUCE_SUM);
+}
+
+/* --- along a dim -------------------------------------------------------------------------------------- */
+
+/* `n_outs` outputs of the input's shape, whose dim in args[arg] is mixed. */
+static KlStatus
+along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t dim = 0;
+    KlStatus status = kl_rules_dim(call, arg, -1, input->n_dims, &dim, error);
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, n_outs, error);
+    }
+    for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
+        KlMeta *out = &result->outs[i];
+        out->n_dims = input->n_dims;
+        memcpy(out->shape, input->shape, sizeof(out->shape));
+    }
+    if (status == KL_OK) {
+        result->dim_map[dim] = -1;
+    }
+    return status;
+}
+
+KlStatus
+shape_cumsum(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (!kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    KlStatus status = along_dim(call, result, 1, 1, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+shape_cummax(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (!kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    KlStatus status = along_dim(call, result, 1, 2, error);
+    for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
+        kl_meta_set_contiguous(&result->outs[i]);
+    }
+    return status;
+}
+
+/* sort keeps the layout of a dense input; of others it makes what the kernel likes. */
+static KlStatus
+sort_like(const KlCall *call, KlInferred *result, uint32_t n_outs, KlError *error)
+{
+    KlStatus status = along_dim(call, result, 1, n_outs, error);
+    for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
+        if (kl_meta_is_contiguous(call->inputs[0])) {
+            kl_meta_set_contiguous(&result->outs[i]);
+        }
+    }
+    return status;
+}
+
+KlStatus
+shape_sort(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return sort_like(call, result, 2, error);
+}
+
+KlStatus
+shape_argsort(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return sort_like(call, result, 1, error);
+}
+
+KlStatus
+shape_topk(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t k = 0;
+    int32_t dim = 0;
+    KlStatus status = kl_rules_int(call, 1, 0, &k);
+    if (status == KL_OK) {
+        status = kl_rules_dim(call, 2, -1, input->n_dims, &dim, error);
+    }
+    int64_t size = input->n_dims == 0 ? 1 : input->shape[dim];
+    if (status == KL_OK && (k < 0 || k > size)) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "k = %lld is not within size %lld", (long long)k,
+                            (long long)size);
+    }
+    if (status == KL_OK) {
+        status = along_dim(call, result, 2, 2, error);
+    }
+    for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
+        if (input->n_dims > 0) {
+            result->outs[i].shape[dim] = k;
+        }
+        kl_meta_set_contiguous(&result->outs[i]);
+    }
+    return status;
+}

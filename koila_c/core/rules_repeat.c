@@ -1,0 +1,234 @@
+/* rules_repeat.c - ops that copy entries to other indices of their dim: repeat, tile, repeat_interleave,
+ * roll, flip; and triangles. */
+#include "rules.h"
+
+#include <string.h>
+
+/* Copies of the whole, `repeats` times along each dim, new dims first. */
+static KlStatus
+repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_t n, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    KlStatus status = kl_infer_reserve_outs(result, 1, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta *out = &result->outs[0];
+    int32_t n_dims = n > input->n_dims ? n : input->n_dims;
+    out->n_dims = n_dims;
+    for (int32_t dim = 0; dim < n_dims; dim++) {
+        int32_t own = dim - (n_dims - input->n_dims);
+        int32_t at = dim - (n_dims - n);
+        int64_t size = own >= 0 ? input->shape[own] : 1;
+        int64_t times = at >= 0 ? repeats[at] : 1;
+        if (times < 0) {
+            return kl_error_set(error, KL_ERROR_ARGUMENT, "repeated %lld times", (long long)times);
+        }
+        out->shape[dim] = size * times;
+        if (own >= 0) {
+            result->dim_map[own] = (int8_t)dim;
+        }
+    }
+    kl_meta_set_contiguous(out);
+    return KL_OK;
+}
+
+KlStatus
+shape_repeat(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int64_t value = 0;
+    const int64_t *repeats = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, 1, &value, &repeats, &n);
+    if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    if ((int32_t)n < call->inputs[0]->n_dims) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "%u repeats for %d dims", n,
+                            (int)call->inputs[0]->n_dims);
+    }
+    return repeat_by(call, result, repeats, (int32_t)n, error);
+}
+
+KlStatus
+shape_tile(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int64_t value = 0;
+    const int64_t *repeats = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, 1, &value, &repeats, &n);
+    if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    return repeat_by(call, result, repeats, (int32_t)n, error);
+}
+
+/* [b0 b1] repeated is [b0 b1 b0 b1]: more turns to the left of the digit. */
+KlStatus
+place_repeat(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlMeta *input = call->inputs[0];
+    KlPlace place = input->place;
+    int32_t dim = result->dim_map[place.dim];
+    int64_t times = result->outs[0].shape[dim] / input->shape[place.dim];
+    if (times == 0) {
+        return kl_rules_once(result, "the rows are repeated zero times");
+    }
+    place.dim = dim;
+    place.outer *= times;
+    result->outs[0].place = place;
+    return KL_OK;
+}
+
+KlStatus
+shape_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t times = 0;
+    int32_t at = 0;
+    if (call->args[1].kind != KL_ARG_INT || kl_rules_is_given(call, 3)) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_int(call, 1, 0, &times);
+    if (status == KL_OK && times < 0) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "repeated %lld times", (long long)times);
+    }
+    if (status == KL_OK && !kl_rules_is_given(call, 2)) {
+        int64_t n = kl_meta_n_elements(input) * times;
+        status = kl_rules_out_shape(result, &n, 1, error);
+        result->outs[0].is_strided = status == KL_OK;
+        result->outs[0].strides[0] = 1;
+        return status;
+    }
+    if (status == KL_OK && input->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    if (status == KL_OK) {
+        status = kl_rules_dim(call, 2, 0, input->n_dims, &at, error);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, input, error);
+    }
+    if (status == KL_OK) {
+        result->outs[0].shape[at] *= times;
+        if (kl_meta_is_contiguous(input)) {
+            kl_meta_set_contiguous(&result->outs[0]);
+        }
+    }
+    return status;
+}
+
+/* [b0 b1] interleaved is [b0 b0 b1 b1]: more entries to the right of the digit. Without a dim the value is
+ * flattened first. */
+KlStatus
+place_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    KlPlace place = input->place;
+    int64_t times = call->args[1].u.i;
+    int32_t at = 0;
+    KlStatus status = kl_rules_dim(call, 2, 0, input->n_dims, &at, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    if (times == 0) {
+        return kl_rules_once(result, "the rows are repeated zero times");
+    }
+    if (!kl_rules_is_given(call, 2)) {
+        KlMeta flat = {.n_dims = 1, .shape = {kl_meta_n_elements(input)}};
+        if (!kl_rules_factor(input, &input->place, kl_rules_rows(call, result), &flat, &place)) {
+            return kl_rules_once(result, "the batch is cut in two");
+        }
+        at = 0;
+    }
+    place.inner *= at == place.dim ? times : 1;
+    result->outs[0].place = place;
+    return KL_OK;
+}
+
+/* roll and flip move entries of some dims: args[arg] names them; none named, a flattened value moves. */
+static KlStatus
+move_within(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t value = 0;
+    const int64_t *dims = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, arg, &value, &dims, &n);
+    if (status == KL_OK) {
+        status = kl_rules_out(result, input, error);
+    }
+    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
+        int32_t dim = 0;
+        status = kl_rules_wrap(dims[i], input->n_dims, &dim, error);
+        result->dim_map[dim] = -1;
+    }
+    return status;
+}
+
+KlStatus
+shape_flip(const KlCall *call, KlInferred *result, KlError *error)
+{
+    uint32_t dims = 0;
+    if (!kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
+    KlStatus status = is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
+    if (status == KL_OK) {
+        status = move_within(call, result, 1, error);
+    }
+    if (status == KL_OK) {
+        kl_rules_preserve(&result->outs[0], call->inputs[0]);
+    }
+    return status;
+}
+
+KlStatus
+shape_roll(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int64_t shift = 0;
+    int64_t dim = 0;
+    const int64_t *ints = NULL;
+    uint32_t n_shifts = 0;
+    uint32_t n_dims = 0;
+    KlStatus status = kl_rules_ints(call, 1, &shift, &ints, &n_shifts);
+    if (status == KL_OK) {
+        status = kl_rules_ints(call, 2, &dim, &ints, &n_dims);
+    }
+    if (status == KL_OK && (n_shifts == 0 || (n_dims != 0 && n_dims != n_shifts) || (n_dims == 0 && n_shifts > 1))) {
+        return KL_DECLINED;
+    }
+    if (status == KL_OK) {
+        status = move_within(call, result, 2, error);
+    }
+    for (int32_t i = 0; status == KL_OK && n_dims == 0 && i < call->inputs[0]->n_dims; i++) {
+        result->dim_map[i] = -1;
+    }
+    if (status == KL_OK && kl_meta_is_contiguous(call->inputs[0])) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+/* tril and triu mix the last two dims: the diagonal counts entries there. */
+KlStatus
+shape_tril(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t diagonal = 0;
+    if (input->n_dims < 2) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "a triangle needs two dims, not %d", (int)input->n_dims);
+    }
+    KlStatus status = kl_rules_int(call, 1, 0, &diagonal);
+    if (status == KL_OK) {
+        status = kl_rules_out(result, input, error);
+    }
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+        result->dim_map[input->n_dims - 1] = -1;
+        result->dim_map[input->n_dims - 2] = -1;
+    }
+    return status;
+}

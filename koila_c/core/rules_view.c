@@ -1,0 +1,288 @@
+/* rules_view.c - views that keep the elements in order and give them another shape. The batch digit is
+ * found again by factoring; a size that was written out and holds it is reported for rewriting. */
+#include "rules.h"
+
+#include <string.h>
+
+/* Fill `out` with the sizes asked for: one -1 takes what is left. */
+static KlStatus
+resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out, KlError *error)
+{
+    int64_t known = 1;
+    int32_t free_dim = -1;
+    if (n > KL_DIMS_MAX) {
+        return KL_DECLINED;
+    }
+    out->n_dims = (int32_t)n;
+    for (int32_t dim = 0; dim < out->n_dims; dim++) {
+        out->shape[dim] = sizes[dim];
+        if (sizes[dim] == -1 && free_dim < 0) {
+            free_dim = dim;
+        }
+        else if (sizes[dim] < 0 || __builtin_mul_overflow(known, sizes[dim], &known)) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "size %lld is not legal at dim %d",
+                                (long long)sizes[dim], (int)dim);
+        }
+    }
+    if (free_dim >= 0) {
+        if (known == 0 || n_elements % known != 0) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not divide by %lld",
+                                (long long)n_elements, (long long)known);
+        }
+        out->shape[free_dim] = n_elements / known;
+    }
+    else if (known != n_elements) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not fill a shape of %lld",
+                            (long long)n_elements, (long long)known);
+    }
+    return KL_OK;
+}
+
+/* The first output has its shape: give it the strides of a view of the first input; where that cannot be,
+ * a copy, or an error if the op never copies. */
+static KlStatus
+settle_view(const KlCall *call, KlInferred *result, bool can_copy, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    KlMeta *out = &result->outs[0];
+    out->is_strided = false;
+    if (!input->is_strided) {
+        kl_rules_alias(result, can_copy ? KL_ALIAS_MAYBE : KL_ALIAS_VIEW, 0);
+        return KL_OK;
+    }
+    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    if (kl_rules_view_strides(input, out)) {
+        return KL_OK;
+    }
+    if (!can_copy) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the strides do not allow a view of that shape");
+    }
+    kl_rules_alias(result, KL_ALIAS_NONE, 0);
+    kl_meta_set_contiguous(out);
+    return KL_OK;
+}
+
+static KlStatus
+shape_by_sizes(const KlCall *call, KlInferred *result, bool can_copy, KlError *error)
+{
+    int64_t value = 0;
+    const int64_t *sizes = NULL;
+    uint32_t n = 0;
+    if (!kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_ints(call, 1, &value, &sizes, &n);
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, 1, error);
+    }
+    if (status == KL_OK) {
+        int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
+        status = resolve_sizes(sizes, n, n_elements, &result->outs[0], error);
+    }
+    return status == KL_OK ? settle_view(call, result, can_copy, error) : status;
+}
+
+KlStatus
+shape_view(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_by_sizes(call, result, false, error);
+}
+
+KlStatus
+shape_reshape(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_by_sizes(call, result, true, error);
+}
+
+static KlStatus
+shape_as_other(const KlCall *call, KlInferred *result, bool can_copy, KlError *error)
+{
+    const KlMeta *other = kl_rules_input(call, 1);
+    if (other == NULL) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_out(result, other, error);
+    if (status == KL_OK && kl_meta_n_elements(other) != kl_meta_n_elements(call->inputs[0])) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not fill a shape of %lld",
+                            (long long)kl_meta_n_elements(call->inputs[0]),
+                            (long long)kl_meta_n_elements(other));
+    }
+    return status == KL_OK ? settle_view(call, result, can_copy, error) : status;
+}
+
+KlStatus
+shape_view_as(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_as_other(call, result, false, error);
+}
+
+KlStatus
+shape_reshape_as(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_as_other(call, result, true, error);
+}
+
+KlStatus
+shape_flatten(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t first = 0;
+    int32_t last = 0;
+    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &first, error);
+    if (status == KL_OK) {
+        status = kl_rules_dim(call, 2, -1, input->n_dims, &last, error);
+    }
+    if (status == KL_OK && first > last) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d", (int)first,
+                            (int)last);
+    }
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, 1, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta *out = &result->outs[0];
+    if (first == last && input->n_dims > 0) {
+        *out = *input;
+        out->place = KL_PLACE_WHOLE;
+        kl_rules_alias(result, KL_ALIAS_SAME, 0);
+        return KL_OK;
+    }
+    int64_t merged = 1;
+    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+        merged *= dim >= first && dim <= last ? input->shape[dim] : 1;
+        if (dim < first || dim >= last) {
+            out->shape[out->n_dims++] = dim == last ? merged : input->shape[dim];
+        }
+    }
+    if (input->n_dims == 0) {
+        out->n_dims = 1;
+        out->shape[0] = 1;
+    }
+    return settle_view(call, result, true, error);
+}
+
+KlStatus
+shape_ravel(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t n = kl_meta_n_elements(input);
+    KlStatus status = kl_rules_out_shape(result, &n, 1, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    return settle_view(call, result, true, error);
+}
+
+KlStatus
+shape_unflatten(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t value = 0;
+    const int64_t *sizes = NULL;
+    uint32_t n = 0;
+    int32_t at = 0;
+    KlMeta middle = {.n_dims = 0};
+    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
+    if (status == KL_OK) {
+        status = kl_rules_ints(call, 2, &value, &sizes, &n);
+    }
+    if (status == KL_OK && (n == 0 || input->n_dims == 0 || input->n_dims - 1 + (int64_t)n > KL_DIMS_MAX)) {
+        return KL_DECLINED;
+    }
+    if (status == KL_OK) {
+        status = resolve_sizes(sizes, n, input->shape[at], &middle, error);
+    }
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, 1, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta *out = &result->outs[0];
+    out->n_dims = input->n_dims - 1 + (int32_t)n;
+    for (int32_t dim = 0; dim < out->n_dims; dim++) {
+        bool is_middle = dim >= at && dim < at + (int32_t)n;
+        out->shape[dim] = is_middle ? middle.shape[dim - at]
+                                    : input->shape[dim < at ? dim : dim - (int32_t)n + 1];
+    }
+    return settle_view(call, result, false, error);
+}
+
+static const char cut_in_two[] = "the batch is cut in two";
+
+/* Move the first input's digit to the only output; sizes written out stand in args[arg] and begin at dim
+ * `first`. */
+static KlStatus
+factor_sizes(const KlCall *call, KlInferred *result, uint32_t arg, int32_t first)
+{
+    const KlMeta *input = call->inputs[0];
+    KlMeta *out = &result->outs[0];
+    KlPlace found;
+    if (!kl_rules_factor(input, &input->place, kl_rules_rows(call, result), out, &found)) {
+        return kl_rules_once(result, cut_in_two);
+    }
+    const KlArg *sizes = arg < call->n_args ? &call->args[arg] : NULL;
+    int32_t entry = found.dim - first;
+    if (sizes != NULL && sizes->kind == KL_ARG_INTS && entry >= 0 && entry < (int32_t)sizes->n
+        && sizes->u.ints[entry] != -1) {
+        (void)kl_rules_rewrite(result, arg, (uint32_t)entry, 0, found.outer * found.inner);
+    }
+    else if (sizes != NULL && sizes->kind == KL_ARG_INT && entry == 0 && sizes->u.i != -1) {
+        (void)kl_rules_rewrite(result, arg, 0, 0, found.outer * found.inner);
+    }
+    out->place = found;
+    return KL_OK;
+}
+
+KlStatus
+place_factor(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return factor_sizes(call, result, UINT32_MAX, 0);
+}
+
+KlStatus
+place_factor_sizes(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return factor_sizes(call, result, 1, 0);
+}
+
+KlStatus
+place_unflatten(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t at = 0;
+    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &at, error);
+    return status == KL_OK ? factor_sizes(call, result, 2, at) : status;
+}
+
+/* x.view_as(other): the digit of either stands in both, or the view is no view of a chunk. */
+KlStatus
+place_factor_other(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlMeta *input = call->inputs[0];
+    const KlMeta *other = call->inputs[1];
+    int64_t rows = kl_rules_rows(call, result);
+    KlPlace found;
+    if (kl_place_is_rows(&input->place)) {
+        if (!kl_rules_factor(input, &input->place, rows, other, &found)) {
+            return kl_rules_once(result, cut_in_two);
+        }
+        const char *reason = kl_rules_follow(call, result, 1, &found);
+        if (reason != NULL) {
+            return kl_rules_once(result, reason);
+        }
+    }
+    else {
+        if (!kl_rules_factor(other, &other->place, rows, input, &found)) {
+            return kl_rules_once(result, cut_in_two);
+        }
+        result->split.places[0] = found;
+        found = other->place;
+    }
+    result->outs[0].place = found;
+    return KL_OK;
+}
