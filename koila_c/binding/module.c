@@ -164,6 +164,63 @@ core_note_backward(PyObject *module, PyObject *ignored)
 }
 
 static PyObject *
+core_check_leaves(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open();
+    return tape == NULL || kl_tape_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+core_close(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        if (tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL) {
+            return Py_NewRef(Py_False);
+        }
+    }
+    kl_tape_close(tape);
+    return Py_NewRef(Py_True);
+}
+
+static PyObject *
+core_known(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    PyObject *number = kl_lazy_real(value);
+    if (number == NULL) {
+        number = value->tape->values[value->id].number;
+    }
+    return Py_NewRef(number != NULL ? number : Py_None);
+}
+
+static PyObject *
+core_memo(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    if (tape->memo == NULL) {
+        tape->memo = PyDict_New();
+    }
+    return Py_XNewRef(tape->memo);
+}
+
+static PyObject *
 core_configure(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -259,6 +316,27 @@ static PyMethodDef functions[] = {
      "Set the number of chunks (0: as few as fit) and the bytes (0: what is free)."},
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
+    {"stage", kl_stage_describe, METH_VARARGS,
+     "stage($module, roots, /)\n--\n\n"
+     "The staged program that makes every reachable value and differentiates the roots, as a dict."},
+    {"run", kl_stage_run, METH_VARARGS,
+     "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, /)\n--\n\n"
+     "Run nodes in order on one chunk (rows < 0: whole)."},
+    {"deliver", kl_stage_deliver, METH_VARARGS,
+     "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},
+    {"value", kl_stage_value, METH_VARARGS,
+     "value($module, id, /)\n--\n\n"
+     "(dtype, shape, requires_grad, place, rows, real tensor or None, number or None) of a value."},
+    {"node", kl_stage_node, METH_VARARGS,
+     "node($module, id, /)\n--\n\n(func, row, reason, where, rows, input values) of a node."},
+    {"check_leaves", core_check_leaves, METH_NOARGS,
+     "check_leaves($module, /)\n--\n\nRaise where a leaf was changed since it was recorded."},
+    {"close", core_close, METH_NOARGS,
+     "close($module, /)\n--\n\nForget the program where the user can reach nothing pending or known."},
+    {"known", core_known, METH_O,
+     "known($module, lazy, /)\n--\n\nThe number of a lazy, or None while it is pending."},
+    {"memo", core_memo, METH_NOARGS,
+     "memo($module, /)\n--\n\nA dict that lives as long as the program of this thread."},
     {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},
     {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
     {"fail_alloc_after", core_fail_alloc_after, METH_O,

@@ -275,6 +275,14 @@ decode(Decoder *decoder)
     Py_UNREACHABLE();
 }
 
+PyObject *
+kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env)
+{
+    const KlPyNode *node = &tape->nodes[id];
+    Decoder decoder = {.slots = &tape->slots[node->first_slot], .value_of = value_of, .env = env};
+    return decode_list(&decoder, node->n_args);
+}
+
 #define KL_STACK_ARGS 16
 
 PyObject *

@@ -113,6 +113,11 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     }
+    for (uint32_t i = 0; node->leaf_writes >> i != 0; i++) {
+        if ((node->leaf_writes >> i & 1) != 0) {
+            kl_tape_refresh_leaf(tape, tape->core.inputs[node->first_input + i].value);
+        }
+    }
     kl_tape_set_done(&tape->core, id);
     release_if_dead(tape, node->review_of);
     for (uint32_t i = 0; i < node->n_inputs; i++) {

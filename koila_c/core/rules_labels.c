@@ -259,10 +259,3 @@ saves_all(const KlCall *call, const KlInferred *result, KlSaves *saves)
         saves->inputs |= UINT64_C(1) << i;
     }
 }
-
-void
-saves_input(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    (void)result;
-    kl_rules_save(call, saves, 0);
-}
