@@ -54,7 +54,6 @@ KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int
 KL_DTYPE(uniform);       /* all tensors share one dtype, the output's; no bool */
 KL_DTYPE(uniform_float); /* ... and it is a real floating-point one */
 KL_SAVES(all);           /* every tensor argument, whichever needs the gradient */
-KL_SAVES(input);         /* the first argument */
 
 /* --- products (rules_matmul.c, rules_einsum.c) ------------------------------------------------------- */
 
@@ -91,7 +90,6 @@ KL_SAVES(bilinear);
 KL_SAVES(einsum);
 KL_SAVES(linear);
 KL_SAVES(matmul);
-KL_SAVES(product);
 
 /* --- images (rules_conv.c, rules_pool.c, rules_resize.c, rules_patch.c) ------------------------------- */
 
@@ -168,7 +166,6 @@ KL_SHAPE(prelu);
 KL_SHAPE(rms_norm);
 KL_SHAPE(softmax);
 KL_DTYPE(attention);
-KL_DTYPE(indices); /* int64 */
 KL_DTYPE(norm);    /* that of the first input; float32 weights may go with a half type */
 KL_DTYPE(softmax);
 KL_PLACE(attention);
