@@ -143,6 +143,7 @@ KL_SHAPE(broadcast);   /* all tensors broadcast, numbers in words 0 and 1 as 0-d
 KL_SHAPE(tensors);     /* all tensors broadcast, numbers are parameters */
 KL_SHAPE(swapped);     /* broadcast, the first two operands in the other order */
 KL_SHAPE(same);        /* that of the first input, fresh memory in its order */
+KL_SHAPE(row_major);   /* that of the first input, row-major */
 KL_SHAPE(pow);
 KL_SHAPE(where);
 KL_SHAPE(masked_fill);
@@ -153,6 +154,7 @@ KL_SHAPE(cast);
 KL_SHAPE(clone);
 KL_SHAPE(contiguous);
 KL_SHAPE(full_like);   /* the fill value in word 1 */
+KL_SHAPE(itself);
 KL_SHAPE(like);        /* options from word 1 on */
 KL_SHAPE(new);         /* sizes in word 1 */
 KL_SHAPE(new_full);
@@ -336,6 +338,7 @@ KL_SAVES(input_output);
 KL_SAVES(inputs);
 KL_SAVES(lerp);
 KL_SAVES(lerp_copy);
+KL_SAVES(log_sigmoid);
 KL_SAVES(max);
 KL_SAVES(median);
 KL_SAVES(other);        /* each operand where the other's gradient is wanted */

@@ -45,7 +45,7 @@ shape_gather(const KlCall *call, KlInferred *result, KlError *error)
     int32_t dim = 0;
     KlStatus status = get_dim(call, &dim, error);
     if (status != KL_OK || index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0
-        || kl_rules_is_given(call, 3)) {
+        || call->inputs[0]->n_dims == 0 || kl_rules_is_given(call, 3)) {
         return status == KL_OK ? KL_DECLINED : status;
     }
     if (!fits(index, call->inputs[0], dim)) {

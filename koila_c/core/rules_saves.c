@@ -303,3 +303,13 @@ saves_index_add(const KlCall *call, const KlInferred *result, KlSaves *saves)
         keep(call, 3, saves);
     }
 }
+
+/* its input, and on the CPU a buffer as large */
+void
+saves_log_sigmoid(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves_input(call, result, saves);
+    if (result->outs[0].device == 0) {
+        saves_copy(call, result, saves);
+    }
+}

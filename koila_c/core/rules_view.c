@@ -172,6 +172,10 @@ shape_ravel(const KlCall *call, KlInferred *result, KlError *error)
     if (status != KL_OK) {
         return status;
     }
+    if (input->is_strided && !kl_meta_is_contiguous(input)) {
+        kl_meta_set_contiguous(&result->outs[0]); /* ravel is contiguous().view(-1) */
+        return KL_OK;
+    }
     return settle_view(call, result, true, error);
 }
 
