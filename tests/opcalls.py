@@ -220,8 +220,15 @@ class Checker:
         self.counts[name, said["status"]] += 1
         text = describe(name, args, kwargs)
         before = [(t, t.detach().clone()) for t in tensors((args, kwargs))]
+        saved: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
         try:
-            result = func(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = func(*args, **kwargs)
         except Exception as error:
             # A call that torch refuses must not be taken for legal unless only its values tell.
             self.counts[name, f"raises {type(error).__name__}, said {said['status']}"] += 1
@@ -230,6 +237,7 @@ class Checker:
             return result
         assert said["status"] == "OK", f"{text}: legal, but {said}"
         self.check_outs(name, text, said, args, kwargs, result)
+        self.check_saves(text, said, args, kwargs, result, saved)
         if self.check_places and not any(t.numel() > 4000 for t, _ in before):
             values = {id(t): old for t, old in before}
             self.check_all_places(name, func, values, args, kwargs, result)
@@ -266,6 +274,28 @@ class Checker:
     def input(args: Any, kwargs: Any, where: Any, entry: Any) -> torch.Tensor:
         value = args[where] if isinstance(where, int) else kwargs[where]
         return value if entry is None else value[entry]
+
+    def check_saves(
+        self, text: str, said: Any, args: Any, kwargs: Any, result: Any, saved: list[torch.Tensor]
+    ) -> None:
+        """Compare what the row says with what torch kept for backward, storage by storage."""
+        inputs = [self.input(args, kwargs, where, entry) for where, entry, _ in said["inputs"]]
+        outs = [args[0]] if result is None else tensors(result)
+        own = {t.untyped_storage()._cdata for t in (*inputs, *outs)}
+        kept = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in saved}
+
+        def storages(values: list[torch.Tensor], mask: int) -> set[int]:
+            chosen = [t for i, t in enumerate(values) if mask >> i & 1]
+            return {t.untyped_storage()._cdata for t in chosen}
+
+        told = storages(inputs, said["saves"]["inputs"]) | storages(outs, said["saves"]["outputs"])
+        extra = sum(n for cdata, n in kept.items() if cdata not in own)
+        names = {t.untyped_storage()._cdata: f"in{i}" for i, t in enumerate(inputs)}
+        names |= {t.untyped_storage()._cdata: f"out{i}" for i, t in enumerate(outs)}
+        actual = sorted(names[c] for c in kept if c in own)
+        assert (set(kept) & own, extra) == (told, said["saves"]["bytes_extra"]), (
+            f"SAVES {text}: keeps {actual} and {extra} bytes, said {said['saves']}"
+        )
 
     def check_all_places(
         self, name: str, func: Any, values: Any, args: Any, kwargs: Any, result: Any

@@ -62,6 +62,8 @@ KlStatus kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_
                             KlError *error);
 /* Every output is a view of (or the same as) that input. */
 void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
+/* The tensor in args[arg] lends its shape or dtype and gets no gradient. */
+void kl_rules_lend(const KlCall *call, KlInferred *result, uint32_t arg);
 /* Widen `out`'s shape by broadcasting with `meta`'s. */
 KlStatus kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error);
 /* The strides torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: a
@@ -326,16 +328,22 @@ KL_SAVES(addcmul);
 KL_SAVES(both);         /* words 0 and 1 */
 KL_SAVES(both_copy);
 KL_SAVES(copy);
+KL_SAVES(copysign);
+KL_SAVES(copysign_copy);
 KL_SAVES(cummax);
 KL_SAVES(div);
 KL_SAVES(div_copy);
 KL_SAVES(gather);
+KL_SAVES(hypot);
+KL_SAVES(hypot_copy);
 KL_SAVES(index);
 KL_SAVES(index_add);
+KL_SAVES(index_copy);
 KL_SAVES(indices);      /* output 1 */
 KL_SAVES(input);
 KL_SAVES(input_output);
 KL_SAVES(inputs);
+KL_SAVES(inputs_copy);
 KL_SAVES(lerp);
 KL_SAVES(lerp_copy);
 KL_SAVES(log_sigmoid);
@@ -344,9 +352,13 @@ KL_SAVES(median);
 KL_SAVES(other);        /* each operand where the other's gradient is wanted */
 KL_SAVES(other_copy);
 KL_SAVES(output);
+KL_SAVES(output_copy);
 KL_SAVES(pow);
 KL_SAVES(pow_copy);
 KL_SAVES(remainder);
+KL_SAVES(remainder_copy);
+KL_SAVES(scatter_add);
+KL_SAVES(take_along_dim);
 KL_SAVES(where);
 KL_SAVES(word1);
 KL_SAVES(word2);

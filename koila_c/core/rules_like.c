@@ -177,6 +177,7 @@ dtype_to(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     const KlMeta *other = kl_rules_input(call, 1);
+    kl_rules_lend(call, result, 1);
     bool is_shifted = call->args[2].kind == KL_ARG_BOOL; /* no dtype between device and non_blocking */
     bool is_copied = false;
     KlStatus status = kl_rules_bool(call, is_shifted ? 3 : 4, false, &is_copied);
@@ -201,6 +202,7 @@ dtype_type_as(const KlCall *call, KlInferred *result, KlError *error)
     if (other == NULL) {
         return KL_DECLINED;
     }
+    kl_rules_lend(call, result, 1);
     result->device = other->device;
     return cast_to(call, result, other->dtype, false);
 }

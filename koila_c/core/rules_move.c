@@ -284,6 +284,7 @@ shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
     if (other == NULL) {
         return KL_DECLINED;
     }
+    kl_rules_lend(call, result, 1);
     KlStatus status = begin_view(call, result, error);
     if (status != KL_OK) {
         return status;

@@ -32,6 +32,14 @@ kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input)
     result->alias_input = input;
 }
 
+void
+kl_rules_lend(const KlCall *call, KlInferred *result, uint32_t arg)
+{
+    if (call->args[arg].kind == KL_ARG_VALUE && call->args[arg].input < 64) {
+        result->inputs_no_grad |= UINT64_C(1) << call->args[arg].input;
+    }
+}
+
 KlStatus
 kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error)
 {

@@ -101,6 +101,7 @@ shape_as_other(const KlCall *call, KlInferred *result, bool can_copy, KlError *e
     if (other == NULL) {
         return KL_DECLINED;
     }
+    kl_rules_lend(call, result, 1);
     KlStatus status = kl_rules_out(result, other, error);
     if (status == KL_OK && kl_meta_n_elements(other) != kl_meta_n_elements(call->inputs[0])) {
         return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not fill a shape of %lld",
