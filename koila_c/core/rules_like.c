@@ -127,7 +127,8 @@ shape_cast(const KlCall *call, KlInferred *result, KlError *error)
         }
     }
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
-    return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], find_format(call)) : status;
+    return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], find_format(call))
+                           : status;
 }
 
 static KlStatus
@@ -143,8 +144,8 @@ cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
     if (is_last && (!input->is_strided || input->n_dims == 5)) {
         return KL_DECLINED;
     }
-    bool is_laid_out = format == KL_FORMAT_PRESERVE
-                       || format == (is_last ? KL_FORMAT_CHANNELS_LAST : KL_FORMAT_CONTIGUOUS);
+    bool is_laid_out = format == KL_FORMAT_PRESERVE ||
+                       format == (is_last ? KL_FORMAT_CHANNELS_LAST : KL_FORMAT_CONTIGUOUS);
     if (dtype == input->dtype && result->device == input->device && !is_copied && is_laid_out) {
         set_same(call, result);
         return KL_OK;
@@ -153,11 +154,11 @@ cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
     return KL_OK;
 }
 
-#define DTYPE_CAST(word, dtype)                                                                              \
-    KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)                            \
-    {                                                                                                        \
-        (void)error;                                                                                         \
-        return cast_to(call, result, dtype, false);                                                          \
+#define DTYPE_CAST(word, dtype)                                                                    \
+    KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)                  \
+    {                                                                                              \
+        (void)error;                                                                               \
+        return cast_to(call, result, dtype, false);                                                \
     }
 
 DTYPE_CAST(float16, KL_DTYPE_FLOAT16)
@@ -178,7 +179,8 @@ dtype_to(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     const KlMeta *other = kl_rules_input(call, 1);
     kl_rules_lend(call, result, 1);
-    bool is_shifted = call->args[2].kind == KL_ARG_BOOL; /* no dtype between device and non_blocking */
+    bool is_shifted =
+        call->args[2].kind == KL_ARG_BOOL; /* no dtype between device and non_blocking */
     bool is_copied = false;
     KlStatus status = kl_rules_bool(call, is_shifted ? 3 : 4, false, &is_copied);
     if (status != KL_OK || (is_shifted && kl_rules_is_given(call, 4))) {
@@ -238,7 +240,8 @@ read_options(const KlCall *call, KlInferred *result, uint32_t first)
         result->device = (uint8_t)call->args[first + 2].u.i;
     }
     bool has_dtype = kl_rules_is_given(call, first);
-    bool is_dtype = call->args[first].kind == KL_ARG_DTYPE && call->args[first].u.dtype != KL_DTYPE_OTHER;
+    bool is_dtype =
+        call->args[first].kind == KL_ARG_DTYPE && call->args[first].u.dtype != KL_DTYPE_OTHER;
     return has_dtype && !is_dtype ? KL_DECLINED : KL_OK;
 }
 

@@ -93,11 +93,9 @@ saves_max(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     if (call->args[1].kind == KL_ARG_VALUE) {
         saves_both(call, result, saves);
-    }
-    else if (result->n_outs == 2) {
+    } else if (result->n_outs == 2) {
         saves->outputs = 2;
-    }
-    else {
+    } else {
         saves_input_output(call, result, saves);
     }
 }
@@ -199,8 +197,7 @@ saves_index(const KlCall *call, const KlInferred *result, KlSaves *saves)
         const KlIndex *item = &index->u.items[i];
         if (item->kind == KL_INDEX_TENSOR && item->input < 64) {
             saves->inputs |= UINT64_C(1) << item->input;
-        }
-        else if (item->kind == KL_INDEX_INTS) {
+        } else if (item->kind == KL_INDEX_INTS) {
             saves->bytes_extra += item->stop * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
         }
     }
@@ -211,7 +208,8 @@ void
 saves_take_along_dim(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     keep(call, 0, saves);
-    saves->bytes_extra = kl_meta_n_elements(&result->outs[0]) * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
+    saves->bytes_extra =
+        kl_meta_n_elements(&result->outs[0]) * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
     saves->is_extra_rows = kl_place_is_rows(&result->outs[0].place);
 }
 
@@ -365,8 +363,7 @@ saves_median(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     if (result->n_outs == 2) {
         saves_indices(call, result, saves);
-    }
-    else {
+    } else {
         saves_input_output(call, result, saves);
     }
 }
