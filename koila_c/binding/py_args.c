@@ -27,6 +27,7 @@ kl_py_bound_init(KlPyBound *bound)
     bound->n_inputs_max = KL_PY_INPUTS_FIXED;
     bound->n_ints_used = 0;
     bound->n_items_used = 0;
+    bound->n_floats_used = 0;
     bound->blocks = NULL;
 }
 
@@ -73,6 +74,17 @@ reserve_items(KlPyBound *bound, size_t n)
         return room;
     }
     return block_new(bound, n, sizeof(KlIndex));
+}
+
+static double *
+reserve_floats(KlPyBound *bound, size_t n)
+{
+    if (n <= KL_PY_FLOATS_FIXED - bound->n_floats_used) {
+        double *room = bound->floats_fixed + bound->n_floats_used;
+        bound->n_floats_used += (uint32_t)n;
+        return room;
+    }
+    return block_new(bound, n, sizeof(double));
 }
 
 static int
@@ -156,7 +168,31 @@ set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
     }
 }
 
-/* A sequence of ints or of tensors; anything else, and a mixture, is OTHER. */
+/* A sequence of numbers, some of them floats. */
+static int
+convert_floats(const Binder *binder, PyObject *const *entries, Py_ssize_t n, KlArg *arg)
+{
+    double *floats = reserve_floats(binder->bound, (size_t)n);
+    if (floats == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        int64_t number = 0;
+        if (PyFloat_Check(entries[i])) {
+            floats[i] = PyFloat_AS_DOUBLE(entries[i]);
+        } else if (get_int(entries[i], &number)) {
+            floats[i] = (double)number;
+        } else {
+            arg->kind = KL_ARG_OTHER;
+            return 0;
+        }
+    }
+    arg->kind = KL_ARG_FLOATS;
+    arg->u.floats = floats;
+    return 0;
+}
+
+/* A sequence of ints, of numbers or of tensors; anything else, and a mixture, is OTHER. */
 static int
 convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, uint32_t number,
                  KlArg *arg)
@@ -171,13 +207,15 @@ convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, u
         }
         for (Py_ssize_t i = 0; i < n; i++) {
             if (!get_int(entries[i], &ints[i])) {
-                arg->kind = KL_ARG_OTHER;
-                return 0;
+                return convert_floats(binder, entries, n, arg);
             }
         }
         arg->kind = KL_ARG_INTS;
         arg->u.ints = ints;
         return 0;
+    }
+    if (PyFloat_Check(entries[0])) {
+        return convert_floats(binder, entries, n, arg);
     }
     uint32_t n_before = bound->n_inputs;
     bool has_tensor = false;

@@ -21,6 +21,7 @@
 #define KL_PY_INPUTS_FIXED 16
 #define KL_PY_INTS_FIXED 32
 #define KL_PY_ITEMS_FIXED 10
+#define KL_PY_FLOATS_FIXED 4
 #define KL_PY_NAMES_MAX 4
 
 /* One word of a signature, see the head of ops.def. */
@@ -85,11 +86,13 @@ typedef struct KlPyBound {
     uint32_t n_inputs_max;
     uint32_t n_ints_used;
     uint32_t n_items_used;
+    uint32_t n_floats_used;
     KlPyBlock *blocks; /* what did not fit below */
     const KlMeta *inputs_fixed[KL_PY_INPUTS_FIXED];
     KlPyInput input_origins_fixed[KL_PY_INPUTS_FIXED];
     int64_t ints_fixed[KL_PY_INTS_FIXED];
     KlIndex items_fixed[KL_PY_ITEMS_FIXED];
+    double floats_fixed[KL_PY_FLOATS_FIXED];
 } KlPyBound;
 
 /* Parse a row's `call`. New, or NULL with an exception (a misspelt row). */

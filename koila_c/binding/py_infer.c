@@ -314,6 +314,8 @@ describe(PyObject *dict, const KlCall *call, const KlInferred *result)
     if (set_new(dict, "mode", PyUnicode_FromString(modes[result->split.mode])) < 0 ||
         set_new(dict, "reason", Py_BuildValue("z", result->split.reason)) < 0 ||
         set_new(dict, "reduce", Py_BuildValue("z", reduces[result->split.reduce])) < 0 ||
+        set_new(dict, "random", PyBool_FromLong(result->is_random)) < 0 ||
+        set_new(dict, "effects", PyLong_FromUnsignedLong(result->effects)) < 0 ||
         set_new(dict, "alias", Py_BuildValue("(sN)", aliases[result->alias], alias_input)) < 0) {
         return -1;
     }

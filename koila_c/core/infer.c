@@ -72,6 +72,8 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     result->alias_input = 0;
     result->inputs_no_grad = 0;
     result->outs_no_grad = 0;
+    result->is_random = call->row->kind == KL_ROW_RANDOM;
+    result->effects = call->row->effects;
     for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {
         result->dim_map[dim] = dim;
     }

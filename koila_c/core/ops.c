@@ -19,7 +19,7 @@ enum {
 };
 
 /* Effects: which words of the signature the op writes. */
-enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1 };
+enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1, EFFECTS_STATS = 3 << 3 /* words 3 and 4 */ };
 
 #define CELLS(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell)                        \
     .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell, .place = place_##place_cell,         \

@@ -15,6 +15,7 @@ typedef enum {
     KL_ARG_INT,
     KL_ARG_INTS, /* a list or tuple of ints, or varargs gathered */
     KL_ARG_FLOAT,
+    KL_ARG_FLOATS, /* a list or tuple of numbers, one a float at least: scale factors */
     KL_ARG_BOOL,
     KL_ARG_COMPLEX,
     KL_ARG_DTYPE,
@@ -53,13 +54,14 @@ typedef struct KlIndex {
 
 typedef struct KlArg {
     KlArgKind kind;
-    uint32_t n;     /* VALUES, INTS, INDEX: number of entries */
+    uint32_t n;     /* VALUES, INTS, FLOATS, INDEX: number of entries */
     uint32_t input; /* VALUE: number among the call's inputs; VALUES: of the first one */
     union {
         int64_t i;            /* INT, BOOL (0 or 1), DEVICE, FORMAT */
         double f;             /* FLOAT */
         KlDtype dtype;        /* DTYPE */
         const int64_t *ints;  /* INTS */
+        const double *floats; /* FLOATS */
         const char *text;     /* TEXT */
         const KlIndex *items; /* INDEX */
     } u;
@@ -143,6 +145,9 @@ typedef enum {
     KL_ALIAS_MAYBE, /* view, same or copy: the strides are not known */
 } KlAlias;
 
+/* Effects: which arguments the op writes. Bit i: word i of the signature. */
+typedef uint32_t KlEffects;
+
 /* What inference found. `outs` grows as needed and is reused from call to call. */
 typedef struct KlInferred {
     KlMeta *outs; /* [n_outs] */
@@ -153,6 +158,8 @@ typedef struct KlInferred {
     uint8_t device;          /* of all outputs; a rule that moves a value (`to`) sets it */
     uint64_t inputs_no_grad; /* bit i: no gradient flows to input i; set by a rule */
     uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */
+    bool is_random;    /* the call draws from a generator: the row's kind, or what its rule says */
+    KlEffects effects; /* what the call writes: the row's, or less where a shape rule says so */
     /* Where each dim of the first input went in the outputs, -1: reduced, mixed or gone. Set by a
      * shape rule for the place rule of the same row; the dims stay where they are by default. */
     int8_t dim_map[KL_DIMS_MAX];
@@ -164,9 +171,6 @@ typedef KlStatus (*KlShapeRule)(const KlCall *call, KlInferred *result, KlError 
 typedef KlStatus (*KlDtypeRule)(const KlCall *call, KlInferred *result, KlError *error);
 typedef KlStatus (*KlPlaceRule)(const KlCall *call, KlInferred *result, KlError *error);
 typedef void (*KlSavesRule)(const KlCall *call, const KlInferred *result, KlSaves *saves);
-
-/* Effects: which arguments the op writes. Bit i: word i of the signature. */
-typedef uint32_t KlEffects;
 
 struct KlRow {
     const char *name; /* torch's own spelling */

@@ -1,5 +1,199 @@
-/* rules_nn.h - the words of the sections in ops_nn.def: layers, losses, attention, random draws. */
+/* rules_nn.h - the words of the sections in ops_nn.def: products, layers, losses, attention, draws. */
 #ifndef KL_RULES_NN_H
 #define KL_RULES_NN_H
+
+/* --- labels (rules_labels.c): see NOTE [labels] there -------------------------------------------- */
+
+/* One letter for each dim of a value. Dims with the same letter run together; 0: a dim of its own. */
+typedef struct KlLabels {
+    uint8_t of[KL_DIMS_MAX]; /* [n_dims] */
+} KlLabels;
+
+enum { KL_LABELS_MAX = 8 }; /* inputs a rule labels; those after them have no letters */
+
+/* How a call moves its rows. */
+typedef struct KlWiring {
+    KlLabels inputs[KL_LABELS_MAX]; /* [n_inputs] */
+    KlLabels outs[4];               /* [n_outs] */
+    KlReduce reduce;                /* rows that no output has: how they are combined; NONE: ONCE */
+    const char *reason; /* ... with this reason; also for rows in a dim without letter */
+} KlWiring;
+
+/* Wire a call: find the letter of the rows, slice every input that has it, place the outputs. */
+KlStatus kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *wiring);
+
+/* Letters 1 .. n_dims from the left for a value of the full shape. */
+KlLabels kl_rules_letters(int32_t n_dims);
+/* The letters of an operand with `n_dims` that broadcasts from the right to `full`, of n_dims_full. */
+KlLabels kl_rules_letters_right(KlLabels full, int32_t n_dims_full, int32_t n_dims);
+
+/* --- small tools (rules_labels.c) ------------------------------------------------------------------- */
+
+/* The strides are those of a new row-major tensor, also in dims of size 1 (where torch's choice of memory
+ * format looks at them). */
+bool kl_rules_is_plain(const KlMeta *meta);
+/* A new output: row-major strides if every tensor of the call is plain, else not known. */
+void kl_rules_settle_plain(const KlCall *call, KlInferred *result);
+/* The same by torch's memory formats: outputs of 4 dims are channels_last if one of the first `n_deciders`
+ * inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as kl_rules_settle_plain. */
+void kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders);
+/* Every tensor of the call has the dtype of the first, which is no bool. */
+KlStatus kl_rules_uniform(const KlCall *call, KlDtype *dtype);
+/* Input of args[arg] as bit of KlSaves.inputs; nothing where it is no tensor. */
+void kl_rules_save(const KlCall *call, KlSaves *saves, uint32_t arg);
+/* The tensor args[arg] requires grad. */
+bool kl_rules_needs_grad(const KlCall *call, uint32_t arg);
+/* New memory of n elements. */
+void kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDtype dtype);
+/* The other dims of `meta` can be merged into dim 0 without a copy: view(-1, shape[-1]). */
+bool kl_rules_is_foldable(const KlMeta *meta);
+/* args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the fallback. */
+KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
+                          int64_t *values); /* rules_conv.c */
+
+KL_DTYPE(uniform);       /* all tensors share one dtype, the output's; no bool */
+KL_DTYPE(uniform_float); /* ... and it is a real floating-point one */
+KL_SAVES(all);           /* every tensor argument, whichever needs the gradient */
+KL_SAVES(input);         /* the first argument */
+
+/* --- products (rules_matmul.c, rules_einsum.c) ------------------------------------------------------- */
+
+KL_SHAPE(addbmm);
+KL_SHAPE(addmm);
+KL_SHAPE(addmv);
+KL_SHAPE(addr);
+KL_SHAPE(baddbmm);
+KL_SHAPE(bilinear);
+KL_SHAPE(bmm);
+KL_SHAPE(dot);
+KL_SHAPE(einsum);
+KL_SHAPE(linear);
+KL_SHAPE(matmul);
+KL_SHAPE(mm);
+KL_SHAPE(mv);
+KL_SHAPE(outer);
+KL_PLACE(addbmm);
+KL_PLACE(addmm);
+KL_PLACE(addmv);
+KL_PLACE(addr);
+KL_PLACE(baddbmm);
+KL_PLACE(bilinear);
+KL_PLACE(bmm);
+KL_PLACE(dot);
+KL_PLACE(einsum);
+KL_PLACE(linear);
+KL_PLACE(matmul);
+KL_PLACE(mm);
+KL_PLACE(mv);
+KL_PLACE(outer);
+KL_SAVES(addmm);
+KL_SAVES(bilinear);
+KL_SAVES(einsum);
+KL_SAVES(linear);
+KL_SAVES(matmul);
+KL_SAVES(product);
+
+/* --- images (rules_conv.c, rules_pool.c, rules_resize.c, rules_patch.c) ------------------------------- */
+
+KL_SHAPE(adaptive_avg_pool1d);
+KL_SHAPE(adaptive_avg_pool2d);
+KL_SHAPE(adaptive_avg_pool3d);
+KL_SHAPE(adaptive_max_pool1d);
+KL_SHAPE(adaptive_max_pool2d);
+KL_SHAPE(adaptive_max_pool3d);
+KL_SHAPE(affine_grid);
+KL_SHAPE(avg_pool1d);
+KL_SHAPE(avg_pool2d);
+KL_SHAPE(avg_pool3d);
+KL_SHAPE(channel_shuffle);
+KL_SHAPE(col2im);
+KL_SHAPE(constant_pad);
+KL_SHAPE(conv1d);
+KL_SHAPE(conv2d);
+KL_SHAPE(conv3d);
+KL_SHAPE(conv_transpose1d);
+KL_SHAPE(conv_transpose2d);
+KL_SHAPE(conv_transpose3d);
+KL_SHAPE(grid_sampler);
+KL_SHAPE(im2col);
+KL_SHAPE(linear1d);
+KL_SHAPE(linear2d);
+KL_SHAPE(linear3d);
+KL_SHAPE(max_pool1d);
+KL_SHAPE(max_pool1d_pair);
+KL_SHAPE(max_pool2d);
+KL_SHAPE(max_pool2d_pair);
+KL_SHAPE(max_pool3d);
+KL_SHAPE(max_pool3d_pair);
+KL_SHAPE(nearest1d);
+KL_SHAPE(nearest2d);
+KL_SHAPE(nearest3d);
+KL_SHAPE(pad);
+KL_SHAPE(pixel_shuffle);
+KL_SHAPE(pixel_unshuffle);
+KL_DTYPE(with_indices); /* the second output holds positions */
+KL_PLACE(affine_grid);
+KL_PLACE(channel_shuffle);
+KL_PLACE(col2im);
+KL_PLACE(conv);
+KL_PLACE(grid_sampler);
+KL_PLACE(im2col);
+KL_PLACE(pad);
+KL_PLACE(spatial1); /* all dims but the last one, two, three keep their rows */
+KL_PLACE(spatial2);
+KL_PLACE(spatial3);
+KL_SAVES(adaptive_avg_pool1d);
+KL_SAVES(adaptive_avg_pool2d);
+KL_SAVES(adaptive_avg_pool3d);
+KL_SAVES(conv);
+KL_SAVES(conv_transpose);
+KL_SAVES(max_pool);
+KL_SAVES(pad);
+
+/* --- norms, softmax, tables, attention (rules_norm.c, rules_softmax.c, rules_embedding.c, rules_attention.c) */
+
+KL_SHAPE(attention);
+KL_SHAPE(batch_norm);
+KL_SHAPE(cdist);
+KL_SHAPE(cosine_similarity);
+KL_SHAPE(embedding);
+KL_SHAPE(embedding_renorm);
+KL_SHAPE(glu);
+KL_SHAPE(group_norm);
+KL_SHAPE(instance_norm);
+KL_SHAPE(layer_norm);
+KL_SHAPE(one_hot);
+KL_SHAPE(pairwise_distance);
+KL_SHAPE(prelu);
+KL_SHAPE(rms_norm);
+KL_SHAPE(softmax);
+KL_DTYPE(attention);
+KL_DTYPE(indices); /* int64 */
+KL_DTYPE(norm);    /* that of the first input; float32 weights may go with a half type */
+KL_DTYPE(softmax);
+KL_PLACE(attention);
+KL_PLACE(batch_norm);
+KL_PLACE(cdist);
+KL_PLACE(cosine_similarity);
+KL_PLACE(embedding);
+KL_PLACE(embedding_renorm);
+KL_PLACE(glu);
+KL_PLACE(group_norm);
+KL_PLACE(instance_norm);
+KL_PLACE(layer_norm);
+KL_PLACE(one_hot);
+KL_PLACE(pairwise_distance);
+KL_PLACE(prelu);
+KL_PLACE(softmax);
+KL_SAVES(attention);
+KL_SAVES(batch_norm);
+KL_SAVES(cdist);
+KL_SAVES(cosine_similarity);
+KL_SAVES(embedding);
+KL_SAVES(group_norm);
+KL_SAVES(instance_norm);
+KL_SAVES(layer_norm);
+KL_SAVES(pairwise_distance);
+KL_SAVES(rms_norm);
 
 #endif

@@ -1,0 +1,203 @@
+/* rules_attention.c - scaled_dot_product_attention: (*, l, e), (*, s, e), (*, s, v) -> (*, l, v).
+ *
+ * torch picks one of several kernels by shape, dtype and a context the rules do not see. Where the choice
+ * would change what is promised (strides of the result, bytes kept), the larger set is told. */
+#include "rules.h"
+
+enum { QUERY, KEY, VALUE, MASK, DROPOUT, CAUSAL, SCALE, GROUPED };
+enum { LETTER_QUERY = 20, LETTER_KEY = 21, LETTER_VALUE = 22 };
+
+static KlStatus
+read_options(const KlCall *call, double *dropout, bool *is_causal, bool *is_grouped)
+{
+    KlStatus status = kl_rules_float(call, DROPOUT, 0.0, dropout);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, CAUSAL, false, is_causal);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, GROUPED, false, is_grouped);
+    }
+    bool is_odd =
+        kl_rules_is_given(call, MASK) && (kl_rules_input(call, MASK) == NULL || *is_causal);
+    return status == KL_OK && is_odd ? KL_DECLINED : status;
+}
+
+/* Shape of the attention weights, without their last two dims: query, key and value broadcast. */
+static KlStatus
+broadcast_lead(const KlCall *call, bool is_grouped, KlMeta *lead, KlError *error)
+{
+    *lead = (KlMeta){.n_dims = 0};
+    for (uint32_t arg = QUERY; arg <= VALUE; arg++) {
+        const KlMeta *meta = kl_rules_input(call, arg);
+        if (meta == NULL || meta->n_dims < 2 || kl_meta_n_elements(meta) == 0) {
+            return KL_DECLINED;
+        }
+        KlMeta own = *meta;
+        own.n_dims -= 2;
+        if (is_grouped && arg != QUERY) {
+            const KlMeta *query = kl_rules_input(call, QUERY);
+            if (meta->n_dims != query->n_dims || own.n_dims < 1 ||
+                query->shape[own.n_dims - 1] % own.shape[own.n_dims - 1] != 0) {
+                return KL_DECLINED;
+            }
+            own.shape[own.n_dims - 1] = query->shape[own.n_dims - 1];
+        }
+        KlStatus status = kl_rules_broadcast(lead, &own, error);
+        if (status != KL_OK) {
+            return status;
+        }
+    }
+    return lead->n_dims + 2 > KL_DIMS_MAX ? KL_DECLINED : KL_OK;
+}
+
+static KlStatus
+check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
+{
+    const KlMeta *mask = kl_rules_input(call, MASK);
+    const KlMeta *query = kl_rules_input(call, QUERY);
+    const KlMeta *key = kl_rules_input(call, KEY);
+    if (mask == NULL) {
+        return KL_OK;
+    }
+    KlMeta weights = *lead;
+    weights.shape[weights.n_dims++] = query->shape[query->n_dims - 2];
+    weights.shape[weights.n_dims++] = key->shape[key->n_dims - 2];
+    KlMeta grown = weights;
+    KlStatus status = kl_rules_broadcast(&grown, mask, error);
+    for (int32_t dim = 0; status == KL_OK && dim < grown.n_dims; dim++) {
+        bool is_same = grown.n_dims == weights.n_dims && grown.shape[dim] == weights.shape[dim];
+        status = is_same ? KL_OK : KL_DECLINED;
+    }
+    bool is_typed = mask->dtype == KL_DTYPE_BOOL || mask->dtype == query->dtype;
+    return status == KL_OK && !is_typed ? KL_DECLINED : status;
+}
+
+KlStatus
+shape_attention(const KlCall *call, KlInferred *result, KlError *error)
+{
+    double dropout = 0.0;
+    bool is_causal = false;
+    bool is_grouped = false;
+    KlMeta out;
+    KlStatus status = read_options(call, &dropout, &is_causal, &is_grouped);
+    if (status == KL_OK) {
+        status = broadcast_lead(call, is_grouped, &out, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    const KlMeta *query = kl_rules_input(call, QUERY);
+    const KlMeta *key = kl_rules_input(call, KEY);
+    const KlMeta *value = kl_rules_input(call, VALUE);
+    if (query->shape[query->n_dims - 1] != key->shape[key->n_dims - 1] ||
+        key->shape[key->n_dims - 2] != value->shape[value->n_dims - 2]) {
+        return KL_DECLINED;
+    }
+    status = check_mask(call, &out, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    out.shape[out.n_dims++] = query->shape[query->n_dims - 2];
+    out.shape[out.n_dims++] = value->shape[value->n_dims - 1];
+    status = kl_rules_out(result, &out, error);
+    result->is_random = dropout > 0.0;
+    if (status == KL_OK && kl_rules_is_plain(query)) {
+        kl_meta_set_contiguous(&result->outs[0]); /* of another query it depends on the kernel */
+    }
+    return status;
+}
+
+KlStatus
+dtype_attention(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = call->inputs[0]->dtype;
+    bool is_uniform =
+        kl_rules_input(call, KEY)->dtype == dtype && kl_rules_input(call, VALUE)->dtype == dtype;
+    kl_rules_set_dtypes(result, dtype);
+    return is_uniform && kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
+}
+
+KlStatus
+place_attention(const KlCall *call, KlInferred *result, KlError *error)
+{
+    double dropout = 0.0;
+    bool is_causal = false;
+    bool is_grouped = false;
+    (void)error;
+    KlStatus status = read_options(call, &dropout, &is_causal, &is_grouped);
+    if (status != KL_OK) {
+        return status;
+    }
+    int32_t n = result->outs[0].n_dims;
+    KlLabels full = kl_rules_letters(n - 2);
+    if (is_grouped) {
+        full.of[n - 3] = 0; /* one head of the keys serves several of the queries */
+    }
+    full.of[n - 2] = is_causal ? 0 : LETTER_QUERY;
+    full.of[n - 1] = LETTER_VALUE;
+    KlWiring wiring = {.outs = {full}, .reason = "the rows are positions or features of attention"};
+    static const uint8_t last[] = {0, 0, LETTER_VALUE, LETTER_KEY};
+    for (uint32_t arg = QUERY; arg <= MASK; arg++) {
+        const KlMeta *meta = kl_rules_input(call, arg);
+        if (meta == NULL) {
+            continue;
+        }
+        KlLabels *labels = &wiring.inputs[call->args[arg].input];
+        *labels = kl_rules_letters_right(full, n, meta->n_dims);
+        labels->of[meta->n_dims - 1] = meta->n_dims > 0 ? last[arg] : 0;
+        if (arg == KEY || arg == VALUE) {
+            labels->of[meta->n_dims - 2] = LETTER_KEY;
+        }
+    }
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* The fused kernel takes four dims of one batch size and one feature size, and no dropout. */
+static bool
+is_fused(const KlCall *call, double dropout)
+{
+    const KlMeta *query = kl_rules_input(call, QUERY);
+    bool is_fit = query->n_dims == 4 && dropout == 0.0 && !kl_rules_needs_grad(call, MASK);
+    for (uint32_t arg = KEY; arg <= VALUE; arg++) {
+        const KlMeta *meta = kl_rules_input(call, arg);
+        is_fit = is_fit && meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
+                 meta->shape[3] == query->shape[3];
+    }
+    return is_fit;
+}
+
+void
+saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    double dropout = 0.0;
+    bool is_causal = false;
+    bool is_grouped = false;
+    const KlMeta *query = kl_rules_input(call, QUERY);
+    const KlMeta *key = kl_rules_input(call, KEY);
+    const KlMeta *mask = kl_rules_input(call, MASK);
+    const KlMeta *out = &result->outs[0];
+    (void)read_options(call, &dropout, &is_causal, &is_grouped);
+    int64_t n_queries = kl_meta_n_elements(out) / out->shape[out->n_dims - 1];
+    bool is_half = query->dtype == KL_DTYPE_FLOAT16 || query->dtype == KL_DTYPE_BFLOAT16;
+    KlDtype wide = is_half ? KL_DTYPE_FLOAT32 : query->dtype;
+    kl_rules_save(call, saves, QUERY);
+    kl_rules_save(call, saves, KEY);
+    kl_rules_save(call, saves, VALUE);
+    saves->outputs = 1;
+    if (is_fused(call, dropout)) {
+        kl_rules_save_new(result, saves, n_queries, wide); /* log of the sums */
+        if (mask != NULL && mask->dtype == KL_DTYPE_BOOL) {
+            kl_rules_save_new(result, saves, kl_meta_n_elements(mask), query->dtype);
+        } else {
+            kl_rules_save(call, saves, MASK);
+        }
+        return;
+    }
+    /* Otherwise the matrix of weights is kept, and scaled copies of query and key. */
+    int64_t n_weights = n_queries * key->shape[key->n_dims - 2];
+    int64_t n_copied = n_queries * query->shape[query->n_dims - 1] +
+                       n_weights / out->shape[out->n_dims - 2] *
+                           (key->shape[key->n_dims - 1] + out->shape[out->n_dims - 1]);
+    kl_rules_save_new(result, saves, n_copied + n_weights * (dropout > 0.0 ? 3 : 1), wide);
+}

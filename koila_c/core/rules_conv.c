@@ -1,0 +1,248 @@
+/* rules_conv.c - convolutions, plain and transposed, of one to three spatial dims, batched or not. */
+#include "rules.h"
+
+#include <string.h>
+
+enum { SPATIAL_MAX = 3 };
+
+KlStatus
+kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
+                 int64_t *values)
+{
+    int64_t value = 0;
+    const int64_t *ints = NULL;
+    uint32_t n_given = 0;
+    KlStatus status = kl_rules_ints(call, arg, &value, &ints, &n_given);
+    if (status != KL_OK) {
+        return status;
+    }
+    if (n_given == 0) {
+        ints = fallback;
+        n_given = (uint32_t)n;
+    }
+    if (n_given != 1 && n_given != (uint32_t)n) {
+        return KL_DECLINED;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        values[i] = ints[n_given == 1 ? 0 : i];
+    }
+    return KL_OK;
+}
+
+/* The numbers of a convolution, each [n] where it has one for each spatial dim. */
+typedef struct {
+    int32_t n; /* spatial dims */
+    bool is_same;
+    int64_t stride[SPATIAL_MAX];
+    int64_t padding[SPATIAL_MAX];
+    int64_t dilation[SPATIAL_MAX];
+    int64_t output_padding[SPATIAL_MAX];
+    int64_t groups;
+} Conv;
+
+static KlStatus
+read_padding(const KlCall *call, Conv *conv)
+{
+    static const int64_t zeros[SPATIAL_MAX] = {0};
+    const char *text = NULL;
+    if (kl_rules_text(call, 4, NULL, &text) != KL_OK || text == NULL) {
+        return kl_rules_spatial(call, 4, conv->n, zeros, conv->padding);
+    }
+    conv->is_same = strcmp(text, "same") == 0;
+    memset(conv->padding, 0, sizeof(conv->padding));
+    return conv->is_same || strcmp(text, "valid") == 0 ? KL_OK : KL_DECLINED;
+}
+
+/* conv: input, weight, bias, stride, padding, dilation, groups
+ * transposed: input, weight, bias, stride, padding, output_padding, groups, dilation */
+static KlStatus
+read_conv(const KlCall *call, bool is_transposed, int32_t n, Conv *conv)
+{
+    static const int64_t ones[SPATIAL_MAX] = {1, 1, 1};
+    static const int64_t zeros[SPATIAL_MAX] = {0};
+    *conv = (Conv){.n = n};
+    KlStatus status = kl_rules_spatial(call, 3, n, ones, conv->stride);
+    if (status == KL_OK) {
+        status = is_transposed ? kl_rules_spatial(call, 4, n, zeros, conv->padding)
+                               : read_padding(call, conv);
+    }
+    if (status == KL_OK && is_transposed) {
+        status = kl_rules_spatial(call, 5, n, zeros, conv->output_padding);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_spatial(call, is_transposed ? 7 : 5, n, ones, conv->dilation);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 6, 1, &conv->groups);
+    }
+    for (int32_t i = 0; i < n && status == KL_OK; i++) {
+        bool is_odd = conv->stride[i] <= 0 || conv->dilation[i] <= 0 || conv->padding[i] < 0 ||
+                      conv->output_padding[i] < 0 || conv->groups <= 0 ||
+                      (conv->is_same && conv->stride[i] != 1);
+        status = is_odd ? KL_DECLINED : KL_OK;
+    }
+    return status;
+}
+
+static KlStatus
+check_operands(const KlCall *call, bool is_transposed, const Conv *conv, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *weight = kl_rules_input(call, 1);
+    const KlMeta *bias = kl_rules_input(call, 2);
+    if (input == NULL || weight == NULL || (kl_rules_is_given(call, 2) && bias == NULL)) {
+        return KL_DECLINED;
+    }
+    int32_t n = conv->n;
+    if (weight->n_dims != n + 2 || (input->n_dims != n + 1 && input->n_dims != n + 2)) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the input has %d dims, the weight %d",
+                            (int)input->n_dims, (int)weight->n_dims);
+    }
+    int64_t channels = input->shape[input->n_dims - n - 1];
+    int64_t expected = is_transposed ? weight->shape[0] : weight->shape[1] * conv->groups;
+    if (channels != expected) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the input has %lld channels, the weight %lld",
+                            (long long)channels, (long long)expected);
+    }
+    int64_t channels_out = is_transposed ? weight->shape[1] * conv->groups : weight->shape[0];
+    bool is_odd = weight->shape[0] % conv->groups != 0 || channels == 0 || channels_out == 0 ||
+                  (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != channels_out));
+    return is_odd ? KL_DECLINED : KL_OK;
+}
+
+static int64_t
+size_out(const Conv *conv, bool is_transposed, int32_t i, int64_t size, int64_t kernel)
+{
+    int64_t reach = conv->dilation[i] * (kernel - 1);
+    if (is_transposed) {
+        return (size - 1) * conv->stride[i] - 2 * conv->padding[i] + reach +
+               conv->output_padding[i] + 1;
+    }
+    if (conv->is_same) {
+        return size;
+    }
+    int64_t free = size + 2 * conv->padding[i] - reach - 1;
+    return free < 0 ? 0 : free / conv->stride[i] + 1;
+}
+
+static KlStatus
+shape_conv(const KlCall *call, bool is_transposed, int32_t n, KlInferred *result, KlError *error)
+{
+    Conv conv;
+    KlStatus status = read_conv(call, is_transposed, n, &conv);
+    if (status == KL_OK) {
+        status = check_operands(call, is_transposed, &conv, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *weight = kl_rules_input(call, 1);
+    KlMeta out = *input;
+    out.shape[input->n_dims - n - 1] =
+        is_transposed ? weight->shape[1] * conv.groups : weight->shape[0];
+    for (int32_t i = 0; i < n; i++) {
+        int32_t dim = input->n_dims - n + i;
+        if (input->shape[dim] == 0 || weight->shape[2 + i] == 0) {
+            return KL_DECLINED;
+        }
+        out.shape[dim] = size_out(&conv, is_transposed, i, input->shape[dim], weight->shape[2 + i]);
+        if (out.shape[dim] <= 0) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "a kernel of %lld does not fit into %lld",
+                                (long long)weight->shape[2 + i], (long long)input->shape[dim]);
+        }
+    }
+    status = kl_rules_out(result, &out, error);
+    bool is_copied = n == 1 && input->is_strided && !kl_meta_is_contiguous(input);
+    if (status == KL_OK && is_copied && kl_rules_is_plain(weight)) {
+        kl_meta_set_contiguous(&result->outs[0]); /* with one spatial dim the copy is row-major */
+    } else if (status == KL_OK) {
+        kl_rules_settle_format(call, result, 2);
+    }
+    return status;
+}
+
+KlStatus
+shape_conv1d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_conv(call, false, 1, result, error);
+}
+
+KlStatus
+shape_conv2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_conv(call, false, 2, result, error);
+}
+
+KlStatus
+shape_conv3d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_conv(call, false, 3, result, error);
+}
+
+KlStatus
+shape_conv_transpose1d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_conv(call, true, 1, result, error);
+}
+
+KlStatus
+shape_conv_transpose2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_conv(call, true, 2, result, error);
+}
+
+KlStatus
+shape_conv_transpose3d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_conv(call, true, 3, result, error);
+}
+
+KlStatus
+place_conv(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    bool is_batched = call->inputs[0]->n_dims == call->inputs[1]->n_dims;
+    KlWiring wiring = {.reason = "the rows are channels, positions or weights of a convolution"};
+    if (is_batched) {
+        wiring.inputs[0].of[0] = 1;
+        wiring.outs[0].of[0] = 1;
+    }
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is kept. */
+void
+saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    Conv conv;
+    const KlMeta *input = call->inputs[0];
+    const KlMeta *weight = call->inputs[1];
+    int32_t n = weight->n_dims - 2;
+    int64_t n_padded = 1;
+    bool is_padded = false;
+    kl_rules_save(call, saves, 0);
+    kl_rules_save(call, saves, 1);
+    if (read_conv(call, false, n, &conv) != KL_OK || !conv.is_same) {
+        return;
+    }
+    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+        int32_t i = dim - (input->n_dims - n);
+        bool is_uneven = i >= 0 && conv.dilation[i] * (weight->shape[2 + i] - 1) % 2 != 0;
+        n_padded *= input->shape[dim] + (is_uneven ? 1 : 0);
+        is_padded = is_padded || is_uneven;
+    }
+    if (is_padded) {
+        saves->inputs = 0;
+        kl_rules_save(call, saves, 1);
+        kl_rules_save_new(result, saves, n_padded, input->dtype);
+    }
+}
+
+void
+saves_conv_transpose(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    kl_rules_save(call, saves, 0);
+    kl_rules_save(call, saves, 1);
+}

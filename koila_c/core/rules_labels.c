@@ -1,0 +1,268 @@
+/* rules_labels.c - rows of ops that are more than elementwise, and small tools of the layer rules.
+ *
+ * NOTE [labels]: write an op as einsum does, with a letter for each dim that runs through it on its own:
+ * conv2d is "n..., ... -> n...", scaled_dot_product_attention "bld, bsd, bsd -> bld". The letter of the
+ * rows' dim then says everything: inputs that have it are sliced, inputs that lack it are given whole,
+ * outputs that have it are in ROWS. A dim that is mixed with others of its value (the channels of a
+ * convolution, the dim of a softmax) has no letter. Rows whose letter no output has are summed over. */
+#include "rules.h"
+
+#include <string.h>
+
+static int32_t
+find_letter(const KlLabels *labels, int32_t n_dims, uint8_t letter, bool *is_twice)
+{
+    int32_t found = -1;
+    *is_twice = false;
+    for (int32_t dim = 0; dim < n_dims; dim++) {
+        if (labels->of[dim] == letter) {
+            *is_twice = found >= 0;
+            found = dim;
+        }
+    }
+    return found;
+}
+
+/* Slice every input that has the letter; NULL, or the reason why that cannot be. */
+static const char *
+follow_letter(const KlCall *call, KlInferred *result, const KlWiring *wiring, uint8_t letter,
+              KlPlace want)
+{
+    static const KlLabels none = {{0}};
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const KlLabels *labels = i < KL_LABELS_MAX ? &wiring->inputs[i] : &none;
+        bool is_twice = false;
+        want.dim = find_letter(labels, call->inputs[i]->n_dims, letter, &is_twice);
+        if (is_twice) {
+            return "a diagonal of the rows is taken";
+        }
+        const KlPlace *own = &call->inputs[i]->place;
+        if (want.dim < 0 && kl_place_is_rows(own)) {
+            return labels->of[own->dim] == 0 ? wiring->reason : "every row meets every row";
+        }
+        const char *reason = kl_rules_follow(call, result, i, &want);
+        if (reason != NULL) {
+            return reason;
+        }
+    }
+    return NULL;
+}
+
+KlStatus
+kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *wiring)
+{
+    uint32_t first = kl_rules_first_rows(call);
+    KlPlace want = call->inputs[first]->place;
+    uint8_t letter = first < KL_LABELS_MAX ? wiring->inputs[first].of[want.dim] : 0;
+    if (letter == 0) {
+        return kl_rules_once(result, wiring->reason);
+    }
+    const char *reason = follow_letter(call, result, wiring, letter, want);
+    if (reason != NULL) {
+        return kl_rules_once(result, reason);
+    }
+    uint32_t n_found = 0;
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        KlMeta *out = &result->outs[i];
+        bool is_twice = false;
+        want.dim = find_letter(&wiring->outs[i], out->n_dims, letter, &is_twice);
+        if (want.dim >= 0) {
+            if (out->shape[want.dim] != kl_rules_span(&want, kl_rules_rows(call, result))) {
+                return kl_rules_once(result, "a batch of one row is broadcast");
+            }
+            out->place = want;
+            n_found++;
+        }
+    }
+    if (n_found == result->n_outs) {
+        return KL_OK;
+    }
+    if (n_found > 0 || wiring->reduce == KL_REDUCE_NONE) {
+        return kl_rules_once(result, wiring->reason);
+    }
+    return kl_rules_reduce(result, wiring->reduce);
+}
+
+KlLabels
+kl_rules_letters(int32_t n_dims)
+{
+    KlLabels labels = {{0}};
+    for (int32_t dim = 0; dim < n_dims; dim++) {
+        labels.of[dim] = (uint8_t)(dim + 1);
+    }
+    return labels;
+}
+
+KlLabels
+kl_rules_letters_right(KlLabels full, int32_t n_dims_full, int32_t n_dims)
+{
+    KlLabels labels = {{0}};
+    for (int32_t dim = 0; dim < n_dims && n_dims <= n_dims_full; dim++) {
+        labels.of[dim] = full.of[dim + n_dims_full - n_dims];
+    }
+    return labels;
+}
+
+bool
+kl_rules_is_plain(const KlMeta *meta)
+{
+    KlMeta plain = *meta;
+    kl_meta_set_contiguous(&plain);
+    return meta->is_strided && memcmp(plain.strides, meta->strides,
+                                      (size_t)meta->n_dims * sizeof(meta->strides[0])) == 0;
+}
+
+void
+kl_rules_settle_plain(const KlCall *call, KlInferred *result)
+{
+    bool is_plain = true;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        is_plain = is_plain && kl_rules_is_plain(call->inputs[i]);
+    }
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        if (is_plain) {
+            kl_meta_set_contiguous(&result->outs[i]);
+        } else {
+            result->outs[i].is_strided = false;
+        }
+    }
+}
+
+/* TensorImpl's idea of channels_last strides (is_channels_last_strides_2d): (n, c, h, w) stored as nhwc. */
+static bool
+suggests_channels_last(const KlMeta *meta)
+{
+    static const int32_t order[] = {1, 3, 2, 0};
+    int64_t least = 0;
+    if (meta->strides[1] == 0) {
+        return false;
+    }
+    for (int i = 0; i < 4; i++) {
+        int32_t dim = order[i];
+        bool is_ambiguous = dim == 0 && least == meta->strides[1];
+        if (meta->shape[dim] == 0 || meta->strides[dim] < least || is_ambiguous) {
+            return false;
+        }
+        least = meta->strides[dim] * (meta->shape[dim] > 1 ? meta->shape[dim] : 1);
+    }
+    return true;
+}
+
+void
+kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders)
+{
+    bool is_last = false;
+    for (uint32_t i = 0; i < n_deciders && i < call->n_inputs; i++) {
+        const KlMeta *input = call->inputs[i];
+        if (!input->is_strided || input->n_dims != 4) {
+            kl_rules_settle_plain(call, result);
+            return;
+        }
+        is_last = is_last || suggests_channels_last(input);
+    }
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        KlMeta *out = &result->outs[i];
+        if (is_last) {
+            out->strides[1] = 1;
+            out->strides[3] = out->shape[1];
+            out->strides[2] = out->strides[3] * out->shape[3];
+            out->strides[0] = out->strides[2] * out->shape[2];
+            out->is_strided = true;
+        } else {
+            kl_meta_set_contiguous(out);
+        }
+    }
+}
+
+KlStatus
+kl_rules_uniform(const KlCall *call, KlDtype *dtype)
+{
+    *dtype = call->inputs[0]->dtype;
+    for (uint32_t i = 1; i < call->n_inputs; i++) {
+        if (call->inputs[i]->dtype != *dtype) {
+            return KL_DECLINED; /* refused by torch, or mended by autocast */
+        }
+    }
+    return *dtype == KL_DTYPE_BOOL ? KL_DECLINED : KL_OK;
+}
+
+void
+kl_rules_save(const KlCall *call, KlSaves *saves, uint32_t arg)
+{
+    if (kl_rules_input(call, arg) != NULL && call->args[arg].input < 64) {
+        saves->inputs |= UINT64_C(1) << call->args[arg].input;
+    }
+}
+
+bool
+kl_rules_needs_grad(const KlCall *call, uint32_t arg)
+{
+    const KlMeta *meta = kl_rules_input(call, arg);
+    return meta != NULL && meta->requires_grad;
+}
+
+void
+kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDtype dtype)
+{
+    saves->bytes_extra += n * (int64_t)kl_meta_dtype_bytes(dtype);
+    saves->is_extra_rows = result->split.mode != KL_MODE_ONCE;
+}
+
+bool
+kl_rules_is_foldable(const KlMeta *meta)
+{
+    if (meta->n_dims <= 2) {
+        return true;
+    }
+    int64_t last = meta->shape[meta->n_dims - 1];
+    KlMeta folded = {.n_dims = 2, .shape = {1, last}};
+    for (int32_t dim = 0; dim < meta->n_dims - 1; dim++) {
+        folded.shape[0] *= meta->shape[dim];
+    }
+    return meta->is_strided && kl_rules_view_strides(meta, &folded);
+}
+
+KlStatus
+dtype_uniform(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = KL_DTYPE_OTHER;
+    KlStatus status = kl_rules_uniform(call, &dtype);
+    kl_rules_set_dtypes(result, dtype);
+    return status;
+}
+
+KlStatus
+dtype_uniform_float(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = KL_DTYPE_OTHER;
+    KlStatus status = kl_rules_uniform(call, &dtype);
+    kl_rules_set_dtypes(result, dtype);
+    return status == KL_OK && !kl_meta_dtype_is_float(dtype) ? KL_DECLINED : status;
+}
+
+KlStatus
+dtype_indices(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)error;
+    kl_rules_set_dtypes(result, KL_DTYPE_INT64);
+    return KL_OK;
+}
+
+void
+saves_all(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    for (uint32_t i = 0; i < call->n_inputs && i < 64; i++) {
+        saves->inputs |= UINT64_C(1) << i;
+    }
+}
+
+void
+saves_input(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    kl_rules_save(call, saves, 0);
+}

@@ -1,0 +1,397 @@
+/* rules_matmul.c - products of vectors, matrices and batches of matrices, except einsum. */
+#include "rules.h"
+
+/* Letters: batch dims 1, 2, ... from the left of the output, then these. */
+enum { LETTER_ROW = 20, LETTER_SUM = 21, LETTER_COLUMN = 22 };
+
+static KlStatus
+expect_dims(const KlMeta *meta, int32_t n_dims, KlError *error)
+{
+    if (meta->n_dims != n_dims) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "expected %d dims, got %d", (int)n_dims,
+                            (int)meta->n_dims);
+    }
+    return KL_OK;
+}
+
+static KlStatus
+expect_size(int64_t left, int64_t right, KlError *error)
+{
+    if (left != right) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not match",
+                            (long long)left, (long long)right);
+    }
+    return KL_OK;
+}
+
+/* Both arguments, or KL_DECLINED. */
+static KlStatus
+get_pair(const KlCall *call, uint32_t arg, const KlMeta **left, const KlMeta **right)
+{
+    *left = kl_rules_input(call, arg);
+    *right = kl_rules_input(call, arg + 1);
+    return *left == NULL || *right == NULL ? KL_DECLINED : KL_OK;
+}
+
+static KlStatus
+make_plain(KlInferred *result, const int64_t *shape, int32_t n_dims, KlError *error)
+{
+    KlStatus status = kl_rules_out_shape(result, shape, n_dims, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+static KlLabels
+letters(uint8_t first, uint8_t second, uint8_t third)
+{
+    return (KlLabels){{first, second, third}};
+}
+
+/* args[arg] and args[arg + 1] of `n_left` and `n_right` dims are multiplied: the last dim of the left by
+ * the last but one (or only) of the right. */
+static KlStatus
+shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, KlInferred *result,
+           KlError *error)
+{
+    const KlMeta *left = NULL;
+    const KlMeta *right = NULL;
+    KlStatus status = get_pair(call, arg, &left, &right);
+    if (status == KL_OK) {
+        status = expect_dims(left, n_left, error);
+    }
+    if (status == KL_OK) {
+        status = expect_dims(right, n_right, error);
+    }
+    if (status == KL_OK) {
+        int32_t dim = n_right >= 2 ? n_right - 2 : 0;
+        status = expect_size(left->shape[n_left - 1], right->shape[dim], error);
+    }
+    if (status == KL_OK && n_left == 3) {
+        status = expect_size(left->shape[0], right->shape[0], error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    int64_t shape[3] = {0};
+    int32_t n_dims = 0;
+    for (int32_t dim = 0; dim < n_left - 1; dim++) {
+        shape[n_dims++] = left->shape[dim];
+    }
+    if (n_right >= 2) {
+        shape[n_dims++] = right->shape[n_right - 1];
+    }
+    return make_plain(result, shape, n_dims, error);
+}
+
+/* The first argument is added to the product: it must broadcast to it. */
+static KlStatus
+check_addend(const KlCall *call, const KlInferred *result, KlError *error)
+{
+    const KlMeta *addend = kl_rules_input(call, 0);
+    if (addend == NULL) {
+        return KL_DECLINED;
+    }
+    KlMeta grown = result->outs[0];
+    KlStatus status = kl_rules_broadcast(&grown, addend, error);
+    for (int32_t dim = 0; status == KL_OK && dim < grown.n_dims; dim++) {
+        bool is_grown = grown.n_dims != result->outs[0].n_dims ||
+                        grown.shape[dim] != result->outs[0].shape[dim];
+        if (is_grown) {
+            status = kl_error_set(error, KL_ERROR_SHAPE,
+                                  "the first argument does not broadcast to the product");
+        }
+    }
+    return status;
+}
+
+KlStatus
+shape_mm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pair(call, 0, 2, 2, result, error);
+}
+
+KlStatus
+shape_bmm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pair(call, 0, 3, 3, result, error);
+}
+
+KlStatus
+shape_mv(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pair(call, 0, 2, 1, result, error);
+}
+
+KlStatus
+shape_dot(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pair(call, 0, 1, 1, result, error);
+}
+
+KlStatus
+shape_addmm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = shape_pair(call, 1, 2, 2, result, error);
+    return status == KL_OK ? check_addend(call, result, error) : status;
+}
+
+KlStatus
+shape_addmv(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = shape_pair(call, 1, 2, 1, result, error);
+    return status == KL_OK ? check_addend(call, result, error) : status;
+}
+
+KlStatus
+shape_baddbmm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = shape_pair(call, 1, 3, 3, result, error);
+    return status == KL_OK ? check_addend(call, result, error) : status;
+}
+
+KlStatus
+shape_addbmm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = shape_pair(call, 1, 3, 3, result, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    int64_t shape[2] = {result->outs[0].shape[1], result->outs[0].shape[2]};
+    status = make_plain(result, shape, 2, error);
+    return status == KL_OK ? check_addend(call, result, error) : status;
+}
+
+/* Shape of a vector by a vector, every pair of entries. */
+static KlStatus
+shape_pairs(const KlCall *call, uint32_t arg, KlInferred *result, KlError *error)
+{
+    const KlMeta *left = NULL;
+    const KlMeta *right = NULL;
+    KlStatus status = get_pair(call, arg, &left, &right);
+    if (status == KL_OK) {
+        status = expect_dims(left, 1, error);
+    }
+    if (status == KL_OK) {
+        status = expect_dims(right, 1, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    int64_t shape[2] = {left->shape[0], right->shape[0]};
+    status = kl_rules_out_shape(result, shape, 2, error);
+    if (status == KL_OK) {
+        KlMeta column = {.n_dims = 2, .shape = {left->shape[0], 1}};
+        const KlMeta *operands[2] = {&column, right};
+        (void)kl_rules_view_strides(left, &column);
+        column.is_strided = left->is_strided;
+        kl_rules_iterate(&result->outs[0], operands, 2, false);
+    }
+    return status;
+}
+
+KlStatus
+shape_outer(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pairs(call, 0, result, error);
+}
+
+KlStatus
+shape_addr(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = shape_pairs(call, 1, result, error);
+    if (status == KL_OK) {
+        status = check_addend(call, result, error);
+    }
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+shape_linear(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = NULL;
+    const KlMeta *weight = NULL;
+    const KlMeta *bias = kl_rules_input(call, 2);
+    KlStatus status = get_pair(call, 0, &input, &weight);
+    if (status != KL_OK || weight->n_dims != 2 || input->n_dims == 0 ||
+        (kl_rules_is_given(call, 2) && (bias == NULL || bias->n_dims != 1))) {
+        return KL_DECLINED;
+    }
+    status = expect_size(input->shape[input->n_dims - 1], weight->shape[1], error);
+    if (status == KL_OK && bias != NULL && bias->shape[0] != 1) {
+        status = expect_size(bias->shape[0], weight->shape[0], error);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, input, error);
+    }
+    if (status == KL_OK) {
+        result->outs[0].shape[input->n_dims - 1] = weight->shape[0];
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+shape_bilinear(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *left = NULL;
+    const KlMeta *right = NULL;
+    const KlMeta *weight = kl_rules_input(call, 2);
+    KlStatus status = get_pair(call, 0, &left, &right);
+    if (status != KL_OK || weight == NULL || weight->n_dims != 3 || left->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    status = expect_dims(right, left->n_dims, error);
+    int32_t last = left->n_dims - 1;
+    for (int32_t dim = 0; status == KL_OK && dim < last; dim++) {
+        status = expect_size(left->shape[dim], right->shape[dim], error);
+    }
+    if (status == KL_OK) {
+        status = expect_size(left->shape[last], weight->shape[1], error);
+    }
+    if (status == KL_OK) {
+        status = expect_size(right->shape[last], weight->shape[2], error);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, left, error);
+    }
+    if (status == KL_OK) {
+        result->outs[0].shape[last] = weight->shape[0];
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+place_mm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlWiring wiring = {
+        .inputs = {letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, LETTER_COLUMN, 0)},
+        .outs = {letters(LETTER_ROW, LETTER_COLUMN, 0)},
+        .reduce = KL_REDUCE_SUM};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+place_bmm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlWiring wiring = {
+        .inputs = {letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, LETTER_COLUMN)},
+        .outs = {letters(1, LETTER_ROW, LETTER_COLUMN)},
+        .reduce = KL_REDUCE_SUM};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+place_mv(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlWiring wiring = {
+        .inputs = {letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, 0, 0)},
+        .outs = {letters(LETTER_ROW, 0, 0)},
+        .reduce = KL_REDUCE_SUM};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+place_dot(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlWiring wiring = {.inputs = {letters(LETTER_SUM, 0, 0), letters(LETTER_SUM, 0, 0)},
+                             .reduce = KL_REDUCE_SUM};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+place_outer(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlWiring wiring = {.inputs = {letters(LETTER_ROW, 0, 0), letters(LETTER_COLUMN, 0, 0)},
+                             .outs = {letters(LETTER_ROW, LETTER_COLUMN, 0)}};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* input + left * right */
+static KlStatus
+wire_added(const KlCall *call, KlInferred *result, KlLabels left, KlLabels right, KlLabels out)
+{
+    const KlMeta *meta = &result->outs[0];
+    const KlWiring wiring = {
+        .inputs = {kl_rules_letters_right(out, meta->n_dims, call->inputs[0]->n_dims), left, right},
+        .outs = {out},
+        .reason = "something is added to a sum over the batch"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+place_addmm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_added(call, result, letters(LETTER_ROW, LETTER_SUM, 0),
+                      letters(LETTER_SUM, LETTER_COLUMN, 0), letters(LETTER_ROW, LETTER_COLUMN, 0));
+}
+
+KlStatus
+place_addmv(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_added(call, result, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, 0, 0),
+                      letters(LETTER_ROW, 0, 0));
+}
+
+KlStatus
+place_addr(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_added(call, result, letters(LETTER_ROW, 0, 0), letters(LETTER_COLUMN, 0, 0),
+                      letters(LETTER_ROW, LETTER_COLUMN, 0));
+}
+
+KlStatus
+place_baddbmm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_added(call, result, letters(1, LETTER_ROW, LETTER_SUM),
+                      letters(1, LETTER_SUM, LETTER_COLUMN), letters(1, LETTER_ROW, LETTER_COLUMN));
+}
+
+KlStatus
+place_addbmm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_added(call, result, letters(1, LETTER_ROW, LETTER_SUM),
+                      letters(1, LETTER_SUM, LETTER_COLUMN), letters(LETTER_ROW, LETTER_COLUMN, 0));
+}
+
+KlStatus
+place_linear(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    int32_t last = call->inputs[0]->n_dims - 1;
+    bool has_bias = call->n_inputs > 2;
+    KlWiring wiring = {.inputs = {kl_rules_letters(last), letters(LETTER_COLUMN, LETTER_SUM, 0),
+                                  letters(LETTER_COLUMN, 0, 0)},
+                       .outs = {kl_rules_letters(last)},
+                       .reduce = has_bias ? KL_REDUCE_NONE : KL_REDUCE_SUM,
+                       .reason = "something is added to a sum over the batch"};
+    wiring.inputs[0].of[last] = LETTER_SUM;
+    wiring.outs[0].of[last] = LETTER_COLUMN;
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+place_bilinear(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - 1);
+    const KlWiring wiring = {.inputs = {lead, lead},
+                             .outs = {lead},
+                             .reason = "the features or the weights hold the rows"};
+    return kl_rules_wire(call, result, &wiring);
+}

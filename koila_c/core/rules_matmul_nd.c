@@ -1,0 +1,314 @@
+/* rules_matmul_nd.c - torch.matmul, which is a dot product, mv, mm, bmm or a folded mm by the number of
+ * dims, and what the products keep for backward. The cases follow _matmul_impl in ATen's LinearAlgebra.cpp,
+ * because copies made on the way are what is kept. */
+#include "rules.h"
+
+enum { LETTER_ROW = 20, LETTER_SUM = 21, LETTER_COLUMN = 22 };
+
+static int32_t
+n_batch(const KlMeta *meta)
+{
+    return meta->n_dims > 2 ? meta->n_dims - 2 : 0;
+}
+
+static int64_t
+size_sum_right(const KlMeta *right)
+{
+    return right->shape[right->n_dims >= 2 ? right->n_dims - 2 : 0];
+}
+
+/* Drop a leading dim of size 1. */
+static KlMeta
+squeeze_first(const KlMeta *meta)
+{
+    KlMeta squeezed = *meta;
+    squeezed.n_dims = meta->n_dims - 1;
+    for (int32_t dim = 0; dim < squeezed.n_dims; dim++) {
+        squeezed.shape[dim] = meta->shape[dim + 1];
+        squeezed.strides[dim] = meta->strides[dim + 1];
+    }
+    return squeezed;
+}
+
+static KlMeta
+swap_last(const KlMeta *meta)
+{
+    KlMeta swapped = *meta;
+    int32_t n = meta->n_dims;
+    swapped.shape[n - 1] = meta->shape[n - 2];
+    swapped.shape[n - 2] = meta->shape[n - 1];
+    swapped.strides[n - 1] = meta->strides[n - 2];
+    swapped.strides[n - 2] = meta->strides[n - 1];
+    return swapped;
+}
+
+/* Two batches of one dim that differ: torch drops the one of size 1 if that side needs a gradient. */
+static void
+squeeze_pair(KlMeta *left, KlMeta *right)
+{
+    if (left->n_dims != 3 || right->n_dims != 3 || left->shape[0] == right->shape[0]) {
+        return;
+    }
+    if (left->shape[0] == 1 && left->requires_grad) {
+        *left = squeeze_first(left);
+    } else if (right->shape[0] == 1 && right->requires_grad) {
+        *right = squeeze_first(right);
+    }
+}
+
+/* The batch dims of the larger operand are folded into a matrix, so that mm serves. */
+static bool
+is_folded(const KlMeta *left, const KlMeta *right)
+{
+    bool is_left_larger = left->n_dims >= right->n_dims;
+    KlMeta larger = is_left_larger ? *left : swap_last(right);
+    const KlMeta *smaller = is_left_larger ? right : left;
+    if (larger.n_dims < 3 || smaller->n_dims > 2) {
+        return false;
+    }
+    if (smaller->requires_grad) {
+        return true;
+    }
+    if (left->n_dims == 2) {
+        return false;
+    }
+    if (kl_meta_n_elements(&larger) == 0) {
+        return true;
+    }
+    for (int32_t dim = 0; dim < larger.n_dims - 2; dim++) {
+        if (!larger.is_strided ||
+            larger.strides[dim] != larger.strides[dim + 1] * larger.shape[dim + 1]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Strides of a matrix times a batch of matrices with the batch folded: computed with rows and columns
+ * exchanged, then `.mT.contiguous()`, which leaves sizes of 1 with the strides they had. */
+static void
+set_exchanged_strides(KlMeta *out)
+{
+    KlMeta exchanged = swap_last(out);
+    kl_meta_set_contiguous(&exchanged);
+    KlMeta back = swap_last(&exchanged);
+    if (kl_meta_is_contiguous(&back)) {
+        *out = back;
+    }
+}
+
+KlStatus
+shape_matmul(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *left = kl_rules_input(call, 0);
+    const KlMeta *right = kl_rules_input(call, 1);
+    if (left == NULL || right == NULL) {
+        return KL_DECLINED;
+    }
+    if (left->n_dims == 0 || right->n_dims == 0) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "both arguments need at least one dim");
+    }
+    int64_t size_sum = left->shape[left->n_dims - 1];
+    if (size_sum != size_sum_right(right)) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not match",
+                            (long long)size_sum, (long long)size_sum_right(right));
+    }
+    KlMeta batch_left = {.n_dims = n_batch(left)};
+    KlMeta batch_right = {.n_dims = n_batch(right)};
+    KlMeta out = {.n_dims = 0};
+    for (int32_t dim = 0; dim < batch_left.n_dims; dim++) {
+        batch_left.shape[dim] = left->shape[dim];
+    }
+    for (int32_t dim = 0; dim < batch_right.n_dims; dim++) {
+        batch_right.shape[dim] = right->shape[dim];
+    }
+    KlStatus status = kl_rules_broadcast(&out, &batch_left, error);
+    if (status == KL_OK) {
+        status = kl_rules_broadcast(&out, &batch_right, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    if (left->n_dims >= 2) {
+        out.shape[out.n_dims++] = left->shape[left->n_dims - 2];
+    }
+    if (right->n_dims >= 2) {
+        out.shape[out.n_dims++] = right->shape[right->n_dims - 1];
+    }
+    status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        KlMeta used_left = *left;
+        KlMeta used_right = *right;
+        squeeze_pair(&used_left, &used_right);
+        kl_meta_set_contiguous(&result->outs[0]);
+        if (used_left.n_dims == 2 && used_right.n_dims > 2 && is_folded(&used_left, &used_right)) {
+            set_exchanged_strides(&result->outs[0]);
+        }
+    }
+    return status;
+}
+
+/* Letters of one operand: its batch dims as the output counts them, then two of its own. */
+static KlLabels
+label_operand(const KlMeta *meta, int32_t n_out_batch, uint8_t before, uint8_t last)
+{
+    KlLabels full = kl_rules_letters(n_out_batch);
+    KlLabels labels = kl_rules_letters_right(full, n_out_batch, n_batch(meta));
+    if (meta->n_dims >= 2) {
+        labels.of[meta->n_dims - 2] = before;
+        labels.of[meta->n_dims - 1] = last;
+    }
+    return labels;
+}
+
+KlStatus
+place_matmul(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlMeta *left = call->inputs[0];
+    const KlMeta *right = call->inputs[1];
+    int32_t n_out = n_batch(left) > n_batch(right) ? n_batch(left) : n_batch(right);
+    KlWiring wiring = {.inputs = {label_operand(left, n_out, LETTER_ROW, LETTER_SUM),
+                                  label_operand(right, n_out, LETTER_SUM, LETTER_COLUMN)},
+                       .outs = {kl_rules_letters(n_out)},
+                       .reduce = KL_REDUCE_SUM};
+    if (left->n_dims == 1) {
+        wiring.inputs[0].of[0] = LETTER_SUM;
+    } else {
+        wiring.outs[0].of[n_out++] = LETTER_ROW;
+    }
+    if (right->n_dims == 1) {
+        wiring.inputs[1].of[0] = LETTER_SUM;
+    } else {
+        wiring.outs[0].of[n_out] = LETTER_COLUMN;
+    }
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* Keep `meta`, args[arg], or the copy that merging its first dims makes. Where the strides are not known
+ * it may be either: both are counted. */
+static void
+save_folded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg,
+            const KlMeta *meta)
+{
+    bool is_view = kl_rules_is_foldable(meta);
+    if (is_view || !meta->is_strided) {
+        kl_rules_save(call, saves, arg);
+    }
+    if (!is_view) {
+        kl_rules_save_new(result, saves, kl_meta_n_elements(meta), meta->dtype);
+    }
+}
+
+/* The same for an operand that is expanded to the batch of the output and then folded to three dims. */
+static void
+save_expanded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg,
+              const KlMeta *meta, const KlMeta *out, int32_t n_out_batch)
+{
+    KlMeta expanded = *meta;
+    KlMeta folded = {.n_dims = 1, .shape = {1}};
+    int32_t shift = n_out_batch - n_batch(meta);
+    int32_t n_own = meta->n_dims < 2 ? meta->n_dims : 2;
+    for (int32_t dim = 0; dim < n_own; dim++) {
+        int32_t from = meta->n_dims - n_own + dim;
+        expanded.shape[n_out_batch + dim] = meta->shape[from];
+        expanded.strides[n_out_batch + dim] = meta->strides[from];
+        folded.shape[folded.n_dims++] = meta->shape[from];
+    }
+    for (int32_t dim = 0; dim < n_out_batch; dim++) {
+        bool is_own = dim >= shift && meta->shape[dim - shift] == out->shape[dim];
+        expanded.shape[dim] = out->shape[dim];
+        expanded.strides[dim] = is_own ? meta->strides[dim - shift] : 0;
+        folded.shape[0] *= out->shape[dim];
+    }
+    expanded.n_dims = n_out_batch + n_own;
+    bool is_view = meta->is_strided && kl_rules_view_strides(&expanded, &folded);
+    if (is_view || !meta->is_strided) {
+        kl_rules_save(call, saves, arg);
+    }
+    if (!is_view) {
+        kl_rules_save_new(result, saves, kl_meta_n_elements(&expanded), meta->dtype);
+    }
+}
+
+void
+saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    KlMeta left = *call->inputs[0];
+    KlMeta right = *call->inputs[1];
+    if (left.n_dims <= 2 && right.n_dims <= 2) {
+        saves_product(call, result, saves);
+        return;
+    }
+    squeeze_pair(&left, &right);
+    bool is_left_larger = left.n_dims >= right.n_dims;
+    uint32_t larger = is_left_larger ? 0 : 1;
+    if (is_folded(&left, &right)) {
+        KlMeta folded = is_left_larger ? left : swap_last(&right);
+        if (call->inputs[1 - larger]->requires_grad) {
+            save_folded(call, result, saves, larger, &folded);
+        }
+        if (call->inputs[larger]->requires_grad) {
+            kl_rules_save(call, saves, 1 - larger);
+        }
+        return;
+    }
+    int32_t n_out = n_batch(&left) > n_batch(&right) ? n_batch(&left) : n_batch(&right);
+    if (right.requires_grad) {
+        save_expanded(call, result, saves, 0, &left, &result->outs[0], n_out);
+    }
+    if (left.requires_grad) {
+        save_expanded(call, result, saves, 1, &right, &result->outs[0], n_out);
+    }
+}
+
+void
+saves_product(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    if (kl_rules_needs_grad(call, 1)) {
+        kl_rules_save(call, saves, 0);
+    }
+    if (kl_rules_needs_grad(call, 0)) {
+        kl_rules_save(call, saves, 1);
+    }
+}
+
+void
+saves_addmm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    if (kl_rules_needs_grad(call, 2)) {
+        kl_rules_save(call, saves, 1);
+    }
+    if (kl_rules_needs_grad(call, 1)) {
+        kl_rules_save(call, saves, 2);
+    }
+}
+
+void
+saves_linear(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    if (kl_rules_needs_grad(call, 1)) {
+        save_folded(call, result, saves, 0, call->inputs[0]);
+    }
+    if (kl_rules_needs_grad(call, 0)) {
+        kl_rules_save(call, saves, 1);
+    }
+}
+
+void
+saves_bilinear(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    for (uint32_t arg = 0; arg < 3; arg++) {
+        bool is_needed = false;
+        for (uint32_t other = 0; other < 3; other++) {
+            is_needed = is_needed || (other != arg && kl_rules_needs_grad(call, other));
+        }
+        if (is_needed && arg < 2) {
+            save_folded(call, result, saves, arg, call->inputs[arg]);
+        } else if (is_needed) {
+            kl_rules_save(call, saves, arg);
+        }
+    }
+}

@@ -1,0 +1,355 @@
+/* rules_norm.c - normalisation over the features of a row (layer, rms, group, instance) and over the rows
+ * themselves (batch_norm in training, which couples them). */
+#include "rules.h"
+
+/* Input 0 is real floating point; weights and statistics have its dtype, or float32 beside a half type. */
+KlStatus
+dtype_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = call->inputs[0]->dtype;
+    bool is_half = dtype == KL_DTYPE_FLOAT16 || dtype == KL_DTYPE_BFLOAT16;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        KlDtype own = call->inputs[i]->dtype;
+        bool is_wide = i > 0 && is_half && own == KL_DTYPE_FLOAT32;
+        if (!kl_meta_dtype_is_float(own) || (own != dtype && !is_wide) ||
+            (i > 1 && own != call->inputs[1]->dtype)) {
+            return KL_DECLINED;
+        }
+    }
+    kl_rules_set_dtypes(result, dtype);
+    return KL_OK;
+}
+
+/* The statistics a normalisation keeps: in the dtype of its parameters where they are wider. */
+static KlDtype
+stats_dtype(const KlCall *call)
+{
+    return call->inputs[call->n_inputs > 1 ? 1 : 0]->dtype;
+}
+
+/* args[arg] is absent, None or a vector of n entries. */
+static bool
+is_vector(const KlCall *call, uint32_t arg, int64_t n)
+{
+    const KlMeta *meta = kl_rules_input(call, arg);
+    return !kl_rules_is_given(call, arg) ||
+           (meta != NULL && meta->n_dims == 1 && meta->shape[0] == n);
+}
+
+/* --- layer_norm, rms_norm: input, normalized_shape, weight, [bias,] eps --------------------------------- */
+
+/* Dims that args[1] normalises, the last ones; weights must have their shape. */
+static KlStatus
+read_normalized(const KlCall *call, uint32_t n_weights, int32_t *n, KlError *error)
+{
+    int64_t value = 0;
+    const int64_t *ints = NULL;
+    uint32_t n_given = 0;
+    const KlMeta *input = kl_rules_input(call, 0);
+    KlStatus status = kl_rules_ints(call, 1, &value, &ints, &n_given);
+    if (status != KL_OK || call->args[1].kind != KL_ARG_INTS || input == NULL || n_given == 0 ||
+        n_given > (uint32_t)input->n_dims || kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    *n = (int32_t)n_given;
+    for (int32_t i = 0; i < *n; i++) {
+        if (input->shape[input->n_dims - *n + i] != ints[i]) {
+            return kl_error_set(
+                error, KL_ERROR_SHAPE, "normalized_shape has %lld where the input has %lld",
+                (long long)ints[i], (long long)input->shape[input->n_dims - *n + i]);
+        }
+    }
+    for (uint32_t arg = 2; arg < 2 + n_weights; arg++) {
+        const KlMeta *weight = kl_rules_input(call, arg);
+        bool is_fitting = weight != NULL && weight->n_dims == *n;
+        for (int32_t i = 0; is_fitting && i < *n; i++) {
+            is_fitting = weight->shape[i] == ints[i];
+        }
+        if (kl_rules_is_given(call, arg) && !is_fitting) {
+            return KL_DECLINED;
+        }
+    }
+    return KL_OK;
+}
+
+KlStatus
+shape_layer_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t n = 0;
+    KlStatus status = read_normalized(call, 2, &n, error);
+    if (status == KL_OK) {
+        status = kl_rules_out(result, call->inputs[0], error);
+    }
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+shape_rms_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t n = 0;
+    KlStatus status = read_normalized(call, 1, &n, error);
+    if (status == KL_OK) {
+        status = kl_rules_out(result, call->inputs[0], error);
+    }
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+place_layer_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t n = 0;
+    KlStatus status = read_normalized(call, 0, &n, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - n);
+    const KlWiring wiring = {
+        .inputs = {lead}, .outs = {lead}, .reason = "normalised over the batch"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* Elements of the input for each normalised group. */
+static int64_t
+count_groups(const KlCall *call)
+{
+    int32_t n = 0;
+    int64_t count = 1;
+    const KlMeta *input = call->inputs[0];
+    if (read_normalized(call, 0, &n, NULL) == KL_OK) {
+        for (int32_t dim = 0; dim < input->n_dims - n; dim++) {
+            count *= input->shape[dim];
+        }
+    }
+    return count;
+}
+
+void
+saves_layer_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves_all(call, result, saves);
+    kl_rules_save_new(result, saves, 2 * count_groups(call), stats_dtype(call)); /* mean, rstd */
+}
+
+/* Composed of smaller ops, which work in float32 on half types. */
+void
+saves_rms_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[0];
+    bool is_half = input->dtype == KL_DTYPE_FLOAT16 || input->dtype == KL_DTYPE_BFLOAT16;
+    KlDtype dtype = is_half ? KL_DTYPE_FLOAT32 : input->dtype;
+    int64_t n = kl_meta_n_elements(input);
+    if (kl_rules_needs_grad(call, 0)) {
+        kl_rules_save(call, saves, 2);
+        kl_rules_save_new(result, saves, count_groups(call), dtype); /* rstd */
+        if (is_half) {
+            kl_rules_save_new(result, saves, n, dtype);
+        } else {
+            kl_rules_save(call, saves, 0);
+        }
+    }
+    if (kl_rules_needs_grad(call, 2)) {
+        kl_rules_save_new(result, saves, n, dtype);
+    }
+}
+
+/* --- group_norm: input, num_groups, weight, bias, eps ---------------------------------------------------- */
+
+/* A new output that follows torch's memory format of the first input. */
+static KlStatus
+make_like(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, call->inputs[0], error);
+    if (status == KL_OK && call->inputs[0]->n_dims <= 3) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    } else if (status == KL_OK) {
+        kl_rules_settle_format(call, result, 1);
+    }
+    return status;
+}
+
+KlStatus
+shape_group_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int64_t n_groups = 0;
+    const KlMeta *input = kl_rules_input(call, 0);
+    KlStatus status = kl_rules_int(call, 1, 0, &n_groups);
+    if (status != KL_OK || input == NULL || input->n_dims < 2 || n_groups <= 0 ||
+        kl_meta_n_elements(input) == 0 || !is_vector(call, 2, input->shape[1]) ||
+        !is_vector(call, 3, input->shape[1])) {
+        return KL_DECLINED;
+    }
+    if (input->shape[1] % n_groups != 0) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "%lld channels do not make %lld groups",
+                            (long long)input->shape[1], (long long)n_groups);
+    }
+    return make_like(call, result, error);
+}
+
+KlStatus
+place_group_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlWiring wiring = {
+        .inputs = {{{1}}}, .outs = {{{1}}}, .reason = "normalised over the batch"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* The input is kept, or the dense copy that was made of it. */
+static void
+save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[0];
+    KlMeta last = *input;
+    bool is_dense = kl_meta_is_contiguous(input);
+    if (!is_dense && input->is_strided && result->outs[0].is_strided && kl_rules_is_dense(input)) {
+        /* channels_last, and the output is too */
+        is_dense = true;
+        for (int32_t dim = 0; dim < last.n_dims; dim++) {
+            is_dense = is_dense && (last.shape[dim] == 1 ||
+                                    result->outs[0].strides[dim] == input->strides[dim]);
+        }
+    }
+    if (is_dense || !input->is_strided) {
+        kl_rules_save(call, saves, 0);
+    }
+    if (!is_dense) {
+        kl_rules_save_new(result, saves, kl_meta_n_elements(input), input->dtype);
+    }
+}
+
+void
+saves_group_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    int64_t n_groups = 0;
+    (void)kl_rules_int(call, 1, 0, &n_groups);
+    save_dense(call, result, saves);
+    kl_rules_save(call, saves, 2);
+    kl_rules_save_new(result, saves, 2 * call->inputs[0]->shape[0] * n_groups, stats_dtype(call));
+}
+
+/* --- batch_norm, instance_norm: input, weight, bias, running_mean, running_var, training, ... ------------- */
+
+static KlStatus
+read_batch_norm(const KlCall *call, bool *is_training)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    KlStatus status = kl_rules_bool(call, 5, false, is_training);
+    bool has_stats = kl_rules_is_given(call, 3) && kl_rules_is_given(call, 4);
+    if (status != KL_OK || input == NULL || input->n_dims < 2 || kl_meta_n_elements(input) == 0 ||
+        (!*is_training && !has_stats) || kl_rules_is_given(call, 3) != kl_rules_is_given(call, 4)) {
+        return KL_DECLINED;
+    }
+    for (uint32_t arg = 1; arg < 5; arg++) {
+        if (!is_vector(call, arg, input->shape[1]) || (arg > 2 && kl_rules_needs_grad(call, arg))) {
+            return KL_DECLINED;
+        }
+    }
+    return KL_OK;
+}
+
+KlStatus
+shape_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool is_training = false;
+    KlStatus status = read_batch_norm(call, &is_training);
+    if (status != KL_OK) {
+        return status;
+    }
+    if (!is_training || !kl_rules_is_given(call, 3)) {
+        result->effects = 0;
+    }
+    status = make_like(call, result, error);
+    if (status == KL_OK && kl_meta_is_contiguous(call->inputs[0])) {
+        kl_meta_set_contiguous(&result->outs[0]); /* whatever its dims of size 1 suggest */
+    }
+    return status;
+}
+
+KlStatus
+place_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    bool is_training = false;
+    KlStatus status = read_batch_norm(call, &is_training);
+    if (status != KL_OK || is_training) {
+        return status == KL_OK ? kl_rules_once(result, "batch_norm in training couples the rows")
+                               : status;
+    }
+    KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
+    labels.of[1] = 0;
+    const KlWiring wiring = {.inputs = {labels},
+                             .outs = {labels},
+                             .reason = "the rows are channels or statistics of a batch_norm"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+void
+saves_batch_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    bool is_training = false;
+    const KlMeta *input = call->inputs[0];
+    KlDtype dtype = stats_dtype(call);
+    (void)read_batch_norm(call, &is_training);
+    kl_rules_save(call, saves, 0);
+    kl_rules_save(call, saves, 1);
+    kl_rules_save(call, saves, 3);
+    kl_rules_save(call, saves, 4);
+    if (is_training) {
+        kl_rules_save_new(result, saves, 2 * input->shape[1], dtype);
+    }
+}
+
+/* It is a batch_norm of (1, n * c, ...): rows are apart as long as there are no running statistics, which
+ * are written even when they are only read. */
+KlStatus
+shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool is_training = false;
+    KlStatus status = read_batch_norm(call, &is_training);
+    if (status != KL_OK) {
+        return status;
+    }
+    if (!kl_rules_is_given(call, 3)) {
+        result->effects = 0;
+    }
+    status = kl_rules_out(result, call->inputs[0], error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+place_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (kl_rules_is_given(call, 3)) {
+        return kl_rules_once(result, "instance_norm keeps statistics of the batch");
+    }
+    return place_group_norm(call, result, error);
+}
+
+void
+saves_instance_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t n = input->shape[0] * input->shape[1];
+    bool is_training = false;
+    (void)read_batch_norm(call, &is_training);
+    save_dense(call, result, saves);
+    if (kl_rules_input(call, 1) != NULL) {
+        kl_rules_save_new(result, saves, n, call->inputs[1]->dtype); /* the weight, repeated */
+    }
+    if (kl_rules_is_given(call, 3)) {
+        kl_rules_save_new(result, saves, 2 * n, stats_dtype(call));
+    }
+    if (is_training) {
+        kl_rules_save_new(result, saves, 2 * n, stats_dtype(call));
+    }
+}

@@ -1,0 +1,211 @@
+/* rules_patch.c - patches as columns (im2col, col2im) and sampling by a grid. */
+#include "rules.h"
+
+enum { N = 2 };
+
+/* kernel_size, dilation, padding, stride, from args[arg] on */
+typedef struct {
+    int64_t kernel[N];
+    int64_t dilation[N];
+    int64_t padding[N];
+    int64_t stride[N];
+} Window;
+
+static KlStatus
+read_window(const KlCall *call, uint32_t arg, Window *window)
+{
+    static const int64_t ones[N] = {1, 1};
+    int64_t *parts[] = {window->kernel, window->dilation, window->padding, window->stride};
+    for (uint32_t i = 0; i < 4; i++) {
+        KlStatus status = kl_rules_spatial(call, arg + i, N, ones, parts[i]);
+        if (status != KL_OK) {
+            return status;
+        }
+    }
+    for (int i = 0; i < N; i++) {
+        if (window->kernel[i] < 1 || window->dilation[i] < 1 || window->padding[i] < 0 ||
+            window->stride[i] < 1) {
+            return KL_DECLINED;
+        }
+    }
+    return KL_OK;
+}
+
+/* Windows that fit into (height, width). */
+static int64_t
+count_windows(const Window *window, const int64_t *size)
+{
+    int64_t count = 1;
+    for (int i = 0; i < N; i++) {
+        int64_t free =
+            size[i] + 2 * window->padding[i] - window->dilation[i] * (window->kernel[i] - 1) - 1;
+        count *= free < 0 ? 0 : free / window->stride[i] + 1;
+    }
+    return count;
+}
+
+/* (n, c, h, w) -> (n, c * kernel, windows), or both without n */
+KlStatus
+shape_im2col(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    Window window;
+    KlStatus status = read_window(call, 1, &window);
+    if (status != KL_OK || input == NULL || (input->n_dims != 3 && input->n_dims != 4) ||
+        kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    int32_t channel = input->n_dims - 3;
+    KlMeta out = *input;
+    out.n_dims = input->n_dims - 1;
+    out.shape[channel] *= window.kernel[0] * window.kernel[1];
+    out.shape[channel + 1] = count_windows(&window, &input->shape[channel + 1]);
+    if (out.shape[channel + 1] == 0) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the window does not fit into the input");
+    }
+    status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+/* (n, c * kernel, windows) -> (n, c, h, w), or both without n */
+KlStatus
+shape_col2im(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    Window window;
+    int64_t size[N] = {0};
+    KlStatus status = read_window(call, 2, &window);
+    if (status == KL_OK) {
+        status = kl_rules_spatial(call, 1, N, size, size);
+    }
+    if (status != KL_OK || input == NULL || (input->n_dims != 2 && input->n_dims != 3) ||
+        kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    int32_t channel = input->n_dims - 2;
+    int64_t kernel = window.kernel[0] * window.kernel[1];
+    if (input->shape[channel] % kernel != 0 ||
+        input->shape[channel + 1] != count_windows(&window, size)) {
+        return kl_error_set(error, KL_ERROR_SHAPE,
+                            "the input does not have the size of the windows");
+    }
+    KlMeta out = *input;
+    out.n_dims = input->n_dims + 1;
+    out.shape[channel] /= kernel;
+    out.shape[channel + 1] = size[0];
+    out.shape[channel + 2] = size[1];
+    status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+/* The first of `n_dims` dims is the batch, if the input has that many. */
+static KlStatus
+wire_first(const KlCall *call, KlInferred *result, int32_t n_dims)
+{
+    KlWiring wiring = {.reason = "the rows are channels or positions"};
+    if (call->inputs[0]->n_dims == n_dims) {
+        wiring.inputs[0].of[0] = 1;
+        wiring.outs[0].of[0] = 1;
+    }
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+place_im2col(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_first(call, result, 4);
+}
+
+KlStatus
+place_col2im(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_first(call, result, 3);
+}
+
+/* input (n, c, [d,] h, w), grid (n, [d',] h', w', 2 or 3) -> (n, c, [d',] h', w') */
+KlStatus
+shape_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *grid = kl_rules_input(call, 1);
+    if (input == NULL || grid == NULL || input->n_dims != grid->n_dims ||
+        (input->n_dims != 4 && input->n_dims != 5) || kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    int32_t last = grid->n_dims - 1;
+    if (input->shape[0] != grid->shape[0] || grid->shape[last] != last - 1) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the grid does not fit the input");
+    }
+    KlMeta out = *input;
+    for (int32_t dim = 2; dim <= last; dim++) {
+        out.shape[dim] = grid->shape[dim - 1];
+    }
+    KlStatus status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+place_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlWiring wiring = {
+        .inputs = {{{1}}, {{1}}}, .outs = {{{1}}}, .reason = "the rows are channels or positions"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* theta (n, 2, 3) and size (n, c, h, w) -> (n, h, w, 2); with depth (n, 3, 4) -> (n, d, h, w, 3) */
+KlStatus
+shape_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *theta = kl_rules_input(call, 0);
+    int64_t value = 0;
+    const int64_t *size = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, 1, &value, &size, &n);
+    if (status != KL_OK || theta == NULL || (n != 4 && n != 5)) {
+        return KL_DECLINED;
+    }
+    int64_t n_spatial = (int64_t)n - 2;
+    if (theta->n_dims != 3 || theta->shape[0] != size[0] || theta->shape[1] != n_spatial ||
+        theta->shape[2] != n_spatial + 1) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "theta does not fit the size");
+    }
+    KlMeta out = {.n_dims = (int32_t)n, .shape = {size[0]}};
+    for (uint32_t i = 2; i < n; i++) {
+        if (size[i] < 1) {
+            return KL_DECLINED;
+        }
+        out.shape[i - 1] = size[i];
+    }
+    out.shape[n - 1] = n_spatial;
+    status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+place_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlWiring wiring = {.inputs = {{{1}}}, .outs = {{{1}}}, .reason = "the rows are in theta"};
+    KlStatus status = kl_rules_wire(call, result, &wiring);
+    const KlPlace *place = &result->outs[0].place;
+    if (status == KL_OK && result->split.mode == KL_MODE_ROWS &&
+        !kl_rules_rewrite(result, 1, 0, 0, place->outer * place->inner)) {
+        return KL_DECLINED;
+    }
+    return status;
+}

@@ -1,0 +1,313 @@
+/* rules_pool.c - pooling by windows and to a given size. Channels are pooled one by one, so all but the
+ * spatial dims keep their rows. */
+#include "rules.h"
+
+enum { SPATIAL_MAX = 3 };
+
+/* pool: input, kernel_size, stride, padding, [dilation,] ceil_mode */
+typedef struct {
+    int32_t n; /* spatial dims */
+    bool has_dilation;
+    int64_t kernel[SPATIAL_MAX];
+    int64_t stride[SPATIAL_MAX];
+    int64_t padding[SPATIAL_MAX];
+    int64_t dilation[SPATIAL_MAX];
+    bool is_ceil;
+} Pool;
+
+static KlStatus
+read_pool(const KlCall *call, Pool *pool)
+{
+    static const int64_t ones[SPATIAL_MAX] = {1, 1, 1};
+    static const int64_t zeros[SPATIAL_MAX] = {0};
+    int32_t n = pool->n;
+    KlStatus status = kl_rules_spatial(call, 1, n, ones, pool->kernel);
+    if (status == KL_OK) {
+        status = kl_rules_spatial(call, 2, n, pool->kernel, pool->stride);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_spatial(call, 3, n, zeros, pool->padding);
+    }
+    if (status == KL_OK && pool->has_dilation) {
+        status = kl_rules_spatial(call, 4, n, ones, pool->dilation);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, pool->has_dilation ? 5 : 4, false, &pool->is_ceil);
+    }
+    for (int32_t i = 0; i < n && status == KL_OK; i++) {
+        pool->dilation[i] = pool->has_dilation ? pool->dilation[i] : 1;
+        bool is_odd = pool->kernel[i] <= 0 || pool->stride[i] <= 0 || pool->dilation[i] <= 0 ||
+                      pool->padding[i] < 0 || pool->padding[i] > pool->kernel[i] / 2;
+        status = is_odd ? KL_DECLINED : KL_OK;
+    }
+    return status;
+}
+
+static int64_t
+size_out(const Pool *pool, int32_t i, int64_t size)
+{
+    int64_t free = size + 2 * pool->padding[i] - pool->dilation[i] * (pool->kernel[i] - 1) - 1;
+    free += pool->is_ceil ? pool->stride[i] - 1 : 0;
+    if (free < 0) {
+        return 0;
+    }
+    int64_t out = free / pool->stride[i] + 1;
+    /* the last window must start inside the input or its left padding */
+    bool is_outside = pool->is_ceil && (out - 1) * pool->stride[i] >= size + pool->padding[i];
+    return is_outside ? out - 1 : out;
+}
+
+/* `n_outs` outputs of that shape, the second (indices) of the same strides. */
+static KlStatus
+make_outs(const KlCall *call, KlInferred *result, const KlMeta *like, uint32_t n_outs,
+          KlError *error)
+{
+    KlStatus status = kl_infer_reserve_outs(result, n_outs, error);
+    for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
+        result->outs[i].n_dims = like->n_dims;
+        for (int32_t dim = 0; dim < like->n_dims; dim++) {
+            result->outs[i].shape[dim] = like->shape[dim];
+        }
+    }
+    if (status == KL_OK) {
+        kl_rules_settle_format(call, result, 1);
+    }
+    return status;
+}
+
+/* Input with its spatial dims last; declines an empty one. */
+static KlStatus
+get_input(const KlCall *call, int32_t n, const KlMeta **input, KlError *error)
+{
+    *input = kl_rules_input(call, 0);
+    if (*input == NULL || kl_meta_n_elements(*input) == 0) {
+        return KL_DECLINED;
+    }
+    if ((*input)->n_dims != n + 1 && (*input)->n_dims != n + 2) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "expected %d or %d dims, got %d", (int)n + 1,
+                            (int)n + 2, (int)(*input)->n_dims);
+    }
+    return KL_OK;
+}
+
+static KlStatus
+shape_pool(const KlCall *call, int32_t n, bool has_dilation, uint32_t n_outs, KlInferred *result,
+           KlError *error)
+{
+    const KlMeta *input = NULL;
+    Pool pool = {.n = n, .has_dilation = has_dilation};
+    KlStatus status = read_pool(call, &pool);
+    if (status == KL_OK) {
+        status = get_input(call, n, &input, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta out = *input;
+    for (int32_t i = 0; i < n; i++) {
+        int32_t dim = input->n_dims - n + i;
+        out.shape[dim] = size_out(&pool, i, input->shape[dim]);
+        if (out.shape[dim] <= 0) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "a window of %lld does not fit into %lld",
+                                (long long)pool.kernel[i], (long long)input->shape[dim]);
+        }
+    }
+    return make_outs(call, result, &out, n_outs, error);
+}
+
+static KlStatus
+shape_adaptive(const KlCall *call, int32_t n, uint32_t n_outs, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = NULL;
+    int64_t sizes[SPATIAL_MAX] = {0};
+    KlStatus status = kl_rules_spatial(call, 1, n, sizes, sizes);
+    if (status == KL_OK) {
+        status = get_input(call, n, &input, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta out = *input;
+    bool is_mean = true; /* of all positions: computed as a mean, with its strides */
+    for (int32_t i = 0; i < n; i++) {
+        if (sizes[i] <= 0) {
+            return KL_DECLINED;
+        }
+        is_mean = is_mean && sizes[i] == 1;
+        out.shape[input->n_dims - n + i] = sizes[i];
+    }
+    status = make_outs(call, result, &out, n_outs, error);
+    if (status == KL_OK && n_outs == 1 && is_mean) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+shape_avg_pool1d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 1, false, 1, result, error);
+}
+
+KlStatus
+shape_avg_pool2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 2, false, 1, result, error);
+}
+
+KlStatus
+shape_avg_pool3d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 3, false, 1, result, error);
+}
+
+KlStatus
+shape_max_pool1d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 1, true, 1, result, error);
+}
+
+KlStatus
+shape_max_pool2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 2, true, 1, result, error);
+}
+
+KlStatus
+shape_max_pool3d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 3, true, 1, result, error);
+}
+
+KlStatus
+shape_max_pool1d_pair(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 1, true, 2, result, error);
+}
+
+KlStatus
+shape_max_pool2d_pair(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 2, true, 2, result, error);
+}
+
+KlStatus
+shape_max_pool3d_pair(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_pool(call, 3, true, 2, result, error);
+}
+
+KlStatus
+shape_adaptive_avg_pool1d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_adaptive(call, 1, 1, result, error);
+}
+
+KlStatus
+shape_adaptive_avg_pool2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_adaptive(call, 2, 1, result, error);
+}
+
+KlStatus
+shape_adaptive_avg_pool3d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_adaptive(call, 3, 1, result, error);
+}
+
+KlStatus
+shape_adaptive_max_pool1d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_adaptive(call, 1, 2, result, error);
+}
+
+KlStatus
+shape_adaptive_max_pool2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_adaptive(call, 2, 2, result, error);
+}
+
+KlStatus
+shape_adaptive_max_pool3d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_adaptive(call, 3, 2, result, error);
+}
+
+KlStatus
+dtype_with_indices(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = dtype_uniform_float(call, result, error);
+    result->outs[1].dtype = KL_DTYPE_INT64;
+    return status;
+}
+
+/* A dim keeps its letter where the op treats its entries one by one: not in the last n. */
+static KlStatus
+wire_spatial(const KlCall *call, KlInferred *result, int32_t n, const char *reason)
+{
+    KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - n);
+    const KlWiring wiring = {.inputs = {lead}, .outs = {lead, lead}, .reason = reason};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+place_spatial1(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_spatial(call, result, 1, "the rows are positions of a window");
+}
+
+KlStatus
+place_spatial2(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_spatial(call, result, 2, "the rows are positions of a window");
+}
+
+KlStatus
+place_spatial3(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return wire_spatial(call, result, 3, "the rows are positions of a window");
+}
+
+void
+saves_max_pool(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    kl_rules_save(call, saves, 0);
+    if (result->n_outs > 1) {
+        saves->outputs = 2;
+    } else {
+        kl_rules_save_new(result, saves, kl_meta_n_elements(&result->outs[0]), KL_DTYPE_INT64);
+    }
+}
+
+/* Down to one entry it is a mean, which keeps nothing. */
+static void
+save_unless_mean(const KlCall *call, const KlInferred *result, KlSaves *saves, int32_t n)
+{
+    const KlMeta *out = &result->outs[0];
+    for (int32_t dim = out->n_dims - n; dim < out->n_dims; dim++) {
+        if (out->shape[dim] != 1) {
+            kl_rules_save(call, saves, 0);
+        }
+    }
+}
+
+void
+saves_adaptive_avg_pool1d(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    save_unless_mean(call, result, saves, 1);
+}
+
+void
+saves_adaptive_avg_pool2d(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    save_unless_mean(call, result, saves, 2);
+}
+
+void
+saves_adaptive_avg_pool3d(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    save_unless_mean(call, result, saves, 3);
+}

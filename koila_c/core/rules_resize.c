@@ -1,0 +1,333 @@
+/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches, grids. */
+#include "rules.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { SPATIAL_MAX = 3 };
+
+/* --- upsampling: input, output_size, [align_corners,] scale_factors ----------------------------------- */
+
+static KlStatus
+read_sizes(const KlCall *call, uint32_t arg_scales, int32_t n, const KlMeta *input, int64_t *sizes)
+{
+    const KlArg *scales = arg_scales < call->n_args ? &call->args[arg_scales] : NULL;
+    bool has_scales = kl_rules_is_given(call, arg_scales);
+    if (kl_rules_is_given(call, 1)) {
+        return has_scales ? KL_DECLINED : kl_rules_spatial(call, 1, n, sizes, sizes);
+    }
+    if (!has_scales || scales->n != (uint32_t)n ||
+        (scales->kind != KL_ARG_FLOATS && scales->kind != KL_ARG_INTS)) {
+        return KL_DECLINED;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        double scale =
+            scales->kind == KL_ARG_FLOATS ? scales->u.floats[i] : (double)scales->u.ints[i];
+        double size = (double)input->shape[2 + i] * scale;
+        if (!(size >= 1.0 && size < 1e15)) {
+            return KL_DECLINED;
+        }
+        sizes[i] = (int64_t)size;
+    }
+    return KL_OK;
+}
+
+static KlStatus
+shape_upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    int64_t sizes[SPATIAL_MAX] = {0};
+    int32_t n = input == NULL ? 0 : input->n_dims - 2;
+    if (n < 1 || n > SPATIAL_MAX || kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = read_sizes(call, arg_scales, n, input, sizes);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta out = *input;
+    for (int32_t i = 0; i < n; i++) {
+        if (sizes[i] <= 0) {
+            return KL_DECLINED;
+        }
+        out.shape[2 + i] = sizes[i];
+    }
+    status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        kl_rules_settle_format(call, result, 1);
+    }
+    return status;
+}
+
+/* Decline an input that has not n spatial dims. */
+static KlStatus
+expect_spatial(const KlCall *call, int32_t n)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    return input == NULL || input->n_dims != n + 2 ? KL_DECLINED : KL_OK;
+}
+
+KlStatus
+shape_nearest1d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = expect_spatial(call, 1);
+    return status == KL_OK ? shape_upsample(call, 2, result, error) : status;
+}
+
+KlStatus
+shape_nearest2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = expect_spatial(call, 2);
+    return status == KL_OK ? shape_upsample(call, 2, result, error) : status;
+}
+
+KlStatus
+shape_nearest3d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = expect_spatial(call, 3);
+    return status == KL_OK ? shape_upsample(call, 2, result, error) : status;
+}
+
+KlStatus
+shape_linear1d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = expect_spatial(call, 1);
+    return status == KL_OK ? shape_upsample(call, 3, result, error) : status;
+}
+
+KlStatus
+shape_linear2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = expect_spatial(call, 2);
+    return status == KL_OK ? shape_upsample(call, 3, result, error) : status;
+}
+
+KlStatus
+shape_linear3d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = expect_spatial(call, 3);
+    return status == KL_OK ? shape_upsample(call, 3, result, error) : status;
+}
+
+/* --- padding: input, pad, mode, value ------------------------------------------------------------------ */
+
+typedef enum { PAD_CONSTANT, PAD_REFLECT, PAD_REPLICATE, PAD_CIRCULAR } PadMode;
+
+static KlStatus
+read_mode(const KlCall *call, PadMode *mode)
+{
+    static const char *const names[] = {"constant", "reflect", "replicate", "circular"};
+    const char *text = NULL;
+    KlStatus status = kl_rules_text(call, 2, "constant", &text);
+    for (int i = 0; status == KL_OK && i < 4; i++) {
+        if (strcmp(text, names[i]) == 0) {
+            *mode = (PadMode)i;
+            return KL_OK;
+        }
+    }
+    return KL_DECLINED;
+}
+
+/* Padding before and after each dim of the input. */
+static KlStatus
+read_pads(const KlCall *call, const KlMeta *input, int64_t (*pads)[2])
+{
+    int64_t value = 0;
+    const int64_t *ints = NULL;
+    uint32_t n = 0;
+    KlStatus status = kl_rules_ints(call, 1, &value, &ints, &n);
+    if (status != KL_OK || n % 2 != 0 || n / 2 > (uint32_t)input->n_dims) {
+        return KL_DECLINED;
+    }
+    memset(pads, 0, sizeof(pads[0]) * KL_DIMS_MAX);
+    for (uint32_t i = 0; i < n / 2; i++) {
+        int32_t dim = input->n_dims - 1 - (int32_t)i;
+        pads[dim][0] = ints[2 * i];
+        pads[dim][1] = ints[2 * i + 1];
+    }
+    return KL_OK;
+}
+
+/* Modes that read the input for the border have limits of their own. */
+static KlStatus
+check_border(const KlMeta *input, int64_t (*pads)[2], PadMode mode, uint32_t n_given)
+{
+    int32_t n = (int32_t)(n_given / 2);
+    if (n < 1 || n > SPATIAL_MAX || (input->n_dims != n + 1 && input->n_dims != n + 2) ||
+        kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+        for (int side = 0; side < 2; side++) {
+            int64_t most = mode == PAD_REFLECT    ? input->shape[dim] - 1
+                           : mode == PAD_CIRCULAR ? input->shape[dim]
+                                                  : pads[dim][side];
+            if (pads[dim][side] < 0 || pads[dim][side] > most) {
+                return KL_DECLINED;
+            }
+        }
+    }
+    return KL_OK;
+}
+
+static KlStatus
+shape_padded(const KlCall *call, PadMode mode, KlInferred *result, KlError *error)
+{
+    int64_t pads[KL_DIMS_MAX][2];
+    const KlMeta *input = kl_rules_input(call, 0);
+    KlStatus status = input == NULL ? KL_DECLINED : read_pads(call, input, pads);
+    if (status == KL_OK && mode != PAD_CONSTANT) {
+        status = check_border(input, pads, mode, call->args[1].n);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, input, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta *out = &result->outs[0];
+    bool is_cut = true; /* nothing is added: torch clones a part of the input */
+    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+        out->shape[dim] += pads[dim][0] + pads[dim][1];
+        is_cut = is_cut && pads[dim][0] <= 0 && pads[dim][1] <= 0;
+        if (out->shape[dim] < 0 || -pads[dim][0] > input->shape[dim] ||
+            -pads[dim][1] > input->shape[dim]) {
+            return KL_DECLINED;
+        }
+    }
+    if (mode == PAD_CIRCULAR) {
+        kl_meta_set_contiguous(out);
+    } else if (is_cut && mode == PAD_CONSTANT) {
+        KlMeta part = *out;
+        memcpy(part.strides, input->strides, sizeof(part.strides));
+        part.is_strided = input->is_strided;
+        kl_rules_preserve(out, &part);
+    } else {
+        kl_rules_settle_format(call, result, 1);
+    }
+    return KL_OK;
+}
+
+KlStatus
+shape_pad(const KlCall *call, KlInferred *result, KlError *error)
+{
+    PadMode mode = PAD_CONSTANT;
+    KlStatus status = read_mode(call, &mode);
+    if (status == KL_OK && mode != PAD_CONSTANT && kl_rules_is_given(call, 3)) {
+        status = KL_DECLINED;
+    }
+    return status == KL_OK ? shape_padded(call, mode, result, error) : status;
+}
+
+KlStatus
+shape_constant_pad(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_padded(call, PAD_CONSTANT, result, error);
+}
+
+KlStatus
+place_pad(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    int64_t pads[KL_DIMS_MAX][2];
+    const KlMeta *input = call->inputs[0];
+    KlStatus status = read_pads(call, input, pads);
+    KlLabels labels = kl_rules_letters(input->n_dims);
+    for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
+        if (pads[dim][0] != 0 || pads[dim][1] != 0) {
+            labels.of[dim] = 0;
+        }
+    }
+    const KlWiring wiring = {
+        .inputs = {labels}, .outs = {labels}, .reason = "the dim of the rows is padded"};
+    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+}
+
+void
+saves_pad(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    PadMode mode = PAD_CONSTANT;
+    (void)result;
+    if (read_mode(call, &mode) == KL_OK && (mode == PAD_REFLECT || mode == PAD_REPLICATE)) {
+        kl_rules_save(call, saves, 0);
+    }
+}
+
+/* --- shuffles ------------------------------------------------------------------------------------------ */
+
+static KlStatus
+make_shuffled(const KlCall *call, KlInferred *result, const KlMeta *out, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, out, error);
+    if (status == KL_OK) {
+        kl_rules_settle_format(call, result, 1);
+    }
+    return status;
+}
+
+static KlStatus
+read_factor(const KlCall *call, int32_t n_dims_min, const KlMeta **input, int64_t *factor)
+{
+    *input = kl_rules_input(call, 0);
+    KlStatus status = kl_rules_int(call, 1, 0, factor);
+    bool is_odd = status != KL_OK || *input == NULL || (*input)->n_dims < n_dims_min ||
+                  *factor < 1 || *factor > 1 << 20 || kl_meta_n_elements(*input) == 0;
+    return is_odd ? KL_DECLINED : KL_OK;
+}
+
+/* (*, c * r * r, h, w) -> (*, c, h * r, w * r) */
+KlStatus
+shape_pixel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = NULL;
+    int64_t factor = 0;
+    KlStatus status = read_factor(call, 3, &input, &factor);
+    if (status != KL_OK || input->shape[input->n_dims - 3] % (factor * factor) != 0) {
+        return KL_DECLINED;
+    }
+    KlMeta out = *input;
+    out.shape[input->n_dims - 3] /= factor * factor;
+    out.shape[input->n_dims - 2] *= factor;
+    out.shape[input->n_dims - 1] *= factor;
+    return make_shuffled(call, result, &out, error);
+}
+
+KlStatus
+shape_pixel_unshuffle(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = NULL;
+    int64_t factor = 0;
+    KlStatus status = read_factor(call, 3, &input, &factor);
+    if (status != KL_OK || input->shape[input->n_dims - 2] % factor != 0 ||
+        input->shape[input->n_dims - 1] % factor != 0) {
+        return KL_DECLINED;
+    }
+    KlMeta out = *input;
+    out.shape[input->n_dims - 3] *= factor * factor;
+    out.shape[input->n_dims - 2] /= factor;
+    out.shape[input->n_dims - 1] /= factor;
+    return make_shuffled(call, result, &out, error);
+}
+
+KlStatus
+shape_channel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = NULL;
+    int64_t groups = 0;
+    KlStatus status = read_factor(call, 3, &input, &groups);
+    if (status != KL_OK || input->shape[1] % groups != 0) {
+        return KL_DECLINED;
+    }
+    return make_shuffled(call, result, input, error);
+}
+
+KlStatus
+place_channel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
+    labels.of[1] = 0;
+    const KlWiring wiring = {
+        .inputs = {labels}, .outs = {labels}, .reason = "the rows are shuffled"};
+    return kl_rules_wire(call, result, &wiring);
+}

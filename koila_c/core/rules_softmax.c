@@ -1,0 +1,351 @@
+/* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu, prelu. */
+#include "rules.h"
+
+#include <string.h>
+
+/* --- softmax, log_softmax: input, dim, dtype -------------------------------------------------------------- */
+
+KlStatus
+shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    int32_t dim = 0;
+    if (input == NULL || !kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &dim, error);
+    if (status == KL_OK) {
+        status = kl_rules_out(result, input, error);
+    }
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+dtype_softmax(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = call->inputs[0]->dtype;
+    if (kl_rules_is_given(call, 2)) {
+        if (call->args[2].kind != KL_ARG_DTYPE) {
+            return KL_DECLINED;
+        }
+        dtype = call->args[2].u.dtype;
+    }
+    kl_rules_set_dtypes(result, dtype);
+    return kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
+}
+
+KlStatus
+place_softmax(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = 0;
+    int32_t n_dims = call->inputs[0]->n_dims;
+    KlStatus status = kl_rules_dim(call, 1, 0, n_dims, &dim, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlLabels labels = kl_rules_letters(n_dims);
+    labels.of[dim] = 0;
+    const KlWiring wiring = {
+        .inputs = {labels}, .outs = {labels}, .reason = "softmax over the batch"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* --- cosine_similarity: x1, x2, dim, eps ------------------------------------------------------------------- */
+
+/* The shape both arguments broadcast to, and the dim in it. */
+static KlStatus
+read_pair(const KlCall *call, int64_t fallback, KlMeta *full, int32_t *dim, KlError *error)
+{
+    const KlMeta *left = kl_rules_input(call, 0);
+    const KlMeta *right = kl_rules_input(call, 1);
+    *full = (KlMeta){.n_dims = 0};
+    if (left == NULL || right == NULL) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_broadcast(full, left, error);
+    if (status == KL_OK) {
+        status = kl_rules_broadcast(full, right, error);
+    }
+    if (status == KL_OK && (full->n_dims == 0 || kl_meta_n_elements(full) == 0)) {
+        status = KL_DECLINED;
+    }
+    if (status == KL_OK) {
+        *dim = full->n_dims - 1;
+        status = fallback < 0 ? KL_OK : kl_rules_dim(call, 2, fallback, full->n_dims, dim, error);
+    }
+    return status;
+}
+
+static void
+drop_dim(KlMeta *meta, int32_t dim)
+{
+    meta->n_dims--;
+    for (int32_t i = dim; i < meta->n_dims; i++) {
+        meta->shape[i] = meta->shape[i + 1];
+    }
+}
+
+static KlStatus
+make_reduced(const KlCall *call, KlInferred *result, KlMeta *full, int32_t dim, bool is_kept,
+             KlError *error)
+{
+    if (is_kept) {
+        full->shape[dim] = 1;
+    } else {
+        drop_dim(full, dim);
+    }
+    KlStatus status = kl_rules_out(result, full, error);
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+static KlStatus
+wire_pair(const KlCall *call, KlInferred *result, const KlMeta *full, int32_t dim, bool is_kept)
+{
+    KlLabels letters = kl_rules_letters(full->n_dims);
+    letters.of[dim] = 0;
+    KlWiring wiring = {.reason = "the dim of the rows is summed over"};
+    for (int i = 0; i < 2; i++) {
+        wiring.inputs[i] = kl_rules_letters_right(letters, full->n_dims, call->inputs[i]->n_dims);
+    }
+    int32_t n = 0;
+    for (int32_t i = 0; i < full->n_dims; i++) {
+        if (i != dim || is_kept) {
+            wiring.outs[0].of[n++] = letters.of[i];
+        }
+    }
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+shape_cosine_similarity(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta full;
+    int32_t dim = 0;
+    KlStatus status = read_pair(call, 1, &full, &dim, error);
+    return status == KL_OK ? make_reduced(call, result, &full, dim, false, error) : status;
+}
+
+KlStatus
+place_cosine_similarity(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta full;
+    int32_t dim = 0;
+    KlStatus status = read_pair(call, 1, &full, &dim, error);
+    return status == KL_OK ? wire_pair(call, result, &full, dim, false) : status;
+}
+
+/* For each side that needs a gradient: itself, its norm before and after clamping, the other normalised. */
+void
+saves_cosine_similarity(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    KlMeta full;
+    int32_t dim = 0;
+    if (read_pair(call, 1, &full, &dim, NULL) != KL_OK) {
+        return;
+    }
+    for (uint32_t arg = 0; arg < 2; arg++) {
+        if (kl_rules_needs_grad(call, arg)) {
+            int64_t n = kl_meta_n_elements(&full);
+            kl_rules_save(call, saves, arg);
+            kl_rules_save_new(result, saves, n + 2 * (n / full.shape[dim]), result->outs[0].dtype);
+        }
+    }
+}
+
+/* --- pairwise_distance: x1, x2, p, eps, keepdim -------------------------------------------------------------- */
+
+KlStatus
+shape_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta full;
+    int32_t dim = 0;
+    bool is_kept = false;
+    KlStatus status = read_pair(call, -1, &full, &dim, error);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, 4, false, &is_kept);
+    }
+    return status == KL_OK ? make_reduced(call, result, &full, dim, is_kept, error) : status;
+}
+
+KlStatus
+place_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta full;
+    int32_t dim = 0;
+    bool is_kept = false;
+    KlStatus status = read_pair(call, -1, &full, &dim, error);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, 4, false, &is_kept);
+    }
+    return status == KL_OK ? wire_pair(call, result, &full, dim, is_kept) : status;
+}
+
+void
+saves_pairwise_distance(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    KlMeta full;
+    int32_t dim = 0;
+    if (read_pair(call, -1, &full, &dim, NULL) == KL_OK) {
+        saves->outputs = 1;
+        kl_rules_save_new(result, saves, kl_meta_n_elements(&full), result->outs[0].dtype);
+    }
+}
+
+/* --- cdist: x1 (*, p, m), x2 (*, r, m) -> (*, p, r) ----------------------------------------------------------- */
+
+enum { LETTER_ROW = 20, LETTER_COLUMN = 21 };
+
+KlStatus
+shape_cdist(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *left = kl_rules_input(call, 0);
+    const KlMeta *right = kl_rules_input(call, 1);
+    if (left == NULL || right == NULL || left->n_dims < 2 || right->n_dims < 2 ||
+        kl_meta_n_elements(left) == 0 || kl_meta_n_elements(right) == 0) {
+        return KL_DECLINED;
+    }
+    if (left->shape[left->n_dims - 1] != right->shape[right->n_dims - 1]) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the points do not have the same dims");
+    }
+    KlMeta lead = *left;
+    KlMeta other = *right;
+    KlMeta out = {.n_dims = 0};
+    lead.n_dims -= 2;
+    other.n_dims -= 2;
+    KlStatus status = kl_rules_broadcast(&out, &lead, error);
+    if (status == KL_OK) {
+        status = kl_rules_broadcast(&out, &other, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    out.shape[out.n_dims++] = left->shape[left->n_dims - 2];
+    out.shape[out.n_dims++] = right->shape[right->n_dims - 2];
+    status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+place_cdist(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlMeta *out = &result->outs[0];
+    KlLabels full = kl_rules_letters(out->n_dims - 2);
+    KlWiring wiring = {.outs = {full}, .reason = "the rows are coordinates"};
+    uint8_t own[2] = {LETTER_ROW, LETTER_COLUMN};
+    for (int i = 0; i < 2; i++) {
+        int32_t n = call->inputs[i]->n_dims;
+        int32_t n_points = (int32_t)out->shape[out->n_dims - 2 + i];
+        /* With many points torch goes through a matrix product, which is far less exact: a chunk of fewer
+         * points would not. */
+        bool is_fragile = n_points > 25 && call->args[3].kind != KL_ARG_INT;
+        wiring.inputs[i] = kl_rules_letters_right(full, out->n_dims - 2, n - 2);
+        wiring.inputs[i].of[n - 2] = is_fragile ? 0 : own[i];
+        wiring.outs[0].of[out->n_dims - 2 + i] = wiring.inputs[i].of[n - 2];
+    }
+    return kl_rules_wire(call, result, &wiring);
+}
+
+void
+saves_cdist(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *out = &result->outs[0];
+    saves_all(call, result, saves);
+    saves->outputs = 1;
+    for (uint32_t i = 0; i < 2; i++) {
+        const KlMeta *input = call->inputs[i];
+        int64_t n = kl_meta_n_elements(out) / out->shape[out->n_dims - 1 - (int32_t)i] *
+                    input->shape[input->n_dims - 1];
+        if (n != kl_meta_n_elements(input)) {
+            kl_rules_save_new(result, saves, n, input->dtype); /* repeated for every batch */
+        }
+    }
+}
+
+/* --- glu: input, dim; prelu: input, weight -------------------------------------------------------------------- */
+
+KlStatus
+shape_glu(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    int32_t dim = 0;
+    if (input == NULL || input->n_dims == 0) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_rules_dim(call, 1, -1, input->n_dims, &dim, error);
+    if (status == KL_OK && input->shape[dim] % 2 != 0) {
+        status = kl_error_set(error, KL_ERROR_SHAPE, "dim %d of size %lld is not even", (int)dim,
+                              (long long)input->shape[dim]);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, input, error);
+    }
+    if (status == KL_OK) {
+        KlMeta half = *input;
+        const KlMeta *halves[2] = {&half, &half};
+        half.shape[dim] /= 2;
+        result->outs[0].shape[dim] /= 2;
+        kl_rules_iterate(&result->outs[0], halves, 2, false);
+    }
+    return status;
+}
+
+KlStatus
+place_glu(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = 0;
+    int32_t n_dims = call->inputs[0]->n_dims;
+    KlStatus status = kl_rules_dim(call, 1, -1, n_dims, &dim, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    KlLabels labels = kl_rules_letters(n_dims);
+    labels.of[dim] = 0;
+    const KlWiring wiring = {
+        .inputs = {labels}, .outs = {labels}, .reason = "one half of the rows gates the other"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+KlStatus
+shape_prelu(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *weight = kl_rules_input(call, 1);
+    if (input == NULL || weight == NULL || weight->n_dims > 1) {
+        return KL_DECLINED;
+    }
+    int64_t n = kl_meta_n_elements(weight);
+    if (n != 1 && (input->n_dims < 2 || input->shape[1] != n)) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "%lld weights do not fit the channels",
+                            (long long)n);
+    }
+    KlStatus status = kl_rules_out(result, input, error);
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+place_prelu(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
+    if (kl_meta_n_elements(call->inputs[1]) != 1) {
+        labels.of[1] = 0;
+    }
+    const KlWiring wiring = {.inputs = {labels},
+                             .outs = {labels},
+                             .reason = "the rows are channels or weights of a prelu"};
+    return kl_rules_wire(call, result, &wiring);
+}
