@@ -153,16 +153,21 @@ place_attention(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* The fused kernel takes four dims of one batch size and one feature size, and no dropout. */
+/* The fused kernel takes four dims of one batch and one feature size, densely stored features, a mask of
+ * two or four dims that needs no gradient, and no dropout. */
 static bool
-is_fused(const KlCall *call, double dropout)
+is_fused(const KlCall *call, double dropout, bool is_grouped)
 {
     const KlMeta *query = kl_rules_input(call, QUERY);
-    bool is_fit = query->n_dims == 4 && dropout == 0.0 && !kl_rules_needs_grad(call, MASK);
-    for (uint32_t arg = KEY; arg <= VALUE; arg++) {
+    const KlMeta *mask = kl_rules_input(call, MASK);
+    bool is_fit = query->n_dims == 4 && dropout == 0.0 &&
+                  (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
+    for (uint32_t arg = QUERY; arg <= VALUE && is_fit; arg++) {
         const KlMeta *meta = kl_rules_input(call, arg);
-        is_fit = is_fit && meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
-                 meta->shape[3] == query->shape[3];
+        is_fit = meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
+                 meta->shape[3] == query->shape[3] &&
+                 (is_grouped || meta->shape[1] == query->shape[1]) &&
+                 (!meta->is_strided || meta->strides[3] == 1);
     }
     return is_fit;
 }
@@ -185,7 +190,7 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
     kl_rules_save(call, saves, KEY);
     kl_rules_save(call, saves, VALUE);
     saves->outputs = 1;
-    if (is_fused(call, dropout)) {
+    if (is_fused(call, dropout, is_grouped)) {
         kl_rules_save_new(result, saves, n_queries, wide); /* log of the sums */
         if (mask != NULL && mask->dtype == KL_DTYPE_BOOL) {
             kl_rules_save_new(result, saves, kl_meta_n_elements(mask), query->dtype);

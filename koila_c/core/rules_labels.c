@@ -128,26 +128,6 @@ kl_rules_settle_plain(const KlCall *call, KlInferred *result)
     }
 }
 
-/* TensorImpl's idea of channels_last strides (is_channels_last_strides_2d): (n, c, h, w) stored as nhwc. */
-static bool
-suggests_channels_last(const KlMeta *meta)
-{
-    static const int32_t order[] = {1, 3, 2, 0};
-    int64_t least = 0;
-    if (meta->strides[1] == 0) {
-        return false;
-    }
-    for (int i = 0; i < 4; i++) {
-        int32_t dim = order[i];
-        bool is_ambiguous = dim == 0 && least == meta->strides[1];
-        if (meta->shape[dim] == 0 || meta->strides[dim] < least || is_ambiguous) {
-            return false;
-        }
-        least = meta->strides[dim] * (meta->shape[dim] > 1 ? meta->shape[dim] : 1);
-    }
-    return true;
-}
-
 void
 kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders)
 {
@@ -158,16 +138,12 @@ kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_decide
             kl_rules_settle_plain(call, result);
             return;
         }
-        is_last = is_last || suggests_channels_last(input);
+        is_last = is_last || kl_rules_is_like_channels_last(input);
     }
     for (uint32_t i = 0; i < result->n_outs; i++) {
         KlMeta *out = &result->outs[i];
         if (is_last) {
-            out->strides[1] = 1;
-            out->strides[3] = out->shape[1];
-            out->strides[2] = out->strides[3] * out->shape[3];
-            out->strides[0] = out->strides[2] * out->shape[2];
-            out->is_strided = true;
+            kl_rules_set_channels_last(out);
         } else {
             kl_meta_set_contiguous(out);
         }
@@ -242,15 +218,6 @@ dtype_uniform_float(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK && !kl_meta_dtype_is_float(dtype) ? KL_DECLINED : status;
 }
 
-KlStatus
-dtype_indices(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)call;
-    (void)error;
-    kl_rules_set_dtypes(result, KL_DTYPE_INT64);
-    return KL_OK;
-}
-
 void
 saves_all(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -258,11 +225,4 @@ saves_all(const KlCall *call, const KlInferred *result, KlSaves *saves)
     for (uint32_t i = 0; i < call->n_inputs && i < 64; i++) {
         saves->inputs |= UINT64_C(1) << i;
     }
-}
-
-void
-saves_input(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    (void)result;
-    kl_rules_save(call, saves, 0);
 }

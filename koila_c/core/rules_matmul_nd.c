@@ -237,7 +237,7 @@ saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
     KlMeta left = *call->inputs[0];
     KlMeta right = *call->inputs[1];
     if (left.n_dims <= 2 && right.n_dims <= 2) {
-        saves_product(call, result, saves);
+        saves_other(call, result, saves);
         return;
     }
     squeeze_pair(&left, &right);
@@ -259,18 +259,6 @@ saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
     if (left.requires_grad) {
         save_expanded(call, result, saves, 1, &right, &result->outs[0], n_out);
-    }
-}
-
-void
-saves_product(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    (void)result;
-    if (kl_rules_needs_grad(call, 1)) {
-        kl_rules_save(call, saves, 0);
-    }
-    if (kl_rules_needs_grad(call, 0)) {
-        kl_rules_save(call, saves, 1);
     }
 }
 

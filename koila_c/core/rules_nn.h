@@ -54,7 +54,6 @@ KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int
 KL_DTYPE(uniform);       /* all tensors share one dtype, the output's; no bool */
 KL_DTYPE(uniform_float); /* ... and it is a real floating-point one */
 KL_SAVES(all);           /* every tensor argument, whichever needs the gradient */
-KL_SAVES(input);         /* the first argument */
 
 /* --- products (rules_matmul.c, rules_einsum.c) ------------------------------------------------------- */
 
@@ -91,7 +90,6 @@ KL_SAVES(bilinear);
 KL_SAVES(einsum);
 KL_SAVES(linear);
 KL_SAVES(matmul);
-KL_SAVES(product);
 
 /* --- images (rules_conv.c, rules_pool.c, rules_resize.c, rules_patch.c) ------------------------------- */
 
@@ -168,8 +166,7 @@ KL_SHAPE(prelu);
 KL_SHAPE(rms_norm);
 KL_SHAPE(softmax);
 KL_DTYPE(attention);
-KL_DTYPE(indices); /* int64 */
-KL_DTYPE(norm);    /* that of the first input; float32 weights may go with a half type */
+KL_DTYPE(norm); /* that of the first input; float32 weights may go with a half type */
 KL_DTYPE(softmax);
 KL_PLACE(attention);
 KL_PLACE(batch_norm);
@@ -195,5 +192,44 @@ KL_SAVES(instance_norm);
 KL_SAVES(layer_norm);
 KL_SAVES(pairwise_distance);
 KL_SAVES(rms_norm);
+
+/* --- losses (rules_loss.c, rules_loss_nll.c) --------------------------------------------------------- */
+
+/* The loss's word `reduction`, an int: something other than "none". */
+KlStatus kl_rules_reduction(const KlCall *call, bool *is_reduced);
+/* The output of a loss whose terms have the shape of `terms`: of that shape, or a scalar. */
+KlStatus kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms,
+                            KlError *error);
+
+KL_SHAPE(cross_entropy);
+KL_SHAPE(ctc);
+KL_SHAPE(loss);
+KL_SHAPE(loss_cosine);
+KL_SHAPE(loss_entropy);
+KL_SHAPE(loss_logits);
+KL_SHAPE(loss_margin);
+KL_SHAPE(loss_plain_target);
+KL_SHAPE(loss_ranking);
+KL_SHAPE(loss_triplet);
+KL_SHAPE(nll);
+KL_SHAPE(nll_2d);
+KL_SHAPE(nll_flat);
+KL_DTYPE(loss);
+KL_DTYPE(nll);
+KL_PLACE(ctc);
+KL_PLACE(loss);
+KL_PLACE(loss_vectors);
+KL_PLACE(nll);
+KL_SAVES(cross_entropy);
+KL_SAVES(ctc);
+KL_SAVES(loss_cosine);
+KL_SAVES(loss_hinge);
+KL_SAVES(loss_kl);
+KL_SAVES(loss_l1);
+KL_SAVES(loss_multilabel);
+KL_SAVES(loss_poisson);
+KL_SAVES(loss_ranking);
+KL_SAVES(loss_triplet);
+KL_SAVES(nll);
 
 #endif

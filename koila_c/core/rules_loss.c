@@ -1,0 +1,328 @@
+/* rules_loss.c - losses whose terms are elements or rows, summed or averaged over all of them.
+ *
+ * A mean over the rows is combined from the sum of each chunk and the number of terms, see KL_REDUCE_LOSS in
+ * python/koila/partials.py: the mean of means is wrong where chunks differ in size. */
+#include "rules.h"
+
+#include <string.h>
+
+enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
+
+/* Number of the word `reduction` in the row's signature. */
+static uint32_t
+reduction_arg(const KlCall *call)
+{
+    uint32_t number = 0;
+    for (const char *at = call->row->call; *at != '\0'; at++) {
+        if (strncmp(at, "reduction", 9) == 0) {
+            return number;
+        }
+        number += *at == ',' && strncmp(at, ", *,", 4) != 0 ? 1 : 0;
+    }
+    return number;
+}
+
+KlStatus
+kl_rules_reduction(const KlCall *call, bool *is_reduced)
+{
+    int64_t reduction = REDUCTION_MEAN;
+    KlStatus status = kl_rules_int(call, reduction_arg(call), REDUCTION_MEAN, &reduction);
+    *is_reduced = reduction != REDUCTION_NONE;
+    return status == KL_OK && (reduction < 0 || reduction > REDUCTION_SUM) ? KL_DECLINED : status;
+}
+
+KlStatus
+kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms, KlError *error)
+{
+    bool is_reduced = false;
+    KlStatus status = kl_rules_reduction(call, &is_reduced);
+    if (status != KL_OK) {
+        return status;
+    }
+    const KlMeta scalar = {.n_dims = 0};
+    status = kl_rules_out(result, is_reduced ? &scalar : terms, error);
+    if (status == KL_OK && is_reduced) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    } else if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+/* Wire inputs of `terms`' shape, aligned from the right; `is_term` says which dims are dims of the loss. */
+static KlStatus
+wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims_terms)
+{
+    bool is_reduced = false;
+    KlStatus status = kl_rules_reduction(call, &is_reduced);
+    KlLabels full = kl_rules_letters(n_dims_terms);
+    KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_LOSS : KL_REDUCE_NONE,
+                       .reason = "the rows are features of the loss"};
+    for (uint32_t i = 0; i < call->n_inputs && i < KL_LABELS_MAX; i++) {
+        wiring.inputs[i] = kl_rules_letters_right(full, n_dims, call->inputs[i]->n_dims);
+    }
+    if (!is_reduced) {
+        wiring.outs[0] = full;
+    }
+    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+}
+
+/* --- terms are elements: all tensors broadcast ------------------------------------------------------------ */
+
+static KlStatus
+broadcast_all(const KlCall *call, KlMeta *terms, KlError *error)
+{
+    KlStatus status = KL_OK;
+    *terms = (KlMeta){.n_dims = 0};
+    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
+        status = kl_rules_broadcast(terms, call->inputs[i], error);
+    }
+    return status;
+}
+
+KlStatus
+shape_loss(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta terms;
+    KlStatus status = kl_rules_input(call, 0) == NULL || kl_rules_input(call, 1) == NULL
+                          ? KL_DECLINED
+                          : broadcast_all(call, &terms, error);
+    return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
+}
+
+/* The targets, args[1], must not need a gradient: torch refuses, or keeps things no rule describes. */
+KlStatus
+shape_loss_plain_target(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_rules_needs_grad(call, 1) ? KL_DECLINED : shape_loss(call, result, error);
+}
+
+/* margin_ranking_loss: the third argument is the target */
+KlStatus
+shape_loss_ranking(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_rules_needs_grad(call, 2) ? KL_DECLINED : shape_loss(call, result, error);
+}
+
+/* binary_cross_entropy: input and target are of one shape, the weight broadcasts to it */
+KlStatus
+shape_loss_entropy(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *target = kl_rules_input(call, 1);
+    KlMeta terms;
+    if (input == NULL || target == NULL || input->n_dims != target->n_dims ||
+        kl_rules_needs_grad(call, 2)) {
+        return KL_DECLINED;
+    }
+    KlStatus status = broadcast_all(call, &terms, error);
+    for (int32_t dim = 0; status == KL_OK && dim < terms.n_dims; dim++) {
+        bool is_fit = terms.n_dims == input->n_dims && input->shape[dim] == terms.shape[dim] &&
+                      target->shape[dim] == terms.shape[dim];
+        status = is_fit ? KL_OK : KL_DECLINED;
+    }
+    return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
+}
+
+/* with logits: weights must not need a gradient */
+KlStatus
+shape_loss_logits(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (kl_rules_needs_grad(call, 2) || kl_rules_needs_grad(call, 3)) {
+        return KL_DECLINED;
+    }
+    return shape_loss(call, result, error);
+}
+
+KlStatus
+place_loss(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta terms;
+    KlStatus status = broadcast_all(call, &terms, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    const KlPlace *place = &call->inputs[kl_rules_first_rows(call)]->place;
+    int32_t dim = place->dim + terms.n_dims - call->inputs[kl_rules_first_rows(call)]->n_dims;
+    if (terms.shape[dim] != kl_rules_span(place, kl_rules_rows(call, result))) {
+        return kl_rules_once(result, "a batch of one row is broadcast");
+    }
+    return wire_loss(call, result, terms.n_dims, terms.n_dims);
+}
+
+static int64_t
+count_terms(const KlCall *call)
+{
+    KlMeta terms;
+    return broadcast_all(call, &terms, NULL) == KL_OK ? kl_meta_n_elements(&terms) : 0;
+}
+
+/* l1_loss: the difference */
+void
+saves_loss_l1(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    kl_rules_save_new(result, saves, count_terms(call), call->inputs[0]->dtype);
+}
+
+void
+saves_loss_kl(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    bool is_log = false;
+    (void)kl_rules_bool(call, 3, false, &is_log);
+    bool is_target = kl_rules_needs_grad(call, 1);
+    if (is_log) {
+        kl_rules_save_new(result, saves, count_terms(call) * (is_target ? 2 : 1),
+                          call->inputs[0]->dtype);
+        return;
+    }
+    kl_rules_save(call, saves, 1);
+    if (is_target) {
+        kl_rules_save(call, saves, 0);
+    }
+}
+
+void
+saves_loss_poisson(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    kl_rules_save(call, saves, 1);
+    kl_rules_save_new(result, saves, kl_meta_n_elements(call->inputs[0]), call->inputs[0]->dtype);
+}
+
+void
+saves_loss_hinge(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    kl_rules_save_new(result, saves, count_terms(call), call->inputs[0]->dtype);
+    kl_rules_save_new(result, saves, 2 * count_terms(call), KL_DTYPE_BOOL);
+}
+
+void
+saves_loss_ranking(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    int64_t n = count_terms(call) + kl_meta_n_elements(call->inputs[2]);
+    kl_rules_save_new(result, saves, n, call->inputs[0]->dtype);
+}
+
+/* --- terms are vectors: the last dim is summed into each --------------------------------------------------- */
+
+static bool
+is_same_shape(const KlMeta *left, const KlMeta *right, int32_t n_dims)
+{
+    return left->n_dims >= n_dims && right->n_dims >= n_dims &&
+           memcmp(left->shape, right->shape, (size_t)n_dims * sizeof(left->shape[0])) == 0;
+}
+
+/* Vectors (n, d) or (d); the first `n_vectors` inputs are of that shape, the others of (n) or (). */
+static KlStatus
+shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlError *error)
+{
+    const KlMeta *first = call->inputs[0];
+    int32_t n = first->n_dims;
+    bool is_fit = call->n_inputs == 3 && (n == 1 || n == 2) && kl_meta_n_elements(first) > 0;
+    for (uint32_t i = 1; i < call->n_inputs && is_fit; i++) {
+        int32_t n_own = i < n_vectors ? n : n - 1;
+        is_fit = call->inputs[i]->n_dims == n_own && is_same_shape(first, call->inputs[i], n_own);
+    }
+    if (!is_fit) {
+        return KL_DECLINED;
+    }
+    KlMeta terms = *first;
+    terms.n_dims = n - 1;
+    return kl_rules_make_loss(call, result, &terms, error);
+}
+
+KlStatus
+shape_loss_cosine(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return kl_rules_needs_grad(call, 2) ? KL_DECLINED : shape_vectors(call, 2, result, error);
+}
+
+KlStatus
+shape_loss_triplet(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_vectors(call, 3, result, error);
+}
+
+/* input (n, c), target (n) or (n, c), weight (c) */
+KlStatus
+shape_loss_margin(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *target = kl_rules_input(call, 1);
+    if (input == NULL || target == NULL || input->n_dims != 2 || kl_meta_n_elements(input) == 0 ||
+        target->dtype != KL_DTYPE_INT64 || target->n_dims < 1 ||
+        !is_same_shape(input, target, target->n_dims) || kl_rules_needs_grad(call, 4)) {
+        return KL_DECLINED;
+    }
+    bool is_many = strcmp(call->row->name, "multilabel_margin_loss") == 0;
+    KlMeta terms = *input;
+    terms.n_dims = 1;
+    return target->n_dims != (is_many ? 2 : 1) ? KL_DECLINED
+                                               : kl_rules_make_loss(call, result, &terms, error);
+}
+
+KlStatus
+place_loss_vectors(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool is_reduced = false;
+    (void)error;
+    KlStatus status = kl_rules_reduction(call, &is_reduced);
+    KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_LOSS : KL_REDUCE_NONE,
+                       .reason = "the rows are features of the loss"};
+    bool is_batched = call->inputs[0]->n_dims == 2;
+    for (uint32_t i = 0; i < 3 && is_batched; i++) {
+        const KlMeta *meta = kl_rules_input(call, i);
+        if (meta != NULL) {
+            wiring.inputs[call->args[i].input].of[0] = 1;
+        }
+    }
+    wiring.outs[0].of[0] = is_batched && !is_reduced ? 1 : 0;
+    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+}
+
+/* cosine_embedding_loss: products, norms and masks, one entry for each row */
+void
+saves_loss_cosine(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t n = kl_meta_n_elements(input) / input->shape[input->n_dims - 1];
+    bool is_both = kl_rules_needs_grad(call, 0) && kl_rules_needs_grad(call, 1);
+    kl_rules_save(call, saves, 0);
+    kl_rules_save(call, saves, 1);
+    kl_rules_save_new(result, saves, n * (is_both ? 5 : 4), input->dtype);
+    kl_rules_save_new(result, saves, 2 * n, KL_DTYPE_BOOL);
+}
+
+/* triplet_margin_loss: two differences (three with swap), their norms, the clamp */
+void
+saves_loss_triplet(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[0];
+    bool is_swapped = false;
+    (void)kl_rules_bool(call, 6, false, &is_swapped);
+    int64_t n = kl_meta_n_elements(input);
+    int64_t n_rows = n / input->shape[input->n_dims - 1];
+    kl_rules_save_new(result, saves, (is_swapped ? 3 : 2) * (n + n_rows) + n_rows, input->dtype);
+}
+
+/* multilabel_margin_loss: where the targets are, as numbers */
+void
+saves_loss_multilabel(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves_all(call, result, saves);
+    kl_rules_save_new(result, saves, kl_meta_n_elements(call->inputs[0]), call->inputs[0]->dtype);
+}
+
+/* Floats of one dtype; ints are class numbers and may stand among them. */
+KlStatus
+dtype_loss(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = call->inputs[0]->dtype;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        if (call->inputs[i]->dtype != dtype && call->inputs[i]->dtype != KL_DTYPE_INT64) {
+            return KL_DECLINED;
+        }
+    }
+    kl_rules_set_dtypes(result, dtype);
+    return kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
+}

@@ -1,0 +1,212 @@
+/* rules_loss_nll.c - cross-entropy and negative log-likelihood.
+ *
+ * NOTE [weighted mean]: the mean of these losses divides by the sum of the weights of the labels that count
+ * (all but ignore_index), which is in the data: a mean of chunk means is wrong even for equal chunks. It is
+ * combined as sum(part 0) / sum(part 1): part 0 is the op itself with reduction="sum", part 1 the weight of
+ * the chunk's labels, which reads target and weight only. That holds with label smoothing too, because torch
+ * divides the smooth part by the same weight. Class probabilities count 1 each, whatever their weights. */
+#include "rules.h"
+
+enum { INPUT, TARGET, WEIGHT };
+
+/* Class numbers, (n, d1, ...), or probabilities, of the input's own shape. */
+static bool
+has_class_numbers(const KlMeta *input, const KlMeta *target)
+{
+    return target->n_dims == input->n_dims - 1;
+}
+
+/* The dims of the loss: those of the input without the classes. */
+static KlStatus
+read_terms(const KlCall *call, KlMeta *terms)
+{
+    const KlMeta *input = kl_rules_input(call, INPUT);
+    const KlMeta *target = kl_rules_input(call, TARGET);
+    const KlMeta *weight = kl_rules_input(call, WEIGHT);
+    if (input == NULL || target == NULL || input->n_dims < 1 || input->n_dims > 5 ||
+        kl_meta_n_elements(input) == 0 || kl_rules_needs_grad(call, WEIGHT) ||
+        (kl_rules_is_given(call, WEIGHT) && weight == NULL)) {
+        return KL_DECLINED;
+    }
+    int32_t dim_class = input->n_dims == 1 ? 0 : 1;
+    *terms = *input;
+    terms->n_dims--;
+    for (int32_t dim = dim_class; dim < terms->n_dims; dim++) {
+        terms->shape[dim] = input->shape[dim + 1];
+    }
+    if (weight != NULL && (weight->n_dims != 1 || weight->shape[0] != input->shape[dim_class] ||
+                           weight->dtype != input->dtype)) {
+        return KL_DECLINED;
+    }
+    const KlMeta *wanted = has_class_numbers(input, target) ? terms : input;
+    bool is_fit = target->n_dims == wanted->n_dims;
+    for (int32_t dim = 0; is_fit && dim < wanted->n_dims; dim++) {
+        is_fit = target->shape[dim] == wanted->shape[dim];
+    }
+    bool is_typed = wanted == terms ? target->dtype == KL_DTYPE_INT64 && !target->requires_grad
+                                    : target->dtype == input->dtype;
+    return is_fit && is_typed ? KL_OK : KL_DECLINED;
+}
+
+KlStatus
+shape_cross_entropy(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta terms;
+    double smoothing = 0.0;
+    KlStatus status = read_terms(call, &terms);
+    if (status == KL_OK) {
+        status = kl_rules_float(call, 5, 0.0, &smoothing);
+    }
+    if (status == KL_OK && !(smoothing >= 0.0 && smoothing <= 1.0)) {
+        status = KL_DECLINED;
+    }
+    return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
+}
+
+KlStatus
+shape_nll(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta terms;
+    KlStatus status = read_terms(call, &terms);
+    if (status == KL_OK && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])) {
+        status = KL_DECLINED;
+    }
+    return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
+}
+
+/* nll_loss takes one or two dims, nll_loss2d four; nll_loss_nd sends the others to one of them */
+KlStatus
+shape_nll_flat(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, INPUT);
+    return input == NULL || input->n_dims > 2 ? KL_DECLINED : shape_nll(call, result, error);
+}
+
+KlStatus
+shape_nll_2d(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, INPUT);
+    return input == NULL || input->n_dims != 4 ? KL_DECLINED : shape_nll(call, result, error);
+}
+
+KlStatus
+dtype_nll(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    kl_rules_set_dtypes(result, call->inputs[INPUT]->dtype);
+    return kl_meta_dtype_is_float(call->inputs[INPUT]->dtype) ? KL_OK : KL_DECLINED;
+}
+
+KlStatus
+place_nll(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlMeta *input = call->inputs[INPUT];
+    bool is_reduced = false;
+    KlStatus status = kl_rules_reduction(call, &is_reduced);
+    KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_CROSS_ENTROPY : KL_REDUCE_NONE,
+                       .reason = "the rows are classes, or their weights"};
+    bool is_numbers = has_class_numbers(input, call->inputs[TARGET]);
+    int32_t n = 0;
+    for (int32_t dim = 0; dim < input->n_dims && input->n_dims > 1; dim++) {
+        uint8_t letter = dim == 1 ? 0 : (uint8_t)(dim + 1);
+        wiring.inputs[INPUT].of[dim] = letter;
+        if (!is_numbers) {
+            wiring.inputs[TARGET].of[dim] = letter;
+        } else if (dim != 1) {
+            wiring.inputs[TARGET].of[n] = letter;
+        }
+        if (dim != 1) {
+            wiring.outs[0].of[n++] = is_reduced ? 0 : letter;
+        }
+    }
+    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+}
+
+/* Keep an argument that is made dense on the way if it is not: then the copy, or both where that is not known. */
+static void
+save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg)
+{
+    const KlMeta *meta = kl_rules_input(call, arg);
+    kl_rules_save(call, saves, arg);
+    if (meta->n_dims > 1 && !kl_meta_is_contiguous(meta)) {
+        kl_rules_save_new(result, saves, kl_meta_n_elements(meta), meta->dtype);
+    }
+}
+
+void
+saves_nll(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    save_dense(call, result, saves, INPUT);
+    save_dense(call, result, saves, TARGET);
+    kl_rules_save(call, saves, WEIGHT);
+    kl_rules_save_new(result, saves, 1, call->inputs[INPUT]->dtype); /* the sum of the weights */
+}
+
+void
+saves_cross_entropy(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[INPUT];
+    const KlMeta *target = call->inputs[TARGET];
+    double smoothing = 0.0;
+    int64_t reduction = 1;
+    (void)kl_rules_float(call, 5, 0.0, &smoothing);
+    (void)kl_rules_int(call, 3, 1, &reduction);
+    kl_rules_save_new(result, saves, kl_meta_n_elements(input), input->dtype); /* log_softmax */
+    kl_rules_save(call, saves, WEIGHT);
+    if (!has_class_numbers(input, target)) {
+        if (smoothing > 0.0) {
+            kl_rules_save_new(result, saves, kl_meta_n_elements(target), target->dtype);
+        } else {
+            kl_rules_save(call, saves, TARGET);
+        }
+        return;
+    }
+    save_dense(call, result, saves, TARGET);
+    kl_rules_save_new(result, saves, 1, input->dtype);
+    if (smoothing > 0.0) {
+        kl_rules_save_new(result, saves, kl_meta_n_elements(target), KL_DTYPE_BOOL);
+        if (reduction == 1) { /* what the smooth part is divided by */
+            kl_rules_save_new(result, saves, 1,
+                              kl_rules_input(call, WEIGHT) == NULL ? KL_DTYPE_INT64 : input->dtype);
+        }
+    }
+}
+
+/* --- ctc_loss: log_probs (t, n, c), targets, input_lengths, target_lengths, blank, reduction -------------- */
+
+KlStatus
+shape_ctc(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *log_probs = kl_rules_input(call, 0);
+    if (log_probs == NULL || log_probs->n_dims != 3 || kl_meta_n_elements(log_probs) == 0 ||
+        kl_rules_input(call, 1) == NULL) {
+        return KL_DECLINED;
+    }
+    const KlMeta terms = {.n_dims = 1, .shape = {log_probs->shape[1]}};
+    return kl_rules_make_loss(call, result, &terms, error);
+}
+
+KlStatus
+place_ctc(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)error;
+    return kl_rules_once(result, "ctc_loss takes the lengths of all rows at once");
+}
+
+/* The forward variables of every path are kept, (n, t, 2 * longest target + 1): the longest is in the data,
+ * at most the targets' size. */
+void
+saves_ctc(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *log_probs = call->inputs[0];
+    const KlMeta *targets = call->inputs[1];
+    int64_t longest = targets->n_dims == 0 ? 0 : targets->shape[targets->n_dims - 1];
+    int64_t n = log_probs->shape[0] * log_probs->shape[1];
+    saves_all(call, result, saves);
+    kl_rules_save_new(result, saves, n * (2 * longest + 1) + 4 * log_probs->shape[1],
+                      log_probs->dtype);
+    kl_rules_save_new(result, saves, kl_meta_n_elements(targets) + 4 * log_probs->shape[1],
+                      KL_DTYPE_INT64);
+}
