@@ -92,6 +92,31 @@ class Program:
     state: list[torch.Tensor] = field(default_factory=list)  # parameters, buffers
 
 
+def copy_fresh(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Copy a tree of arguments; return it and the leaves that may get gradients.
+
+    What shared a storage still does; what was on a graph is on a new one, a step from its leaf.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    leaves: list[torch.Tensor] = []
+    memo: dict[int, Any] = {}
+
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value, memo)
+        if id(value) not in copies:
+            source = value if value.is_leaf else value.detach()
+            if value.layout == torch.strided:
+                leaf = copy.deepcopy(source, memo)
+            else:  # deepcopy has no copy of some sparse layouts
+                leaf = source.detach().clone()
+            leaves.append(leaf.requires_grad_(value.requires_grad))
+            copies[id(value)] = leaf if value.is_leaf else leaf.clone()
+        return copies[id(value)]
+
+    return pytree.tree_map(fresh, tree), leaves
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a real tensor of the same values and layout, on no graph; a lazy one is forced."""
     if not koila.is_lazy(tensor):
