@@ -266,11 +266,18 @@ def _assert_value(wanted: Any, got: Any, what: str, how: How) -> None:
         assert is_nan or got == wanted, f"{what}: {got!r}, not {wanted!r}"
 
 
+def _assert_answers(wanted: Answers, got: Answers, what: str) -> None:
+    wrong = {
+        name: f"{getattr(got, name)}, not {answer}"
+        for name, answer in vars(wanted).items()
+        if getattr(got, name) != answer
+    }
+    assert not wrong, f"{what}: " + "; ".join(f"{name} {words}" for name, words in wrong.items())
+
+
 def _assert_seen(wanted: Seen, got: Seen, what: str, how: How) -> None:
-    assert got.answers == wanted.answers, f"{what}: {got.answers}, not {wanted.answers}"
-    assert got.answers_at_end == wanted.answers_at_end, (
-        f"{what}, at the end: {got.answers_at_end}, not {wanted.answers_at_end}"
-    )
+    _assert_answers(wanted.answers, got.answers, what)
+    _assert_answers(wanted.answers_at_end, got.answers_at_end, f"{what} at the end")
     assert got.same_as == wanted.same_as, (
         f"{what}: the object that entered as {got.same_as}, not as {wanted.same_as}"
     )

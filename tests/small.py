@@ -20,6 +20,17 @@ from outcome import Enter, Outcome, Program, assert_same, observe, weights
 Run = Callable[..., Any]
 
 
+def ones(*shape: int) -> torch.Tensor:
+    """Return ones in float64."""
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+def linear() -> torch.nn.Linear:
+    """Return the same layer, from 3 to 2, at each call."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2).double()
+
+
 def _inputs(requires_grad: bool) -> dict[str, torch.Tensor]:
     x = weights((4, 3), torch.float64) - 1
     z = weights((4, 3), torch.float64).flip(0) * 3 - 2
