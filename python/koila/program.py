@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from koila import _core
+from koila.partials import REDUCTIONS
 from koila.rows import Place
 
 ROWS, REDUCE, ONCE = range(3)
-DATA_STAGE = 1
+# In the order of KlReduce, ops.h.
+REDUCTION_NAMES = (
+    "NONE SUM MEAN VAR AMAX LOGSUMEXP NORM PROD ALL ANY CROSS_ENTROPY LOSS COUNT".split()
+)
 
 
 class Node(NamedTuple):
@@ -197,7 +201,7 @@ class Program:
         if node.mode != REDUCE:
             return ()
         if node.late_stage is None:
-            return (0,)
+            return tuple(range(REDUCTIONS[REDUCTION_NAMES[node.reduce]].n_parts))
         stages = (node.stage, node.late_stage)
         return tuple(part for part, at in enumerate(stages) if at == stage)
 
