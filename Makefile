@@ -2,7 +2,7 @@
 # Needs python3 (3.11 or later), its venv module and headers, gcc and make.
 #
 #   make test        lint, build with warnings as errors, the suite, then C again under sanitizers
-#   make lint        ruff and clang-format
+#   make lint        ruff and clang-format; make format mends what they can mend
 #   make build       the extension, in place: python/koila/_core*.so
 #   make core-test   the C tests of the core, under sanitizers, with leak detection
 #   make sanitize    the extension and its `sanitize` tests under sanitizers
@@ -24,11 +24,9 @@ C_FILES := $(wildcard $(C_DIRS:=/*.[ch]) tests/core/*.[ch])
 SOURCES := $(wildcard $(C_DIRS) $(C_DIRS:=/*.[ch]) $(C_DIRS:=/*.def)) setup.py pyproject.toml
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist loadgroup
 
-export PYTHONPATH := $(CURDIR)/python
-
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: test lint build suite core-test sanitize demo clean
+.PHONY: test lint format build suite core-test sanitize demo clean
 
 test: lint build suite sanitize
 	@echo "make test: lint, build, suite and sanitize all passed"
@@ -46,6 +44,12 @@ lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	@echo "koila_c: $$(cat koila_c/*/*.* | wc -l) lines"
+
+format: $(READY)
+	$(PYTHON) -m ruff check --fix-only .
+	$(PYTHON) -m ruff format .
+	$(VENV)/bin/clang-format -i $(C_FILES)
 
 # --force: setuptools would take a build without warnings for up to date.
 build: $(BUILT)
@@ -69,14 +73,15 @@ $(SANITIZED): $(SOURCES) $(wildcard python/koila/*) $(READY)
 # A sanitizer ends a pytest worker in mid-test: --capture=sys lets its last words through.
 # Leaks of Python and torch at exit are not ours; core-test looks for the core's.
 sanitize: $(SANITIZED)
-	KOILA_SANITIZED=1 PYTHONPATH=$(SANITIZED_LIB) PYTHONMALLOC=malloc \
+	KOILA_SANITIZED=1 PYTHONMALLOC=malloc \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \
 	UBSAN_OPTIONS=print_stacktrace=1 \
-	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 -o pythonpath=$(SANITIZED_LIB)
+	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 \
+	    -o pythonpath="$(SANITIZED_LIB) tests"
 
 demo: build
-	$(PYTHON) demo/demo.py $(ARGS)
+	PYTHONPATH=python $(PYTHON) demo/demo.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist python/*.egg-info python/koila/_core*.so
+	rm -rf $(VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache

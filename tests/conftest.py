@@ -15,6 +15,11 @@ hypothesis.settings.register_profile("koila", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("koila")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the processes that tests start import the same koila."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, config.getini("pythonpath")))
+
+
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     random.seed(0)

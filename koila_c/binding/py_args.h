@@ -22,7 +22,7 @@
 #define KL_PY_INTS_FIXED 32
 #define KL_PY_ITEMS_FIXED 10
 #define KL_PY_FLOATS_FIXED 4
-#define KL_PY_NAMES_MAX 4
+#define KL_PY_NAMES_MAX 6
 
 /* One word of a signature, see the head of ops.def. */
 typedef struct KlPyWord {

@@ -191,7 +191,8 @@ out_object(const KlMeta *out)
 /* Where entry `entry` of an argument is in the Python call: the number of a positional argument or the
  * name of a keyword. */
 static PyObject *
-where_object(const KlPyBound *bound, uint32_t arg, uint32_t entry, Py_ssize_t n_args, PyObject *kwargs)
+where_object(const KlPyBound *bound, uint32_t arg, uint32_t entry, Py_ssize_t n_args,
+             PyObject *kwargs)
 {
     const KlPyOrigin *origin = &bound->origins[arg];
     int32_t position = origin->position + (origin->is_spread ? (int32_t)entry : 0);
@@ -213,17 +214,20 @@ entry_object(const KlPyBound *bound, uint32_t arg, uint32_t entry)
 
 /* (where, entry, part, scale); part is None, "start" or "stop" of a slice. */
 static PyObject *
-rewrite_object(const KlPyBound *bound, const KlRewrite *rewrite, Py_ssize_t n_args, PyObject *kwargs)
+rewrite_object(const KlPyBound *bound, const KlRewrite *rewrite, Py_ssize_t n_args,
+               PyObject *kwargs)
 {
     bool is_index = bound->args[rewrite->arg].kind == KL_ARG_INDEX;
     const char *part = !is_index ? NULL : rewrite->part ? "stop" : "start";
-    return Py_BuildValue("(NNzL)", where_object(bound, rewrite->arg, rewrite->entry, n_args, kwargs),
-                         entry_object(bound, rewrite->arg, rewrite->entry), part, (long long)rewrite->scale);
+    return Py_BuildValue(
+        "(NNzL)", where_object(bound, rewrite->arg, rewrite->entry, n_args, kwargs),
+        entry_object(bound, rewrite->arg, rewrite->entry), part, (long long)rewrite->scale);
 }
 
 /* (where, entry, whether it counts the rows) */
 static PyObject *
-input_object(const KlPyBound *bound, uint32_t i, const KlSplit *split, Py_ssize_t n_args, PyObject *kwargs)
+input_object(const KlPyBound *bound, uint32_t i, const KlSplit *split, Py_ssize_t n_args,
+             PyObject *kwargs)
 {
     const KlPyInput *input = &bound->input_origins[i];
     bool is_range = i < 64 && (split->row_ranges >> i & 1) != 0;
@@ -271,10 +275,10 @@ describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound,
         status =
             append_new(rewrites, rewrite_object(bound, &result->split.rewrites[i], n_args, kwargs));
     }
-    bool is_set = status == 0 && PyDict_SetItemString(dict, "outs", outs) == 0
-                  && PyDict_SetItemString(dict, "in_places", places) == 0
-                  && PyDict_SetItemString(dict, "inputs", inputs) == 0
-                  && PyDict_SetItemString(dict, "rewrites", rewrites) == 0;
+    bool is_set = status == 0 && PyDict_SetItemString(dict, "outs", outs) == 0 &&
+                  PyDict_SetItemString(dict, "in_places", places) == 0 &&
+                  PyDict_SetItemString(dict, "inputs", inputs) == 0 &&
+                  PyDict_SetItemString(dict, "rewrites", rewrites) == 0;
     Py_XDECREF(inputs);
     Py_XDECREF(outs);
     Py_XDECREF(places);

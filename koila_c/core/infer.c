@@ -108,15 +108,22 @@ settle_inplace(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-static void
-settle_grads(const KlCall *call, KlInferred *result)
+/* The call adds a node to torch's graph, if an output can have a gradient at all. */
+static bool
+has_gradient(const KlCall *call, const KlInferred *result)
 {
     bool has_grad = false;
     for (uint32_t i = 0; i < call->n_inputs && !has_grad; i++) {
         bool is_blocked = i < 64 && (result->inputs_no_grad >> i & 1) != 0;
         has_grad = call->inputs[i]->requires_grad && !is_blocked;
     }
-    has_grad = has_grad && call->is_grad_enabled && call->row->saves != saves_no_grad;
+    return has_grad && call->is_grad_enabled && call->row->saves != saves_no_grad;
+}
+
+static void
+settle_grads(const KlCall *call, KlInferred *result)
+{
+    bool has_grad = has_gradient(call, result);
     for (uint32_t i = 0; i < result->n_outs; i++) {
         KlMeta *out = &result->outs[i];
         bool is_blocked = i < 64 && (result->outs_no_grad >> i & 1) != 0;
@@ -219,6 +226,9 @@ void
 kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     *saves = (KlSaves){0};
+    if (!has_gradient(call, result)) {
+        return;
+    }
     for (uint32_t i = 0; i < result->n_outs; i++) {
         if (result->outs[i].requires_grad) {
             call->row->saves(call, result, saves);

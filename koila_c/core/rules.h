@@ -62,6 +62,8 @@ KlStatus kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_
                             KlError *error);
 /* Every output is a view of (or the same as) that input. */
 void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
+/* The tensor in args[arg] lends its shape or dtype and gets no gradient. */
+void kl_rules_lend(const KlCall *call, KlInferred *result, uint32_t arg);
 /* Widen `out`'s shape by broadcasting with `meta`'s. */
 KlStatus kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error);
 /* The strides torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: a
@@ -139,10 +141,11 @@ bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t 
     void saves_##word(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* elementwise: rules_shape.c */
-KL_SHAPE(broadcast);   /* all tensors broadcast, numbers in words 0 and 1 as 0-dim tensors */
-KL_SHAPE(tensors);     /* all tensors broadcast, numbers are parameters */
-KL_SHAPE(swapped);     /* broadcast, the first two operands in the other order */
-KL_SHAPE(same);        /* that of the first input, fresh memory in its order */
+KL_SHAPE(broadcast); /* all tensors broadcast, numbers in words 0 and 1 as 0-dim tensors */
+KL_SHAPE(tensors);   /* all tensors broadcast, numbers are parameters */
+KL_SHAPE(swapped);   /* broadcast, the first two operands in the other order */
+KL_SHAPE(same);      /* that of the first input, fresh memory in its order */
+KL_SHAPE(row_major); /* that of the first input, row-major */
 KL_SHAPE(pow);
 KL_SHAPE(where);
 KL_SHAPE(masked_fill);
@@ -152,9 +155,10 @@ KL_SHAPE(fill);
 KL_SHAPE(cast);
 KL_SHAPE(clone);
 KL_SHAPE(contiguous);
-KL_SHAPE(full_like);   /* the fill value in word 1 */
-KL_SHAPE(like);        /* options from word 1 on */
-KL_SHAPE(new);         /* sizes in word 1 */
+KL_SHAPE(full_like); /* the fill value in word 1 */
+KL_SHAPE(itself);
+KL_SHAPE(like); /* options from word 1 on */
+KL_SHAPE(new);  /* sizes in word 1 */
 KL_SHAPE(new_full);
 
 /* views: rules_view.c keeps the elements' order, rules_move.c the dims */
@@ -165,7 +169,7 @@ KL_SHAPE(reshape_as);
 KL_SHAPE(unflatten);
 KL_SHAPE(view);
 KL_SHAPE(view_as);
-KL_SHAPE(alias);       /* the first input again */
+KL_SHAPE(alias); /* the first input again */
 KL_SHAPE(broadcast_tensors);
 KL_SHAPE(diagonal);
 KL_SHAPE(expand);
@@ -187,7 +191,7 @@ KL_SHAPE(flip);
 KL_SHAPE(repeat);
 KL_SHAPE(repeat_interleave);
 KL_SHAPE(roll);
-KL_SHAPE(split);       /* by one size or by a list of sizes */
+KL_SHAPE(split); /* by one size or by a list of sizes */
 KL_SHAPE(stack);
 KL_SHAPE(tile);
 KL_SHAPE(tril);
@@ -231,29 +235,29 @@ KL_DTYPE(same_ordered); /* all but complex */
 KL_DTYPE(same_real);    /* ints and floats */
 KL_DTYPE(abs);          /* complex gives real */
 KL_DTYPE(square);
-KL_DTYPE(to_float);     /* ints become the default dtype */
+KL_DTYPE(to_float); /* ints become the default dtype */
 KL_DTYPE(to_float_real);
-KL_DTYPE(promote);      /* torch's promotion of words 0 and 1 */
+KL_DTYPE(promote); /* torch's promotion of words 0 and 1 */
 KL_DTYPE(promote_bits);
 KL_DTYPE(promote_float); /* and ints become the default dtype */
 KL_DTYPE(promote_number);
 KL_DTYPE(promote_ordered);
 KL_DTYPE(promote_shift);
 KL_DTYPE(promote_sub);
-KL_DTYPE(all_float);    /* all tensors of one type, float or complex */
+KL_DTYPE(all_float); /* all tensors of one type, float or complex */
 KL_DTYPE(all_same);
 KL_DTYPE(clamp);
 KL_DTYPE(compare);
 KL_DTYPE(compare_ordered);
 KL_DTYPE(div);
-KL_DTYPE(each);         /* output i that of input i */
-KL_DTYPE(index);        /* int64 */
+KL_DTYPE(each);  /* output i that of input i */
+KL_DTYPE(index); /* int64 */
 KL_DTYPE(join);
 KL_DTYPE(max);
 KL_DTYPE(to_all);
 KL_DTYPE(to_bool);
 KL_DTYPE(to_mean);
-KL_DTYPE(to_sum);       /* ints become int64; a dtype may be given */
+KL_DTYPE(to_sum); /* ints become int64; a dtype may be given */
 KL_DTYPE(to_var);
 KL_DTYPE(value_index);
 KL_DTYPE(vector_norm);
@@ -277,9 +281,9 @@ KL_DTYPE(type_as);
 KL_DTYPE(uint8);
 
 /* rules_place.c */
-KL_PLACE(rowwise);      /* every row by itself, inputs aligned by broadcasting from the right */
-KL_PLACE(moved);        /* the rows go with dim_map; taken apart: ONCE */
-KL_PLACE(along);        /* the same, for ops that mix a dim */
+KL_PLACE(rowwise); /* every row by itself, inputs aligned by broadcasting from the right */
+KL_PLACE(moved);   /* the rows go with dim_map; taken apart: ONCE */
+KL_PLACE(along);   /* the same, for ops that mix a dim */
 KL_PLACE(all);
 KL_PLACE(amax);
 KL_PLACE(any);
@@ -289,13 +293,13 @@ KL_PLACE(mean);
 KL_PLACE(prod);
 KL_PLACE(sum);
 KL_PLACE(var);
-KL_PLACE(constant);     /* reads no row */
+KL_PLACE(constant); /* reads no row */
 
 /* beside the shape rule of the same op */
 KL_PLACE(cat);
 KL_PLACE(chunk);
 KL_PLACE(expand);
-KL_PLACE(factor);       /* the digit is found again in the output */
+KL_PLACE(factor); /* the digit is found again in the output */
 KL_PLACE(factor_other);
 KL_PLACE(factor_sizes); /* and in the sizes of word 1 */
 KL_PLACE(gather);
@@ -318,32 +322,43 @@ KL_PLACE(vector_norm);
 
 /* rules_saves.c; *_copy: an in-place op that keeps its old value as a copy */
 KL_SAVES(nothing);
-KL_SAVES(no_grad);      /* no output has a gradient: infer.c looks for this word */
+KL_SAVES(no_grad); /* no output has a gradient: infer.c looks for this word */
 KL_SAVES(addcdiv);
 KL_SAVES(addcmul);
-KL_SAVES(both);         /* words 0 and 1 */
+KL_SAVES(both); /* words 0 and 1 */
 KL_SAVES(both_copy);
 KL_SAVES(copy);
+KL_SAVES(copysign);
+KL_SAVES(copysign_copy);
 KL_SAVES(cummax);
 KL_SAVES(div);
 KL_SAVES(div_copy);
 KL_SAVES(gather);
+KL_SAVES(hypot);
+KL_SAVES(hypot_copy);
 KL_SAVES(index);
 KL_SAVES(index_add);
-KL_SAVES(indices);      /* output 1 */
+KL_SAVES(index_copy);
+KL_SAVES(indices); /* output 1 */
 KL_SAVES(input);
 KL_SAVES(input_output);
 KL_SAVES(inputs);
+KL_SAVES(inputs_copy);
 KL_SAVES(lerp);
 KL_SAVES(lerp_copy);
+KL_SAVES(log_sigmoid);
 KL_SAVES(max);
 KL_SAVES(median);
-KL_SAVES(other);        /* each operand where the other's gradient is wanted */
+KL_SAVES(other); /* each operand where the other's gradient is wanted */
 KL_SAVES(other_copy);
 KL_SAVES(output);
+KL_SAVES(output_copy);
 KL_SAVES(pow);
 KL_SAVES(pow_copy);
 KL_SAVES(remainder);
+KL_SAVES(remainder_copy);
+KL_SAVES(scatter_add);
+KL_SAVES(take_along_dim);
 KL_SAVES(where);
 KL_SAVES(word1);
 KL_SAVES(word2);

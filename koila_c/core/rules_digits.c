@@ -35,7 +35,8 @@ kl_rules_first_rows(const KlCall *call)
 }
 
 static const char *
-follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want, bool can_broadcast)
+follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want,
+       bool can_broadcast)
 {
     const KlMeta *meta = call->inputs[input];
     const KlPlace *own = &meta->place;
@@ -43,13 +44,14 @@ follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *wa
         if (own->dim != want->dim) {
             return "the rows of two inputs stand in different dims";
         }
-        return kl_place_is_equal(own, want) ? NULL : "the rows of two inputs stand in different order";
+        return kl_place_is_equal(own, want) ? NULL
+                                            : "the rows of two inputs stand in different order";
     }
     if (can_broadcast && (want->dim < 0 || meta->shape[want->dim] == 1)) {
         return NULL;
     }
-    if (want->dim < 0 || want->dim >= meta->n_dims
-        || meta->shape[want->dim] != kl_rules_span(want, kl_rules_rows(call, result))) {
+    if (want->dim < 0 || want->dim >= meta->n_dims ||
+        meta->shape[want->dim] != kl_rules_span(want, kl_rules_rows(call, result))) {
         return "a plain input does not have the size of the batch";
     }
     result->split.places[input] = *want;

@@ -40,7 +40,8 @@ dtype_same_float(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 dtype_same_real(const KlCall *call, KlInferred *result, KlError *error)
 {
-    if (kl_meta_dtype_is_complex(call->inputs[0]->dtype) || call->inputs[0]->dtype == KL_DTYPE_BOOL) {
+    if (kl_meta_dtype_is_complex(call->inputs[0]->dtype) ||
+        call->inputs[0]->dtype == KL_DTYPE_BOOL) {
         return KL_DECLINED;
     }
     return dtype_same(call, result, error);
@@ -55,13 +56,15 @@ dtype_same_number(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 dtype_same_ordered(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return kl_meta_dtype_is_complex(call->inputs[0]->dtype) ? KL_DECLINED : dtype_same(call, result, error);
+    return kl_meta_dtype_is_complex(call->inputs[0]->dtype) ? KL_DECLINED
+                                                            : dtype_same(call, result, error);
 }
 
 KlStatus
 dtype_same_bits(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return kl_rules_is_integral(call->inputs[0]->dtype) ? dtype_same(call, result, error) : KL_DECLINED;
+    return kl_rules_is_integral(call->inputs[0]->dtype) ? dtype_same(call, result, error)
+                                                        : KL_DECLINED;
 }
 
 KlStatus
@@ -317,7 +320,8 @@ dtype_to_var(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     if (kl_rules_is_integral(dtype)) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "no variance of %s", kl_meta_dtype_name(dtype));
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "no variance of %s",
+                            kl_meta_dtype_name(dtype));
     }
     kl_rules_set_dtypes(result, dtype);
     result->outs[0].dtype = real_of(dtype);

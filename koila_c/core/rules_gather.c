@@ -19,7 +19,8 @@ static const KlMeta *
 index_of(const KlCall *call, uint32_t arg)
 {
     const KlMeta *index = kl_rules_input(call, arg);
-    bool is_index = index != NULL && (index->dtype == KL_DTYPE_INT64 || index->dtype == KL_DTYPE_INT32);
+    bool is_index =
+        index != NULL && (index->dtype == KL_DTYPE_INT64 || index->dtype == KL_DTYPE_INT32);
     return is_index ? index : NULL;
 }
 
@@ -44,8 +45,8 @@ shape_gather(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *index = index_of(call, 2);
     int32_t dim = 0;
     KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0
-        || kl_rules_is_given(call, 3)) {
+    if (status != KL_OK || index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0 ||
+        call->inputs[0]->n_dims == 0 || kl_rules_is_given(call, 3)) {
         return status == KL_OK ? KL_DECLINED : status;
     }
     if (!fits(index, call->inputs[0], dim)) {
@@ -68,7 +69,8 @@ place_gather(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     const KlPlace *of_index = &call->inputs[1]->place;
-    if (kl_place_is_rows(of_index) && of_index->dim == dim && !kl_place_is_rows(&call->inputs[0]->place)) {
+    if (kl_place_is_rows(of_index) && of_index->dim == dim &&
+        !kl_place_is_rows(&call->inputs[0]->place)) {
         result->outs[0].place = *of_index; /* each row looks up the whole value */
         return KL_OK;
     }
@@ -90,8 +92,8 @@ shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *source = kl_rules_input(call, 3);
     int32_t dim = 0;
     KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims == 0
-        || kl_meta_n_elements(index) == 0) {
+    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims == 0 ||
+        kl_meta_n_elements(index) == 0) {
         return status == KL_OK ? KL_DECLINED : status;
     }
     if (source == NULL && !kl_rules_is_number(&call->args[3])) {
@@ -101,7 +103,8 @@ shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
         return KL_DECLINED;
     }
     if (!fits(index, input, dim) || (source != NULL && !fits(index, source, -1))) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the index does not fit into the value and the source");
+        return kl_error_set(error, KL_ERROR_SHAPE,
+                            "the index does not fit into the value and the source");
     }
     status = kl_rules_out(result, input, error);
     if (status == KL_OK) {
@@ -180,14 +183,15 @@ shape_index_add(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *source = kl_rules_input(call, 3);
     int32_t dim = 0;
     KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || source == NULL || input->n_dims == 0 || index->n_dims > 1
-        || source->dtype != input->dtype || source->n_dims != input->n_dims) {
+    if (status != KL_OK || index == NULL || source == NULL || input->n_dims == 0 ||
+        index->n_dims > 1 || source->dtype != input->dtype || source->n_dims != input->n_dims) {
         return status == KL_OK ? KL_DECLINED : status;
     }
     for (int32_t i = 0; i < input->n_dims; i++) {
         int64_t size = i == dim ? kl_meta_n_elements(index) : input->shape[i];
         if (source->shape[i] != size) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "the source has size %lld, not %lld, at dim %d",
+            return kl_error_set(error, KL_ERROR_SHAPE,
+                                "the source has size %lld, not %lld, at dim %d",
                                 (long long)source->shape[i], (long long)size, (int)i);
         }
     }
@@ -224,8 +228,9 @@ shape_index_fill(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *value = kl_rules_input(call, 3);
     int32_t dim = 0;
     KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims > 1
-        || (value != NULL && value->n_dims > 0) || (value == NULL && !kl_rules_is_number(&call->args[3]))) {
+    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims > 1 ||
+        (value != NULL && value->n_dims > 0) ||
+        (value == NULL && !kl_rules_is_number(&call->args[3]))) {
         return status == KL_OK ? KL_DECLINED : status;
     }
     status = kl_rules_out(result, input, error);
@@ -244,7 +249,8 @@ place_index_fill(const KlCall *call, KlInferred *result, KlError *error)
         return status;
     }
     const KlPlace *place = &call->inputs[0]->place;
-    if (!kl_place_is_rows(place) || kl_place_is_rows(&call->inputs[1]->place) || place->dim == dim) {
+    if (!kl_place_is_rows(place) || kl_place_is_rows(&call->inputs[1]->place) ||
+        place->dim == dim) {
         return kl_rules_once(result, index_couples);
     }
     result->outs[0].place = *place;
@@ -258,8 +264,8 @@ shape_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
     KlMeta value = *call->inputs[0];
     const KlMeta *index = kl_rules_input(call, 1);
     int32_t dim = 0;
-    if (index == NULL || index->dtype != KL_DTYPE_INT64 || !kl_rules_is_given(call, 2)
-        || index->n_dims != value.n_dims || index->n_dims == 0) {
+    if (index == NULL || index->dtype != KL_DTYPE_INT64 || !kl_rules_is_given(call, 2) ||
+        index->n_dims != value.n_dims || index->n_dims == 0) {
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_dim(call, 2, 0, value.n_dims, &dim, error);
@@ -286,7 +292,8 @@ place_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
         return status;
     }
     const KlPlace *of_index = &call->inputs[1]->place;
-    if (kl_place_is_rows(of_index) && of_index->dim == dim && !kl_place_is_rows(&call->inputs[0]->place)) {
+    if (kl_place_is_rows(of_index) && of_index->dim == dim &&
+        !kl_place_is_rows(&call->inputs[0]->place)) {
         result->outs[0].place = *of_index;
         return KL_OK;
     }

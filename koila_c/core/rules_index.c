@@ -20,9 +20,11 @@ index_strides(const KlOutline *outline, KlMeta *out)
         for (int32_t dim = 0; dim < out->n_dims; dim++) {
             int32_t own = dim - outline->block_start - (outline->block.n_dims - meta->n_dims);
             bool is_own = own >= 0 && own < meta->n_dims;
-            bool is_in_block = dim >= outline->block_start && dim < outline->block_start + outline->block.n_dims;
+            bool is_in_block =
+                dim >= outline->block_start && dim < outline->block_start + outline->block.n_dims;
             index->shape[dim] = is_in_block ? out->shape[dim] : 1;
-            index->strides[dim] = is_own && meta->shape[own] == out->shape[dim] ? meta->strides[own] : 0;
+            index->strides[dim] =
+                is_own && meta->shape[own] == out->shape[dim] ? meta->strides[own] : 0;
         }
         operands[i + 1] = index;
     }
@@ -45,8 +47,7 @@ shape_getitem(const KlCall *call, KlInferred *result, KlError *error)
     kl_outline_result_shape(&outline, out);
     if (outline.n_tensors > 0) {
         index_strides(&outline, out);
-    }
-    else {
+    } else {
         out->is_strided = outline.basic.is_strided;
         kl_rules_alias(result, KL_ALIAS_VIEW, 0);
     }
@@ -66,7 +67,8 @@ slice_place(const KlCall *call, KlInferred *result, int32_t number, KlPlace *pla
     int64_t start = 0;
     int64_t stop = 0;
     kl_outline_slice_bounds(item, size, &start, &stop);
-    if ((item->has_step && item->step != 1) || start % turn != 0 || stop % turn != 0 || stop == start) {
+    if ((item->has_step && item->step != 1) || start % turn != 0 || stop % turn != 0 ||
+        stop == start) {
         return "a part of the rows is taken";
     }
     place->outer = (stop - start) / turn;
@@ -98,7 +100,8 @@ range_dim(const KlOutlineTensor *tensor, int64_t rows)
 
 /* Every index tensor but `skipped` follows the digit `want` of the block. */
 static const char *
-follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, const KlPlace *want, int32_t skipped)
+follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, const KlPlace *want,
+             int32_t skipped)
 {
     if (outline->block.shape[want->dim] != kl_rules_span(want, kl_rules_rows(call, result))) {
         return "a batch of one row is broadcast";
@@ -126,12 +129,13 @@ follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, c
 
 /* x[arange(rows), index]: each row is met with its own index. */
 static const char *
-range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, int32_t number, KlPlace *place)
+range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, int32_t number,
+            KlPlace *place)
 {
     const KlOutlineTensor *tensor = &outline->tensors[number];
     int32_t dim = range_dim(tensor, kl_rules_rows(call, result));
-    if (!tensor->is_range || tensor->input < 0 || tensor->input >= 64 || dim < 0 || place->outer != 1
-        || place->inner != 1) {
+    if (!tensor->is_range || tensor->input < 0 || tensor->input >= 64 || dim < 0 ||
+        place->outer != 1 || place->inner != 1) {
         return "rows are chosen by an index";
     }
     KlPlace own = *place;
@@ -176,7 +180,8 @@ indexed_place(const KlCall *call, KlInferred *result, const KlOutline *outline, 
     const KlIndex *items = call->args[1].u.items;
     int32_t item = outline->item[basic];
     place->dim = kl_outline_result_dim(outline, basic);
-    return item >= 0 && items[item].kind == KL_INDEX_SLICE ? slice_place(call, result, item, place) : NULL;
+    return item >= 0 && items[item].kind == KL_INDEX_SLICE ? slice_place(call, result, item, place)
+                                                           : NULL;
 }
 
 KlStatus
@@ -191,8 +196,7 @@ place_getitem(const KlCall *call, KlInferred *result, KlError *error)
     const char *reason = NULL;
     if (kl_place_is_rows(&place)) {
         reason = indexed_place(call, result, &outline, &place);
-    }
-    else {
+    } else {
         int32_t number = first_rows_tensor(call, &outline);
         if (number < 0) {
             return kl_rules_once(result, "a single entry is chosen by a row");
@@ -238,7 +242,9 @@ check_mask(const KlCall *call, KlError *error)
     for (int32_t dim = 0; is_fitting && dim < mask->n_dims; dim++) {
         is_fitting = mask->shape[dim] == target->shape[dim];
     }
-    return is_fitting ? KL_OK : kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
+    return is_fitting
+               ? KL_OK
+               : kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
 }
 
 static KlStatus
@@ -259,7 +265,8 @@ check_value(const KlCall *call, const KlOutline *outline, KlError *error)
     }
     both = shape;
     KlStatus status = kl_rules_broadcast(&both, value, error);
-    if (status == KL_OK && memcmp(both.shape, shape.shape, (size_t)shape.n_dims * sizeof(shape.shape[0])) != 0) {
+    if (status == KL_OK &&
+        memcmp(both.shape, shape.shape, (size_t)shape.n_dims * sizeof(shape.shape[0])) != 0) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the value does not fit where it is written");
     }
     return status;
@@ -269,7 +276,8 @@ KlStatus
 shape_setitem(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlOutline outline;
-    KlStatus status = is_mask(call) ? check_mask(call, error) : kl_outline_read(call, &outline, error);
+    KlStatus status =
+        is_mask(call) ? check_mask(call, error) : kl_outline_read(call, &outline, error);
     if (status == KL_OK && !is_mask(call)) {
         status = check_value(call, &outline, error);
     }
@@ -295,14 +303,16 @@ target_place(const KlCall *call, const KlInferred *result, const KlOutline *outl
 {
     const KlMeta *target = call->inputs[0];
     const KlMeta *value = kl_rules_input(call, 2);
-    if (first_rows_tensor(call, outline) >= 0 || value == NULL || !kl_place_is_rows(&value->place)) {
+    if (first_rows_tensor(call, outline) >= 0 || value == NULL ||
+        !kl_place_is_rows(&value->place)) {
         return "rows are written where an index says";
     }
     int32_t n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
     int32_t wanted = value->place.dim + n_dims - value->n_dims;
     for (int32_t i = 0; i < outline->basic.n_dims; i++) {
         int32_t origin = outline->origin[i];
-        if (kl_outline_is_indexed(outline, i) || origin < 0 || kl_outline_result_dim(outline, i) != wanted) {
+        if (kl_outline_is_indexed(outline, i) || origin < 0 ||
+            kl_outline_result_dim(outline, i) != wanted) {
             continue;
         }
         int64_t span = kl_rules_span(&value->place, kl_rules_rows(call, result));

@@ -56,8 +56,9 @@ shape_cat(const KlCall *call, KlInferred *result, KlError *error)
         }
         for (int32_t dim = 0; dim < first->n_dims; dim++) {
             if (dim != at && input->shape[dim] != first->shape[dim]) {
-                return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not join at dim %d",
-                                    (long long)first->shape[dim], (long long)input->shape[dim], (int)dim);
+                return kl_error_set(
+                    error, KL_ERROR_SHAPE, "sizes %lld and %lld do not join at dim %d",
+                    (long long)first->shape[dim], (long long)input->shape[dim], (int)dim);
             }
         }
         result->outs[0].shape[at] += input->shape[at];
@@ -79,9 +80,10 @@ shape_stack(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status = kl_rules_dim(call, 1, 0, first->n_dims + 1, &at, error);
     for (uint32_t i = 1; status == KL_OK && i < call->n_inputs; i++) {
         size_t bytes = (size_t)first->n_dims * sizeof(first->shape[0]);
-        if (call->inputs[i]->n_dims != first->n_dims
-            || memcmp(call->inputs[i]->shape, first->shape, bytes) != 0) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "value %u does not have the shape of the first", i);
+        if (call->inputs[i]->n_dims != first->n_dims ||
+            memcmp(call->inputs[i]->shape, first->shape, bytes) != 0) {
+            return kl_error_set(error, KL_ERROR_SHAPE,
+                                "value %u does not have the shape of the first", i);
         }
     }
     if (status == KL_OK) {
@@ -204,18 +206,20 @@ split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size, K
 }
 
 static KlStatus
-split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *sizes, uint32_t n, KlError *error)
+split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *sizes, uint32_t n,
+         KlError *error)
 {
     int64_t total = 0;
     for (uint32_t i = 0; i < n; i++) {
         if (sizes[i] < 0) {
-            return kl_error_set(error, KL_ERROR_ARGUMENT, "a part of size %lld", (long long)sizes[i]);
+            return kl_error_set(error, KL_ERROR_ARGUMENT, "a part of size %lld",
+                                (long long)sizes[i]);
         }
         total += sizes[i];
     }
     if (total != call->inputs[0]->shape[at]) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "parts of %lld do not fill size %lld", (long long)total,
-                            (long long)call->inputs[0]->shape[at]);
+        return kl_error_set(error, KL_ERROR_SHAPE, "parts of %lld do not fill size %lld",
+                            (long long)total, (long long)call->inputs[0]->shape[at]);
     }
     KlStatus status = kl_infer_reserve_outs(result, n, error);
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
@@ -241,7 +245,8 @@ shape_split(const KlCall *call, KlInferred *result, KlError *error)
     if (sizes->kind == KL_ARG_INTS && sizes->n > 0) {
         return split_by(call, result, at, sizes->u.ints, sizes->n, error);
     }
-    return sizes->kind == KL_ARG_INT ? split_evenly(call, result, at, sizes->u.i, error) : KL_DECLINED;
+    return sizes->kind == KL_ARG_INT ? split_evenly(call, result, at, sizes->u.i, error)
+                                     : KL_DECLINED;
 }
 
 KlStatus

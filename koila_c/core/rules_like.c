@@ -83,6 +83,17 @@ shape_contiguous(const KlCall *call, KlInferred *result, KlError *error)
     return set_format(&result->outs[0], input, format);
 }
 
+/* The first input itself. */
+KlStatus
+shape_itself(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, call->inputs[0], error);
+    if (status == KL_OK) {
+        set_same(call, result);
+    }
+    return status;
+}
+
 KlStatus
 shape_clone(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -94,31 +105,48 @@ shape_clone(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
 }
 
+/* The memory format among a cast's arguments. */
+static KlFormat
+find_format(const KlCall *call)
+{
+    for (uint32_t i = 1; i < call->n_args; i++) {
+        if (call->args[i].kind == KL_ARG_FORMAT) {
+            return (KlFormat)call->args[i].u.i;
+        }
+    }
+    return KL_FORMAT_PRESERVE;
+}
+
 /* x.float(memory_format=None): a copy, until the dtype rule finds that none is needed */
 KlStatus
 shape_cast(const KlCall *call, KlInferred *result, KlError *error)
 {
     for (uint32_t i = 1; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_OTHER || call->args[i].kind == KL_ARG_FORMAT
-            || call->args[i].kind == KL_ARG_TEXT) {
+        if (call->args[i].kind == KL_ARG_OTHER || call->args[i].kind == KL_ARG_TEXT) {
             return KL_DECLINED;
         }
     }
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
-    if (status == KL_OK) {
-        kl_rules_preserve(&result->outs[0], call->inputs[0]);
-    }
-    return status;
+    return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], find_format(call))
+                           : status;
 }
 
 static KlStatus
 cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
 {
     const KlMeta *input = call->inputs[0];
+    KlFormat format = find_format(call);
     if (dtype == KL_DTYPE_OTHER) {
         return KL_DECLINED;
     }
-    if (dtype == input->dtype && result->device == input->device && !is_copied) {
+    /* torch compares with the format it would suggest, not with the strides */
+    bool is_last = format != KL_FORMAT_PRESERVE && kl_rules_is_like_channels_last(input);
+    if (is_last && (!input->is_strided || input->n_dims == 5)) {
+        return KL_DECLINED;
+    }
+    bool is_laid_out = format == KL_FORMAT_PRESERVE ||
+                       format == (is_last ? KL_FORMAT_CHANNELS_LAST : KL_FORMAT_CONTIGUOUS);
+    if (dtype == input->dtype && result->device == input->device && !is_copied && is_laid_out) {
         set_same(call, result);
         return KL_OK;
     }
@@ -126,11 +154,11 @@ cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
     return KL_OK;
 }
 
-#define DTYPE_CAST(word, dtype)                                                                              \
-    KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)                            \
-    {                                                                                                        \
-        (void)error;                                                                                         \
-        return cast_to(call, result, dtype, false);                                                          \
+#define DTYPE_CAST(word, dtype)                                                                    \
+    KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)                  \
+    {                                                                                              \
+        (void)error;                                                                               \
+        return cast_to(call, result, dtype, false);                                                \
     }
 
 DTYPE_CAST(float16, KL_DTYPE_FLOAT16)
@@ -150,7 +178,9 @@ dtype_to(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     const KlMeta *other = kl_rules_input(call, 1);
-    bool is_shifted = call->args[2].kind == KL_ARG_BOOL; /* no dtype between device and non_blocking */
+    kl_rules_lend(call, result, 1);
+    bool is_shifted =
+        call->args[2].kind == KL_ARG_BOOL; /* no dtype between device and non_blocking */
     bool is_copied = false;
     KlStatus status = kl_rules_bool(call, is_shifted ? 3 : 4, false, &is_copied);
     if (status != KL_OK || (is_shifted && kl_rules_is_given(call, 4))) {
@@ -174,6 +204,7 @@ dtype_type_as(const KlCall *call, KlInferred *result, KlError *error)
     if (other == NULL) {
         return KL_DECLINED;
     }
+    kl_rules_lend(call, result, 1);
     result->device = other->device;
     return cast_to(call, result, other->dtype, false);
 }
@@ -209,7 +240,8 @@ read_options(const KlCall *call, KlInferred *result, uint32_t first)
         result->device = (uint8_t)call->args[first + 2].u.i;
     }
     bool has_dtype = kl_rules_is_given(call, first);
-    bool is_dtype = call->args[first].kind == KL_ARG_DTYPE && call->args[first].u.dtype != KL_DTYPE_OTHER;
+    bool is_dtype =
+        call->args[first].kind == KL_ARG_DTYPE && call->args[first].u.dtype != KL_DTYPE_OTHER;
     return has_dtype && !is_dtype ? KL_DECLINED : KL_OK;
 }
 

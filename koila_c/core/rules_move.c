@@ -48,7 +48,8 @@ shape_permute(const KlCall *call, KlInferred *result, KlError *error)
     uint32_t n = 0;
     KlStatus status = kl_rules_ints(call, 1, &value, &dims, &n);
     if (status == KL_OK && (int32_t)n != input->n_dims) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "%u dims given for a value of %d", n, (int)input->n_dims);
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "%u dims given for a value of %d", n,
+                            (int)input->n_dims);
     }
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         status = kl_rules_wrap(dims[i], input->n_dims, &order[i], error);
@@ -200,7 +201,8 @@ place_squeeze(const KlCall *call, KlInferred *result, KlError *error)
     const KlPlace *place = &call->inputs[0]->place;
     uint32_t dims = 0;
     bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
-    KlStatus status = is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
+    KlStatus status =
+        is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
     if (status == KL_OK && (dims >> place->dim & 1) != 0 && place->outer * place->inner == 1) {
         return kl_rules_once(result, "squeeze would drop the batch in a chunk of one row");
     }
@@ -222,14 +224,14 @@ expand_to(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t n, KlE
         int64_t stride = 0;
         if (dim >= shift) {
             stride = input->strides[dim - shift];
-        }
-        else if (input->n_dims > 0) {
+        } else if (input->n_dims > 0) {
             stride = out->shape[dim + 1] * out->strides[dim + 1];
         }
         int64_t wanted = sizes[dim] == -1 && dim >= shift ? size : sizes[dim];
         if (wanted < 0 || (size != wanted && size != 1)) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "size %lld does not expand to %lld at dim %d",
-                                (long long)size, (long long)wanted, (int)dim);
+            return kl_error_set(error, KL_ERROR_SHAPE,
+                                "size %lld does not expand to %lld at dim %d", (long long)size,
+                                (long long)wanted, (int)dim);
         }
         out->shape[dim] = wanted;
         out->strides[dim] = size == wanted ? stride : 0;
@@ -284,6 +286,7 @@ shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
     if (other == NULL) {
         return KL_DECLINED;
     }
+    kl_rules_lend(call, result, 1);
     KlStatus status = begin_view(call, result, error);
     if (status != KL_OK) {
         return status;
@@ -291,20 +294,30 @@ shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
     return expand_to(call->inputs[0], &result->outs[0], other->shape, other->n_dims, error);
 }
 
+/* An input that has the common shape already is given back itself. */
 KlStatus
 shape_broadcast_tensors(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlMeta shape = {.n_dims = 0};
+    uint32_t n_same = 0;
     KlStatus status = kl_infer_reserve_outs(result, call->n_inputs, error);
     for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
         status = kl_rules_broadcast(&shape, call->inputs[i], error);
     }
     for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
-        result->outs[i].is_strided = call->inputs[i]->is_strided;
-        status = expand_to(call->inputs[i], &result->outs[i], shape.shape, shape.n_dims, error);
+        const KlMeta *input = call->inputs[i];
+        size_t bytes = (size_t)shape.n_dims * sizeof(shape.shape[0]);
+        n_same += input->n_dims == shape.n_dims && memcmp(input->shape, shape.shape, bytes) == 0;
+        result->outs[i].is_strided = input->is_strided;
+        result->outs[i].requires_grad = input->requires_grad;
+        result->outs_no_grad |= input->requires_grad || i >= 64 ? 0 : UINT64_C(1) << i;
+        status = expand_to(input, &result->outs[i], shape.shape, shape.n_dims, error);
     }
-    kl_rules_alias(result, KL_ALIAS_VIEW, KL_ID_NONE);
-    return status;
+    KlAlias alias = n_same == 0               ? KL_ALIAS_VIEW
+                    : n_same < call->n_inputs ? KL_ALIAS_MAYBE
+                                              : KL_ALIAS_SAME;
+    kl_rules_alias(result, alias, KL_ID_NONE);
+    return call->n_inputs > 64 ? KL_DECLINED : status;
 }
 
 KlStatus
@@ -363,18 +376,19 @@ shape_unfold(const KlCall *call, KlInferred *result, KlError *error)
         status = kl_rules_int(call, 3, 0, &step);
     }
     if (status == KL_OK && (size < 0 || size > input->shape[at] || step <= 0)) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "windows of %lld by %lld do not fit into size %lld",
-                            (long long)size, (long long)step, (long long)input->shape[at]);
+        return kl_error_set(error, KL_ERROR_ARGUMENT,
+                            "windows of %lld by %lld do not fit into size %lld", (long long)size,
+                            (long long)step, (long long)input->shape[at]);
     }
     if (status == KL_OK) {
         status = begin_view(call, result, error);
     }
     for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
         if (dim == at) {
-            push_dim(&result->outs[0], (input->shape[dim] - size) / step + 1, input->strides[dim] * step);
+            push_dim(&result->outs[0], (input->shape[dim] - size) / step + 1,
+                     input->strides[dim] * step);
             result->dim_map[dim] = -1;
-        }
-        else {
+        } else {
             push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
         }
     }
@@ -398,8 +412,8 @@ shape_select(const KlCall *call, KlInferred *result, KlError *error)
         status = kl_rules_int(call, 2, 0, &index);
     }
     if (status == KL_OK && (index >= input->shape[at] || index < -input->shape[at])) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld", (long long)index,
-                            (long long)input->shape[at]);
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld",
+                            (long long)index, (long long)input->shape[at]);
     }
     if (status == KL_OK) {
         status = begin_view(call, result, error);
@@ -449,8 +463,9 @@ shape_narrow(const KlCall *call, KlInferred *result, KlError *error)
     int64_t size = input->shape[at];
     start += start < 0 ? size : 0;
     if (start < 0 || length < 0 || start > size - length) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "%lld entries from %lld are not within size %lld",
-                            (long long)length, (long long)start, (long long)size);
+        return kl_error_set(error, KL_ERROR_ARGUMENT,
+                            "%lld entries from %lld are not within size %lld", (long long)length,
+                            (long long)start, (long long)size);
     }
     status = shape_alias(call, result, error);
     if (status == KL_OK) {

@@ -50,7 +50,8 @@ read_slice(Reader *reader, const KlIndex *item, int32_t number, KlError *error)
         return kl_error_set(error, KL_ERROR_ARGUMENT, "a slice goes by step %lld", (long long)step);
     }
     kl_outline_slice_bounds(item, size, &start, &stop);
-    push(reader, (stop - start + step - 1) / step, reader->input->strides[reader->next] * step, reader->next, number);
+    push(reader, (stop - start + step - 1) / step, reader->input->strides[reader->next] * step,
+         reader->next, number);
     reader->next++;
     return KL_OK;
 }
@@ -59,12 +60,12 @@ static KlStatus
 read_tensor(Reader *reader, const KlIndex *item, int32_t number)
 {
     KlOutline *outline = reader->outline;
-    KlOutlineTensor tensor = {.dim = outline->basic.n_dims, .input = -1, .is_range = item->is_row_range};
+    KlOutlineTensor tensor = {
+        .dim = outline->basic.n_dims, .input = -1, .is_range = item->is_row_range};
     if (item->kind == KL_INDEX_INTS) {
         tensor.meta = (KlMeta){.dtype = KL_DTYPE_INT64, .n_dims = 1, .shape = {item->stop}};
         kl_meta_set_contiguous(&tensor.meta);
-    }
-    else {
+    } else {
         tensor.meta = *reader->call->inputs[item->input];
         tensor.input = (int32_t)item->input;
         if (tensor.meta.dtype != KL_DTYPE_INT64 && tensor.meta.dtype != KL_DTYPE_INT32) {
@@ -78,7 +79,8 @@ read_tensor(Reader *reader, const KlIndex *item, int32_t number)
     if (outline->n_tensors == KL_OUTLINE_TENSORS_MAX) {
         return KL_DECLINED;
     }
-    push(reader, reader->input->shape[reader->next], reader->input->strides[reader->next], reader->next, number);
+    push(reader, reader->input->shape[reader->next], reader->input->strides[reader->next],
+         reader->next, number);
     reader->next++;
     outline->tensors[outline->n_tensors++] = tensor;
     return KL_OK;
@@ -96,7 +98,8 @@ read_item(Reader *reader, const KlIndex *item, int32_t number, int32_t n_skipped
     }
     if (item->kind == KL_INDEX_ELLIPSIS) {
         for (int32_t i = 0; i < n_skipped; i++, reader->next++) {
-            push(reader, input->shape[reader->next], input->strides[reader->next], reader->next, -1);
+            push(reader, input->shape[reader->next], input->strides[reader->next], reader->next,
+                 -1);
         }
         return KL_OK;
     }
@@ -106,8 +109,9 @@ read_item(Reader *reader, const KlIndex *item, int32_t number, int32_t n_skipped
     if (item->kind == KL_INDEX_INT) {
         int64_t size = input->shape[reader->next];
         if (item->start >= size || item->start < -size) {
-            return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld",
-                                (long long)item->start, (long long)size);
+            return kl_error_set(error, KL_ERROR_ARGUMENT,
+                                "index %lld is out of range for size %lld", (long long)item->start,
+                                (long long)size);
         }
         reader->outline->basic_of[reader->next++] = -1;
         return KL_OK;
@@ -129,7 +133,8 @@ settle_block(KlOutline *outline, KlError *error)
             outline->is_adjacent = false;
         }
     }
-    outline->block_start = outline->is_adjacent && outline->n_tensors > 0 ? outline->tensors[0].dim : 0;
+    outline->block_start =
+        outline->is_adjacent && outline->n_tensors > 0 ? outline->tensors[0].dim : 0;
     int32_t n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
     return n_dims > KL_DIMS_MAX ? KL_DECLINED : KL_OK;
 }
@@ -159,12 +164,14 @@ kl_outline_read(const KlCall *call, KlOutline *outline, KlError *error)
         return KL_DECLINED;
     }
     if (n_taken > input->n_dims) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "%d indices for %d dims", (int)n_taken, (int)input->n_dims);
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "%d indices for %d dims", (int)n_taken,
+                            (int)input->n_dims);
     }
     Reader reader = {.call = call, .input = input, .outline = outline};
     outline->basic.is_strided = input->is_strided;
     for (uint32_t i = 0; i < index->n; i++) {
-        KlStatus status = read_item(&reader, &index->u.items[i], (int32_t)i, input->n_dims - n_taken, error);
+        KlStatus status =
+            read_item(&reader, &index->u.items[i], (int32_t)i, input->n_dims - n_taken, error);
         if (status != KL_OK) {
             return status;
         }
@@ -214,4 +221,3 @@ kl_outline_result_shape(const KlOutline *outline, KlMeta *out)
         out->strides[outline->block_start + i] = 0;
     }
 }
-

@@ -10,16 +10,16 @@ enum { KL_OUTLINE_TENSORS_MAX = KL_DIMS_MAX };
 /* One index tensor, or Python list of ints, after broadcasting takes part in one block of dims. */
 typedef struct {
     KlMeta meta;
-    int32_t dim;    /* of the outline */
-    int32_t input;  /* among the call's inputs, -1: a list */
-    bool is_range;  /* counts 0, 1, 2, ... */
+    int32_t dim;   /* of the outline */
+    int32_t input; /* among the call's inputs, -1: a list */
+    bool is_range; /* counts 0, 1, 2, ... */
 } KlOutlineTensor;
 
 typedef struct {
-    KlMeta basic;                    /* after ints, slices, None and Ellipsis */
-    int32_t origin[KL_DIMS_MAX];     /* [basic.n_dims] dim of the input, -1: a None */
-    int32_t item[KL_DIMS_MAX];       /* [basic.n_dims] the item that made this dim, -1: none did */
-    int32_t basic_of[KL_DIMS_MAX];   /* [input dims] where it went, -1: an int took one entry */
+    KlMeta basic;                  /* after ints, slices, None and Ellipsis */
+    int32_t origin[KL_DIMS_MAX];   /* [basic.n_dims] dim of the input, -1: a None */
+    int32_t item[KL_DIMS_MAX];     /* [basic.n_dims] the item that made this dim, -1: none did */
+    int32_t basic_of[KL_DIMS_MAX]; /* [input dims] where it went, -1: an int took one entry */
     KlOutlineTensor tensors[KL_OUTLINE_TENSORS_MAX]; /* [n_tensors] */
     int32_t n_tensors;
     KlMeta block;        /* what the index tensors broadcast to */

@@ -12,7 +12,8 @@ push_size(KlMeta *out, int64_t size)
 
 /* `n_outs` dense outputs without the dims of the set, or with 1 in their place. */
 static KlStatus
-reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept, uint32_t n_outs, KlError *error)
+reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept, uint32_t n_outs,
+            KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     KlMeta out = {.place = KL_PLACE_WHOLE};
@@ -79,9 +80,8 @@ reduce_std(const KlCall *call, KlInferred *result, uint32_t n_outs, KlError *err
     if (is_unbiased_alone && (kl_rules_is_given(call, 2) || kl_rules_is_given(call, 3))) {
         return KL_DECLINED;
     }
-    KlStatus status = is_unbiased_alone
-                          ? KL_OK
-                          : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
+    KlStatus status =
+        is_unbiased_alone ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
     if (status == KL_OK) {
         status = kl_rules_bool(call, 3, false, &is_kept);
     }
@@ -103,7 +103,8 @@ shape_std_mean(const KlCall *call, KlInferred *result, KlError *error)
 
 /* One dim that may be missing: then all of them. An empty dim has no largest entry. */
 static KlStatus
-reduce_one(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs, bool is_index, KlError *error)
+reduce_one(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs, bool is_index,
+           KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     bool is_kept = false;
@@ -168,7 +169,8 @@ place_max(const KlCall *call, KlInferred *result, KlError *error)
     if (call->args[1].kind == KL_ARG_VALUE) {
         return place_rowwise(call, result, error);
     }
-    return kl_rules_is_given(call, 1) ? place_along(call, result, error) : place_amax(call, result, error);
+    return kl_rules_is_given(call, 1) ? place_along(call, result, error)
+                                      : place_amax(call, result, error);
 }
 
 /* One dim, the last if none is named: values and indices. */
@@ -184,7 +186,8 @@ reduce_last(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error
     if (status == KL_OK) {
         status = kl_rules_bool(call, arg + 1, false, &is_kept);
     }
-    return status == KL_OK ? reduce_dims(call, result, UINT32_C(1) << dim, is_kept, 2, error) : status;
+    return status == KL_OK ? reduce_dims(call, result, UINT32_C(1) << dim, is_kept, 2, error)
+                           : status;
 }
 
 KlStatus
@@ -309,8 +312,8 @@ shape_topk(const KlCall *call, KlInferred *result, KlError *error)
     }
     int64_t size = input->n_dims == 0 ? 1 : input->shape[dim];
     if (status == KL_OK && (k < 0 || k > size)) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "k = %lld is not within size %lld", (long long)k,
-                            (long long)size);
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "k = %lld is not within size %lld",
+                            (long long)k, (long long)size);
     }
     if (status == KL_OK) {
         status = along_dim(call, result, 2, 2, error);

@@ -175,7 +175,8 @@ shape_flip(const KlCall *call, KlInferred *result, KlError *error)
         return KL_DECLINED;
     }
     bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
-    KlStatus status = is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
+    KlStatus status =
+        is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
     if (status == KL_OK) {
         status = move_within(call, result, 1, error);
     }
@@ -197,7 +198,8 @@ shape_roll(const KlCall *call, KlInferred *result, KlError *error)
     if (status == KL_OK) {
         status = kl_rules_ints(call, 2, &dim, &ints, &n_dims);
     }
-    if (status == KL_OK && (n_shifts == 0 || (n_dims != 0 && n_dims != n_shifts) || (n_dims == 0 && n_shifts > 1))) {
+    if (status == KL_OK &&
+        (n_shifts == 0 || (n_dims != 0 && n_dims != n_shifts) || (n_dims == 0 && n_shifts > 1))) {
         return KL_DECLINED;
     }
     if (status == KL_OK) {
@@ -219,7 +221,8 @@ shape_tril(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *input = call->inputs[0];
     int64_t diagonal = 0;
     if (input->n_dims < 2) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "a triangle needs two dims, not %d", (int)input->n_dims);
+        return kl_error_set(error, KL_ERROR_SHAPE, "a triangle needs two dims, not %d",
+                            (int)input->n_dims);
     }
     KlStatus status = kl_rules_int(call, 1, 0, &diagonal);
     if (status == KL_OK) {

@@ -93,11 +93,9 @@ saves_max(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     if (call->args[1].kind == KL_ARG_VALUE) {
         saves_both(call, result, saves);
-    }
-    else if (result->n_outs == 2) {
+    } else if (result->n_outs == 2) {
         saves->outputs = 2;
-    }
-    else {
+    } else {
         saves_input_output(call, result, saves);
     }
 }
@@ -117,7 +115,7 @@ saves_pow(const KlCall *call, const KlInferred *result, KlSaves *saves)
     (void)result;
     keep(call, 0, saves);
     keep(call, 1, saves);
-    saves->outputs = wants_grad(call, 1) ? 1 : 0;
+    saves->outputs = call->args[1].kind == KL_ARG_VALUE ? 1 : 0;
 }
 
 /* The words 1 and 2, each for the other's gradient: addcmul. */
@@ -137,9 +135,7 @@ void
 saves_addcdiv(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     (void)result;
-    if (wants_grad(call, 1) || wants_grad(call, 2)) {
-        keep(call, 2, saves);
-    }
+    keep(call, 2, saves);
     if (wants_grad(call, 2)) {
         keep(call, 1, saves);
     }
@@ -191,16 +187,96 @@ saves_gather(const KlCall *call, const KlInferred *result, KlSaves *saves)
     keep(call, 2, saves);
 }
 
-/* x[...]: the index tensors */
+/* x[...]: the index tensors, those made of lists too */
 void
 saves_index(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     (void)result;
     const KlArg *index = &call->args[1];
     for (uint32_t i = 0; index->kind == KL_ARG_INDEX && i < index->n; i++) {
-        if (index->u.items[i].kind == KL_INDEX_TENSOR && index->u.items[i].input < 64) {
-            saves->inputs |= UINT64_C(1) << index->u.items[i].input;
+        const KlIndex *item = &index->u.items[i];
+        if (item->kind == KL_INDEX_TENSOR && item->input < 64) {
+            saves->inputs |= UINT64_C(1) << item->input;
+        } else if (item->kind == KL_INDEX_INTS) {
+            saves->bytes_extra += item->stop * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
         }
+    }
+}
+
+/* the value, for its shape, and a broadcast index */
+void
+saves_take_along_dim(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    keep(call, 0, saves);
+    saves->bytes_extra =
+        kl_meta_n_elements(&result->outs[0]) * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
+    saves->is_extra_rows = kl_place_is_rows(&result->outs[0].place);
+}
+
+void
+saves_copysign(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    saves->outputs = 1;
+    if (wants_grad(call, 0)) {
+        keep(call, 0, saves);
+    }
+}
+
+void
+saves_copysign_copy(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves->outputs = 1;
+    if (wants_grad(call, 0)) {
+        saves_copy(call, result, saves);
+    }
+}
+
+void
+saves_hypot(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    for (uint32_t arg = 0; arg < 2; arg++) {
+        if (wants_grad(call, arg)) {
+            keep(call, arg, saves);
+        }
+    }
+    saves->outputs = 1;
+}
+
+void
+saves_hypot_copy(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    if (wants_grad(call, 0)) {
+        saves_copy(call, result, saves);
+    }
+    if (wants_grad(call, 1)) {
+        keep(call, 1, saves);
+    }
+    saves->outputs = 1;
+}
+
+void
+saves_output_copy(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves_copy(call, result, saves);
+    saves->outputs = 1;
+}
+
+/* clamp_: the old value as a copy, and the bounds */
+void
+saves_inputs_copy(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves_copy(call, result, saves);
+    keep(call, 1, saves);
+    keep(call, 2, saves);
+}
+
+void
+saves_remainder_copy(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    if (wants_grad(call, 1)) {
+        saves_both_copy(call, result, saves);
     }
 }
 
@@ -254,7 +330,7 @@ void
 saves_pow_copy(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     saves_both_copy(call, result, saves);
-    saves->outputs = wants_grad(call, 1) ? 1 : 0;
+    saves->outputs = call->args[1].kind == KL_ARG_VALUE ? 1 : 0;
 }
 
 void
@@ -287,19 +363,49 @@ saves_median(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     if (result->n_outs == 2) {
         saves_indices(call, result, saves);
-    }
-    else {
+    } else {
         saves_input_output(call, result, saves);
     }
 }
 
-/* the index; the source too where its gradient is wanted */
+/* for the source's gradient the index, and the source for its shape */
 void
 saves_index_add(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    if (wants_grad(call, 3)) {
+        keep(call, 2, saves);
+        keep(call, 3, saves);
+    }
+}
+
+/* the index, and for the source's gradient the source */
+void
+saves_index_copy(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     (void)result;
     keep(call, 2, saves);
     if (wants_grad(call, 3)) {
         keep(call, 3, saves);
+    }
+}
+
+/* scatter_add: the index, for the source's gradient */
+void
+saves_scatter_add(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    (void)result;
+    if (wants_grad(call, 3)) {
+        keep(call, 2, saves);
+    }
+}
+
+/* its input, and on the CPU a buffer as large */
+void
+saves_log_sigmoid(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves_input(call, result, saves);
+    if (result->outs[0].device == 0) {
+        saves_copy(call, result, saves);
     }
 }

@@ -32,6 +32,14 @@ kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input)
     result->alias_input = input;
 }
 
+void
+kl_rules_lend(const KlCall *call, KlInferred *result, uint32_t arg)
+{
+    if (call->args[arg].kind == KL_ARG_VALUE && call->args[arg].input < 64) {
+        result->inputs_no_grad |= UINT64_C(1) << call->args[arg].input;
+    }
+}
+
 KlStatus
 kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error)
 {
@@ -166,6 +174,17 @@ shape_same(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
     if (status == KL_OK) {
         kl_rules_iterate(&result->outs[0], call->inputs, 1, false);
+    }
+    return status;
+}
+
+/* log_sigmoid lays its output out row-major, whatever comes in. */
+KlStatus
+shape_row_major(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, call->inputs[0], error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
     }
     return status;
 }

@@ -279,8 +279,8 @@ kl_rules_is_like_channels_last(const KlMeta *meta)
     int64_t least = 0;
     for (int32_t i = 0; i < meta->n_dims; i++) {
         int32_t dim = order[i];
-        if (meta->shape[dim] == 0 || meta->strides[dim] < least
-            || (dim == 0 && least == meta->strides[1])) {
+        if (meta->shape[dim] == 0 || meta->strides[dim] < least ||
+            (dim == 0 && least == meta->strides[1])) {
             return false;
         }
         least = meta->strides[dim] * (meta->shape[dim] > 1 ? meta->shape[dim] : 1);

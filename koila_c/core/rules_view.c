@@ -18,8 +18,7 @@ resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out,
         out->shape[dim] = sizes[dim];
         if (sizes[dim] == -1 && free_dim < 0) {
             free_dim = dim;
-        }
-        else if (sizes[dim] < 0 || __builtin_mul_overflow(known, sizes[dim], &known)) {
+        } else if (sizes[dim] < 0 || __builtin_mul_overflow(known, sizes[dim], &known)) {
             return kl_error_set(error, KL_ERROR_SHAPE, "size %lld is not legal at dim %d",
                                 (long long)sizes[dim], (int)dim);
         }
@@ -30,8 +29,7 @@ resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out,
                                 (long long)n_elements, (long long)known);
         }
         out->shape[free_dim] = n_elements / known;
-    }
-    else if (known != n_elements) {
+    } else if (known != n_elements) {
         return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not fill a shape of %lld",
                             (long long)n_elements, (long long)known);
     }
@@ -101,6 +99,7 @@ shape_as_other(const KlCall *call, KlInferred *result, bool can_copy, KlError *e
     if (other == NULL) {
         return KL_DECLINED;
     }
+    kl_rules_lend(call, result, 1);
     KlStatus status = kl_rules_out(result, other, error);
     if (status == KL_OK && kl_meta_n_elements(other) != kl_meta_n_elements(call->inputs[0])) {
         return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not fill a shape of %lld",
@@ -133,8 +132,8 @@ shape_flatten(const KlCall *call, KlInferred *result, KlError *error)
         status = kl_rules_dim(call, 2, -1, input->n_dims, &last, error);
     }
     if (status == KL_OK && first > last) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d", (int)first,
-                            (int)last);
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d",
+                            (int)first, (int)last);
     }
     if (status == KL_OK) {
         status = kl_infer_reserve_outs(result, 1, error);
@@ -172,6 +171,10 @@ shape_ravel(const KlCall *call, KlInferred *result, KlError *error)
     if (status != KL_OK) {
         return status;
     }
+    if (input->is_strided && !kl_meta_is_contiguous(input)) {
+        kl_meta_set_contiguous(&result->outs[0]); /* ravel is contiguous().view(-1) */
+        return KL_OK;
+    }
     return settle_view(call, result, true, error);
 }
 
@@ -188,7 +191,8 @@ shape_unflatten(const KlCall *call, KlInferred *result, KlError *error)
     if (status == KL_OK) {
         status = kl_rules_ints(call, 2, &value, &sizes, &n);
     }
-    if (status == KL_OK && (n == 0 || input->n_dims == 0 || input->n_dims - 1 + (int64_t)n > KL_DIMS_MAX)) {
+    if (status == KL_OK &&
+        (n == 0 || input->n_dims == 0 || input->n_dims - 1 + (int64_t)n > KL_DIMS_MAX)) {
         return KL_DECLINED;
     }
     if (status == KL_OK) {
@@ -225,11 +229,10 @@ factor_sizes(const KlCall *call, KlInferred *result, uint32_t arg, int32_t first
     }
     const KlArg *sizes = arg < call->n_args ? &call->args[arg] : NULL;
     int32_t entry = found.dim - first;
-    if (sizes != NULL && sizes->kind == KL_ARG_INTS && entry >= 0 && entry < (int32_t)sizes->n
-        && sizes->u.ints[entry] != -1) {
+    if (sizes != NULL && sizes->kind == KL_ARG_INTS && entry >= 0 && entry < (int32_t)sizes->n &&
+        sizes->u.ints[entry] != -1) {
         (void)kl_rules_rewrite(result, arg, (uint32_t)entry, 0, found.outer * found.inner);
-    }
-    else if (sizes != NULL && sizes->kind == KL_ARG_INT && entry == 0 && sizes->u.i != -1) {
+    } else if (sizes != NULL && sizes->kind == KL_ARG_INT && entry == 0 && sizes->u.i != -1) {
         (void)kl_rules_rewrite(result, arg, 0, 0, found.outer * found.inner);
     }
     out->place = found;
@@ -275,8 +278,7 @@ place_factor_other(const KlCall *call, KlInferred *result, KlError *error)
         if (reason != NULL) {
             return kl_rules_once(result, reason);
         }
-    }
-    else {
+    } else {
         if (!kl_rules_factor(other, &other->place, rows, input, &found)) {
             return kl_rules_once(result, cut_in_two);
         }

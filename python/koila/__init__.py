@@ -1,1 +1,11 @@
-"""Lazy PyTorch programs, run in batch chunks with the unsplit numbers."""
+"""Lazy batches for PyTorch: the same numbers as a machine with unlimited memory."""
+
+from koila import functions, patches
+from koila.config import config
+from koila.errors import KoilaError, StaleError
+from koila.lazy import is_lazy, lazy, off
+
+__all__ = ["KoilaError", "StaleError", "config", "is_lazy", "lazy", "off"]
+
+functions.register_all()
+patches.install()

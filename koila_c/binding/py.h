@@ -1,0 +1,286 @@
+/* py.h - shared by the binding: the types, the one state struct, and KlError -> exception.
+ *
+ * LazyTensor ──▶ Value ──▶ Tape ──▶ the Python call of each node, the real tensor of each value.
+ * References point one way. A tape knows of a Value only by a borrowed pointer that the Value clears
+ * when it dies: that is how a tape learns that nobody wants a number any more. */
+#ifndef KL_PY_H
+#define KL_PY_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "py_args.h"
+#include "tape.h"
+
+typedef struct Tape Tape;
+
+/* What a LazyTensor holds. *Attached*: one value of one tape. *Detached* (tape NULL): a real tensor, and
+ * where its rows are; inputs before their first use, and everything that ran. A detached value is
+ * attached again as a leaf when a call is recorded with it. */
+typedef struct Value {
+    PyObject_HEAD
+    Tape *tape;        /* owned, or NULL */
+    KlValueId id;      /* attached: its value on the tape */
+    PyObject *real;    /* detached: the real tensor; attached: NULL */
+    PyObject *size;    /* torch.Size, kept once asked for; NULL */
+    KlPlace place;     /* detached: where its rows are; axis is then 0 or KL_ID_NONE */
+    uint64_t axis_key; /* detached: the batch it belongs to, good for every tape */
+    int64_t rows;      /* detached: rows of that batch */
+    uint64_t epoch;    /* backwards that had run when it became live */
+    bool is_input;     /* made by lazy(): it stays lazy for ever */
+    bool is_touched;   /* the dispatcher met its placeholder: the object is not used again */
+} Value;
+
+/* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
+typedef enum { KL_SLOT_OBJECT, KL_SLOT_VALUE, KL_SLOT_LIST, KL_SLOT_TUPLE, KL_SLOT_NAMED, KL_SLOT_DICT } KlSlotKind;
+
+typedef struct KlSlot {
+    KlSlotKind kind;
+    uint32_t n;       /* entries, or the KlValueId of a VALUE */
+    PyObject *object; /* OBJECT: the argument; NAMED: the namedtuple type; DICT: its keys; else NULL */
+} KlSlot;
+
+/* The Python call of one node. */
+typedef struct KlPyNode {
+    PyObject *func;
+    PyObject *kwnames; /* tuple of the last arguments' names, or NULL */
+    PyObject *code;    /* the innermost frame's code object, for the source line; NULL where unknown */
+    int lasti;
+    uint32_t first_slot; /* into tape->slots */
+    uint32_t n_slots;
+    uint32_t n_args; /* positional and keyword together */
+} KlPyNode;
+
+/* What the binding knows of one value. */
+typedef struct KlPyValue {
+    PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
+    Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
+    PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
+    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+} KlPyValue;
+
+typedef struct KlExternal {
+    PyObject *tensor; /* borrowed from py_values[value].real; NULL: empty */
+    KlValueId value;
+} KlExternal;
+
+struct Tape {
+    PyObject_HEAD
+    KlTape core;
+    KlPyNode *nodes; /* [core.n_nodes] */
+    size_t n_nodes_max;
+    KlPyValue *values; /* [core.n_values] */
+    size_t n_values_max;
+    KlSlot *slots; /* [n_slots] */
+    size_t n_slots, n_slots_max;
+    KlExternal *externals; /* [n_externals_max] open addressing, by pointer */
+    size_t n_externals, n_externals_max;
+    unsigned long thread; /* the thread that records on it */
+    uint64_t *axis_keys; /* [core.n_axes] the batch each axis stands for */
+    size_t n_axis_keys_max;
+    KlInferred inferred; /* scratch of the recorder */
+    bool is_running;     /* a replay is under way */
+};
+
+/* What is done with a torch callable that meets a lazy. */
+typedef enum {
+    KL_CALL_OP,      /* has a row, or is a function without effect: recorded; else live */
+    KL_CALL_LIVE,    /* run now on real tensors, results are lazy again */
+    KL_CALL_READ,    /* run now on real tensors, results are plain */
+    KL_CALL_ENTER,   /* a Python function: entered, what it calls is recorded */
+    KL_CALL_HANDLER, /* a Python handler of ours: handler(func, args, kwargs) */
+} KlCallKind;
+
+typedef struct Function {
+    PyObject_HEAD
+    KlCallKind kind;
+    PyObject *name;    /* str, as torch spells it */
+    PyObject *handler; /* HANDLER: callable; else NULL */
+    bool has_meta;     /* OP: its schema neither writes nor aliases: it may be asked of meta tensors */
+    bool returns_list; /* its schema returns a list of tensors */
+    bool is_random;
+    const KlRow *row;  /* OP: NULL where there is no row */
+    KlPySignature *signature; /* of the row, or NULL */
+    PyObject *container;      /* the type torch returns several outputs in: tuple, or one of return_types */
+} Function;
+
+/* The one struct of Python objects this module needs everywhere, filled once at import. A module cannot
+ * live twice in a process that has torch (torch itself forbids sub-interpreters), so it is one global. */
+typedef struct KlPyState {
+    PyTypeObject *tensor_base; /* torch._C.TensorBase */
+    PyTypeObject *tensor;      /* torch.Tensor */
+    PyTypeObject *lazy;        /* LazyTensor */
+    PyTypeObject *value_type, *tape_type, *function_type;
+    PyObject *len_dispatch_stack;
+    PyObject *size_type;  /* torch.Size */
+    PyObject *functions;  /* dict: torch callable or getset descriptor -> Function */
+    PyObject *empty_tuple, *empty_dict, *zero;
+    PyObject *koila_error, *stale_error;
+    PyObject *meta_infer;   /* koila.meta.infer */
+    PyObject *is_row_range; /* koila.meta.is_row_range */
+    PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
+    PyObject *get_default_dtype;
+    PyObject *strided;      /* torch.strided */
+    PyObject *ndarray;      /* numpy.ndarray, or NULL where numpy is not there */
+    PyObject *devices;      /* list of torch.device; index = KlMeta.device */
+    PyObject *dtypes[KL_N_DTYPES];
+    Py_ssize_t slot_offset; /* of LazyTensor's one slot */
+    uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
+    uint64_t n_axis_keys;   /* batches made */
+    int64_t n_chunks;       /* config(chunks=); 0: as few as fit */
+    int64_t bytes_limit;    /* config(memory_limit=); 0: what is free */
+} KlPyState;
+
+extern KlPyState kl_py;
+
+/* Raise the exception for `error`; returns NULL. */
+PyObject *kl_py_raise(const KlError *error);
+
+/* -- py_lazy.c: LazyTensor and Value ---------------------------------------------------------- */
+
+int kl_lazy_init(PyObject *module);
+static inline bool
+kl_lazy_check(PyObject *object)
+{
+    return Py_TYPE(object) == kl_py.lazy;
+}
+/* Borrowed: the Value of a LazyTensor. */
+static inline Value *
+kl_lazy_value(PyObject *lazy)
+{
+    return *(Value **)((char *)lazy + kl_py.slot_offset);
+}
+/* Borrowed: the Value of a LazyTensor that stands for something, else NULL with an exception. */
+Value *kl_lazy_checked(PyObject *lazy);
+/* A new LazyTensor for value `id`, which becomes wanted. */
+PyObject *kl_lazy_new(Tape *tape, KlValueId id);
+/* A new LazyTensor that has a real tensor already. `rows`: where its rows are. */
+PyObject *kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key, int64_t rows,
+                               bool is_input);
+/* Point a LazyTensor at another value (after an in-place call). */
+void kl_lazy_move(Value *value, KlValueId id);
+/* Give a value its real tensor and take it off its tape. */
+void kl_lazy_detach(Value *value, PyObject *real);
+/* Borrowed: the real tensor, or NULL while pending. */
+PyObject *kl_lazy_real(const Value *value);
+
+/* -- py_recycle.c: LazyTensor objects ----------------------------------------------------------- */
+
+int kl_recycle_init(void);
+/* A new LazyTensor that stands for nothing yet. */
+PyObject *kl_recycle_take(void);
+bool kl_recycle_works(void);
+
+/* -- py_tape.c: Tape -------------------------------------------------------------------------- */
+
+int kl_tape_type_init(PyObject *module);
+/* Borrowed: this thread's tape, made if there is none; NULL with an exception. */
+Tape *kl_tape_open(void);
+/* Borrowed: this thread's tape, or NULL without an exception. */
+Tape *kl_tape_open_or_null(void);
+/* The value that stands for a real tensor on the tape: a WHOLE leaf, one for each tensor object. */
+int kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value);
+/* The leaf that stands for a real tensor, or KL_ID_NONE. */
+KlValueId kl_tape_find(const Tape *tape, PyObject *tensor);
+/* The value of a lazy on `tape`, attaching it as a leaf where it is detached. */
+int kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value);
+/* Make room on the binding's side for what the core holds now; new entries are empty. */
+int kl_tape_sync(Tape *tape);
+/* The Value of value `id` died. */
+void kl_tape_forget(Tape *tape, KlValueId id);
+/* Check that no leaf was changed since it entered. */
+int kl_tape_check_leaves(Tape *tape);
+/* Remember the version a leaf has now, after a replay wrote it. */
+int kl_tape_refresh_leaf(Tape *tape, KlValueId id);
+/* Every node ran: take the wanted values off the tape and forget the rest. */
+void kl_tape_close(Tape *tape);
+/* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
+PyObject *kl_tape_where(Tape *tape, KlNodeId id);
+
+/* -- py_meta.c: what real tensors say of themselves ------------------------------------------- */
+
+int kl_meta_init(void);
+/* Read dtype, shape, strides and requires_grad of a real tensor. 0, or 1 where it has no KlMeta (more
+ * than KL_DIMS_MAX dims, not strided), or -1 with an exception. */
+int kl_meta_read(PyObject *tensor, KlMeta *meta);
+/* New references. */
+PyObject *kl_meta_size(const KlMeta *meta);
+PyObject *kl_meta_strides(const KlMeta *meta);
+/* Index of a torch.device, or -1 for one not met yet. */
+int kl_meta_device_from(PyObject *device);
+/* torch.get_default_dtype() */
+KlDtype kl_meta_default_dtype(void);
+/* Index of a torch.dtype; KL_DTYPE_OTHER for one without a name here. */
+KlDtype kl_meta_dtype_from(PyObject *dtype);
+
+/* -- py_call.c: calls as slots ----------------------------------------------------------------- */
+
+/* Flatten a call onto the tape's slots. -1 and nothing added on failure. `inputs` receives the values
+ * met, in order; NULL: not wanted. */
+int kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlValueId **inputs,
+                   size_t *n_inputs, size_t *n_inputs_max);
+/* Give back what the slots from `first` on hold. */
+void kl_call_truncate(Tape *tape, size_t first);
+/* Call node `id` with the tensors of `env` ([n_values], borrowed or NULL). */
+PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
+/* A copy of (args, kwargs) with every lazy replaced by its real tensor, which must exist. */
+PyObject *kl_call_real(PyObject *object);
+/* Call `visit` for each lazy that stands anywhere in `object`; stops at a non-zero return. */
+int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
+
+/* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
+
+int kl_context_init(void);
+/* The id of the context in force now, or -1. */
+int64_t kl_context_now(bool *is_grad_enabled);
+/* A replay goes from context to context and ends in the one it began in. */
+typedef struct KlContextSwitch {
+    uint32_t before, now;
+    PyObject *guard; /* of inference mode, where it differs from what was in force before */
+} KlContextSwitch;
+
+int kl_context_begin(KlContextSwitch *context);
+int kl_context_switch(KlContextSwitch *context, uint32_t id);
+/* Restores what was in force; keeps an exception that is already set, and then returns -1. */
+int kl_context_end(KlContextSwitch *context);
+bool kl_context_is_autocast(uint32_t id);
+
+/* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
+
+PyObject *kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* Record one node for `call`; what torch's frame says is noted. -1 on failure. */
+int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id);
+/* The outputs of a node as torch returns them: `container` None for a single tensor, else its type. */
+PyObject *kl_record_results(Tape *tape, KlNodeId id, PyObject *container);
+
+/* -- py_rows.c: calls that have a row --------------------------------------------------------------- */
+
+int kl_rows_init(void);
+/* Record a call by its row. 1: recorded, `*results` is a new reference; 0: the row declines; -1. */
+int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+                   PyObject **results);
+/* The value that stands for `value` after the last write to its storage, taking views again. */
+int kl_rows_current(Tape *tape, KlValueId value, KlValueId *current);
+
+/* -- py_function.c: what is known of torch's callables ------------------------------------------- */
+
+int kl_function_init(PyObject *module);
+/* Borrowed: what is known of `func`, or NULL (without an exception) for one never heard of. */
+Function *kl_function_find(PyObject *func);
+/* register(func, kind, name, handler, has_meta, returns_list, is_random, row name or None, container) */
+PyObject *kl_function_register(PyObject *module, PyObject *args);
+
+/* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
+
+/* Run every pending node of the tape, in order, on real tensors, and close the tape. */
+int kl_live_run(Tape *tape);
+/* Run the tape if the user can reach a pending value that has no gradient in its history. */
+int kl_live_flush_known(Tape *tape);
+/* New reference: the real tensor of a value, run if need be. */
+PyObject *kl_live_force(Value *value);
+/* Run `func` now on real tensors. `is_plain`: the results are not made lazy again. */
+PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, bool is_plain);
+
+#endif

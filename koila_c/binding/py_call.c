@@ -1,0 +1,436 @@
+/* py_call.c - calls as slots. A recorded call keeps no container of the user's: lists, tuples and dicts
+ * are flattened when recorded and built anew for each run, so that a list that goes on growing, or a
+ * slice of a chunk in place of a whole tensor, changes nothing else. */
+#include "py.h"
+
+#include "alloc.h"
+
+static bool
+is_tensor(PyObject *object)
+{
+    return PyObject_TypeCheck(object, kl_py.tensor_base);
+}
+
+static int
+push(Tape *tape, KlSlotKind kind, uint32_t n, PyObject *object)
+{
+    KlError error;
+    if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max, tape->n_slots + 1,
+                         sizeof(*tape->slots), &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        return -1;
+    }
+    tape->slots[tape->n_slots++] =
+        (KlSlot){.kind = kind, .n = n, .object = object != NULL ? Py_NewRef(object) : NULL};
+    return 0;
+}
+
+void
+kl_call_truncate(Tape *tape, size_t first)
+{
+    while (tape->n_slots > first) {
+        tape->n_slots--;
+        Py_CLEAR(tape->slots[tape->n_slots].object);
+    }
+}
+
+typedef struct Inputs {
+    KlValueId **values;
+    size_t *n, *n_max;
+} Inputs;
+
+static int
+push_value(Tape *tape, KlValueId value, Inputs *inputs)
+{
+    KlError error;
+    if (inputs->values != NULL) {
+        if (kl_alloc_reserve((void **)inputs->values, inputs->n_max, *inputs->n + 1,
+                             sizeof(KlValueId), &error) != KL_OK) {
+            (void)kl_py_raise(&error);
+            return -1;
+        }
+        (*inputs->values)[(*inputs->n)++] = value;
+    }
+    return push(tape, KL_SLOT_VALUE, value, NULL);
+}
+
+/* Whether a container must be taken apart: it holds a tensor, or it can be changed later. */
+static bool
+must_open(PyObject *object)
+{
+    if (PyList_Check(object) || PyDict_Check(object)) {
+        return true;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
+        PyObject *item = PyTuple_GET_ITEM(object, i);
+        if (is_tensor(item) ||
+            ((PyTuple_Check(item) || PyList_Check(item) || PyDict_Check(item)) && must_open(item))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static int encode(Tape *tape, PyObject *object, Inputs *inputs);
+
+static int
+encode_sequence(Tape *tape, PyObject *object, Inputs *inputs)
+{
+    PyObject *items = PySequence_Fast(object, "a sequence");
+    if (items == NULL) {
+        return -1;
+    }
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
+    int result = -1;
+    if (PyList_Check(object)) {
+        result = push(tape, KL_SLOT_LIST, (uint32_t)n, NULL);
+    } else if (PyTuple_CheckExact(object)) {
+        result = push(tape, KL_SLOT_TUPLE, (uint32_t)n, NULL);
+    } else {
+        result = push(tape, KL_SLOT_NAMED, (uint32_t)n, (PyObject *)Py_TYPE(object));
+    }
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+        result = encode(tape, PySequence_Fast_GET_ITEM(items, i), inputs);
+    }
+    Py_DECREF(items);
+    return result;
+}
+
+static int
+encode_dict(Tape *tape, PyObject *object, Inputs *inputs)
+{
+    PyObject *keys = PyDict_Keys(object);
+    if (keys == NULL) {
+        return -1;
+    }
+    int result = push(tape, KL_SLOT_DICT, (uint32_t)PyList_GET_SIZE(keys), keys);
+    for (Py_ssize_t i = 0; result == 0 && i < PyList_GET_SIZE(keys); i++) {
+        PyObject *item = PyDict_GetItemWithError(object, PyList_GET_ITEM(keys, i));
+        result = item != NULL ? encode(tape, item, inputs) : -1;
+    }
+    Py_DECREF(keys);
+    return result;
+}
+
+/* numpy arrays can be written by the user before the call runs: keep a copy. */
+static int
+encode_other(Tape *tape, PyObject *object)
+{
+    if (kl_py.ndarray != NULL && PyObject_TypeCheck(object, (PyTypeObject *)kl_py.ndarray)) {
+        PyObject *copy = PyObject_CallMethod(object, "copy", NULL);
+        int result = copy != NULL ? push(tape, KL_SLOT_OBJECT, 0, copy) : -1;
+        Py_XDECREF(copy);
+        return result;
+    }
+    return push(tape, KL_SLOT_OBJECT, 0, object);
+}
+
+static int
+encode(Tape *tape, PyObject *object, Inputs *inputs)
+{
+    KlValueId value = KL_ID_NONE;
+    if (is_tensor(object)) {
+        int result = kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
+                                           : kl_tape_enter(tape, object, &value);
+        return result < 0 ? -1 : push_value(tape, value, inputs);
+    }
+    if (PyList_Check(object) || PyTuple_Check(object)) {
+        return must_open(object) ? encode_sequence(tape, object, inputs)
+                                 : push(tape, KL_SLOT_OBJECT, 0, object);
+    }
+    if (PyDict_Check(object)) {
+        return encode_dict(tape, object, inputs);
+    }
+    return encode_other(tape, object);
+}
+
+int
+kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlValueId **values,
+               size_t *n_values, size_t *n_values_max)
+{
+    Inputs inputs = {.values = values, .n = n_values, .n_max = n_values_max};
+    size_t first = tape->n_slots;
+    PyObject *names = NULL;
+    Py_ssize_t n_args = PyTuple_GET_SIZE(args);
+    Py_ssize_t n_kwargs = kwargs != NULL && kwargs != Py_None ? PyDict_GET_SIZE(kwargs) : 0;
+    for (Py_ssize_t i = 0; i < n_args; i++) {
+        if (encode(tape, PyTuple_GET_ITEM(args, i), &inputs) < 0) {
+            goto error;
+        }
+    }
+    if (n_kwargs > 0) {
+        PyObject *key = NULL, *item = NULL;
+        Py_ssize_t position = 0, i = 0;
+        names = PyTuple_New(n_kwargs);
+        if (names == NULL) {
+            goto error;
+        }
+        while (PyDict_Next(kwargs, &position, &key, &item)) {
+            PyTuple_SET_ITEM(names, i++, Py_NewRef(key));
+            if (encode(tape, item, &inputs) < 0) {
+                goto error;
+            }
+        }
+    }
+    node->kwnames = names;
+    node->first_slot = (uint32_t)first;
+    node->n_slots = (uint32_t)(tape->n_slots - first);
+    node->n_args = (uint32_t)(n_args + n_kwargs);
+    return 0;
+error:
+    Py_XDECREF(names);
+    kl_call_truncate(tape, first);
+    return -1;
+}
+
+typedef struct Decoder {
+    const KlSlot *slots; /* read position */
+    PyObject *(*value_of)(void *, KlValueId);
+    void *env;
+} Decoder;
+
+static PyObject *decode(Decoder *decoder);
+
+static PyObject *
+decode_tuple(Decoder *decoder, uint32_t n)
+{
+    PyObject *tuple = PyTuple_New(n);
+    for (uint32_t i = 0; tuple != NULL && i < n; i++) {
+        PyObject *item = decode(decoder);
+        if (item == NULL) {
+            Py_CLEAR(tuple);
+            break;
+        }
+        PyTuple_SET_ITEM(tuple, i, item);
+    }
+    return tuple;
+}
+
+static PyObject *
+decode_list(Decoder *decoder, uint32_t n)
+{
+    PyObject *list = PyList_New(n);
+    for (uint32_t i = 0; list != NULL && i < n; i++) {
+        PyObject *item = decode(decoder);
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, item);
+    }
+    return list;
+}
+
+/* A tuple subclass: a namedtuple takes its fields as arguments, others take one sequence. */
+static PyObject *
+decode_named(Decoder *decoder, uint32_t n, PyObject *type)
+{
+    PyObject *tuple = decode_tuple(decoder, n);
+    if (tuple == NULL) {
+        return NULL;
+    }
+    PyObject *result = PyObject_HasAttrString(type, "_fields") ? PyObject_CallObject(type, tuple)
+                                                               : PyObject_CallOneArg(type, tuple);
+    Py_DECREF(tuple);
+    return result;
+}
+
+static PyObject *
+decode_dict(Decoder *decoder, PyObject *keys)
+{
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict != NULL && i < PyList_GET_SIZE(keys); i++) {
+        PyObject *item = decode(decoder);
+        if (item == NULL || PyDict_SetItem(dict, PyList_GET_ITEM(keys, i), item) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(item);
+    }
+    return dict;
+}
+
+static PyObject *
+decode(Decoder *decoder)
+{
+    const KlSlot *slot = decoder->slots++;
+    PyObject *value = NULL;
+    switch (slot->kind) {
+    case KL_SLOT_OBJECT:
+        return Py_NewRef(slot->object);
+    case KL_SLOT_VALUE:
+        value = decoder->value_of(decoder->env, slot->n);
+        if (value == NULL && !PyErr_Occurred()) {
+            PyErr_Format(PyExc_SystemError, "koila: value %u is needed but has no tensor", slot->n);
+        }
+        return Py_XNewRef(value);
+    case KL_SLOT_LIST:
+        return decode_list(decoder, slot->n);
+    case KL_SLOT_TUPLE:
+        return decode_tuple(decoder, slot->n);
+    case KL_SLOT_NAMED:
+        return decode_named(decoder, slot->n, slot->object);
+    case KL_SLOT_DICT:
+        return decode_dict(decoder, slot->object);
+    }
+    Py_UNREACHABLE();
+}
+
+#define KL_STACK_ARGS 16
+
+PyObject *
+kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env)
+{
+    const KlPyNode *node = &tape->nodes[id];
+    Decoder decoder = {.slots = &tape->slots[node->first_slot], .value_of = value_of, .env = env};
+    PyObject *stack[KL_STACK_ARGS] = {NULL};
+    PyObject **args = stack;
+    PyObject *result = NULL;
+    uint32_t n_decoded = 0;
+    if (node->n_args > KL_STACK_ARGS) {
+        args = PyMem_Calloc(node->n_args, sizeof(PyObject *));
+        if (args == NULL) {
+            return PyErr_NoMemory();
+        }
+    }
+    for (; n_decoded < node->n_args; n_decoded++) {
+        args[n_decoded] = decode(&decoder);
+        if (args[n_decoded] == NULL) {
+            goto error;
+        }
+    }
+    size_t n_positional = node->n_args;
+    if (node->kwnames != NULL) {
+        n_positional -= (size_t)PyTuple_GET_SIZE(node->kwnames);
+    }
+    result = PyObject_Vectorcall(node->func, args, n_positional, node->kwnames);
+error:
+    for (uint32_t i = 0; i < n_decoded; i++) {
+        Py_DECREF(args[i]);
+    }
+    if (args != stack) {
+        PyMem_Free(args);
+    }
+    return result;
+}
+
+/* -- looking for lazies in a call that is not recorded ---------------------------------------- */
+
+int
+kl_call_visit(PyObject *object, int (*visit)(PyObject *, void *), void *context)
+{
+    if (kl_lazy_check(object)) {
+        return visit(object, context);
+    }
+    if (PyList_Check(object) || PyTuple_Check(object)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++) {
+            int result = kl_call_visit(PySequence_Fast_GET_ITEM(object, i), visit, context);
+            if (result != 0) {
+                return result;
+            }
+        }
+    } else if (PyDict_Check(object)) {
+        PyObject *key = NULL, *item = NULL;
+        Py_ssize_t position = 0;
+        while (PyDict_Next(object, &position, &key, &item)) {
+            int result = kl_call_visit(item, visit, context);
+            if (result != 0) {
+                return result;
+            }
+        }
+    } else if (PySlice_Check(object)) {
+        PySliceObject *slice = (PySliceObject *)object;
+        PyObject *parts[3] = {slice->start, slice->stop, slice->step};
+        for (int i = 0; i < 3; i++) {
+            int result = kl_call_visit(parts[i], visit, context);
+            if (result != 0) {
+                return result;
+            }
+        }
+    }
+    return 0;
+}
+
+static int
+is_met(PyObject *lazy, void *context)
+{
+    (void)lazy;
+    (void)context;
+    return 1;
+}
+
+static PyObject *
+real_dict(PyObject *object)
+{
+    PyObject *copy = PyDict_Copy(object);
+    PyObject *key = NULL, *item = NULL;
+    Py_ssize_t position = 0;
+    while (copy != NULL && PyDict_Next(object, &position, &key, &item)) {
+        PyObject *real = kl_call_real(item);
+        if (real == NULL || PyDict_SetItem(copy, key, real) < 0) {
+            Py_CLEAR(copy);
+        }
+        Py_XDECREF(real);
+    }
+    return copy;
+}
+
+static PyObject *
+real_sequence(PyObject *object)
+{
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyObject *real = kl_call_real(PySequence_Fast_GET_ITEM(object, i));
+        if (real == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, real);
+    }
+    if (list == NULL || PyList_Check(object)) {
+        return list;
+    }
+    PyObject *tuple = PyList_AsTuple(list);
+    Py_DECREF(list);
+    if (tuple == NULL || PyTuple_CheckExact(object)) {
+        return tuple;
+    }
+    PyObject *type = (PyObject *)Py_TYPE(object);
+    PyObject *result = PyObject_HasAttrString(type, "_fields") ? PyObject_CallObject(type, tuple)
+                                                               : PyObject_CallOneArg(type, tuple);
+    Py_DECREF(tuple);
+    return result;
+}
+
+static PyObject *
+real_slice(PyObject *object)
+{
+    PySliceObject *slice = (PySliceObject *)object;
+    PyObject *start = kl_call_real(slice->start);
+    PyObject *stop = start != NULL ? kl_call_real(slice->stop) : NULL;
+    PyObject *step = stop != NULL ? kl_call_real(slice->step) : NULL;
+    PyObject *result = step != NULL ? PySlice_New(start, stop, step) : NULL;
+    Py_XDECREF(start);
+    Py_XDECREF(stop);
+    Py_XDECREF(step);
+    return result;
+}
+
+PyObject *
+kl_call_real(PyObject *object)
+{
+    if (kl_call_visit(object, is_met, NULL) == 0) {
+        return Py_NewRef(object); /* the user's own list, as eager would get it */
+    }
+    if (kl_lazy_check(object)) {
+        PyObject *real = kl_lazy_real(kl_lazy_value(object));
+        if (real == NULL) {
+            PyErr_SetString(PyExc_SystemError, "koila: a lazy was not run before it is needed");
+        }
+        return Py_XNewRef(real);
+    }
+    if (PyDict_Check(object)) {
+        return real_dict(object);
+    }
+    return PySlice_Check(object) ? real_slice(object) : real_sequence(object);
+}

@@ -1,0 +1,260 @@
+/* py_context.c - what a call depends on besides its arguments: grad mode, inference mode, autocast.
+ * Each combination met is interned to a small id, kept with a node, and put in force again at replay. */
+#include "py.h"
+
+#include <string.h>
+
+#define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
+
+typedef struct Context {
+    bool is_grad_enabled;
+    bool is_inference;
+    bool is_autocast; /* on for any device type */
+    bool is_cache_enabled;
+    bool is_enabled[KL_N_DEVICES];
+    PyObject *dtype[KL_N_DEVICES]; /* borrowed from kl_py.dtypes, compared by identity */
+} Context;
+
+#define KL_CONTEXTS_MAX 256
+
+/* Contexts are few (grad on or off, autocast on or off) and live as long as the module. */
+static struct {
+    Context contexts[KL_CONTEXTS_MAX];
+    uint32_t n;
+    PyObject *is_grad_enabled, *set_grad_enabled;
+    PyObject *is_inference_enabled, *inference_mode;
+    PyObject *is_any_autocast, *is_autocast_enabled, *get_autocast_dtype, *is_cache_enabled;
+    PyObject *set_autocast_enabled, *set_autocast_dtype, *set_cache_enabled;
+    PyObject *increment_nesting, *decrement_nesting, *clear_cache;
+    PyObject *device_names[KL_N_DEVICES];
+} state;
+
+static int
+call_bool(PyObject *callable, PyObject *argument)
+{
+    PyObject *result =
+        argument == NULL ? PyObject_CallNoArgs(callable) : PyObject_CallOneArg(callable, argument);
+    if (result == NULL) {
+        return -1;
+    }
+    int is_true = result == Py_True;
+    Py_DECREF(result);
+    return is_true;
+}
+
+static int
+read_autocast(Context *context)
+{
+    int is_cache = call_bool(state.is_cache_enabled, NULL);
+    if (is_cache < 0) {
+        return -1;
+    }
+    context->is_cache_enabled = is_cache;
+    for (int i = 0; i < KL_N_DEVICES; i++) {
+        int is_enabled = call_bool(state.is_autocast_enabled, state.device_names[i]);
+        PyObject *dtype =
+            is_enabled < 0 ? NULL : PyObject_CallOneArg(state.get_autocast_dtype, state.device_names[i]);
+        if (dtype == NULL) {
+            return -1;
+        }
+        context->is_enabled[i] = is_enabled;
+        context->dtype[i] = dtype; /* torch.dtype objects live for ever */
+        Py_DECREF(dtype);
+    }
+    return 0;
+}
+
+int64_t
+kl_context_now(bool *is_grad_enabled)
+{
+    Context now;
+    memset(&now, 0, sizeof(now)); /* compared with memcmp */
+    int is_grad = call_bool(state.is_grad_enabled, NULL);
+    int is_inference = is_grad < 0 ? -1 : call_bool(state.is_inference_enabled, NULL);
+    int is_autocast = is_inference < 0 ? -1 : call_bool(state.is_any_autocast, NULL);
+    if (is_autocast < 0) {
+        return -1;
+    }
+    now.is_grad_enabled = is_grad;
+    now.is_inference = is_inference;
+    now.is_autocast = is_autocast;
+    if (is_autocast && read_autocast(&now) < 0) {
+        return -1;
+    }
+    if (is_grad_enabled != NULL) {
+        *is_grad_enabled = is_grad;
+    }
+    for (uint32_t i = 0; i < state.n; i++) {
+        if (memcmp(&state.contexts[i], &now, sizeof(now)) == 0) {
+            return i;
+        }
+    }
+    if (state.n == KL_CONTEXTS_MAX) {
+        PyErr_SetString(PyExc_RuntimeError, "koila: more than 256 different autocast contexts");
+        return -1;
+    }
+    state.contexts[state.n] = now;
+    return state.n++;
+}
+
+bool
+kl_context_is_autocast(uint32_t id)
+{
+    return state.contexts[id].is_autocast;
+}
+
+static int
+call_ignoring(PyObject *callable, PyObject *first, PyObject *second)
+{
+    PyObject *result = PyObject_CallFunctionObjArgs(callable, first, second, NULL);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static int
+leave_inference(KlContextSwitch *context)
+{
+    if (context->guard == NULL) {
+        return 0;
+    }
+    PyObject *guard = context->guard;
+    context->guard = NULL;
+    PyObject *result = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_XDECREF(result);
+    Py_DECREF(guard);
+    return result == NULL ? -1 : 0;
+}
+
+static int
+enter_inference(KlContextSwitch *context, bool is_inference)
+{
+    if (is_inference == state.contexts[context->before].is_inference) {
+        return 0;
+    }
+    PyObject *guard = PyObject_CallOneArg(state.inference_mode, is_inference ? Py_True : Py_False);
+    PyObject *result = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
+    if (result == NULL) {
+        Py_XDECREF(guard);
+        return -1;
+    }
+    Py_DECREF(result);
+    context->guard = guard;
+    return 0;
+}
+
+static int
+set_autocast(const Context *to)
+{
+    for (int i = 0; i < KL_N_DEVICES; i++) {
+        PyObject *is_enabled = to->is_enabled[i] ? Py_True : Py_False;
+        if (call_ignoring(state.set_autocast_enabled, state.device_names[i], is_enabled) < 0) {
+            return -1;
+        }
+        if (to->dtype[i] != NULL &&
+            call_ignoring(state.set_autocast_dtype, state.device_names[i], to->dtype[i]) < 0) {
+            return -1;
+        }
+    }
+    return call_ignoring(state.set_cache_enabled, to->is_cache_enabled ? Py_True : Py_False, NULL);
+}
+
+int
+kl_context_begin(KlContextSwitch *context)
+{
+    int64_t now = kl_context_now(NULL);
+    if (now < 0) {
+        return -1;
+    }
+    context->before = context->now = (uint32_t)now;
+    context->guard = NULL;
+    /* One nesting over the whole replay keeps autocast's cache of cast weights from node to node. */
+    return call_ignoring(state.increment_nesting, NULL, NULL);
+}
+
+int
+kl_context_switch(KlContextSwitch *context, uint32_t id)
+{
+    if (context->now == id) {
+        return 0;
+    }
+    const Context *from = &state.contexts[context->now], *to = &state.contexts[id];
+    context->now = id;
+    if (from->is_inference != to->is_inference &&
+        (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
+        return -1;
+    }
+    if (call_ignoring(state.set_grad_enabled, to->is_grad_enabled ? Py_True : Py_False, NULL) < 0) {
+        return -1;
+    }
+    bool differs = from->is_autocast || to->is_autocast;
+    return differs ? set_autocast(to) : 0;
+}
+
+int
+kl_context_end(KlContextSwitch *context)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    int result = kl_context_switch(context, context->before);
+    PyObject *nesting = PyObject_CallNoArgs(state.decrement_nesting);
+    if (nesting != NULL && PyObject_RichCompareBool(nesting, kl_py.zero, Py_EQ) == 1 &&
+        call_ignoring(state.clear_cache, NULL, NULL) < 0) {
+        result = -1;
+    }
+    result = nesting == NULL ? -1 : result;
+    Py_XDECREF(nesting);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback); /* the first failure is the one to tell */
+        return -1;
+    }
+    return result;
+}
+
+int
+kl_context_init(void)
+{
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *c = torch != NULL ? PyObject_GetAttrString(torch, "_C") : NULL;
+    int result = -1;
+    if (c == NULL) {
+        goto error;
+    }
+    const struct {
+        PyObject **where;
+        const char *name;
+        bool is_private;
+    } names[] = {
+        {&state.is_grad_enabled, "is_grad_enabled", false},
+        {&state.set_grad_enabled, "_set_grad_enabled", true},
+        {&state.is_inference_enabled, "is_inference_mode_enabled", false},
+        {&state.inference_mode, "_InferenceMode", true},
+        {&state.is_any_autocast, "_is_any_autocast_enabled", true},
+        {&state.is_autocast_enabled, "is_autocast_enabled", false},
+        {&state.get_autocast_dtype, "get_autocast_dtype", false},
+        {&state.is_cache_enabled, "is_autocast_cache_enabled", false},
+        {&state.set_autocast_enabled, "set_autocast_enabled", false},
+        {&state.set_autocast_dtype, "set_autocast_dtype", false},
+        {&state.set_cache_enabled, "set_autocast_cache_enabled", false},
+        {&state.increment_nesting, "autocast_increment_nesting", false},
+        {&state.decrement_nesting, "autocast_decrement_nesting", false},
+        {&state.clear_cache, "clear_autocast_cache", false},
+    };
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        *names[i].where = PyObject_GetAttrString(names[i].is_private ? c : torch, names[i].name);
+        if (*names[i].where == NULL) {
+            goto error;
+        }
+    }
+    static const char *const devices[KL_N_DEVICES] = {"cpu", "cuda"};
+    for (int i = 0; i < KL_N_DEVICES; i++) {
+        state.device_names[i] = PyUnicode_InternFromString(devices[i]);
+        if (state.device_names[i] == NULL) {
+            goto error;
+        }
+    }
+    result = 0;
+error:
+    Py_XDECREF(c);
+    Py_XDECREF(torch);
+    return result;
+}

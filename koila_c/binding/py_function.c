@@ -1,0 +1,121 @@
+/* py_function.c - what is known of torch's callables: a dict from the callable itself, filled at import. */
+#include "py.h"
+
+static int
+Function_traverse(Function *function, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(function));
+    Py_VISIT(function->handler);
+    return 0;
+}
+
+static int
+Function_clear(Function *function)
+{
+    Py_CLEAR(function->handler);
+    return 0;
+}
+
+static void
+Function_dealloc(Function *function)
+{
+    PyTypeObject *type = Py_TYPE(function);
+    PyObject_GC_UnTrack(function);
+    (void)Function_clear(function);
+    Py_CLEAR(function->name);
+    Py_CLEAR(function->container);
+    kl_py_signature_free(function->signature);
+    type->tp_free(function);
+    Py_DECREF(type);
+}
+
+static PyType_Slot function_slots[] = {
+    {Py_tp_traverse, Function_traverse},
+    {Py_tp_clear, Function_clear},
+    {Py_tp_dealloc, Function_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec function_spec = {
+    .name = "koila._core.Function",
+    .basicsize = sizeof(Function),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = function_slots,
+};
+
+int
+kl_function_init(PyObject *module)
+{
+    kl_py.function_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &function_spec, NULL);
+    kl_py.functions = PyDict_New();
+    return kl_py.function_type == NULL || kl_py.functions == NULL ? -1 : 0;
+}
+
+/* Attribute access arrives as a method-wrapper made anew for each call: what stays the same is the
+ * descriptor it is bound to. Reading and writing are told apart by a tuple key for writing. */
+static Function *
+find_accessor(PyObject *func)
+{
+    PyObject *descriptor = PyObject_GetAttrString(func, "__self__");
+    PyObject *name = descriptor != NULL ? PyObject_GetAttrString(func, "__name__") : NULL;
+    PyObject *found = NULL;
+    if (name != NULL && PyUnicode_CompareWithASCIIString(name, "__get__") == 0) {
+        found = PyDict_GetItemWithError(kl_py.functions, descriptor);
+    } else if (name != NULL) {
+        PyObject *key = PyTuple_Pack(2, descriptor, name);
+        found = key != NULL ? PyDict_GetItemWithError(kl_py.functions, key) : NULL;
+        Py_XDECREF(key);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(descriptor);
+    return (Function *)found;
+}
+
+Function *
+kl_function_find(PyObject *func)
+{
+    PyObject *found = PyDict_GetItemWithError(kl_py.functions, func);
+    if (found == NULL && !PyErr_Occurred() && Py_IS_TYPE(func, &_PyMethodWrapper_Type)) {
+        found = (PyObject *)find_accessor(func);
+    }
+    PyErr_Clear(); /* an unhashable callable is one never heard of */
+    return (Function *)found;
+}
+
+PyObject *
+kl_function_register(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *func = NULL, *name = NULL, *handler = NULL, *container = NULL;
+    const char *row_name = NULL;
+    int kind = 0, has_meta = 0, returns_list = 0, is_random = 0;
+    if (!PyArg_ParseTuple(args, "OiUOpppzO:register", &func, &kind, &name, &handler, &has_meta,
+                          &returns_list, &is_random, &row_name, &container)) {
+        return NULL;
+    }
+    if (kind < KL_CALL_OP || kind > KL_CALL_HANDLER) {
+        return PyErr_Format(PyExc_ValueError, "register: no kind %d of callable", kind);
+    }
+    Function *function = (Function *)kl_py.function_type->tp_alloc(kl_py.function_type, 0);
+    if (function == NULL) {
+        return NULL;
+    }
+    function->kind = (KlCallKind)kind;
+    function->name = Py_NewRef(name);
+    function->handler = handler != Py_None ? Py_NewRef(handler) : NULL;
+    function->has_meta = has_meta;
+    function->returns_list = returns_list;
+    function->is_random = is_random;
+    function->container = Py_NewRef(container);
+    function->row = row_name != NULL ? kl_ops_find(row_name) : NULL;
+    int result = 0;
+    if (function->row != NULL) {
+        function->signature = kl_py_signature_new(function->row->call);
+        result = function->signature == NULL ? -1 : 0;
+    }
+    if (result == 0) {
+        result = PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
+    }
+    Py_DECREF(function);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}

@@ -1,0 +1,445 @@
+/* py_lazy.c - LazyTensor, the type users hold, and Value, what it holds.
+ *
+ * LazyTensor is made by calling torch's metaclass: a torch.Tensor subclass with one slot. What torch sees
+ * of it is an empty placeholder; its own getters answer from metadata, and never compute. */
+#include "py.h"
+
+#include <structmember.h>
+
+#include <string.h>
+
+/* -- Value ---------------------------------------------------------------------------------------- */
+
+static Value *
+new_value(void)
+{
+    Value *value = (Value *)kl_py.value_type->tp_alloc(kl_py.value_type, 0);
+    if (value != NULL) {
+        value->id = KL_ID_NONE;
+        value->place = KL_PLACE_WHOLE;
+    }
+    return value;
+}
+
+static int
+Value_traverse(Value *value, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(value));
+    Py_VISIT(value->tape);
+    Py_VISIT(value->real);
+    return 0;
+}
+
+static void
+leave_tape(Value *value)
+{
+    Tape *tape = value->tape;
+    if (tape != NULL) {
+        value->tape = NULL;
+        kl_tape_forget(tape, value->id);
+        Py_DECREF(tape);
+    }
+}
+
+static int
+Value_clear(Value *value)
+{
+    leave_tape(value);
+    Py_CLEAR(value->real);
+    Py_CLEAR(value->size);
+    return 0;
+}
+
+static void
+Value_dealloc(Value *value)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    PyObject_GC_UnTrack(value);
+    (void)Value_clear(value);
+    type->tp_free(value);
+    Py_DECREF(type);
+}
+
+static PyType_Slot value_slots[] = {
+    {Py_tp_traverse, Value_traverse},
+    {Py_tp_clear, Value_clear},
+    {Py_tp_dealloc, Value_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec value_spec = {
+    .name = "koila._core.Value",
+    .basicsize = sizeof(Value),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = value_slots,
+};
+
+void
+kl_lazy_move(Value *value, KlValueId id)
+{
+    Tape *tape = value->tape;
+    kl_tape_forget(tape, value->id);
+    value->id = id;
+    tape->values[id].handle = value;
+    tape->core.values[id].is_wanted = true;
+    Py_CLEAR(value->size);
+}
+
+void
+kl_lazy_detach(Value *value, PyObject *real)
+{
+    Tape *tape = value->tape;
+    const KlValue *core = &tape->core.values[value->id];
+    value->place = core->meta.place;
+    if (kl_place_is_rows(&value->place)) {
+        KlAxisId axis = kl_tape_axis_find(&tape->core, value->place.axis);
+        value->axis_key = tape->axis_keys[axis];
+        value->rows = tape->core.axis_rows[axis];
+        value->place.axis = 0;
+    }
+    value->real = Py_XNewRef(real); /* NULL: its program failed */
+    if (core->node != KL_ID_NONE) {
+        value->epoch = kl_py.n_backwards;
+    }
+    value->tape = NULL;
+    Py_CLEAR(value->size);
+    Py_DECREF(tape);
+}
+
+PyObject *
+kl_lazy_real(const Value *value)
+{
+    if (value->tape == NULL) {
+        return value->real;
+    }
+    return value->id < value->tape->core.n_values ? value->tape->values[value->id].real : NULL;
+}
+
+/* -- making lazies ----------------------------------------------------------------------------- */
+
+static PyObject *
+wrap(Value *value)
+{
+    PyObject *lazy = kl_recycle_take();
+    if (lazy == NULL) {
+        Py_DECREF(value);
+        return NULL;
+    }
+    *(Value **)((char *)lazy + kl_py.slot_offset) = value;
+    return lazy;
+}
+
+PyObject *
+kl_lazy_new(Tape *tape, KlValueId id)
+{
+    Value *value = new_value();
+    if (value == NULL) {
+        return NULL;
+    }
+    value->tape = (Tape *)Py_NewRef((PyObject *)tape);
+    value->id = id;
+    tape->values[id].handle = value;
+    tape->core.values[id].is_wanted = true;
+    return wrap(value);
+}
+
+PyObject *
+kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key, int64_t rows,
+                     bool is_input)
+{
+    Value *value = new_value();
+    if (value == NULL) {
+        return NULL;
+    }
+    value->real = Py_NewRef(real);
+    if (place != NULL) {
+        value->place = *place;
+    }
+    value->axis_key = axis_key;
+    value->rows = rows;
+    value->is_input = is_input;
+    value->epoch = kl_py.n_backwards;
+    return wrap(value);
+}
+
+/* -- getters: metadata without computing --------------------------------------------------------- */
+
+/* The Value of a lazy. NULL with an exception for one that torch made by itself (a copy of the placeholder
+ * stands for nothing), and for one whose program failed. */
+Value *
+kl_lazy_checked(PyObject *self)
+{
+    Value *value = kl_lazy_value(self);
+    if (value == NULL) {
+        PyErr_SetString(kl_py.koila_error,
+                        "this LazyTensor stands for nothing: it was made from a placeholder by code that "
+                        "koila cannot see");
+    } else if (value->tape == NULL && value->real == NULL) {
+        PyErr_SetString(kl_py.koila_error, "this tensor has no value: the call that makes it, or one "
+                                           "before that, raised an exception when it ran");
+        value = NULL;
+    }
+    return value;
+}
+
+/* What answers for a lazy: its real tensor, or its meta. False with an exception. */
+typedef struct Answer {
+    Value *value;
+    PyObject *real;
+    const KlMeta *meta;
+} Answer;
+
+static bool
+look(PyObject *self, Answer *answer)
+{
+    *answer = (Answer){.value = kl_lazy_checked(self)};
+    if (answer->value == NULL) {
+        return false;
+    }
+    answer->real = kl_lazy_real(answer->value);
+    if (answer->real == NULL) {
+        answer->meta = &answer->value->tape->core.values[answer->value->id].meta;
+    }
+    return true;
+}
+
+static PyObject *
+get_shape(PyObject *self, void *closure)
+{
+    (void)closure;
+    Answer answer;
+    if (!look(self, &answer)) {
+        return NULL;
+    }
+    if (answer.real != NULL) {
+        return PyObject_GetAttrString(answer.real, "shape");
+    }
+    if (answer.value->size == NULL) {
+        answer.value->size = kl_meta_size(answer.meta);
+    }
+    return Py_XNewRef(answer.value->size);
+}
+
+static PyObject *
+get_dtype(PyObject *self, void *closure)
+{
+    (void)closure;
+    Answer answer;
+    if (!look(self, &answer)) {
+        return NULL;
+    }
+    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "dtype")
+                               : Py_NewRef(kl_py.dtypes[answer.meta->dtype]);
+}
+
+static PyObject *
+get_device(PyObject *self, void *closure)
+{
+    (void)closure;
+    Answer answer;
+    if (!look(self, &answer)) {
+        return NULL;
+    }
+    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "device")
+                               : Py_NewRef(PyList_GET_ITEM(kl_py.devices, answer.meta->device));
+}
+
+static PyObject *
+get_ndim(PyObject *self, void *closure)
+{
+    (void)closure;
+    Answer answer;
+    if (!look(self, &answer)) {
+        return NULL;
+    }
+    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "ndim")
+                               : PyLong_FromLong(answer.meta->n_dims);
+}
+
+static PyObject *
+get_requires_grad(PyObject *self, void *closure)
+{
+    (void)closure;
+    Answer answer;
+    if (!look(self, &answer)) {
+        return NULL;
+    }
+    if (answer.real != NULL) {
+        return PyObject_GetAttrString(answer.real, "requires_grad");
+    }
+    /* A write to another view of the same memory may have brought in a gradient. */
+    KlValueId current = KL_ID_NONE;
+    if (kl_tape_attach(answer.value->tape, answer.value, &current) < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(answer.value->tape->core.values[current].meta.requires_grad);
+}
+
+static int
+set_requires_grad(PyObject *self, PyObject *flag, void *closure)
+{
+    (void)closure;
+    Value *value = kl_lazy_checked(self);
+    if (value == NULL) {
+        return -1;
+    }
+    PyObject *real = kl_live_force(value);
+    int result = real == NULL ? -1 : PyObject_SetAttrString(real, "requires_grad", flag);
+    Py_XDECREF(real);
+    return result;
+}
+
+static PyObject *
+lazy_dim(PyObject *self, PyObject *ignored)
+{
+    (void)ignored;
+    return get_ndim(self, NULL);
+}
+
+static PyObject *
+lazy_size(PyObject *self, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
+{
+    PyObject *shape = get_shape(self, NULL);
+    PyObject *dim = n_args == 1 ? args[0] : NULL;
+    if (shape == NULL) {
+        return NULL;
+    }
+    if (n_args + (kwnames != NULL ? PyTuple_GET_SIZE(kwnames) : 0) == 0) {
+        return shape;
+    }
+    if (dim == NULL && n_args == 0 && PyTuple_GET_SIZE(kwnames) == 1 &&
+        PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, 0), "dim") == 0) {
+        dim = args[0];
+    }
+    if (dim == Py_None) {
+        return shape;
+    }
+    PyObject *result = NULL;
+    Py_ssize_t n = PyTuple_GET_SIZE(shape);
+    Py_ssize_t i = dim != NULL ? PyNumber_AsSsize_t(dim, PyExc_IndexError) : 0;
+    if (dim == NULL) {
+        PyErr_SetString(PyExc_TypeError, "size() takes one argument: dim");
+    } else if (!(i == -1 && PyErr_Occurred())) {
+        if (i < -n || i >= n) {
+            PyErr_Format(PyExc_IndexError,
+                         "Dimension out of range (expected to be in range of [%zd, %zd], but got %zd)",
+                         n == 0 ? -1 : -n, n == 0 ? 0 : n - 1, i);
+        } else {
+            result = Py_NewRef(PyTuple_GET_ITEM(shape, i < 0 ? i + n : i));
+        }
+    }
+    Py_DECREF(shape);
+    return result;
+}
+
+static PyObject *
+lazy_numel(PyObject *self, PyObject *ignored)
+{
+    (void)ignored;
+    Answer answer;
+    if (!look(self, &answer)) {
+        return NULL;
+    }
+    return answer.real != NULL ? PyObject_CallMethod(answer.real, "numel", NULL)
+                               : PyLong_FromLongLong(kl_meta_n_elements(answer.meta));
+}
+
+static PyGetSetDef getsets[] = {
+    {"shape", get_shape, NULL, "Sizes, a torch.Size; never computes.", NULL},
+    {"dtype", get_dtype, NULL, "Never computes.", NULL},
+    {"device", get_device, NULL, "Never computes.", NULL},
+    {"ndim", get_ndim, NULL, "Never computes.", NULL},
+    {"requires_grad", get_requires_grad, set_requires_grad, "Reading never computes.", NULL},
+};
+
+static PyMethodDef methods[] = {
+    {"dim", lazy_dim, METH_NOARGS, "Number of dims; never computes."},
+    {"ndimension", lazy_dim, METH_NOARGS, "Number of dims; never computes."},
+    {"size", (PyCFunction)(void *)lazy_size, METH_FASTCALL | METH_KEYWORDS,
+     "Sizes, or the size of one dim; never computes."},
+    {"numel", lazy_numel, METH_NOARGS, "Number of elements; never computes."},
+    {"nelement", lazy_numel, METH_NOARGS, "Number of elements; never computes."},
+};
+
+/* -- the class --------------------------------------------------------------------------------------- */
+
+static PyMethodDef torch_function_def = {
+    "__torch_function__", (PyCFunction)(void *)kl_record_torch_function, METH_FASTCALL, NULL};
+static PyMethodDef torch_dispatch_def = {
+    "__torch_dispatch__", (PyCFunction)(void *)kl_record_torch_dispatch, METH_FASTCALL, NULL};
+
+static int
+set_item_stolen(PyObject *dict, const char *key, PyObject *item)
+{
+    int result = item == NULL ? -1 : PyDict_SetItemString(dict, key, item);
+    Py_XDECREF(item);
+    return result;
+}
+
+/* The class must have both hooks before the metaclass runs: a class with __torch_dispatch__ alone loses
+ * its __torch_function__. Builtins do not bind, so no bound method is made for each call. */
+static PyObject *
+make_class_dict(PyObject *module)
+{
+    PyObject *dict = PyDict_New();
+    if (dict == NULL || set_item_stolen(dict, "__slots__", Py_BuildValue("(s)", "_node")) < 0 ||
+        set_item_stolen(dict, "__module__", PyUnicode_FromString("koila")) < 0 ||
+        set_item_stolen(dict, "__torch_function__", PyCFunction_New(&torch_function_def, module)) < 0 ||
+        set_item_stolen(dict, "__torch_dispatch__", PyCFunction_New(&torch_dispatch_def, module)) < 0) {
+        Py_CLEAR(dict);
+    }
+    return dict;
+}
+
+static int
+add_members(PyObject *class)
+{
+    for (size_t i = 0; i < sizeof(getsets) / sizeof(getsets[0]); i++) {
+        PyObject *member = PyDescr_NewGetSet((PyTypeObject *)class, &getsets[i]);
+        int result = member == NULL ? -1 : PyObject_SetAttrString(class, getsets[i].name, member);
+        Py_XDECREF(member);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    for (size_t i = 0; i < sizeof(methods) / sizeof(methods[0]); i++) {
+        PyObject *member = PyDescr_NewMethod((PyTypeObject *)class, &methods[i]);
+        int result = member == NULL ? -1 : PyObject_SetAttrString(class, methods[i].ml_name, member);
+        Py_XDECREF(member);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+kl_lazy_init(PyObject *module)
+{
+    int result = -1;
+    PyObject *class = NULL, *member = NULL;
+    PyObject *dict = make_class_dict(module);
+    kl_py.value_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &value_spec, NULL);
+    if (dict == NULL || kl_py.value_type == NULL) {
+        goto error;
+    }
+    class = PyObject_CallFunction((PyObject *)Py_TYPE(kl_py.tensor), "s(O)O", "LazyTensor", kl_py.tensor, dict);
+    if (class == NULL || add_members(class) < 0) {
+        goto error;
+    }
+    member = PyObject_GetAttrString(class, "_node");
+    if (member == NULL) {
+        goto error;
+    }
+    kl_py.slot_offset = ((PyMemberDescrObject *)member)->d_member->offset;
+    kl_py.lazy = (PyTypeObject *)Py_NewRef(class);
+    result = PyModule_AddObjectRef(module, "LazyTensor", class);
+    if (result == 0) {
+        result = kl_recycle_init();
+    }
+error:
+    Py_XDECREF(member);
+    Py_XDECREF(class);
+    Py_XDECREF(dict);
+    return result;
+}

@@ -1,0 +1,348 @@
+/* py_live.c - one-chunk replay: the recorded calls run in order with torch, as the user wrote them, on
+ * real tensors with real autograd. It is also how a call runs that cannot be recorded. */
+#include "py.h"
+
+/* -- replay ------------------------------------------------------------------------------------------ */
+
+static PyObject *
+real_of(void *env, KlValueId value)
+{
+    return ((Tape *)env)->values[value].real;
+}
+
+static int
+raise_mismatch(Tape *tape, KlNodeId id, PyObject *result)
+{
+    const KlNode *node = &tape->core.nodes[id];
+    PyObject *where = kl_tape_where(tape, id);
+    PyObject *expected = where != NULL ? kl_meta_size(&tape->core.values[node->first_out].meta) : NULL;
+    if (expected != NULL) {
+        PyErr_Format(kl_py.koila_error,
+                     "%R gave %.200R where %S was expected (%U): a mistake in koila's inference, please "
+                     "report it",
+                     tape->nodes[id].func, (PyObject *)Py_TYPE(result), expected, where);
+    }
+    Py_XDECREF(expected);
+    Py_XDECREF(where);
+    return -1;
+}
+
+/* What was promised when the call was recorded must be what torch gives. */
+static int
+check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
+{
+    const KlMeta *promised = &tape->core.values[value].meta;
+    KlMeta meta;
+    if (!PyObject_TypeCheck(real, kl_py.tensor_base)) {
+        return raise_mismatch(tape, id, real);
+    }
+    int result = kl_meta_read(real, &meta);
+    if (result != 0) {
+        return result < 0 ? -1 : raise_mismatch(tape, id, real);
+    }
+    bool is_same = meta.dtype == promised->dtype && meta.n_dims == promised->n_dims &&
+                   meta.requires_grad == promised->requires_grad;
+    for (int32_t i = 0; is_same && i < meta.n_dims; i++) {
+        is_same = meta.shape[i] == promised->shape[i];
+    }
+    return is_same ? 0 : raise_mismatch(tape, id, real);
+}
+
+static int
+bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
+{
+    if (check_output(tape, id, value, real) < 0) {
+        return -1;
+    }
+    tape->values[value].real = Py_NewRef(real);
+    return 0;
+}
+
+static int
+bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
+{
+    const KlNode *node = &tape->core.nodes[id];
+    if (node->writes != 0) {
+        if (bind(tape, id, node->first_out, result) < 0 || node->n_outs == 1) {
+            return PyErr_Occurred() ? -1 : 0;
+        }
+        /* A view was written: the base, the last input, is the same tensor as before. */
+        KlValueId base = tape->core.inputs[node->first_input + node->n_inputs - 1].value;
+        return bind(tape, id, node->first_out + 1, tape->values[base].real);
+    }
+    if (!PyTuple_Check(result) && !PyList_Check(result)) {
+        return bind(tape, id, node->first_out, result);
+    }
+    if (PySequence_Fast_GET_SIZE(result) != (Py_ssize_t)node->n_outs) {
+        return raise_mismatch(tape, id, result);
+    }
+    for (uint32_t i = 0; i < node->n_outs; i++) {
+        if (bind(tape, id, node->first_out + i, PySequence_Fast_GET_ITEM(result, i)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static void
+release_if_dead(Tape *tape, KlValueId value)
+{
+    if (value != KL_ID_NONE && tape->core.values[value].node != KL_ID_NONE &&
+        kl_tape_is_dead(&tape->core, value)) {
+        Py_CLEAR(tape->values[value].real);
+    }
+}
+
+static int
+run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
+{
+    if (kl_context_switch(context, tape->core.nodes[id].context) < 0) {
+        return -1;
+    }
+    const KlNode *node = &tape->core.nodes[id];
+    if (node->review_of != KL_ID_NONE) {
+        /* The view from before the write is there, and torch let it see the write. */
+        if (bind(tape, id, node->first_out + node->review_out, tape->values[node->review_of].real) < 0) {
+            return -1;
+        }
+    } else {
+        PyObject *result = kl_call_run(tape, id, real_of, tape);
+        int status = result != NULL ? bind_outputs(tape, id, result) : -1;
+        Py_XDECREF(result);
+        if (status < 0) {
+            return -1;
+        }
+    }
+    kl_tape_set_done(&tape->core, id);
+    release_if_dead(tape, node->review_of);
+    for (uint32_t i = 0; i < node->n_inputs; i++) {
+        release_if_dead(tape, tape->core.inputs[node->first_input + i].value);
+    }
+    for (uint32_t i = 0; i < node->n_outs; i++) {
+        release_if_dead(tape, node->first_out + i);
+    }
+    return 0;
+}
+
+/* Tell where the failing call was recorded: its traceback starts at the replay. */
+static void
+add_note(Tape *tape, KlNodeId id)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *where = kl_tape_where(tape, id);
+    PyObject *note = where != NULL ? PyUnicode_FromFormat("koila: recorded at %U", where) : NULL;
+    PyObject *result =
+        note != NULL && value != NULL ? PyObject_CallMethod(value, "add_note", "O", note) : NULL;
+    Py_XDECREF(result);
+    Py_XDECREF(note);
+    Py_XDECREF(where);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+}
+
+int
+kl_live_run(Tape *tape)
+{
+    KlContextSwitch context;
+    int result = 0;
+    if (tape->is_running) {
+        PyErr_SetString(kl_py.koila_error, "a value was read while the program that makes it is running");
+        return -1;
+    }
+    if (tape->core.n_done < tape->core.n_nodes) {
+        if (kl_tape_check_leaves(tape) < 0 || kl_context_begin(&context) < 0) {
+            return -1;
+        }
+        tape->is_running = true;
+        for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
+            if (!tape->core.nodes[i].is_done) {
+                result = run_node(tape, (KlNodeId)i, &context);
+                if (result < 0) {
+                    /* As in eager, what depends on a call that raised does not exist; the rest does. */
+                    add_note(tape, (KlNodeId)i);
+                    kl_tape_set_failed(&tape->core, (KlNodeId)i);
+                }
+            }
+        }
+        tape->is_running = false;
+        result = kl_context_end(&context);
+    }
+    if (result == 0) {
+        kl_tape_close(tape);
+    }
+    return result;
+}
+
+int
+kl_live_flush_known(Tape *tape)
+{
+    KlError error;
+    bool has_any = false;
+    if (kl_tape_find_known(&tape->core, &has_any, &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        return -1;
+    }
+    return has_any ? kl_live_run(tape) : 0;
+}
+
+PyObject *
+kl_live_force(Value *value)
+{
+    if (value->tape != NULL && kl_live_run(value->tape) < 0) {
+        return NULL;
+    }
+    PyObject *real = kl_lazy_real(value);
+    if (real == NULL) {
+        PyErr_SetString(kl_py.koila_error, "this tensor has no value: the call that makes it, or one "
+                                           "before that, raised an exception when it ran");
+    }
+    return Py_XNewRef(real);
+}
+
+/* -- calls that run at once --------------------------------------------------------------------------- */
+
+#define KL_MET_MAX 64
+
+/* The lazies of one call: their reals are found again among its results. */
+typedef struct Met {
+    PyObject *lazies[KL_MET_MAX]; /* borrowed from the call's arguments */
+    int n;
+} Met;
+
+static int
+force_one(PyObject *lazy, void *context)
+{
+    Met *met = context;
+    Value *value = kl_lazy_checked(lazy);
+    PyObject *real = value != NULL ? kl_live_force(value) : NULL;
+    if (real == NULL) {
+        return -1;
+    }
+    Py_DECREF(real);
+    if (met->n < KL_MET_MAX) {
+        met->lazies[met->n++] = lazy;
+    }
+    return 0;
+}
+
+/* The place of a result: rows again where an input's rows are and the size is right. Cutting a value that
+ * is there whole is right along any dim; this is the one likely to be of use. */
+static const Value *
+find_rows(const Met *met, PyObject *real, KlPlace *place)
+{
+    KlMeta meta;
+    if (kl_meta_read(real, &meta) != 0) {
+        PyErr_Clear();
+        return NULL;
+    }
+    for (int i = 0; i < met->n; i++) {
+        const Value *value = kl_lazy_value(met->lazies[i]);
+        if (!kl_place_is_rows(&value->place) || value->place.outer != 1 || value->place.inner != 1 ||
+            value->place.dim >= meta.n_dims || meta.shape[value->place.dim] != value->rows) {
+            continue;
+        }
+        *place = value->place;
+        return value;
+    }
+    return NULL;
+}
+
+static PyObject *
+wrap_tensor(const Met *met, PyObject *real)
+{
+    for (int i = 0; i < met->n; i++) {
+        if (kl_lazy_real(kl_lazy_value(met->lazies[i])) == real) {
+            return Py_NewRef(met->lazies[i]);
+        }
+    }
+    KlPlace place;
+    const Value *source = find_rows(met, real, &place);
+    return source == NULL
+               ? kl_lazy_new_detached(real, NULL, 0, 0, false)
+               : kl_lazy_new_detached(real, &place, source->axis_key, source->rows, false);
+}
+
+static PyObject *wrap(const Met *met, PyObject *object);
+
+static PyObject *
+wrap_sequence(const Met *met, PyObject *object)
+{
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyObject *item = wrap(met, PySequence_Fast_GET_ITEM(object, i));
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, item);
+    }
+    if (list == NULL || PyList_CheckExact(object)) {
+        return list;
+    }
+    PyObject *tuple = PyList_AsTuple(list);
+    Py_DECREF(list);
+    if (tuple == NULL || PyTuple_CheckExact(object)) {
+        return tuple;
+    }
+    PyObject *type = (PyObject *)Py_TYPE(object);
+    PyObject *result = PyObject_HasAttrString(type, "_make") ? PyObject_CallMethod(type, "_make", "O", tuple)
+                                                             : PyObject_CallOneArg(type, tuple);
+    Py_DECREF(tuple);
+    return result;
+}
+
+static bool
+holds_tensor(PyObject *object)
+{
+    if (PyObject_TypeCheck(object, kl_py.tensor_base)) {
+        return true;
+    }
+    if (PyTuple_Check(object) || PyList_Check(object)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++) {
+            if (holds_tensor(PySequence_Fast_GET_ITEM(object, i))) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static PyObject *
+wrap(const Met *met, PyObject *object)
+{
+    if (!holds_tensor(object)) {
+        return Py_NewRef(object); /* torch.Size and the like keep their type */
+    }
+    if (PyObject_TypeCheck(object, kl_py.tensor_base)) {
+        return kl_lazy_check(object) ? Py_NewRef(object) : wrap_tensor(met, object);
+    }
+    return wrap_sequence(met, object);
+}
+
+PyObject *
+kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, bool is_plain)
+{
+    Met met = {.n = 0};
+    bool has_kwargs = kwargs != NULL && kwargs != Py_None;
+    PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
+    if (kl_call_visit(args, force_one, &met) < 0 ||
+        (has_kwargs && kl_call_visit(kwargs, force_one, &met) < 0)) {
+        return NULL;
+    }
+    real_args = kl_call_real(args);
+    real_kwargs = has_kwargs && real_args != NULL ? kl_call_real(kwargs) : NULL;
+    if (real_args == NULL || (has_kwargs && real_kwargs == NULL)) {
+        goto error;
+    }
+    result = PyObject_Call(func, real_args, real_kwargs);
+    if (result != NULL && !is_plain) {
+        Py_SETREF(result, wrap(&met, result));
+    }
+error:
+    Py_XDECREF(real_kwargs);
+    Py_XDECREF(real_args);
+    return result;
+}

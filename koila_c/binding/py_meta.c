@@ -1,0 +1,342 @@
+/* py_meta.c - what real tensors say of themselves: dtype, sizes and strides through torch's C ABI where
+ * a self-test at import shows that it can be used, else through attributes. */
+#include "py.h"
+
+#include <dlfcn.h>
+#include <string.h>
+
+/* A tensor object holds its at::Tensor right behind the object header since torch 2.10, and a pointer to
+ * that is what the C ABI calls a handle. handle_works says whether the self-test found it so. */
+typedef int32_t (*GetInt)(void *handle, int64_t *out);
+typedef int32_t (*GetInts)(void *handle, int64_t **out);
+typedef int32_t (*GetInt32)(void *handle, int32_t *out);
+
+static struct {
+    GetInt dim;
+    GetInts sizes, strides;
+    GetInt32 dtype;
+    bool handle_works;
+    int32_t codes[KL_N_DTYPES]; /* torch's number of each dtype */
+} abi;
+
+static const char *const dtype_names[KL_N_DTYPES] = {
+    [KL_DTYPE_BOOL] = "bool",           [KL_DTYPE_UINT8] = "uint8",
+    [KL_DTYPE_INT8] = "int8",           [KL_DTYPE_INT16] = "int16",
+    [KL_DTYPE_INT32] = "int32",         [KL_DTYPE_INT64] = "int64",
+    [KL_DTYPE_FLOAT16] = "float16",     [KL_DTYPE_BFLOAT16] = "bfloat16",
+    [KL_DTYPE_FLOAT32] = "float32",     [KL_DTYPE_FLOAT64] = "float64",
+    [KL_DTYPE_COMPLEX64] = "complex64", [KL_DTYPE_COMPLEX128] = "complex128",
+};
+
+static inline void *
+handle_of(PyObject *tensor)
+{
+    return (char *)tensor + sizeof(PyObject);
+}
+
+KlDtype
+kl_meta_dtype_from(PyObject *dtype)
+{
+    for (int i = 0; i < KL_N_DTYPES; i++) {
+        if (kl_py.dtypes[i] == dtype) {
+            return (KlDtype)i;
+        }
+    }
+    return KL_DTYPE_OTHER;
+}
+
+int
+kl_meta_device_from(PyObject *device)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kl_py.devices); i++) {
+        int is_equal = PyObject_RichCompareBool(PyList_GET_ITEM(kl_py.devices, i), device, Py_EQ);
+        if (is_equal != 0) {
+            return is_equal < 0 ? -1 : (int)i;
+        }
+    }
+    return -1;
+}
+
+KlDtype
+kl_meta_default_dtype(void)
+{
+    PyObject *dtype = PyObject_CallNoArgs(kl_py.get_default_dtype);
+    KlDtype result = dtype != NULL ? kl_meta_dtype_from(dtype) : KL_DTYPE_FLOAT32;
+    Py_XDECREF(dtype);
+    return result;
+}
+
+static int
+read_ints(PyObject *tuple, int64_t *out, int32_t n)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != n) {
+        PyErr_SetString(PyExc_RuntimeError, "koila: a tensor's sizes are not a tuple of its dims");
+        return -1;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        out[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+        if (out[i] == -1 && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+read_sizes_by_attribute(PyObject *tensor, KlMeta *meta)
+{
+    PyObject *shape = PyObject_GetAttrString(tensor, "shape");
+    PyObject *strides = NULL;
+    int result = -1;
+    if (shape == NULL) {
+        goto error;
+    }
+    if (PyTuple_GET_SIZE(shape) > KL_DIMS_MAX) {
+        result = 1;
+        goto error;
+    }
+    meta->n_dims = (int32_t)PyTuple_GET_SIZE(shape);
+    strides = PyObject_CallMethod(tensor, "stride", NULL);
+    if (strides == NULL || read_ints(shape, meta->shape, meta->n_dims) < 0 ||
+        read_ints(strides, meta->strides, meta->n_dims) < 0) {
+        goto error;
+    }
+    meta->is_strided = true;
+    result = 0;
+error:
+    Py_XDECREF(strides);
+    Py_XDECREF(shape);
+    return result;
+}
+
+static int
+read_by_attribute(PyObject *tensor, KlMeta *meta)
+{
+    PyObject *dtype = PyObject_GetAttrString(tensor, "dtype");
+    if (dtype == NULL) {
+        return -1;
+    }
+    meta->dtype = kl_meta_dtype_from(dtype);
+    Py_DECREF(dtype);
+    return read_sizes_by_attribute(tensor, meta);
+}
+
+static int
+read_by_handle(PyObject *tensor, KlMeta *meta)
+{
+    void *handle = handle_of(tensor);
+    int64_t n_dims = 0;
+    int64_t *sizes = NULL, *strides = NULL;
+    int32_t code = -1;
+    if (abi.dim(handle, &n_dims) != 0 || abi.dtype(handle, &code) != 0) {
+        return 1;
+    }
+    if (n_dims > KL_DIMS_MAX) {
+        return 1;
+    }
+    if (n_dims > 0) {
+        if (abi.sizes(handle, &sizes) != 0 || abi.strides(handle, &strides) != 0) {
+            return 1;
+        }
+        memcpy(meta->shape, sizes, (size_t)n_dims * sizeof(int64_t));
+        memcpy(meta->strides, strides, (size_t)n_dims * sizeof(int64_t));
+    }
+    meta->n_dims = (int32_t)n_dims;
+    meta->is_strided = true;
+    meta->dtype = KL_DTYPE_OTHER;
+    for (int i = 0; i < KL_N_DTYPES; i++) {
+        if (abi.codes[i] == code) {
+            meta->dtype = (KlDtype)i;
+        }
+    }
+    return 0;
+}
+
+/* 0: the CPU. Other devices get the next number the first time they are met. */
+static int
+read_device(PyObject *tensor, KlMeta *meta)
+{
+    PyObject *device = PyObject_GetAttrString(tensor, "device");
+    if (device == NULL) {
+        return -1;
+    }
+    int found = kl_meta_device_from(device);
+    int result = 0;
+    if (found < 0 && !PyErr_Occurred()) {
+        found = (int)PyList_GET_SIZE(kl_py.devices);
+        result = found < UINT8_MAX ? PyList_Append(kl_py.devices, device) : 1;
+    }
+    meta->device = (uint8_t)found;
+    Py_DECREF(device);
+    return PyErr_Occurred() ? -1 : result;
+}
+
+/* A tensor with memory laid out by strides: not sparse, not nested, not a jagged subclass. */
+static int
+is_strided_layout(PyObject *tensor)
+{
+    PyObject *layout = PyObject_GetAttrString(tensor, "layout");
+    if (layout == NULL) {
+        return -1;
+    }
+    int result = layout == kl_py.strided;
+    Py_DECREF(layout);
+    return result;
+}
+
+int
+kl_meta_read(PyObject *tensor, KlMeta *meta)
+{
+    memset(meta, 0, sizeof(*meta));
+    meta->place = KL_PLACE_WHOLE;
+    int is_strided = is_strided_layout(tensor);
+    if (is_strided <= 0) {
+        return is_strided < 0 ? -1 : 1;
+    }
+    int result = abi.handle_works ? read_by_handle(tensor, meta) : read_by_attribute(tensor, meta);
+    if (result != 0) {
+        return result;
+    }
+    PyObject *requires_grad = PyObject_GetAttrString(tensor, "requires_grad");
+    if (requires_grad == NULL) {
+        return -1;
+    }
+    meta->requires_grad = requires_grad == Py_True;
+    Py_DECREF(requires_grad);
+    return read_device(tensor, meta);
+}
+
+static PyObject *
+ints_tuple(const int64_t *ints, int32_t n)
+{
+    PyObject *tuple = PyTuple_New(n);
+    if (tuple == NULL) {
+        return NULL;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        PyObject *item = PyLong_FromLongLong(ints[i]);
+        if (item == NULL) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(tuple, i, item);
+    }
+    return tuple;
+}
+
+PyObject *
+kl_meta_size(const KlMeta *meta)
+{
+    PyObject *tuple = ints_tuple(meta->shape, meta->n_dims);
+    if (tuple == NULL) {
+        return NULL;
+    }
+    PyObject *size = PyObject_CallOneArg(kl_py.size_type, tuple);
+    Py_DECREF(tuple);
+    return size;
+}
+
+PyObject *
+kl_meta_strides(const KlMeta *meta)
+{
+    return ints_tuple(meta->strides, meta->n_dims);
+}
+
+/* Compare what a handle says of one tensor with what its attributes say. */
+static int
+handle_self_test(PyObject *torch)
+{
+    for (int i = 0; i < KL_N_DTYPES; i++) {
+        PyObject *whole = PyObject_CallMethod(torch, "empty", "(ii)", 3, 5);
+        PyObject *cast = whole ? PyObject_CallMethod(whole, "to", "O", kl_py.dtypes[i]) : NULL;
+        PyObject *tensor = cast ? PyObject_CallMethod(cast, "t", NULL) : NULL;
+        Py_XDECREF(whole);
+        Py_XDECREF(cast);
+        if (tensor == NULL) {
+            return -1;
+        }
+        int32_t code = -1;
+        KlMeta by_handle = {0}, by_attribute = {0};
+        bool is_same = abi.dtype(handle_of(tensor), &code) == 0;
+        abi.codes[i] = code;
+        is_same = is_same && read_by_handle(tensor, &by_handle) == 0 &&
+                  read_by_attribute(tensor, &by_attribute) == 0 && by_handle.n_dims == 2 &&
+                  memcmp(&by_handle, &by_attribute, sizeof(KlMeta)) == 0;
+        Py_DECREF(tensor);
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        if (!is_same) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* The impl pointer behind the header must be what torch itself calls the tensor's _cdata. */
+static int
+layout_self_test(PyObject *torch)
+{
+    PyObject *tensor = PyObject_CallMethod(torch, "empty", "(i)", 1);
+    PyObject *cdata = tensor ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
+    int result = -1;
+    if (cdata != NULL) {
+        result = PyLong_AsVoidPtr(cdata) == *(void **)handle_of(tensor);
+    }
+    Py_XDECREF(cdata);
+    Py_XDECREF(tensor);
+    return result;
+}
+
+static int
+load_abi(PyObject *torch)
+{
+    void *library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
+    if (library == NULL) {
+        return 0;
+    }
+    *(void **)&abi.dim = dlsym(library, "aoti_torch_get_dim");
+    *(void **)&abi.sizes = dlsym(library, "aoti_torch_get_sizes");
+    *(void **)&abi.strides = dlsym(library, "aoti_torch_get_strides");
+    *(void **)&abi.dtype = dlsym(library, "aoti_torch_get_dtype");
+    (void)dlclose(library);
+    if (abi.dim == NULL || abi.sizes == NULL || abi.strides == NULL || abi.dtype == NULL) {
+        return 0;
+    }
+    int works = layout_self_test(torch);
+    if (works == 1) {
+        works = handle_self_test(torch);
+    }
+    abi.handle_works = works == 1;
+    return works < 0 ? -1 : 0;
+}
+
+int
+kl_meta_init(void)
+{
+    PyObject *torch = PyImport_ImportModule("torch");
+    int result = -1;
+    if (torch == NULL) {
+        return -1;
+    }
+    for (int i = 0; i < KL_N_DTYPES; i++) {
+        kl_py.dtypes[i] = PyObject_GetAttrString(torch, dtype_names[i]);
+        if (kl_py.dtypes[i] == NULL) {
+            goto error;
+        }
+    }
+    kl_py.strided = PyObject_GetAttrString(torch, "strided");
+    kl_py.get_default_dtype = PyObject_GetAttrString(torch, "get_default_dtype");
+    PyObject *cpu = PyObject_CallMethod(torch, "device", "s", "cpu");
+    kl_py.devices = PyList_New(0);
+    if (kl_py.strided == NULL || kl_py.get_default_dtype == NULL || cpu == NULL || kl_py.devices == NULL ||
+        PyList_Append(kl_py.devices, cpu) < 0) {
+        Py_XDECREF(cpu);
+        goto error;
+    }
+    Py_DECREF(cpu);
+    result = load_abi(torch);
+error:
+    Py_DECREF(torch);
+    return result;
+}

@@ -1,0 +1,321 @@
+/* py_record.c - what happens when torch hands us a call with a lazy in it: it is recorded, entered, run
+ * at once, or given to a handler. Nothing is guessed: a call that is not understood runs at once. */
+#include "py.h"
+
+#include "alloc.h"
+
+#include <frameobject.h>
+
+/* -- what the lazies of a call say ----------------------------------------------------------------- */
+
+typedef struct Met {
+    Tape *tape;          /* this thread's, or NULL */
+    bool is_any_lazy;    /* one at least is not settled: the call is worth recording */
+    bool is_any_foreign; /* one at least is attached to another thread's tape */
+} Met;
+
+/* Settled: it has its number and nothing can be gained by recording on it. */
+static bool
+is_settled(const Value *value)
+{
+    if (value->tape != NULL || value->is_input || value->real == NULL) {
+        return false;
+    }
+    if (value->epoch < kl_py.n_backwards) {
+        return true; /* spent */
+    }
+    PyObject *requires_grad = PyObject_GetAttrString(value->real, "requires_grad");
+    bool is_plain = requires_grad == Py_False;
+    Py_XDECREF(requires_grad);
+    return is_plain;
+}
+
+static int
+look_at(PyObject *lazy, void *context)
+{
+    Met *met = context;
+    const Value *value = kl_lazy_checked(lazy);
+    if (value == NULL) {
+        return -1;
+    }
+    if (value->tape != NULL && value->tape != met->tape) {
+        met->is_any_foreign = true;
+    }
+    if (!is_settled(value)) {
+        met->is_any_lazy = true;
+    }
+    return 0;
+}
+
+/* -- nodes and their results ----------------------------------------------------------------------- */
+
+PyObject *
+kl_record_results(Tape *tape, KlNodeId id, PyObject *container)
+{
+    KlValueId first = tape->core.nodes[id].first_out;
+    uint32_t n = tape->core.nodes[id].n_outs;
+    if (container == Py_None) {
+        return kl_lazy_new(tape, first);
+    }
+    PyObject *tuple = PyTuple_New(n);
+    for (uint32_t i = 0; tuple != NULL && i < n; i++) {
+        PyObject *lazy = kl_lazy_new(tape, first + i);
+        if (lazy == NULL) {
+            Py_CLEAR(tuple);
+            break;
+        }
+        PyTuple_SET_ITEM(tuple, i, lazy);
+    }
+    if (tuple == NULL || container == (PyObject *)&PyTuple_Type) {
+        return tuple;
+    }
+    PyObject *result = PyObject_CallOneArg(container, tuple);
+    Py_DECREF(tuple);
+    return result;
+}
+
+/* The innermost frame's code and instruction: two words, decoded only when a message needs them. */
+static void
+note_source(KlPyNode *call)
+{
+    PyFrameObject *frame = PyEval_GetFrame();
+    if (frame != NULL) {
+        call->code = (PyObject *)PyFrame_GetCode(frame);
+        call->lasti = PyFrame_GetLasti(frame);
+    }
+}
+
+int
+kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
+{
+    KlError error;
+    if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        return -1;
+    }
+    if (kl_tape_sync(tape) < 0) {
+        return -1;
+    }
+    call->func = Py_NewRef(func);
+    note_source(call);
+    tape->nodes[*id] = *call;
+    return 0;
+}
+
+/* -- inference by meta tensors ------------------------------------------------------------------------ */
+
+/* Strides are left open: meta kernels are not always right about the layout of their results. */
+static int
+read_out(PyObject *item, KlMeta *meta)
+{
+    PyObject *dtype = NULL, *shape = NULL;
+    int requires_grad = 0, device = 0;
+    if (!PyArg_ParseTuple(item, "OOpi", &dtype, &shape, &requires_grad, &device)) {
+        return -1;
+    }
+    *meta = (KlMeta){.dtype = kl_meta_dtype_from(dtype),
+                     .n_dims = (int32_t)PyTuple_GET_SIZE(shape),
+                     .requires_grad = requires_grad,
+                     .device = (uint8_t)device,
+                     .place = KL_PLACE_WHOLE};
+    for (int32_t i = 0; i < meta->n_dims; i++) {
+        meta->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Ask torch on meta tensors. 1: it answered, and `*container` is a new reference; 0: run it live. */
+static int
+infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **container)
+{
+    KlError error;
+    PyObject *answer =
+        PyObject_CallFunctionObjArgs(kl_py.meta_infer, func, args, kwargs != NULL ? kwargs : Py_None, NULL);
+    if (answer == NULL) {
+        return -1;
+    }
+    int result = 0;
+    if (answer != Py_None) {
+        PyObject *outs = PyTuple_GET_ITEM(answer, 1);
+        uint32_t n = (uint32_t)PyTuple_GET_SIZE(outs);
+        result = -1;
+        if (kl_infer_reserve_outs(&tape->inferred, n, &error) != KL_OK) {
+            (void)kl_py_raise(&error);
+            goto error;
+        }
+        for (uint32_t i = 0; i < n; i++) {
+            if (read_out(PyTuple_GET_ITEM(outs, i), &tape->inferred.outs[i]) < 0) {
+                goto error;
+            }
+        }
+        tape->inferred.alias = KL_ALIAS_NONE;
+        KlPlace *places = tape->inferred.split.places;
+        tape->inferred.split = (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places};
+        *container = Py_NewRef(PyTuple_GET_ITEM(answer, 0));
+        result = 1;
+    }
+error:
+    Py_DECREF(answer);
+    return result;
+}
+
+/* -- recording ------------------------------------------------------------------------------------------ */
+
+/* The inputs of the call that is being recorded; kept from call to call. */
+typedef struct Inputs {
+    KlValueId *values;
+    size_t n, n_max;
+} Inputs;
+
+/* Record a call without a row. 0: it cannot be; 1: recorded. */
+static int
+record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+               PyObject **results)
+{
+    bool is_grad_enabled = false;
+    int64_t context = kl_context_now(&is_grad_enabled);
+    PyObject *container = NULL;
+    KlPyNode call = {0};
+    Inputs inputs = {0};
+    KlNodeId id = KL_ID_NONE;
+    if (context < 0) {
+        return -1;
+    }
+    if (kl_context_is_autocast((uint32_t)context)) {
+        return 0; /* meta tensors know nothing of autocast */
+    }
+    int result = infer_by_meta(tape, func, args, kwargs, &container);
+    if (result <= 0) {
+        return result;
+    }
+    result = -1;
+    if (kl_call_encode(tape, args, kwargs, &call, &inputs.values, &inputs.n, &inputs.n_max) < 0) {
+        goto error;
+    }
+    KlPlace *places = tape->inferred.split.places;
+    tape->inferred.split.places = NULL; /* without a row every input is given whole */
+    const KlRecord record = {
+        .inputs = inputs.values,
+        .n_inputs = (uint32_t)inputs.n,
+        .inferred = &tape->inferred,
+        .context = (uint32_t)context,
+        .is_random = function->is_random,
+        .is_grad_enabled = is_grad_enabled,
+        .review_of = KL_ID_NONE,
+    };
+    int appended = kl_record_append(tape, &record, func, &call, &id);
+    tape->inferred.split.places = places;
+    if (appended < 0) {
+        kl_call_truncate(tape, call.first_slot);
+        Py_CLEAR(call.kwnames);
+        goto error;
+    }
+    *results = kl_record_results(tape, id, container);
+    result = *results == NULL ? -1 : 1;
+error:
+    kl_alloc_free(inputs.values);
+    Py_XDECREF(container);
+    return result;
+}
+
+static PyObject *
+record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    Met met = {.tape = kl_tape_open()};
+    if (met.tape == NULL || kl_call_visit(args, look_at, &met) < 0 ||
+        (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, look_at, &met) < 0)) {
+        return NULL;
+    }
+    if (!met.is_any_lazy) {
+        return kl_live_call(func, args, kwargs, true);
+    }
+    if (!met.is_any_foreign && !met.tape->is_running) {
+        PyObject *results = NULL;
+        int recorded = 0;
+        if (function->row != NULL) {
+            recorded = kl_rows_record(met.tape, function, func, args, kwargs, &results);
+        }
+        if (recorded == 0 && function->has_meta) {
+            recorded = record_by_meta(met.tape, function, func, args, kwargs, &results);
+        }
+        if (recorded != 0) {
+            return recorded < 0 ? NULL : results;
+        }
+    }
+    return kl_live_call(func, args, kwargs, false);
+}
+
+PyObject *
+kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
+{
+    (void)module;
+    if (n_args != 3 && n_args != 4) {
+        return PyErr_Format(PyExc_TypeError, "__torch_function__ takes func, types, args, kwargs");
+    }
+    PyObject *func = args[0], *types = args[1], *call_args = args[2];
+    PyObject *kwargs = n_args == 4 && args[3] != Py_None ? args[3] : NULL;
+    Function *function = kl_function_find(func);
+    if (function == NULL) {
+        return kl_live_call(func, call_args, kwargs, false);
+    }
+    switch (function->kind) {
+    case KL_CALL_OP:
+        return record_op(function, func, call_args, kwargs);
+    case KL_CALL_LIVE:
+        return kl_live_call(func, call_args, kwargs, false);
+    case KL_CALL_READ:
+        return kl_live_call(func, call_args, kwargs, true);
+    case KL_CALL_ENTER:
+        return PyObject_CallFunctionObjArgs(kl_py.skip_one_hop, func, types, call_args,
+                                            kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    case KL_CALL_HANDLER:
+        return PyObject_CallFunctionObjArgs(function->handler, func, call_args,
+                                            kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    }
+    Py_UNREACHABLE();
+}
+
+/* -- the net ------------------------------------------------------------------------------------------------ */
+
+static int
+is_tracked(PyObject *lazy, void *context)
+{
+    (void)context;
+    Value *value = kl_lazy_value(lazy);
+    if (value != NULL) {
+        value->is_touched = true;
+    }
+    PyObject *requires_grad = value != NULL ? PyObject_GetAttrString(lazy, "requires_grad") : NULL;
+    PyErr_Clear();
+    int result = requires_grad == Py_True;
+    Py_XDECREF(requires_grad);
+    return result;
+}
+
+/* What reaches the dispatcher went past __torch_function__. It runs on real tensors; but autograd already
+ * looked at the placeholder, so a gradient would be lost here: that is refused. */
+PyObject *
+kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
+{
+    (void)module;
+    if (n_args != 3 && n_args != 4) {
+        return PyErr_Format(PyExc_TypeError, "__torch_dispatch__ takes func, types, args, kwargs");
+    }
+    PyObject *kwargs = n_args == 4 && args[3] != Py_None ? args[3] : NULL;
+    bool is_grad_enabled = false;
+    if (kl_context_now(&is_grad_enabled) < 0) {
+        return NULL;
+    }
+    int tracked = kl_call_visit(args[2], is_tracked, NULL);
+    if (tracked == 0 && kwargs != NULL) {
+        tracked = kl_call_visit(kwargs, is_tracked, NULL);
+    }
+    if (is_grad_enabled && tracked != 0) {
+        return PyErr_Format(kl_py.koila_error,
+                            "%S was called where koila cannot see it, on a lazy tensor that needs a "
+                            "gradient, and the gradient would be lost; wrap that code in koila.off(), or "
+                            "give it x.detach()",
+                            args[0]);
+    }
+    return kl_live_call(args[0], args[2], kwargs, true);
+}

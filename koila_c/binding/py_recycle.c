@@ -1,0 +1,177 @@
+/* py_recycle.c - dead LazyTensors are kept and used again: making one through torch costs 350 ns, taking
+ * one from here 8. Only where a self-test at import finds torch's object laid out as expected. */
+#include "py.h"
+
+#include <string.h>
+
+#define KL_FREE_MAX 256
+
+/* torch >= 2.10: the object owns its TensorImpl, and these follow the object's header. */
+typedef struct TensorObject {
+    PyObject_HEAD
+    void *impl;
+    PyObject *backward_hooks;
+    PyObject *post_accumulate_grad_hooks;
+} TensorObject;
+
+/* A TensorImpl begins with its vtable; the counts follow, the strong one in the low half. */
+typedef struct Impl {
+    void *vtable;
+    uint64_t counts;
+} Impl;
+
+static struct {
+    PyObject *objects[KL_FREE_MAX]; /* [n] untracked, without references to anything but their type */
+    int n;
+    bool works;
+    destructor dealloc; /* what the class's dealloc was before */
+} state;
+
+static uint32_t
+n_strong(PyObject *tensor)
+{
+    return (uint32_t)((const Impl *)((TensorObject *)tensor)->impl)->counts;
+}
+
+static void
+clear_dict(PyObject *object)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject_ClearManagedDict(object);
+#else
+    PyObject **dict = _PyObject_GetDictPtr(object);
+    if (dict != NULL) {
+        Py_CLEAR(*dict);
+    }
+#endif
+}
+
+static bool
+can_keep(PyObject *object)
+{
+    const TensorObject *tensor = (const TensorObject *)object;
+    const Value *value = kl_lazy_value(object);
+    return state.works && state.n < KL_FREE_MAX && n_strong(object) == 1 && tensor->backward_hooks == NULL &&
+           tensor->post_accumulate_grad_hooks == NULL && value != NULL && !value->is_touched;
+}
+
+static void
+lazy_dealloc(PyObject *object)
+{
+    if (can_keep(object)) {
+        PyObject_GC_UnTrack(object);
+        PyObject_ClearWeakRefs(object);
+        Py_CLEAR(*(PyObject **)((char *)object + kl_py.slot_offset));
+        clear_dict(object);
+        /* Clearing ran user code (weakref callbacks): look again. */
+        if (state.n < KL_FREE_MAX && Py_REFCNT(object) == 0) {
+            state.objects[state.n++] = object;
+            return;
+        }
+        PyObject_GC_Track(object);
+    }
+    /* subtype_dealloc looks for the first base with another dealloc, from the type itself on: with ours
+     * in place it would find itself for ever. */
+    kl_py.lazy->tp_dealloc = state.dealloc;
+    state.dealloc(object);
+    kl_py.lazy->tp_dealloc = lazy_dealloc;
+}
+
+/* Under a dispatch mode the mode would see the placeholder being made, and keep it. */
+static PyObject *
+make_object(void)
+{
+    PyObject *n_modes = PyObject_CallNoArgs(kl_py.len_dispatch_stack);
+    if (n_modes == NULL) {
+        return NULL;
+    }
+    bool is_plain = PyLong_AsLong(n_modes) == 0;
+    Py_DECREF(n_modes);
+    if (is_plain) {
+        return kl_py.lazy->tp_new(kl_py.lazy, kl_py.empty_tuple, NULL);
+    }
+    return PyObject_CallMethod((PyObject *)kl_py.lazy, "_make_wrapper_subclass", "O(i)", kl_py.lazy, 0);
+}
+
+PyObject *
+kl_recycle_take(void)
+{
+    if (state.n == 0) {
+        return make_object();
+    }
+    PyObject *object = state.objects[--state.n];
+    _Py_NewReference(object);
+    PyObject_GC_Track(object);
+    return object;
+}
+
+/* Whether a tensor's impl is where it should be: torch's own word for its address is _cdata. */
+static int
+layout_test(void)
+{
+    PyObject *tensor = kl_py.tensor->tp_new(kl_py.tensor, kl_py.empty_tuple, NULL);
+    PyObject *cdata = tensor != NULL ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
+    int result = -1;
+    if (cdata != NULL) {
+        result = PyLong_AsVoidPtr(cdata) == ((TensorObject *)tensor)->impl &&
+                 kl_py.slot_offset >= (Py_ssize_t)sizeof(TensorObject);
+    }
+    Py_XDECREF(cdata);
+    Py_XDECREF(tensor);
+    return PyErr_Occurred() ? -1 : result;
+}
+
+/* Whether the strong count goes up when C++ takes a reference. */
+static int
+count_test(void)
+{
+    PyObject *lazy = make_object();
+    PyObject *aoti = PyImport_ImportModule("torch._C._aoti");
+    PyObject *capsule = NULL, *back = NULL;
+    int result = -1;
+    if (lazy == NULL || aoti == NULL) {
+        goto error;
+    }
+    bool is_one = n_strong(lazy) == 1 && ((TensorObject *)lazy)->backward_hooks == NULL;
+    capsule = PyObject_CallMethod(aoti, "unsafe_alloc_void_ptr_from_tensor", "O", lazy);
+    if (capsule == NULL) {
+        goto error;
+    }
+    result = is_one && n_strong(lazy) == 2;
+    back = PyObject_CallMethod(aoti, "alloc_tensor_by_stealing_from_void_ptr", "O", capsule);
+    if (back == NULL) {
+        result = -1;
+    }
+error:
+    Py_XDECREF(back);
+    Py_XDECREF(capsule);
+    Py_XDECREF(aoti);
+    Py_XDECREF(lazy);
+    return result;
+}
+
+int
+kl_recycle_init(void)
+{
+#if PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030D0000
+    return 0; /* 3.12 has no public way to clear a managed dict */
+#else
+    int works = layout_test();
+    works = works == 1 ? count_test() : works;
+    if (works < 0) {
+        PyErr_Clear(); /* another torch: lazies are made anew each time */
+    }
+    if (works == 1) {
+        state.works = true;
+        state.dealloc = kl_py.lazy->tp_dealloc;
+        kl_py.lazy->tp_dealloc = lazy_dealloc;
+    }
+    return 0;
+#endif
+}
+
+bool
+kl_recycle_works(void)
+{
+    return state.works;
+}

@@ -1,0 +1,471 @@
+/* py_rows.c - calls that have a row: bind the arguments, infer, append. It knows no op: what a call means
+ * is in the row. It also takes views again after a write, so that no node reads an old version. */
+#include "py.h"
+
+#include "alloc.h"
+
+#include <string.h>
+
+/* -- what binding asks about torch's objects --------------------------------------------------------- */
+
+typedef struct Desk {
+    Tape *tape;
+    bool is_unknown; /* a tensor was met that has no KlMeta */
+} Desk;
+
+static KlPyTypes types;
+
+static KlValueId
+value_of(const Tape *tape, PyObject *tensor)
+{
+    if (kl_lazy_check(tensor)) {
+        return kl_lazy_value(tensor)->id;
+    }
+    return kl_tape_find(tape, tensor);
+}
+
+static const KlMeta *
+desk_meta_of(void *context, PyObject *object)
+{
+    Desk *desk = context;
+    if (!PyObject_TypeCheck(object, kl_py.tensor_base)) {
+        return NULL;
+    }
+    KlValueId id = value_of(desk->tape, object);
+    if (id == KL_ID_NONE) {
+        desk->is_unknown = true;
+        return NULL;
+    }
+    KlMeta *meta = &desk->tape->core.values[id].meta;
+    meta->place.axis = kl_tape_axis_find(&desk->tape->core, meta->place.axis);
+    return meta;
+}
+
+static int
+desk_device_of(void *context, PyObject *object)
+{
+    (void)context;
+    int result = kl_meta_device_from(object);
+    PyErr_Clear();
+    return result;
+}
+
+/* Looked at in every recording: an index that counts the rows today may be a permutation tomorrow. */
+static bool
+desk_is_row_range(void *context, PyObject *object, const KlMeta *meta)
+{
+    (void)meta;
+    Desk *desk = context;
+    KlValueId id = value_of(desk->tape, object);
+    PyObject *real = id != KL_ID_NONE ? desk->tape->values[id].real : NULL;
+    if (real == NULL) {
+        return false;
+    }
+    PyObject *answer = PyObject_CallOneArg(kl_py.is_row_range, real);
+    bool is_range = answer == Py_True;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return is_range;
+}
+
+int
+kl_rows_init(void)
+{
+    types.meta_of = desk_meta_of;
+    types.device_of = desk_device_of;
+    types.is_row_range = desk_is_row_range;
+    return kl_py_types_init(&types);
+}
+
+/* -- views after a write ------------------------------------------------------------------------------- */
+
+/* The call of `node` again, on a later version of what it views. */
+static int
+copy_call(Tape *tape, KlNodeId node, KlValueId before, KlValueId after, KlPyNode *call)
+{
+    const KlPyNode original = tape->nodes[node];
+    KlError error;
+    if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max, tape->n_slots + original.n_slots,
+                         sizeof(*tape->slots), &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        return -1;
+    }
+    *call = original;
+    call->first_slot = (uint32_t)tape->n_slots;
+    call->kwnames = Py_XNewRef(original.kwnames);
+    call->code = NULL;
+    for (uint32_t i = 0; i < original.n_slots; i++) {
+        KlSlot slot = tape->slots[original.first_slot + i];
+        if (slot.kind == KL_SLOT_VALUE && slot.n == before) {
+            slot.n = after;
+        }
+        Py_XINCREF(slot.object);
+        tape->slots[tape->n_slots++] = slot;
+    }
+    return 0;
+}
+
+/* Append the view `value` again, on `source`, the current version of what it views. */
+static int
+take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
+{
+    const KlValue old = tape->core.values[value];
+    const KlNode node = tape->core.nodes[old.node];
+    KlInferred *inferred = &tape->inferred;
+    KlError error;
+    KlPyNode call = {0};
+    KlNodeId id = KL_ID_NONE;
+    if (kl_infer_reserve_outs(inferred, node.n_outs, &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        return -1;
+    }
+    for (uint32_t i = 0; i < node.n_outs; i++) {
+        inferred->outs[i] = tape->core.values[node.first_out + i].meta;
+        inferred->outs[i].requires_grad =
+            inferred->outs[i].requires_grad || tape->core.values[source].meta.requires_grad;
+    }
+    KlPlace place = tape->core.inputs[node.first_input].place;
+    KlPlace *places = inferred->split.places;
+    inferred->alias = KL_ALIAS_VIEW;
+    inferred->alias_input = 0;
+    inferred->split = (KlSplit){.mode = (KlMode)node.mode,
+                                .axis = node.axis,
+                                .reason = node.reason,
+                                .places = &place,
+                                .n_rewrites = node.n_rewrites};
+    if (node.n_rewrites > 0) {
+        memcpy(inferred->split.rewrites, &tape->core.rewrites[node.first_rewrite],
+               node.n_rewrites * sizeof(KlRewrite));
+    }
+    const KlRecord record = {.row = node.row,
+                             .inputs = &source,
+                             .n_inputs = 1,
+                             .inferred = inferred,
+                             .saves = node.saves,
+                             .context = node.context,
+                             .is_grad_enabled = node.is_grad_enabled,
+                             .review_of = value,
+                             .review_out = value - node.first_out};
+    int result = copy_call(tape, old.node, old.view_of, source, &call);
+    if (result == 0) {
+        result = kl_record_append(tape, &record, tape->nodes[old.node].func, &call, &id);
+    }
+    inferred->split.places = places;
+    if (result == 0) {
+        *current = tape->core.nodes[id].first_out + record.review_out;
+    }
+    return result;
+}
+
+int
+kl_rows_current(Tape *tape, KlValueId value, KlValueId *current)
+{
+    const KlValue *core = &tape->core.values[value];
+    if (!kl_tape_is_stale(&tape->core, value)) {
+        *current = value;
+        return 0;
+    }
+    if (core->view_of == KL_ID_NONE || core->node == KL_ID_NONE) {
+        *current = tape->core.storages[core->storage].base;
+        return 0;
+    }
+    KlValueId source = KL_ID_NONE;
+    if (kl_rows_current(tape, core->view_of, &source) < 0) {
+        return -1;
+    }
+    return take_again(tape, value, source, current);
+}
+
+/* -- recording ------------------------------------------------------------------------------------------- */
+
+#define KL_ROW_INPUTS 64
+
+/* One call on its way to a node. */
+typedef struct Recording {
+    Tape *tape;
+    const Function *function;
+    PyObject *func, *args, *kwargs;
+    KlPyBound bound;
+    KlPyNode call;
+    uint32_t context;
+    bool is_grad_enabled;
+    KlValueId *inputs; /* [bound.n_inputs] */
+    KlValueId inputs_fixed[KL_ROW_INPUTS];
+    KlSaves saves;
+} Recording;
+
+static KlStatus
+infer(Recording *recording, KlError *error)
+{
+    Tape *tape = recording->tape;
+    const KlCall call = {.row = recording->function->row,
+                         .args = recording->bound.args,
+                         .n_args = recording->bound.n_args,
+                         .inputs = recording->bound.inputs,
+                         .n_inputs = recording->bound.n_inputs,
+                         .default_dtype = kl_meta_default_dtype(),
+                         .is_grad_enabled = recording->is_grad_enabled,
+                         .axis_rows = tape->core.axis_rows,
+                         .n_axes = (uint32_t)tape->core.n_axes};
+    KlStatus status = kl_infer_call(&call, &tape->inferred, error);
+    if (status == KL_OK) {
+        kl_infer_saves(&call, &tape->inferred, &recording->saves);
+    }
+    return status;
+}
+
+/* Batches of equal size that meet in one call, where the row finds them aligned, are one batch: try it,
+ * and keep it if the call then runs by rows. */
+static KlStatus
+infer_merging_axes(Recording *recording, KlError *error)
+{
+    KlTape *core = &recording->tape->core;
+    KlAxisId kept = KL_ID_NONE;
+    KlAxisId before[KL_ROW_INPUTS];
+    uint32_t n = recording->bound.n_inputs;
+    bool is_several = false;
+    if (n > KL_ROW_INPUTS) {
+        return infer(recording, error);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const KlMeta *meta = recording->bound.inputs[i];
+        before[i] = meta != NULL ? meta->place.axis : KL_ID_NONE;
+        if (before[i] == KL_ID_NONE || before[i] == kept) {
+            continue;
+        }
+        if (kept != KL_ID_NONE && core->axis_rows[before[i]] != core->axis_rows[kept]) {
+            return infer(recording, error);
+        }
+        is_several = is_several || kept != KL_ID_NONE;
+        kept = kept == KL_ID_NONE || before[i] < kept ? before[i] : kept;
+    }
+    if (!is_several) {
+        return infer(recording, error);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        if (before[i] != KL_ID_NONE) {
+            core->values[recording->inputs[i]].meta.place.axis = kept;
+        }
+    }
+    KlStatus status = infer(recording, error);
+    if (status == KL_OK && recording->tape->inferred.split.mode != KL_MODE_ONCE) {
+        for (uint32_t i = 0; i < n; i++) {
+            if (before[i] != KL_ID_NONE) {
+                kl_tape_axis_merge(core, before[i], kept);
+            }
+        }
+        return status;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        if (before[i] != KL_ID_NONE) {
+            core->values[recording->inputs[i]].meta.place.axis = before[i];
+        }
+    }
+    return infer(recording, error);
+}
+
+/* Where the same value is given twice with different places, a slot could not tell which is meant. */
+static void
+refuse_two_roles(Recording *recording)
+{
+    KlSplit *split = &recording->tape->inferred.split;
+    for (uint32_t i = 0; split->mode != KL_MODE_ONCE && i < recording->bound.n_inputs; i++) {
+        for (uint32_t k = 0; k < i; k++) {
+            if (recording->inputs[i] == recording->inputs[k] && recording->inputs[i] != KL_ID_NONE &&
+                !kl_place_is_equal(&split->places[i], &split->places[k])) {
+                split->mode = KL_MODE_ONCE;
+                split->reason = "one tensor is given twice, once by rows and once whole";
+                split->axis = KL_ID_NONE;
+                split->n_rewrites = 0;
+            }
+        }
+    }
+    for (uint32_t i = 0; split->mode == KL_MODE_ONCE && i < recording->bound.n_inputs; i++) {
+        split->places[i] = KL_PLACE_WHOLE;
+    }
+}
+
+/* A result that is there whole can be cut again wherever it has a dim of the batch's size. */
+static void
+find_rows_again(Recording *recording)
+{
+    KlInferred *inferred = &recording->tape->inferred;
+    if (inferred->split.mode != KL_MODE_ONCE) {
+        return;
+    }
+    for (uint32_t i = 0; i < recording->bound.n_inputs; i++) {
+        const KlMeta *meta = recording->bound.inputs[i];
+        if (meta == NULL || !kl_place_is_rows(&meta->place) || meta->place.outer != 1 ||
+            meta->place.inner != 1) {
+            continue;
+        }
+        for (uint32_t k = 0; k < inferred->n_outs; k++) {
+            KlMeta *out = &inferred->outs[k];
+            int32_t dim = meta->place.dim;
+            if (!kl_place_is_rows(&out->place) && dim < out->n_dims &&
+                out->shape[dim] == meta->shape[dim]) {
+                out->place = meta->place;
+            }
+        }
+    }
+}
+
+/* From words of the signature to positions in the call. */
+static void
+place_rewrites(Recording *recording)
+{
+    KlSplit *split = &recording->tape->inferred.split;
+    for (uint32_t i = 0; i < split->n_rewrites; i++) {
+        KlRewrite *rewrite = &split->rewrites[i];
+        const KlPyOrigin *origin = &recording->bound.origins[rewrite->arg];
+        uint16_t position = (uint16_t)origin->position;
+        if (origin->is_spread) {
+            position = (uint16_t)(position + rewrite->entry);
+        }
+        rewrite->arg = position;
+        rewrite->entry = origin->is_sequence ? rewrite->entry : UINT16_MAX;
+    }
+}
+
+/* The values the call writes, as bits; KL_ID_NONE-like -1 where it must run live. */
+static int
+find_writes(const Recording *recording, uint32_t *writes)
+{
+    const KlTape *core = &recording->tape->core;
+    const KlRow *row = recording->function->row;
+    *writes = 0;
+    for (uint32_t i = 0; i < recording->bound.n_args; i++) {
+        const KlArg *arg = &recording->bound.args[i];
+        if ((row->effects >> i & 1) == 0 || arg->kind != KL_ARG_VALUE) {
+            continue;
+        }
+        KlValueId value = recording->inputs[arg->input];
+        const KlValue *written = &core->values[value];
+        bool is_own = row->kind == KL_ROW_INPLACE && arg->input == 0;
+        KlValueId base = core->storages[written->storage].base;
+        if (!is_own || core->values[base].node == KL_ID_NONE || core->storages[written->storage].is_uncertain) {
+            return -1; /* it is, or may be, memory of the user's */
+        }
+        *writes |= 1u << arg->input;
+    }
+    return 0;
+}
+
+static int
+append(Recording *recording, PyObject **results)
+{
+    Tape *tape = recording->tape;
+    const KlInferred *inferred = &tape->inferred;
+    KlNodeId id = KL_ID_NONE;
+    uint32_t writes = 0;
+    if (find_writes(recording, &writes) < 0) {
+        return 0;
+    }
+    if (inferred->alias == KL_ALIAS_SAME && writes == 0) {
+        *results = Py_NewRef(recording->bound.input_origins[inferred->alias_input].object);
+        return 1;
+    }
+    refuse_two_roles(recording);
+    find_rows_again(recording);
+    place_rewrites(recording);
+    const KlRecord record = {.row = recording->function->row,
+                             .inputs = recording->inputs,
+                             .n_inputs = recording->bound.n_inputs,
+                             .inferred = inferred,
+                             .saves = recording->saves,
+                             .context = recording->context,
+                             .writes = writes,
+                             .is_random = recording->function->row->kind == KL_ROW_RANDOM,
+                             .is_grad_enabled = recording->is_grad_enabled,
+                             .review_of = KL_ID_NONE};
+    if (kl_record_append(tape, &record, recording->func, &recording->call, &id) < 0) {
+        return -1;
+    }
+    if (writes != 0) {
+        PyObject *written = recording->bound.input_origins[0].object;
+        kl_lazy_move(kl_lazy_value(written), tape->core.nodes[id].first_out);
+        *results = Py_NewRef(written);
+        return 1;
+    }
+    const Function *function = recording->function;
+    bool is_many = tape->core.nodes[id].n_outs > 1 || function->returns_list;
+    *results = kl_record_results(tape, id, is_many ? function->container : Py_None);
+    return *results == NULL ? -1 : 1;
+}
+
+static int
+find_inputs(Recording *recording)
+{
+    uint32_t n = recording->bound.n_inputs;
+    recording->inputs = recording->inputs_fixed;
+    if (n > KL_ROW_INPUTS) {
+        recording->inputs = kl_alloc_resize(NULL, n, sizeof(KlValueId));
+        if (recording->inputs == NULL) {
+            (void)PyErr_NoMemory();
+            return -1;
+        }
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        bool is_none = recording->bound.inputs[i] == NULL;
+        recording->inputs[i] =
+            is_none ? KL_ID_NONE
+                    : value_of(recording->tape, recording->bound.input_origins[i].object);
+    }
+    return 0;
+}
+
+/* 1, 0 or -1 as kl_rows_record; the slots are given back where the call does not become a node. */
+static int
+bind_and_append(Recording *recording, PyObject **results)
+{
+    KlError error;
+    Desk desk = {.tape = recording->tape};
+    types.context = &desk;
+    int bound = kl_py_args_bind_dict(&recording->bound, recording->function->signature, &types,
+                                     recording->args, recording->kwargs);
+    if (bound <= 0 || desk.is_unknown) {
+        return bound < 0 ? -1 : 0;
+    }
+    if (find_inputs(recording) < 0) {
+        return -1;
+    }
+    int result = 0;
+    KlStatus status = infer_merging_axes(recording, &error);
+    if (status == KL_OK) {
+        result = append(recording, results);
+    } else if (status == KL_ERROR_MEMORY || status == KL_ERROR_INTERNAL) {
+        (void)kl_py_raise(&error);
+        result = -1;
+    }
+    if (recording->inputs != recording->inputs_fixed) {
+        kl_alloc_free(recording->inputs);
+    }
+    return result;
+}
+
+int
+kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+               PyObject **results)
+{
+    Recording recording = {.tape = tape, .function = function, .func = func, .args = args, .kwargs = kwargs};
+    int64_t context = kl_context_now(&recording.is_grad_enabled);
+    if (context < 0) {
+        return -1;
+    }
+    if (kl_context_is_autocast((uint32_t)context)) {
+        return 0;
+    }
+    recording.context = (uint32_t)context;
+    if (kl_call_encode(tape, args, kwargs, &recording.call, NULL, NULL, NULL) < 0) {
+        return -1;
+    }
+    kl_py_bound_init(&recording.bound);
+    size_t n_nodes = tape->core.n_nodes;
+    int result = bind_and_append(&recording, results);
+    kl_py_bound_fini(&recording.bound);
+    if (tape->core.n_nodes == n_nodes) {
+        Py_CLEAR(recording.call.kwnames);
+        kl_call_truncate(tape, recording.call.first_slot);
+    }
+    return result;
+}

@@ -1,0 +1,472 @@
+/* py_tape.c - Tape: a KlTape, the Python call of each of its nodes and the real tensor of each value.
+ *
+ * A thread has one tape. It owns the leaves and whatever its nodes need; of the user's lazies it knows
+ * only by borrowed pointers, cleared when a Value dies, so that a dropped lazy is a number nobody wants. */
+#include "py.h"
+
+#include "alloc.h"
+
+#include <string.h>
+
+static int
+raise(const KlError *error)
+{
+    (void)kl_py_raise(error);
+    return -1;
+}
+
+/* -- leaves, found again by the identity of the tensor ----------------------------------------- */
+
+static size_t
+hash_pointer(const void *pointer, size_t n_max)
+{
+    return (size_t)(((uintptr_t)pointer >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> 20) & (n_max - 1);
+}
+
+static KlExternal *
+find_external(const Tape *tape, PyObject *tensor)
+{
+    size_t i = hash_pointer(tensor, tape->n_externals_max);
+    while (tape->externals[i].tensor != NULL && tape->externals[i].tensor != tensor) {
+        i = (i + 1) & (tape->n_externals_max - 1);
+    }
+    return &tape->externals[i];
+}
+
+/* Keep the table at most half full. */
+static int
+reserve_externals(Tape *tape)
+{
+    if (tape->n_externals * 2 < tape->n_externals_max) {
+        return 0;
+    }
+    size_t n_before = tape->n_externals_max;
+    KlExternal *before = tape->externals;
+    size_t n_max = n_before == 0 ? 64 : n_before * 2;
+    KlExternal *grown = kl_alloc_zeroed(n_max, sizeof(*grown));
+    if (grown == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    tape->externals = grown;
+    tape->n_externals_max = n_max;
+    for (size_t i = 0; i < n_before; i++) {
+        if (before[i].tensor != NULL) {
+            *find_external(tape, before[i].tensor) = before[i];
+        }
+    }
+    kl_alloc_free(before);
+    return 0;
+}
+
+int
+kl_tape_sync(Tape *tape)
+{
+    KlError error;
+    size_t n_nodes = tape->n_nodes_max, n_values = tape->n_values_max;
+    if (kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes,
+                         sizeof(*tape->nodes), &error) != KL_OK) {
+        return raise(&error);
+    }
+    memset(&tape->nodes[n_nodes], 0, (tape->n_nodes_max - n_nodes) * sizeof(*tape->nodes));
+    if (kl_alloc_reserve((void **)&tape->values, &tape->n_values_max, tape->core.n_values,
+                         sizeof(*tape->values), &error) != KL_OK) {
+        return raise(&error);
+    }
+    memset(&tape->values[n_values], 0, (tape->n_values_max - n_values) * sizeof(*tape->values));
+    return 0;
+}
+
+static int64_t
+read_version(PyObject *tensor)
+{
+    PyObject *version = PyObject_GetAttrString(tensor, "_version");
+    if (version == NULL) {
+        PyErr_Clear(); /* inference tensors do not track one: only the pointer guards them */
+        return -1;
+    }
+    int64_t result = PyLong_AsLongLong(version);
+    Py_DECREF(version);
+    return result;
+}
+
+/* New reference, or NULL without an exception where a tensor has no memory of its own to point to. */
+static PyObject *
+read_pointer(PyObject *tensor)
+{
+    PyObject *pointer = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    if (pointer == NULL) {
+        PyErr_Clear();
+    }
+    return pointer;
+}
+
+/* A leaf for `tensor`, of which a reference is kept. */
+static int
+new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
+{
+    KlMeta meta;
+    KlError error;
+    int result = kl_meta_read(tensor, &meta);
+    if (result < 0) {
+        return -1;
+    }
+    if (result > 0) {
+        meta.dtype = KL_DTYPE_OTHER; /* every row declines it */
+    }
+    if (place != NULL) {
+        meta.place = *place;
+    }
+    if (kl_tape_leaf(&tape->core, &meta, value, &error) != KL_OK) {
+        return raise(&error);
+    }
+    if (kl_tape_sync(tape) < 0) {
+        return -1;
+    }
+    KlPyValue *entry = &tape->values[*value];
+    entry->real = Py_NewRef(tensor);
+    entry->pointer = read_pointer(tensor);
+    entry->version = read_version(tensor);
+    return 0;
+}
+
+int
+kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
+{
+    if (reserve_externals(tape) < 0) {
+        return -1;
+    }
+    KlExternal *external = find_external(tape, tensor);
+    if (external->tensor != NULL) {
+        *value = external->value;
+        return 0;
+    }
+    if (new_leaf(tape, tensor, NULL, value) < 0) {
+        return -1;
+    }
+    *external = (KlExternal){.tensor = tensor, .value = *value};
+    tape->n_externals++;
+    return 0;
+}
+
+KlValueId
+kl_tape_find(const Tape *tape, PyObject *tensor)
+{
+    if (tape->n_externals_max == 0) {
+        return KL_ID_NONE;
+    }
+    const KlExternal *external = find_external(tape, tensor);
+    return external->tensor != NULL ? external->value : KL_ID_NONE;
+}
+
+/* The axis of `tape` that stands for the batch `key`. */
+static int
+find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
+{
+    KlError error;
+    for (size_t i = 0; i < tape->core.n_axes; i++) {
+        if (tape->axis_keys[i] == key) {
+            *axis = (KlAxisId)i;
+            return 0;
+        }
+    }
+    if (kl_alloc_reserve((void **)&tape->axis_keys, &tape->n_axis_keys_max, tape->core.n_axes + 1,
+                         sizeof(*tape->axis_keys), &error) != KL_OK ||
+        kl_tape_axis(&tape->core, rows, axis, &error) != KL_OK) {
+        return raise(&error);
+    }
+    tape->axis_keys[*axis] = key;
+    return 0;
+}
+
+int
+kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
+{
+    if (lazy->tape == tape) {
+        if (kl_rows_current(tape, lazy->id, value) < 0) {
+            return -1;
+        }
+        if (*value != lazy->id) {
+            kl_lazy_move(lazy, *value);
+        }
+        return 0;
+    }
+    if (lazy->tape != NULL) {
+        PyErr_SetString(PyExc_SystemError, "koila: a value of another tape was not run first");
+        return -1;
+    }
+    KlPlace place = lazy->place;
+    if (kl_place_is_rows(&place) && find_axis(tape, lazy->axis_key, lazy->rows, &place.axis) < 0) {
+        return -1;
+    }
+    if (new_leaf(tape, lazy->real, &place, value) < 0) {
+        return -1;
+    }
+    tape->values[*value].handle = lazy;
+    tape->core.values[*value].is_wanted = true;
+    lazy->tape = (Tape *)Py_NewRef((PyObject *)tape);
+    lazy->id = *value;
+    Py_CLEAR(lazy->real);
+    return 0;
+}
+
+void
+kl_tape_forget(Tape *tape, KlValueId id)
+{
+    if (id >= tape->core.n_values) {
+        return; /* the garbage collector cleared the tape before its values */
+    }
+    tape->values[id].handle = NULL;
+    tape->core.values[id].is_wanted = false;
+    if (tape->core.values[id].node != KL_ID_NONE && kl_tape_is_dead(&tape->core, id)) {
+        Py_CLEAR(tape->values[id].real);
+    }
+}
+
+/* -- staleness ---------------------------------------------------------------------------------- */
+
+static int
+is_changed(const KlPyValue *entry)
+{
+    if (read_version(entry->real) != entry->version) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
+    PyObject *pointer = read_pointer(entry->real);
+    int is_same = entry->pointer == pointer;
+    if (entry->pointer != NULL && pointer != NULL) {
+        is_same = PyObject_RichCompareBool(entry->pointer, pointer, Py_EQ);
+    }
+    Py_XDECREF(pointer);
+    return is_same < 0 ? -1 : !is_same;
+}
+
+/* The first pending node that reads the leaf; they all fail, for the value they were recorded with is
+ * gone. KL_ID_NONE: none does. */
+static KlNodeId
+fail_readers(KlTape *core, KlValueId leaf)
+{
+    KlNodeId first = KL_ID_NONE;
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        for (uint32_t k = 0; !node->is_done && k < node->n_inputs; k++) {
+            if (core->inputs[node->first_input + k].value == leaf) {
+                first = first == KL_ID_NONE ? (KlNodeId)i : first;
+                kl_tape_set_failed(core, (KlNodeId)i);
+            }
+        }
+    }
+    return first;
+}
+
+static int
+raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
+{
+    PyObject *where = kl_tape_where(tape, reader);
+    PyObject *size = where != NULL ? kl_meta_size(&tape->core.values[leaf].meta) : NULL;
+    PyObject *name = size != NULL ? PyObject_GetAttrString(tape->nodes[reader].func, "__name__") : NULL;
+    if (name != NULL) {
+        PyErr_Format(kl_py.stale_error,
+                     "%U: a %s of shape %S was changed in place after it was recorded (%U) and before "
+                     "the call ran; change it after backward(), or read the result first",
+                     name,
+                     PyObject_HasAttrString(tape->values[leaf].real, "_is_param") ? "parameter" : "tensor",
+                     size, where);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(size);
+    Py_XDECREF(where);
+    return -1;
+}
+
+int
+kl_tape_check_leaves(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
+            continue;
+        }
+        int changed = is_changed(&tape->values[i]);
+        if (changed < 0) {
+            return -1;
+        }
+        KlNodeId reader = changed ? fail_readers(&tape->core, (KlValueId)i) : KL_ID_NONE;
+        if (reader != KL_ID_NONE) {
+            return raise_stale(tape, (KlValueId)i, reader);
+        }
+    }
+    return 0;
+}
+
+int
+kl_tape_refresh_leaf(Tape *tape, KlValueId id)
+{
+    KlPyValue *entry = &tape->values[id];
+    entry->version = read_version(entry->real);
+    Py_XSETREF(entry->pointer, read_pointer(entry->real));
+    return 0;
+}
+
+/* -- source lines ------------------------------------------------------------------------------- */
+
+PyObject *
+kl_tape_where(Tape *tape, KlNodeId id)
+{
+    const KlPyNode *node = &tape->nodes[id];
+    if (node->code == NULL) {
+        return PyUnicode_FromFormat("call %u", id);
+    }
+    PyCodeObject *code = (PyCodeObject *)node->code;
+    int line = PyCode_Addr2Line(code, node->lasti);
+    return PyUnicode_FromFormat("call %u, %U:%d", id, code->co_filename, line);
+}
+
+/* -- the end of a program ------------------------------------------------------------------------ */
+
+static void
+clear_node(KlPyNode *node)
+{
+    Py_CLEAR(node->func);
+    Py_CLEAR(node->kwnames);
+    Py_CLEAR(node->code);
+}
+
+static void
+detach_handles(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        Value *handle = tape->values[i].handle;
+        if (handle != NULL) {
+            tape->values[i].handle = NULL;
+            kl_lazy_detach(handle, tape->values[i].real);
+        }
+    }
+}
+
+/* Dropping objects can run user code that records: everything is taken off the tape first. */
+static void
+clear_tape(Tape *tape)
+{
+    size_t n_nodes = tape->core.n_nodes, n_values = tape->core.n_values;
+    KlPyNode *nodes = tape->nodes;
+    KlPyValue *values = tape->values;
+    KlSlot *slots = tape->slots;
+    size_t n_slots = tape->n_slots;
+    tape->nodes = NULL;
+    tape->values = NULL;
+    tape->slots = NULL;
+    tape->n_nodes_max = tape->n_values_max = tape->n_slots = tape->n_slots_max = 0;
+    tape->n_externals = 0;
+    if (tape->externals != NULL) {
+        memset(tape->externals, 0, tape->n_externals_max * sizeof(*tape->externals));
+    }
+    kl_tape_clear(&tape->core);
+    for (size_t i = 0; i < n_nodes; i++) {
+        clear_node(&nodes[i]);
+    }
+    for (size_t i = 0; i < n_values; i++) {
+        Py_CLEAR(values[i].real);
+        Py_CLEAR(values[i].pointer);
+    }
+    for (size_t i = 0; i < n_slots; i++) {
+        Py_CLEAR(slots[i].object);
+    }
+    kl_alloc_free(nodes);
+    kl_alloc_free(values);
+    kl_alloc_free(slots);
+}
+
+void
+kl_tape_close(Tape *tape)
+{
+    Py_INCREF(tape); /* the last handle may hold the last reference */
+    detach_handles(tape);
+    clear_tape(tape);
+    Py_DECREF(tape);
+}
+
+/* -- the type ------------------------------------------------------------------------------------ */
+
+static int
+Tape_traverse(Tape *tape, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(tape));
+    for (size_t i = 0; i < tape->n_nodes_max && i < tape->core.n_nodes; i++) {
+        Py_VISIT(tape->nodes[i].func);
+    }
+    for (size_t i = 0; i < tape->n_values_max && i < tape->core.n_values; i++) {
+        Py_VISIT(tape->values[i].real);
+    }
+    for (size_t i = 0; i < tape->n_slots; i++) {
+        Py_VISIT(tape->slots[i].object);
+    }
+    return 0;
+}
+
+static int
+Tape_clear(Tape *tape)
+{
+    clear_tape(tape);
+    return 0;
+}
+
+static void
+Tape_dealloc(Tape *tape)
+{
+    PyTypeObject *type = Py_TYPE(tape);
+    PyObject_GC_UnTrack(tape);
+    clear_tape(tape);
+    kl_tape_fini(&tape->core);
+    kl_alloc_free(tape->externals);
+    kl_alloc_free(tape->axis_keys);
+    kl_infer_fini(&tape->inferred);
+    type->tp_free(tape);
+    Py_DECREF(type);
+}
+
+static PyType_Slot tape_slots[] = {
+    {Py_tp_traverse, Tape_traverse},
+    {Py_tp_clear, Tape_clear},
+    {Py_tp_dealloc, Tape_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec tape_spec = {
+    .name = "koila._core.Tape",
+    .basicsize = sizeof(Tape),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = tape_slots,
+};
+
+int
+kl_tape_type_init(PyObject *module)
+{
+    kl_py.tape_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &tape_spec, NULL);
+    return kl_py.tape_type == NULL ? -1 : 0;
+}
+
+/* The tape lives in the interpreter's dict of this thread and goes with it. */
+Tape *
+kl_tape_open_or_null(void)
+{
+    PyObject *thread = PyThreadState_GetDict();
+    return thread == NULL ? NULL : (Tape *)PyDict_GetItem(thread, (PyObject *)kl_py.tape_type);
+}
+
+Tape *
+kl_tape_open(void)
+{
+    Tape *tape = kl_tape_open_or_null();
+    PyObject *thread = PyThreadState_GetDict();
+    if (tape != NULL || thread == NULL) {
+        return tape;
+    }
+    tape = (Tape *)kl_py.tape_type->tp_alloc(kl_py.tape_type, 0); /* zeroed */
+    if (tape == NULL) {
+        return NULL;
+    }
+    kl_tape_init(&tape->core);
+    tape->thread = PyThread_get_thread_ident();
+    int result = PyDict_SetItem(thread, (PyObject *)kl_py.tape_type, (PyObject *)tape);
+    Py_DECREF(tape);
+    return result < 0 ? NULL : tape;
+}

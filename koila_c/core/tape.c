@@ -1,0 +1,322 @@
+/* tape.c - owns the recorded program. Appending is constant time; nothing is ever moved, ids stay good
+ * until kl_tape_clear. */
+#include "tape.h"
+
+#include "alloc.h"
+
+#include <string.h>
+
+void
+kl_tape_init(KlTape *tape)
+{
+    memset(tape, 0, sizeof(*tape));
+}
+
+void
+kl_tape_fini(KlTape *tape)
+{
+    kl_alloc_free(tape->nodes);
+    kl_alloc_free(tape->values);
+    kl_alloc_free(tape->inputs);
+    kl_alloc_free(tape->rewrites);
+    kl_alloc_free(tape->storages);
+    kl_alloc_free(tape->axis_rows);
+    kl_alloc_free(tape->axis_of);
+    kl_tape_init(tape);
+}
+
+void
+kl_tape_clear(KlTape *tape)
+{
+    tape->n_nodes = 0;
+    tape->n_values = 0;
+    tape->n_inputs = 0;
+    tape->n_rewrites = 0;
+    tape->n_storages = 0;
+    tape->n_axes = 0;
+    tape->n_done = 0;
+}
+
+KlStatus
+kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error)
+{
+    size_t n_max = tape->n_axes_max;
+    KlStatus status = kl_alloc_reserve((void **)&tape->axis_of, &n_max, tape->n_axes + 1,
+                                       sizeof(*tape->axis_of), error);
+    if (status == KL_OK) {
+        n_max = tape->n_axes_max;
+        status = kl_alloc_reserve((void **)&tape->axis_rows, &n_max, tape->n_axes + 1,
+                                  sizeof(*tape->axis_rows), error);
+    }
+    if (status != KL_OK) {
+        return status; /* axis_of may have grown: n_axes_max is only raised when both have */
+    }
+    tape->n_axes_max = n_max;
+    *axis = (KlAxisId)tape->n_axes++;
+    tape->axis_rows[*axis] = rows;
+    tape->axis_of[*axis] = *axis;
+    return KL_OK;
+}
+
+KlAxisId
+kl_tape_axis_find(const KlTape *tape, KlAxisId axis)
+{
+    while (axis != KL_ID_NONE && tape->axis_of[axis] != axis) {
+        axis = tape->axis_of[axis];
+    }
+    return axis;
+}
+
+void
+kl_tape_axis_merge(KlTape *tape, KlAxisId left, KlAxisId right)
+{
+    left = kl_tape_axis_find(tape, left);
+    right = kl_tape_axis_find(tape, right);
+    if (left < right) {
+        tape->axis_of[right] = left;
+    } else {
+        tape->axis_of[left] = right;
+    }
+}
+
+static KlStatus
+reserve_values(KlTape *tape, size_t n_values, size_t n_storages, KlError *error)
+{
+    KlStatus status = kl_alloc_reserve((void **)&tape->values, &tape->n_values_max,
+                                       tape->n_values + n_values, sizeof(*tape->values), error);
+    if (status == KL_OK) {
+        status = kl_alloc_reserve((void **)&tape->storages, &tape->n_storages_max,
+                                  tape->n_storages + n_storages, sizeof(*tape->storages), error);
+    }
+    return status;
+}
+
+/* Room must have been reserved. `storage` KL_ID_NONE: memory of its own. */
+static KlValueId
+new_value(KlTape *tape, const KlMeta *meta, KlNodeId node, KlStorageId storage)
+{
+    KlValueId id = (KlValueId)tape->n_values++;
+    if (storage == KL_ID_NONE) {
+        storage = (KlStorageId)tape->n_storages++;
+        tape->storages[storage] = (KlStorage){.version = 0, .base = id};
+    }
+    tape->values[id] = (KlValue){
+        .meta = *meta,
+        .node = node,
+        .storage = storage,
+        .version = tape->storages[storage].version,
+        .view_of = KL_ID_NONE,
+        .state = KL_STATE_PENDING,
+    };
+    return id;
+}
+
+KlStatus
+kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlError *error)
+{
+    KlStatus status = reserve_values(tape, 1, 1, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    *value = new_value(tape, meta, KL_ID_NONE, KL_ID_NONE);
+    tape->values[*value].state = KL_STATE_LIVE;
+    return KL_OK;
+}
+
+/* The outputs of a call that writes nothing. */
+static void
+append_outputs(KlTape *tape, const KlRecord *record, KlNodeId node)
+{
+    const KlInferred *inferred = record->inferred;
+    for (uint32_t i = 0; i < inferred->n_outs; i++) {
+        KlValueId source = KL_ID_NONE;
+        if (inferred->alias != KL_ALIAS_NONE) {
+            bool is_each = inferred->alias_input == KL_ID_NONE; /* output i aliases input i */
+            source = record->inputs[is_each ? i : inferred->alias_input];
+        }
+        KlStorageId storage = KL_ID_NONE;
+        if (inferred->alias == KL_ALIAS_VIEW || inferred->alias == KL_ALIAS_SAME) {
+            storage = tape->values[source].storage;
+        }
+        KlValueId out = new_value(tape, &inferred->outs[i], node, storage);
+        if (storage != KL_ID_NONE) {
+            tape->values[out].view_of = source;
+        } else if (inferred->alias == KL_ALIAS_MAYBE) {
+            tape->storages[tape->values[out].storage].is_uncertain = true;
+            tape->storages[tape->values[source].storage].is_uncertain = true;
+        }
+    }
+}
+
+/* The outputs of a call that writes input 0: the written value, then, where that is a view, the new
+ * version of the whole storage. */
+static void
+append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
+{
+    const KlInferred *inferred = record->inferred;
+    const KlValue before = tape->values[record->inputs[0]];
+    KlStorage *storage = &tape->storages[before.storage];
+    KlValueId base_before = storage->base;
+    storage->version++;
+    KlValueId out = new_value(tape, &inferred->outs[0], node, before.storage);
+    if (before.view_of == KL_ID_NONE) {
+        storage->base = out;
+        return;
+    }
+    tape->inputs[tape->n_inputs++] =
+        (KlInput){.value = base_before, .place = tape->values[base_before].meta.place};
+    tape->values[base_before].n_pending++;
+    tape->nodes[node].n_inputs++;
+    KlMeta meta = tape->values[base_before].meta;
+    meta.requires_grad = meta.requires_grad || inferred->outs[0].requires_grad;
+    KlValueId base = new_value(tape, &meta, node, before.storage);
+    storage->base = base;
+    tape->values[out].view_of = before.view_of;
+    tape->nodes[node].n_outs = 2;
+}
+
+KlStatus
+kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error)
+{
+    const KlInferred *inferred = record->inferred;
+    const KlSplit *split = &inferred->split;
+    KlStatus status = reserve_values(tape, inferred->n_outs + 1, inferred->n_outs + 1, error);
+    if (status == KL_OK) {
+        status = kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
+                                  tape->n_inputs + record->n_inputs + 1, sizeof(*tape->inputs), error);
+    }
+    if (status == KL_OK) {
+        status = kl_alloc_reserve((void **)&tape->rewrites, &tape->n_rewrites_max,
+                                  tape->n_rewrites + split->n_rewrites, sizeof(*tape->rewrites), error);
+    }
+    if (status == KL_OK) {
+        status = kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->n_nodes + 1,
+                                  sizeof(*tape->nodes), error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    *node = (KlNodeId)tape->n_nodes++;
+    tape->nodes[*node] = (KlNode){
+        .row = record->row,
+        .first_input = (uint32_t)tape->n_inputs,
+        .n_inputs = record->n_inputs,
+        .first_out = (KlValueId)tape->n_values,
+        .n_outs = inferred->n_outs,
+        .first_rewrite = (uint32_t)tape->n_rewrites,
+        .n_rewrites = split->n_rewrites,
+        .context = record->context,
+        .writes = record->writes,
+        .axis = split->axis,
+        .reason = split->reason,
+        .saves = record->saves,
+        .mode = (uint8_t)split->mode,
+        .reduce = (uint8_t)split->reduce,
+        .is_random = record->is_random,
+        .review_of = record->review_of,
+        .review_out = record->review_out,
+        .is_grad_enabled = record->is_grad_enabled,
+    };
+    for (uint32_t i = 0; i < record->n_inputs; i++) {
+        KlValueId value = record->inputs[i];
+        KlPlace place = split->places != NULL ? split->places[i] : KL_PLACE_WHOLE;
+        tape->inputs[tape->n_inputs++] = (KlInput){.value = value, .place = place};
+        if (value != KL_ID_NONE) {
+            tape->values[value].n_pending++;
+        }
+    }
+    if (record->review_of != KL_ID_NONE) {
+        tape->values[record->review_of].n_pending++;
+    }
+    if (split->n_rewrites > 0) {
+        memcpy(&tape->rewrites[tape->n_rewrites], split->rewrites,
+               split->n_rewrites * sizeof(*split->rewrites));
+        tape->n_rewrites += split->n_rewrites;
+    }
+    if (record->writes != 0) {
+        append_written(tape, record, *node);
+    } else {
+        append_outputs(tape, record, *node);
+    }
+    return KL_OK;
+}
+
+bool
+kl_tape_is_stale(const KlTape *tape, KlValueId value)
+{
+    const KlValue *v = &tape->values[value];
+    return v->version != tape->storages[v->storage].version;
+}
+
+void
+kl_tape_set_done(KlTape *tape, KlNodeId id)
+{
+    KlNode *node = &tape->nodes[id];
+    node->is_done = true;
+    for (uint32_t i = 0; i < node->n_outs; i++) {
+        tape->values[node->first_out + i].state = KL_STATE_LIVE;
+    }
+    for (uint32_t i = 0; i < node->n_inputs; i++) {
+        KlValueId value = tape->inputs[node->first_input + i].value;
+        if (value != KL_ID_NONE) {
+            tape->values[value].n_pending--;
+        }
+    }
+    if (node->review_of != KL_ID_NONE) {
+        tape->values[node->review_of].n_pending--;
+    }
+    while (tape->n_done < tape->n_nodes && tape->nodes[tape->n_done].is_done) {
+        tape->n_done++;
+    }
+}
+
+static bool
+reads_failed(const KlTape *tape, const KlNode *node)
+{
+    for (uint32_t i = 0; i < node->n_inputs; i++) {
+        KlValueId value = tape->inputs[node->first_input + i].value;
+        KlNodeId source = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
+        if (source != KL_ID_NONE && tape->nodes[source].is_failed) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void
+kl_tape_set_failed(KlTape *tape, KlNodeId id)
+{
+    tape->nodes[id].is_failed = true;
+    kl_tape_set_done(tape, id);
+    for (size_t i = id + 1; i < tape->n_nodes; i++) {
+        if (!tape->nodes[i].is_done && reads_failed(tape, &tape->nodes[i])) {
+            tape->nodes[i].is_failed = true;
+            kl_tape_set_done(tape, (KlNodeId)i);
+        }
+    }
+}
+
+KlStatus
+kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
+{
+    *has_any = false;
+    bool *has_history = kl_alloc_zeroed(tape->n_values, sizeof(*has_history)); /* [n_values] */
+    if (has_history == NULL) {
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+    }
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        const KlNode *node = &tape->nodes[i];
+        bool has_gradient = false;
+        for (uint32_t k = 0; k < node->n_inputs; k++) {
+            KlValueId value = tape->inputs[node->first_input + k].value;
+            has_gradient = has_gradient || (value != KL_ID_NONE && has_history[value]);
+        }
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            KlValueId out = node->first_out + k;
+            has_history[out] = has_gradient || tape->values[out].meta.requires_grad;
+            *has_any = *has_any || (!node->is_done && tape->values[out].is_wanted && !has_history[out]);
+        }
+    }
+    kl_alloc_free(has_history);
+    return KL_OK;
+}

@@ -1,0 +1,137 @@
+/* tape.h - the recorded program: nodes in call order, addressed by index, and the values they make.
+ *
+ * Call order: init; leaf and append while recording; write for in-place calls; then stage.h reads it.
+ * Ids survive growth. Nothing here knows Python: the binding keeps the call of node i beside node i. */
+#ifndef KL_TAPE_H
+#define KL_TAPE_H
+
+#include "infer.h"
+
+typedef enum {
+    KL_STATE_PENDING, /* recorded, not run */
+    KL_STATE_KNOWN,   /* has a number, and its node: it can still be differentiated */
+    KL_STATE_LIVE,    /* has a real tensor on a real autograd graph: what ran whole, and every leaf */
+    KL_STATE_SPENT,   /* has a number; its backward ran */
+} KlState;
+
+typedef struct KlInput {
+    KlValueId value; /* KL_ID_NONE: None was given */
+    KlPlace place;   /* where its rows are when the node runs on a chunk; WHOLE: given whole */
+} KlInput;
+
+typedef struct KlValue {
+    KlMeta meta;
+    KlNodeId node;        /* KL_ID_NONE: a leaf (a real tensor that entered the program) */
+    KlStorageId storage;  /* values that share memory share it */
+    uint32_t version;     /* of the storage, when this value was made */
+    KlValueId view_of;    /* KL_ID_NONE: not a view; else the value it is a view of */
+    uint32_t n_pending;   /* pending nodes that read it */
+    uint8_t state;        /* KlState */
+    bool is_wanted;       /* the user can still reach it */
+} KlValue;
+
+typedef struct KlNode {
+    const KlRow *row;      /* NULL: no row; shape and dtype were asked of torch */
+    uint32_t first_input;  /* into tape->inputs */
+    uint32_t n_inputs;
+    KlValueId first_out;
+    uint32_t n_outs;
+    uint32_t first_rewrite; /* into tape->rewrites */
+    uint32_t n_rewrites;
+    uint32_t context;      /* the binding's id of the context it was recorded in */
+    uint32_t writes;       /* bit i: input i is written in place */
+    KlAxisId axis;
+    const char *reason;    /* why it is ONCE, or NULL */
+    KlSaves saves;
+    uint8_t mode;          /* KlMode */
+    uint8_t reduce;        /* KlReduce */
+    bool is_random;
+    bool is_done;          /* nothing is left to do for it */
+    bool is_failed;        /* done without a number: it, or what it reads, raised */
+    KlValueId review_of;   /* a view taken again after a write: the value that stands for it from before,
+                              whose tensor live replay uses; else KL_ID_NONE */
+    uint32_t review_out;   /* which output that is */
+    bool is_grad_enabled;
+} KlNode;
+
+typedef struct KlStorage {
+    uint32_t version;     /* counts writes */
+    KlValueId base;       /* the value of the whole storage at that version */
+    bool is_uncertain;    /* another storage may be the same memory: a write to it must run live */
+} KlStorage;
+
+typedef struct KlTape {
+    KlNode *nodes; /* [n_nodes] */
+    size_t n_nodes, n_nodes_max;
+    KlValue *values; /* [n_values] */
+    size_t n_values, n_values_max;
+    KlInput *inputs; /* [n_inputs] */
+    size_t n_inputs, n_inputs_max;
+    KlRewrite *rewrites; /* [n_rewrites] */
+    size_t n_rewrites, n_rewrites_max;
+    KlStorage *storages; /* [n_storages] */
+    size_t n_storages, n_storages_max;
+    int64_t *axis_rows; /* [n_axes] rows of each axis */
+    uint32_t *axis_of;  /* [n_axes] union-find: the axis it was found equal to, or itself */
+    size_t n_axes, n_axes_max;
+    size_t n_done; /* every node before this one is done */
+} KlTape;
+
+void kl_tape_init(KlTape *tape);
+void kl_tape_fini(KlTape *tape);
+
+/* Forget all nodes and values; keeps the memory. */
+void kl_tape_clear(KlTape *tape);
+
+/* A new axis of `rows` rows. */
+KlStatus kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error);
+
+/* The axis that stands for `axis` now. */
+KlAxisId kl_tape_axis_find(const KlTape *tape, KlAxisId axis);
+
+/* Two axes of equal rows met aligned: from now on they are one. */
+void kl_tape_axis_merge(KlTape *tape, KlAxisId left, KlAxisId right);
+
+/* A real tensor enters the program. Its state is live. */
+KlStatus kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlError *error);
+
+/* What a call needs to become a node. */
+typedef struct KlRecord {
+    const KlRow *row;
+    const KlValueId *inputs; /* [n_inputs] current values (see kl_tape_current), KL_ID_NONE for None */
+    uint32_t n_inputs;
+    const KlInferred *inferred;
+    KlSaves saves;
+    uint32_t context;
+    uint32_t writes; /* bit i: input i is written */
+    bool is_random;
+    bool is_grad_enabled;
+    KlValueId review_of; /* KL_ID_NONE, or the value of which output `review_out` is a later version */
+    uint32_t review_out;
+} KlRecord;
+
+/* Append a node. On success `*node` is its id and its outputs are values first_out, first_out + 1, ...
+ * Where input 0 is written, output 0 is its new version; if it is a view, the base as it was before the
+ * write becomes one input more, and output 1 is the base's new version. */
+KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error);
+
+/* Whether `value` was made before the last write to its storage. */
+bool kl_tape_is_stale(const KlTape *tape, KlValueId value);
+
+/* Node `node` ran live: its outputs are live and its inputs have one reader less. */
+void kl_tape_set_done(KlTape *tape, KlNodeId node);
+
+/* Node `node` failed: it and all that read its outputs, directly or not, are done without a number. */
+void kl_tape_set_failed(KlTape *tape, KlNodeId node);
+
+/* Whether a pending value that is wanted has no gradient in its history. */
+KlStatus kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error);
+
+/* Whether nobody needs the number of `value` any more: not the user, not a pending node. */
+static inline bool
+kl_tape_is_dead(const KlTape *tape, KlValueId value)
+{
+    return !tape->values[value].is_wanted && tape->values[value].n_pending == 0;
+}
+
+#endif

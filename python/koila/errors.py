@@ -1,0 +1,9 @@
+"""The exceptions koila raises by itself; torch's own pass through unchanged."""
+
+
+class KoilaError(RuntimeError):
+    """A program that koila cannot run with exactly eager's numbers, with op, line and reason."""
+
+
+class StaleError(KoilaError):
+    """A tensor was changed between the moment a call was recorded and the moment it ran."""

@@ -1,0 +1,162 @@
+"""What is done with each of torch's callables when a lazy tensor is among its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from koila import _core, enter, handlers, meta
+from koila.errors import KoilaError, StaleError
+
+OP, LIVE, READ, ENTER, HANDLER = range(5)
+
+# Their answer is a Python object, or a tensor that leaves torch: the number is needed now.
+READS = frozenset(
+    """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __long__ __nonzero__
+    is_nonzero equal allclose _is_all_true _is_any_true data_ptr untyped_storage storage _typed_storage
+    storage_type __reduce_ex__ __reduce__ __deepcopy__ __copy__ __format__ __dlpack__ __dlpack_device__
+    __cuda_array_interface__ register_hook register_post_accumulate_grad_hook retain_grad
+    _backward_hooks grad_fn output_nr is_set_to is_shared share_memory_ __dir__ __setstate__
+    __array_wrap__ __array_priority__ _update_names _indices _values is_pinned
+    has_names is_coalesced q_scale q_zero_point q_per_channel_scales qscheme module_load
+    ipc_handle is_inference map_ map2_ apply_ new type get_device""".split()
+)
+
+# Their answer follows from metadata: a stand-in without memory gives it.
+QUERIES = frozenset(
+    """is_floating_point is_complex is_signed is_contiguous stride storage_offset element_size itemsize
+    nbytes layout is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_conj is_neg
+    is_distributed is_same_size numel nelement dim ndimension size shape dtype ndim names
+    _is_view dim_order __len__ is_tensor""".split()
+)
+
+# Asked on meta tensors, these promise what the real call does not keep.
+META_UNRELIABLE = frozenset("native_batch_norm embedding_bag _embedding_bag batch_norm".split())
+
+NAMESPACES = (
+    torch,
+    torch.Tensor,
+    torch._C.TensorBase,
+    torch._C._VariableFunctions,
+    torch._C._nn,
+    torch._C._linalg,
+    torch._C._fft,
+    torch._C._special,
+    torch._C._nested,
+    torch._C._sparse,
+    torch.nn.functional,
+    torch.functional,
+    torch.linalg,
+    torch.fft,
+    torch.special,
+    torch.autograd,
+    torch._VF,
+)
+
+_C_CALLABLES = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+)
+
+
+_rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
+
+
+def _is_out(schema: Any) -> bool:
+    return any(argument.is_out for argument in schema.arguments)
+
+
+def _schemas(name: str) -> list[Any]:
+    """torch's schemas of a C-level callable, those that write to out= left aside."""
+    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return [schema for schema in found if not _is_out(schema)]
+
+
+def _has_effect(schema: Any) -> bool:
+    parts = list(schema.arguments) + list(schema.returns)
+    return any(part.alias_info is not None for part in parts)
+
+
+def _is_random(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    tag = torch.Tag.nondeterministic_seeded
+    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def _returns_list(schema: Any) -> bool:
+    return len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]"
+
+
+def _row_of(func: Callable[..., Any], name: str) -> str | None:
+    """The row of a callable: a method whose words stand in another order has one of its own."""
+    if isinstance(func, types.MethodDescriptorType) and f"Tensor_{name}" in _rows:
+        return f"Tensor_{name}"
+    return name if name in _rows else None
+
+
+def _register_op(func: Callable[..., Any], name: str) -> None:
+    schemas = _schemas(name)
+    is_random = bool(schemas) and _is_random(name)
+    is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
+    returns_list = any(_returns_list(schema) for schema in schemas)
+    has_meta = is_pure and not is_random and name not in META_UNRELIABLE
+    row = _row_of(func, name)
+    container = getattr(torch.return_types, name, tuple)
+    _core.register(func, OP, name, None, has_meta, returns_list, is_random, row, container)
+
+
+def _register(func: Any, name: str) -> None:
+    handler = handlers.HANDLERS.get(name)
+    if handler is not None:
+        _core.register(func, HANDLER, name, handler, False, False, False, None, None)
+    elif name in READS:
+        _core.register(func, READ, name, None, False, False, False, None, None)
+    elif name in QUERIES:
+        _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
+    elif isinstance(func, _C_CALLABLES) or name == "unflatten":
+        _register_op(func, name)  # unflatten's Python method reports itself again when entered
+    elif isinstance(func, types.FunctionType):
+        _core.register(func, ENTER, name, None, False, False, False, None, None)
+
+
+def _overridable() -> Iterable[tuple[str, Any]]:
+    for namespace in NAMESPACES:
+        for name in dir(namespace):
+            func = inspect.getattr_static(namespace, name, None)
+            if isinstance(func, staticmethod | classmethod):
+                func = func.__func__
+            if isinstance(func, _C_CALLABLES) and not isinstance(namespace, type):
+                func = getattr(namespace, name)
+            yield name, func
+
+
+def _accessors() -> Iterable[tuple[str, Any]]:
+    for owner in (torch._C.TensorBase, torch.Tensor):
+        for name, member in vars(owner).items():
+            if isinstance(member, types.GetSetDescriptorType | property):
+                yield name, member
+
+
+def register_all() -> None:
+    """Fill the C module's table; called once, when koila is imported."""
+    _core.bind(KoilaError, StaleError, meta.infer, meta.is_row_range, enter.enter)
+    for name, func in _overridable():
+        if callable(func) and not isinstance(func, type):
+            _register(func, getattr(func, "__name__", name))
+    for name, member in _accessors():
+        getter = member.fget if isinstance(member, property) else member
+        if name in handlers.HANDLERS:
+            handler = handlers.HANDLERS[name]
+            _core.register(getter, HANDLER, name, handler, False, False, False, None, None)
+        elif name in READS:
+            _core.register(getter, READ, name, None, False, False, False, None, None)
+        elif name in QUERIES:
+            _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)

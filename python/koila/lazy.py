@@ -1,0 +1,170 @@
+"""lazy(): make the tensors of a batch lazy, in whatever containers they come."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from koila import _core, patches
+
+_WHOLE = -1
+
+
+class _State(threading.local):
+    is_off = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Switch koila off for a block: `lazy` returns what it is given.
+
+    Example:
+        >>> import torch, koila
+        >>> with koila.off():
+        ...     koila.is_lazy(koila.lazy(torch.ones(2)))
+        False
+    """
+    before = _state.is_off
+    _state.is_off = True
+    try:
+        yield
+    finally:
+        _state.is_off = before
+
+
+def is_lazy(obj: object) -> bool:
+    """Tell whether `obj` is a lazy tensor.
+
+    Example:
+        >>> import torch, koila
+        >>> koila.is_lazy(koila.lazy(torch.ones(2)))
+        True
+    """
+    return type(obj) is _core.LazyTensor
+
+
+def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path: str) -> Any:
+    """Rebuild `obj` with `fn(tensor, batch, path)` in place of each tensor."""
+    if isinstance(obj, torch.Tensor):
+        return fn(obj, batch, path)
+    if isinstance(obj, Mapping):
+        items = {key: _map(fn, item, _entry(batch, key), f"{path}[{key!r}]") for key, item in obj.items()}
+        return _rebuild_mapping(obj, items)
+    if isinstance(obj, torch.nn.utils.rnn.PackedSequence):
+        raise TypeError(
+            f"lazy: {path} is a PackedSequence, whose rows are interleaved; make the padded tensor "
+            "lazy and pack that"
+        )
+    if isinstance(obj, tuple | list) and not isinstance(obj, torch.Size):
+        parts = [_map(fn, item, _entry(batch, i), f"{path}[{i}]") for i, item in enumerate(obj)]
+        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+            return type(obj)(*parts)
+        return parts if type(obj) is list else type(obj)(parts)
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        rebuilt = copy.copy(obj)
+        for field in dataclasses.fields(obj):
+            item = getattr(obj, field.name)
+            value = _map(fn, item, _entry(batch, field.name), f"{path}.{field.name}")
+            object.__setattr__(rebuilt, field.name, value)
+        return rebuilt
+    return obj
+
+
+def _entry(batch: Any, key: Any) -> Any:
+    """The part of `batch` for one entry: a number or None goes for all entries."""
+    if batch is None or isinstance(batch, int):
+        return batch
+    if isinstance(batch, Mapping):
+        if key not in batch:
+            raise ValueError(f"lazy: batch= has no entry for {key!r}")
+        return batch[key]
+    if isinstance(batch, tuple | list) and isinstance(key, int):
+        if key >= len(batch):
+            raise ValueError(f"lazy: batch= has {len(batch)} entries, there is none for number {key}")
+        return batch[key]
+    if dataclasses.is_dataclass(batch):
+        return getattr(batch, key)
+    raise ValueError(f"lazy: batch= must be ints, None, or structured like the objects: {batch!r}")
+
+
+def _rebuild_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(obj) is dict:
+        return items
+    try:
+        rebuilt = copy.copy(obj)
+        rebuilt.update(items)  # type: ignore[attr-defined]
+    except (TypeError, AttributeError):
+        return type(obj)(items)  # type: ignore[call-arg]
+    return rebuilt
+
+
+def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
+    """The dim of the rows, or _WHOLE."""
+    if batch is None or tensor.dim() == 0:
+        return _WHOLE
+    if isinstance(batch, bool) or not isinstance(batch, int):
+        raise ValueError(f"lazy: batch= for {path} must be an int or None, not {batch!r}")
+    if not -tensor.dim() <= batch < tensor.dim():
+        raise ValueError(
+            f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}"
+        )
+    return batch % tensor.dim()
+
+
+def lazy(*objs: Any, batch: Any = 0) -> Any:
+    """Make the tensors in `objs` lazy: calls on them are recorded and run when a value is needed.
+
+    Args:
+        objs: tensors, or tuples, lists, dicts, mappings, namedtuples and dataclasses of them,
+            nested as you like; whatever is not a tensor passes through.
+        batch: the dim that holds the rows: an int for all tensors, or a structure like that of
+            `objs` with an int or None for each. A 0-dim tensor, or one marked None, is the same
+            for all rows.
+
+    Returns:
+        The same structure with lazy tensors: one object for one argument, else a tuple.
+
+    Raises:
+        ValueError: the tensors disagree on the number of rows, or `batch` is no dim of one.
+
+    Example:
+        >>> import torch, koila
+        >>> x, y = koila.lazy(torch.ones(4, 3), torch.zeros(4), batch=0)
+        >>> (x.sum(1) - y).mean().item()
+        3.0
+    """
+    if _state.is_off:
+        return objs[0] if len(objs) == 1 else objs
+    patches.refresh()
+    whole = objs[0] if len(objs) == 1 else objs
+    rows: dict[str, int] = {}
+
+    def look(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
+        dim = _dim_of(tensor, leaf_batch, path)
+        if dim != _WHOLE:
+            rows[path] = tensor.shape[dim]
+        return tensor
+
+    _map(look, whole, batch, "input")
+    if len(set(rows.values())) > 1:
+        listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
+        raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
+    _core.flush_known()
+    axis = _core.new_axis()
+
+    def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
+        if is_lazy(tensor):
+            return tensor
+        dim = _dim_of(tensor, leaf_batch, path)
+        return _core.input(tensor, dim, axis, rows.get(path, 0))
+
+    return _map(wrap, whole, batch, "input")

@@ -1,0 +1,180 @@
+"""Ask torch itself, on meta tensors, for the shapes and dtypes of a call that has no row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from koila import _core
+
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, _core.LazyTensor})
+_LITERALS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.layout)
+_LITERALS += (torch.memory_format, type(Ellipsis))
+
+_Description = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
+_Out = tuple[torch.dtype, tuple[int, ...], bool, int]
+_Answer = tuple[type | None, tuple[_Out, ...]]
+
+_DTYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
+    | {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+
+_cache: dict[Any, _Answer | None] = {}
+_CACHE_MAX = 65536
+
+
+class _UnknownError(Exception):
+    """The call cannot be asked of meta tensors."""
+
+
+def _describe(tensor: torch.Tensor) -> _Description:
+    if type(tensor) not in _PLAIN_TENSORS:
+        raise _UnknownError
+    if not isinstance(tensor, _core.LazyTensor) and (tensor.is_conj() or tensor.is_neg()):
+        raise _UnknownError
+    description = _core.describe(tensor)
+    if description is None:
+        raise _UnknownError
+    return description
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return _describe(argument)
+    if isinstance(argument, tuple | list):
+        return (type(argument), tuple(_key(item) for item in argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(item)) for name, item in argument.items())
+    if isinstance(argument, slice):
+        return (slice, _key(argument.start), _key(argument.stop), _key(argument.step))
+    if isinstance(argument, _LITERALS):
+        return (type(argument), repr(argument) if isinstance(argument, float) else argument)
+    if isinstance(argument, torch.device):
+        return argument
+    raise _UnknownError
+
+
+def stand_in(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """A tensor without memory; dense where the strides are not known."""
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return torch.empty_strided(
+        shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
+    )
+
+
+def _stand_in(argument: Any, met: list[torch.Tensor]) -> Any:
+    if isinstance(argument, torch.Tensor):
+        dtype, shape, strides, requires_grad, _ = _describe(argument)
+        meta = stand_in(dtype, shape, strides, requires_grad)
+        met.append(meta)
+        return meta
+    if isinstance(argument, torch.Size):
+        return argument
+    if isinstance(argument, tuple | list):
+        return type(argument)([_stand_in(item, met) for item in argument])
+    if isinstance(argument, dict):
+        return {name: _stand_in(item, met) for name, item in argument.items()}
+    if isinstance(argument, torch.device):
+        return torch.device("meta")
+    return argument
+
+
+def _device_of(args: Any) -> int | None:
+    """The one device of all tensors with dims, as a number of the core; None where they differ."""
+    devices: set[int] = set()
+    scalars: set[int] = set()
+
+    def walk(argument: Any) -> None:
+        if isinstance(argument, torch.Tensor):
+            _, shape, _, _, device = _describe(argument)
+            (devices if shape else scalars).add(device)
+        elif isinstance(argument, tuple | list):
+            for item in argument:
+                walk(item)
+        elif isinstance(argument, dict):
+            for item in argument.values():
+                walk(item)
+        elif isinstance(argument, torch.device):
+            raise _UnknownError
+
+    walk(args)
+    devices = devices or scalars
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _read_out(tensor: Any, inputs: set[int], device: int) -> _Out:
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+        raise _UnknownError
+    if tensor.is_conj() or tensor.is_neg() or tensor.dim() > 8:
+        raise _UnknownError
+    if tensor.untyped_storage()._cdata in inputs:
+        raise _UnknownError  # it aliases an input: only the real call knows how
+    if tensor.dtype not in _DTYPES:
+        raise _UnknownError
+    return (tensor.dtype, tuple(tensor.shape), tensor.requires_grad, device)
+
+
+def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
+    device = _device_of((args, kwargs))
+    if device is None:
+        raise _UnknownError
+    met: list[torch.Tensor] = []
+    meta_args = _stand_in(args, met)
+    meta_kwargs = _stand_in(kwargs, met)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = func(*meta_args, **meta_kwargs)
+    inputs = {tensor.untyped_storage()._cdata for tensor in met}
+    if isinstance(result, torch.Tensor):
+        return None, (_read_out(result, inputs, device),)
+    if not isinstance(result, tuple | list) or not result:
+        raise _UnknownError
+    outs = tuple(_read_out(item, inputs, device) for item in result)
+    return type(result), outs
+
+
+def infer(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> _Answer | None:
+    """Infer the results of a call from its arguments' metadata; nothing is computed.
+
+    Returns:
+        None where torch cannot tell (the call is then run at once); else the container's type
+        (None for a single tensor) and for each tensor its dtype, shape, requires_grad and device
+        number.
+    """
+    kwargs = kwargs or {}
+    if kwargs.get("out") is not None:
+        return None
+    try:
+        key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), _key(args), _key(kwargs))
+        if key in _cache:
+            return _cache[key]
+    except (_UnknownError, TypeError):
+        return None
+    answer: _Answer | None
+    try:
+        answer = _ask(func, args, kwargs)
+    except Exception:
+        answer = None  # an illegal call or one meta cannot do: the real call says which
+    if len(_cache) >= _CACHE_MAX:
+        _cache.clear()
+    _cache[key] = answer
+    return answer
+
+
+def is_row_range(index: torch.Tensor) -> bool:
+    """Tell whether an index tensor counts 0, 1, 2, ... along its first dim, its other dims being 1."""
+    if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != index.shape[0]:
+        return False
+    return torch.equal(index.reshape(-1), torch.arange(index.shape[0], device=index.device))

@@ -1,0 +1,180 @@
+"""Every patch of torch that koila makes: what torch does not dispatch. Reversible, each with its test."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from koila import _core, handlers
+
+_undo: list[tuple[Any, str, Any, bool]] = []
+_hooks: list[Any] = []
+
+
+def _holds_lazy(obj: Any) -> bool:
+    if type(obj) is _core.LazyTensor:
+        return True
+    if isinstance(obj, tuple | list):
+        return any(_holds_lazy(item) for item in obj)
+    if isinstance(obj, dict):
+        return any(_holds_lazy(item) for item in obj.values())
+    return False
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    is_own = name in vars(owner)
+    _undo.append((owner, name, vars(owner).get(name), is_own))
+    setattr(owner, name, replacement)
+
+
+def _live_if_lazy(original: Callable[..., Any], is_plain: bool) -> Callable[..., Any]:
+    """`original`, run on real tensors where a lazy is among its arguments."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if _holds_lazy(args) or _holds_lazy(kwargs):
+            return _core.live(original, args, kwargs, is_plain)
+        return original(*args, **kwargs)
+
+    return patched
+
+
+def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        _core.flush()
+        return original(*args, **kwargs)
+
+    return patched
+
+
+def _patch_function_apply() -> None:
+    base = torch.autograd.function._SingleLevelFunction
+    inherited = base.apply.__func__ if hasattr(base.apply, "__func__") else None
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        original = super(base, cls).apply if inherited is None else inherited.__get__(cls)
+        if _holds_lazy(args) or _holds_lazy(kwargs):
+            return _core.live(original, args, kwargs, False)
+        return original(*args, **kwargs)
+
+    _replace(base, "apply", classmethod(apply))
+
+
+def _patch_factories() -> None:
+    """torch.tensor(x) and its kin copy or share a tensor without asking its class."""
+    for name in ("tensor", "as_tensor", "asarray", "scalar_tensor"):
+        _replace(torch, name, _live_if_lazy(getattr(torch, name), True))
+    for owner in (torch, torch.utils.dlpack, torch._C):
+        for name in ("to_dlpack", "_to_dlpack"):
+            if name in vars(owner):
+                _replace(owner, name, _live_if_lazy(getattr(owner, name), True))
+
+
+def _patch_functorch() -> None:
+    """vmap and the transforms of torch.func wrap the placeholder before anything is dispatched."""
+    vmap = torch._functorch.vmap
+    _replace(vmap, "_add_batch_dim", _live_if_lazy(vmap._add_batch_dim, True))
+    transforms = torch._functorch.eager_transforms
+    for name in ("grad_impl", "grad_and_value_impl", "vjp_impl", "_vjp_with_argnums", "jvp_impl"):
+        if hasattr(transforms, name):
+            _replace(transforms, name, _live_if_lazy(getattr(transforms, name), True))
+    for name in ("_vjp_with_argnums", "_jvp_with_argnums", "functionalize"):
+        if hasattr(transforms, name) and vars(transforms)[name] is not None:
+            original = getattr(transforms, name)
+            if not hasattr(original, "__wrapped__"):
+                _replace(transforms, name, _live_if_lazy(original, True))
+
+
+def _patch_grad_modes() -> None:
+    """The end of a block without gradients makes known what was recorded in it."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        original = mode.__exit__
+
+        def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
+            result = _original(self, *exc)
+            if exc[0] is None and torch.is_grad_enabled():
+                _core.flush_known()
+            return result
+
+        _replace(mode, "__exit__", functools.wraps(original)(leave))
+
+
+def _patch_fast_paths() -> None:
+    """In eval without gradients these modules take a path of their own, unless a subclass is met."""
+    for module in (
+        torch.nn.MultiheadAttention,
+        torch.nn.TransformerEncoderLayer,
+        torch.nn.TransformerEncoder,
+    ):
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if not self.training and (_holds_lazy(args) or _holds_lazy(kwargs)):
+                return _core.live(_original, (self, *args), kwargs, False)
+            return _original(self, *args, **kwargs)
+
+        _replace(module, "forward", forward)
+
+
+def _patch_defaults() -> None:
+    for name in ("set_default_dtype", "set_default_device"):
+        _replace(torch, name, _flush_first(getattr(torch, name)))
+
+
+def _patch_scripts() -> None:
+    """A TorchScript function sees only the placeholder."""
+    _replace(
+        torch.jit.ScriptFunction, "__call__", _live_if_lazy(torch.jit.ScriptFunction.__call__, False)
+    )
+    if hasattr(torch.jit, "_script"):
+        script_method = torch._C.ScriptMethod
+        _replace(script_method, "__call__", _live_if_lazy(script_method.__call__, False))
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Parameters are about to change: what was recorded with the old ones runs first."""
+    _core.flush()
+
+
+def refresh() -> None:
+    """Tell dynamo, once it is there, not to trace lazies: they are recorded instead."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        classes = getattr(dynamo.config, "nontraceable_tensor_subclasses", None)
+        if classes is not None:
+            classes.add(_core.LazyTensor)
+
+
+def install() -> None:
+    """Make every patch; called once, when koila is imported."""
+    if _undo:
+        return
+    _core.LazyTensor.__repr__ = handlers.repr_lazy
+    _core.LazyTensor.__str__ = handlers.str_lazy
+    _patch_function_apply()
+    _patch_factories()
+    _patch_functorch()
+    _patch_grad_modes()
+    _patch_fast_paths()
+    _patch_defaults()
+    _patch_scripts()
+    _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def uninstall() -> None:
+    """Undo every patch, newest first."""
+    while _undo:
+        owner, name, original, is_own = _undo.pop()
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+    while _hooks:
+        _hooks.pop().remove()

@@ -1,0 +1,26 @@
+/* check.h - CHECK says where it failed and goes on; main() returns check_result(). */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include <stdio.h>
+
+static int n_checks_failed = 0;
+
+#define CHECK(condition) check((condition), #condition, __FILE__, __LINE__)
+
+static inline void
+check(int is_true, const char *condition, const char *file, int line)
+{
+    if (!is_true) {
+        n_checks_failed++;
+        (void)fprintf(stderr, "%s:%d: not true: %s\n", file, line, condition);
+    }
+}
+
+static inline int
+check_result(void)
+{
+    return n_checks_failed == 0 ? 0 : 1;
+}
+
+#endif

@@ -1,0 +1,360 @@
+"""What goes wrong says what, where and with which sizes, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import koila
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from oracle import assert_same_or_refused, assert_same_story, gradients, split, unchanged
+from programs_vision import ConvBatchNorm, DropoutMlp, Mlp
+from stories import N_ROWS, each_split, make, rows, train
+
+# What lazy() is given ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_batches_that_disagree(nested: bool) -> None:
+    """Tensors of different sizes in one call: each is listed with its size."""
+    x, y, z = torch.randn(11, 6), torch.zeros(10), torch.zeros(11, 2, 2)
+    objs: Any = ({"x": x, "rest": [y, z]},) if nested else (x, y, z)
+    with pytest.raises(ValueError, match="11") as caught:
+        koila.lazy(*objs)
+    assert "10" in str(caught.value)
+    if nested:
+        assert "x" in str(caught.value)
+        assert "rest" in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 5)])
+def test_batch_dim_that_is_not_there(shape: tuple[int, ...]) -> None:
+    """A tensor without the dim that holds the rows is refused with its shape."""
+    with pytest.raises((ValueError, IndexError), match="batch"):
+        koila.lazy(torch.zeros(shape), batch=len(shape))
+
+
+def test_batch_dim_that_is_no_number() -> None:
+    """The dim of the rows is an int."""
+    with pytest.raises((TypeError, ValueError), match="batch"):
+        koila.lazy(torch.zeros(3), batch="0")
+
+
+@pytest.mark.parametrize(
+    "option", [{"chunks": 0}, {"chunks": -1}, {"memory_limit": "lots"}], ids=str
+)
+def test_bad_configuration(option: dict[str, Any]) -> None:
+    """A configuration that cannot be is refused where it is written, and does not stay."""
+    with pytest.raises((ValueError, TypeError)):
+        koila.config(**option)
+    with pytest.raises(TypeError):
+        koila.config(chunk=3)
+    with koila.config(chunks=3):
+        pass
+
+
+@each_split
+def test_empty_batch(chunks: int | None) -> None:
+    """No rows at all: a sum is zero and a mean NaN, as in eager."""
+
+    def story(lazy: Any) -> Any:
+        model, x, y = make(n_rows=0)
+        x, y = lazy(x, y)
+        out = model(x)
+        loss = out.sum() + F.cross_entropy(out, y, reduction="sum")
+        loss.backward()
+        return loss, out, F.cross_entropy(model(x), y), gradients(model)
+
+    assert_same_or_refused(story, chunks)
+
+
+# Errors in the model ----------------------------------------------------------------------------
+
+ILLEGAL: dict[str, Callable[[Mlp, Tensor, Tensor], Any]] = {
+    "linear": lambda m, x, y: m.head(x),
+    "matmul": lambda m, x, y: x @ torch.zeros(7, 3, dtype=x.dtype),
+    "add": lambda m, x, y: x + torch.zeros(4, dtype=x.dtype),
+    "add_batch": lambda m, x, y: x + torch.zeros(N_ROWS - 1, 6, dtype=x.dtype),
+    "cat": lambda m, x, y: torch.cat([x, m(x)], dim=0),
+    "cat_dims": lambda m, x, y: torch.cat([x, x.sum(1)], 1),
+    "stack": lambda m, x, y: torch.stack([x, m(x)]),
+    "view": lambda m, x, y: x.view(7, -1),
+    "view_stride": lambda m, x, y: m.body(x).t().view(-1),
+    "reshape": lambda m, x, y: x.reshape(-1, 5),
+    "transpose": lambda m, x, y: x.transpose(0, 3),
+    "permute": lambda m, x, y: x.permute(0, 2),
+    "sum": lambda m, x, y: x.sum(dim=2),
+    "softmax": lambda m, x, y: x.softmax(dim=-3),
+    "index": lambda m, x, y: x[:, 6],
+    "squeeze": lambda m, x, y: x.squeeze(2),
+    "expand": lambda m, x, y: x.expand(3, 4),
+    "conv2d": lambda m, x, y: F.conv2d(x[:, :, None, None], torch.zeros(2, 3, 1, 1, dtype=x.dtype)),
+    "labels": lambda m, x, y: F.cross_entropy(m(x), y[:-1]),
+    "label_dtype": lambda m, x, y: F.nll_loss(m(x).log_softmax(-1), y.to(x.dtype)),
+    "dtypes": lambda m, x, y: x.float() @ m.body[0].weight.t(),
+    "mse": lambda m, x, y: F.binary_cross_entropy_with_logits(m(x), x),
+    "embedding": lambda m, x, y: F.embedding(x, m.head.weight),
+    "layer_norm": lambda m, x, y: F.layer_norm(x, (5,)),
+    "in_place": lambda m, x, y: (x * 1).add_(torch.zeros(2, N_ROWS, 6, dtype=x.dtype)),
+    "in_place_dtype": lambda m, x, y: (y * 1).add_(0.5),
+    "in_place_leaf": lambda m, x, y: m.head.weight.mul_(x.sum()),
+    "logical": lambda m, x, y: ~x,
+    "argument": lambda m, x, y: x.sum(dims=1),
+    "no_option": lambda m, x, y: F.cross_entropy(m(x), y, reduction="average"),
+    "bool": lambda m, x, y: bool(m(x)),
+    "item": lambda m, x, y: m(x).item(),
+    "numpy": lambda m, x, y: m(x).numpy(),
+    "split": lambda m, x, y: x.split([2, 3], dim=1),
+    "einsum": lambda m, x, y: torch.einsum("bi,ij->bj", x, torch.zeros(5, 2, dtype=x.dtype)),
+    "where": lambda m, x, y: torch.where(x > 0, x, torch.zeros(5, dtype=x.dtype)),
+    "gather": lambda m, x, y: x.gather(2, y[:, None]),
+    "bmm": lambda m, x, y: torch.bmm(x, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("name", ILLEGAL)
+@each_split
+def test_illegal_calls(chunks: int | None, name: str) -> None:
+    """An illegal call raises torch's own type and text, at the call itself."""
+    model, x, y = make()
+    with pytest.raises(Exception, match=r".") as eagerly:
+        ILLEGAL[name](model, x, y)
+    with split(chunks):
+        a, b = koila.lazy(x, y)
+        with unchanged(model), pytest.raises(type(eagerly.value)) as lazily:
+            ILLEGAL[name](model, a, b)
+        F.cross_entropy(model(a), b).backward()
+    wanted = str(eagerly.value).splitlines()[0]
+    assert str(lazily.value).splitlines()[0] == wanted
+
+
+@each_split
+def test_value_that_is_illegal(chunks: int | None) -> None:
+    """A label out of bounds is found when it is looked at, in torch's own words."""
+    model, x, y = make()
+    y[4] = 7
+
+    def step() -> None:
+        a, b = koila.lazy(x, y)
+        F.cross_entropy(model(a), b).backward()
+
+    with split(chunks), unchanged(model), pytest.raises(IndexError, match="Target 7 is out of"):
+        step()
+
+
+@each_split
+def test_gradient_of_what_was_overwritten(chunks: int | None) -> None:
+    """A tensor that backward needs and an in-place call changed: torch's own error."""
+    model, x, y = make()
+    with split(chunks):
+        a, b = koila.lazy(x, y)
+        h = model.body(a).exp()
+        h.mul_(2)
+        loss = F.cross_entropy(model.head(h), b)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@each_split
+def test_backward_twice(chunks: int | None) -> None:
+    """A second backward() without retain_graph is torch's own error, and adds nothing."""
+    model, x, y = make()
+    with split(chunks):
+        a, b = koila.lazy(x, y)
+        out = model(a)
+        loss = F.cross_entropy(out, b)
+        loss.backward()
+        with unchanged(model), pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        other = out.pow(2).mean()
+        with unchanged(model), pytest.raises(RuntimeError, match="second time"):
+            other.backward()
+
+
+# Between record and replay ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["body.0.weight", "head.bias"])
+@each_split
+def test_parameter_changed_before_backward(chunks: int | None, name: str) -> None:
+    """A parameter changed in place after it was recorded is named, with both lines."""
+    model, x, y = make()
+    with split(chunks):
+        a, b = koila.lazy(x, y)
+        loss = F.cross_entropy(model(a), b)
+        parameter = model.get_parameter(name)
+        with torch.no_grad():
+            parameter.mul_(2)
+        with unchanged(model), pytest.raises(koila.KoilaError) as caught:
+            loss.backward()
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert ", ".join(map(str, parameter.shape)) in text
+    assert re.search(r"\.py:\d+", text), "the line of the call is named"
+
+
+@each_split
+def test_plain_input_changed_before_backward(chunks: int | None) -> None:
+    """So is a plain tensor of the user that the step reads."""
+    model, x, y = make()
+    scale = torch.rand(N_ROWS, 1, dtype=torch.float64)
+    with split(chunks):
+        a, b = koila.lazy(x, y)
+        loss = F.cross_entropy(model(a) * scale, b)
+        scale.zero_()
+        with unchanged(model), pytest.raises(koila.KoilaError, match=f"{N_ROWS}, 1"):
+            loss.backward()
+
+
+@each_split
+def test_failure_does_not_reach_the_next_step(chunks: int | None) -> None:
+    """A step that failed is over, though its exception keeps it alive, as a debugger would."""
+    failures = []
+
+    def story(lazy: Any) -> Any:
+        model, x, y = make()
+        with split(chunks):
+            a, b = koila.lazy(x, y)
+            h = model.body(a)
+            loss = F.cross_entropy(model.head(h), b)
+            with torch.no_grad():
+                model.body[0].bias.mul_(1.5)
+            try:
+                loss.backward()
+            except koila.KoilaError as failure:
+                failures.append((failure, h))
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            c, d = lazy(x * 2, y)
+            train(model, optimizer, c, d)
+        return model
+
+    assert_same_story(story, chunks)
+
+
+# Memory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", ["backward", "item"])
+def test_limit_too_small_for_one_row(read: str) -> None:
+    """Where one row does not fit the refusal names the operator and its bytes."""
+    model = Mlp(n_hidden=64).double()
+    x, y = rows(6), torch.randint(0, 5, (N_ROWS,))
+    with koila.config(memory_limit="16KiB"), unchanged(model, tensors=(x, y)):
+        a, b = koila.lazy(x, y)
+        loss = F.cross_entropy(model(a), b)
+        with pytest.raises(torch.OutOfMemoryError, match=r"linear|addmm|matmul|mm") as caught:
+            loss.backward() if read == "backward" else loss.item()
+    assert isinstance(caught.value, koila.KoilaError)
+    assert any(unit in str(caught.value) for unit in ("byte", "KiB", "MiB", " B"))
+
+
+# Nothing half done ------------------------------------------------------------------------------
+
+
+class StopError(Exception):
+    """What a user's code raises in the middle of a step."""
+
+
+class FailAt(TorchDispatchMode):
+    """Raise at the nth matrix product or convolution that runs, forward or backward."""
+
+    def __init__(self, n: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.left, self.error = n, error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in flop_registry:
+            self.left -= 1
+            if self.left == 0:
+                raise self.error("in the middle of a step")
+        return func(*args, **(kwargs or {}))
+
+
+def noisy_vectors() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """Return a model that draws, its input, and a loss with a joint."""
+    return DropoutMlp().double(), rows(6), lambda out: out.pow(2).mean().sqrt()
+
+
+def normed_images() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """Return a model with statistics, its input, and a loss without a joint."""
+    return ConvBatchNorm().double(), rows(3, 8, 8), lambda out: out.pow(2).mean()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StopError, MemoryError])
+@pytest.mark.parametrize("make_model", [noisy_vectors, normed_images])
+@pytest.mark.parametrize("read_first", [False, True])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_failure_at_every_product(
+    chunks: int, read_first: bool, make_model: Callable[..., Any], error: type[BaseException]
+) -> None:
+    """Wherever a split step is interrupted no gradient, buffer or generator has moved."""
+
+    def recorded() -> tuple[nn.Module, Tensor, Tensor]:
+        torch.manual_seed(0)
+        model, x, criterion = make_model()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return model, x, criterion(model(koila.lazy(x)))
+
+    def finish(loss: Tensor) -> None:
+        if read_first:
+            loss.item()
+        loss.backward()
+
+    with split(chunks):
+        _, _, loss = recorded()
+        with FailAt(0, error) as counter:
+            finish(loss)
+        assert counter.left < -3, "there are products to fail at"
+        for n in range(1, 1 - counter.left):
+            model, x, loss = recorded()
+            with unchanged(model, tensors=(x,)), pytest.raises(error), FailAt(n, error):
+                finish(loss)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_failure_in_a_hook(chunks: int) -> None:
+    """A hook on an activation that raises leaves every gradient as it was."""
+    model, x, y = make()
+    spare = nn.Linear(6, 5).double()
+    F.cross_entropy(spare(x), y).backward()
+
+    def fail(gradient: Tensor) -> None:
+        raise StopError
+
+    with split(chunks), unchanged(model, spare, tensors=(x, y)):
+        a, b = koila.lazy(x, y)
+        h = model.body(a)
+        h.register_hook(fail)
+        loss = F.cross_entropy(model.head(h) + spare(a), b)
+        with pytest.raises(StopError):
+            loss.backward()
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("same_loss", [True, False])
+def test_step_after_a_failure(chunks: int, same_loss: bool) -> None:
+    """After a failure the same loss, or the same step, gives eager's numbers."""
+
+    def story(lazy: Any) -> Any:
+        model, x, y = make()
+        x, y = lazy(x, y)
+        loss = F.cross_entropy(model(x), y)
+        if lazy is koila.lazy:
+            with pytest.raises(StopError), FailAt(4, StopError):
+                loss.backward()
+            if not same_loss:
+                loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss, gradients(model)
+
+    assert_same_story(story, chunks)

@@ -1,0 +1,176 @@
+"""The rules of the house that no compiler checks: layers, sizes, sorted rows, clean text."""
+
+import re
+import subprocess
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KOILA_C = ROOT / "koila_c"
+C_FILES = sorted(KOILA_C.glob("*/*.[ch]"))
+TABLES = sorted(KOILA_C.glob("*/*.def"))
+
+# A file includes only files of its own layer or of one before it. rules_shape.c is of layer rules.
+LAYERS = ["base", "alloc", "meta", "ops", "infer", "rules", "tape", "stage", "liveness", "plan"]
+LAYERS += ["py", "py_*", "module"]
+LAYER_OF = {"error": "base"}
+# What makes the table and what applies it; rules.h is their private affair.
+READERS_OF_RULES = {"ops.c", "infer.c"}
+
+N_LINES_OF_A_FILE = 500
+N_LINES_OF_A_FUNCTION = 60
+N_LINES_OF_KOILA_C = 9000
+# "file.c:function": "why it may be longer"
+LONG_FUNCTIONS: dict[str, str] = {}
+
+
+def tracked_text() -> list[Path]:
+    """Every file git knows or would add; all of them are text."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate"]
+    listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for name in listing.splitlines() if (path := ROOT / name).is_file()]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def layer(path: Path) -> int:
+    if path.stem.startswith("py_"):
+        return LAYERS.index("py_*")
+    return LAYERS.index(LAYER_OF.get(path.stem, path.stem.split("_")[0]))
+
+
+def includes(path: Path) -> list[str]:
+    """What a C file includes, in order: `"own.h"` with quotes, `<system.h>` with brackets."""
+    return re.findall(r'^ *# *include *("[^"]+"|<[^>]+>)', path.read_text(), re.MULTILINE)
+
+
+def own_includes(path: Path) -> list[Path]:
+    """The project's headers among them."""
+    by_name = {header.name: header for header in C_FILES}
+    names = [name.strip('"') for name in includes(path) if name.endswith('.h"')]
+    return [by_name[name] for name in names if name != "Python.h"]
+
+
+c_files = pytest.mark.parametrize("path", C_FILES, ids=name_of)
+
+
+@c_files
+def test_includes_only_what_stands_before_it(path: Path) -> None:
+    for header in own_includes(path):
+        if header.name == "rules.h":
+            assert path.name in READERS_OF_RULES or layer(path) == LAYERS.index("rules")
+        else:
+            assert layer(header) <= layer(path), header.name
+
+
+def test_headers_have_no_cycle() -> None:
+    headers = {path: own_includes(path) for path in C_FILES if path.suffix == ".h"}
+    TopologicalSorter(headers).prepare()
+
+
+@c_files
+def test_a_file_is_in_the_folder_of_its_layer(path: Path) -> None:
+    folder = "core" if layer(path) < LAYERS.index("py") else "binding"
+    assert path.parent.name == folder
+
+
+@c_files
+def test_python_stays_in_the_binding(path: Path) -> None:
+    if path.parent.name == "core":
+        assert not {"<Python.h>", '"Python.h"', "<structmember.h>"} & set(includes(path))
+
+
+@c_files
+def test_own_header_first_then_the_systems(path: Path) -> None:
+    if path.suffix == ".h":
+        return
+    names = [name for name in includes(path) if not name.endswith('.def"')]
+    if path.with_suffix(".h").is_file():
+        assert names.pop(0) == f'"{path.stem}.h"'
+    elif names and names[0] in ('"base.h"', '"rules.h"', '"py.h"'):
+        names.pop(0)  # the header of the layer: error.c, rules_shape.c, py_lazy.c
+    assert names == sorted(names, key=lambda name: name.startswith('"'))
+
+
+@c_files
+def test_opens_with_a_comment(path: Path) -> None:
+    assert path.read_text().startswith("/* ")
+
+
+def functions(path: Path) -> list[tuple[str, int]]:
+    """Name and lines of each function, from name to last brace, as clang-format lays it out."""
+    found = []
+    name, first = "", 0
+    for number, line in enumerate(path.read_text().splitlines()):
+        if match := re.match(r"(\w+)\(", line):
+            name, first = match[1], number
+        elif line == "}" and name:
+            found.append((name, number - first + 1))
+            name = ""
+    return found
+
+
+@c_files
+def test_no_long_function(path: Path) -> None:
+    too_long = [
+        (name, n_lines)
+        for name, n_lines in functions(path)
+        if n_lines > N_LINES_OF_A_FUNCTION and f"{path.name}:{name}" not in LONG_FUNCTIONS
+    ]
+    assert too_long == []
+
+
+def test_allowed_long_functions_exist_and_are_long() -> None:
+    n_lines = {f"{path.name}:{name}": n for path in C_FILES for name, n in functions(path)}
+    assert all(n_lines.get(name, 0) > N_LINES_OF_A_FUNCTION for name in LONG_FUNCTIONS)
+
+
+def test_no_long_file() -> None:
+    files = [path for path in tracked_text() if path.suffix in (".c", ".h", ".def", ".py", ".pyi")]
+    n_lines = {name_of(path): len(path.read_text().splitlines()) for path in files}
+    assert {name: n for name, n in n_lines.items() if n > N_LINES_OF_A_FILE} == {}
+
+
+def test_koila_c_is_small() -> None:
+    n_lines = sum(len(path.read_text().splitlines()) for path in KOILA_C.glob("*/*.*"))
+    assert n_lines <= N_LINES_OF_KOILA_C
+
+
+def rows(section: str) -> list[list[str]]:
+    """The names of a section's rows, and those of its aliases."""
+    found = re.findall(r"^([A-Z]+) *\( *(\w+)", section, re.MULTILINE)
+    aliases = [name for kind, name in found if kind == "ALIAS"]
+    return [[name for kind, name in found if kind != "ALIAS"], aliases]
+
+
+@pytest.mark.skipif(not TABLES, reason="there is no ops.def yet")
+def test_rows_are_sorted_within_a_section() -> None:
+    sections = [part for path in TABLES for part in re.split(r"(?m)^/\*", path.read_text())]
+    names = [group for section in sections for group in rows(section)]
+    assert any(names), "no row was found"
+    assert names == [sorted(group) for group in names]
+
+
+# Written so that this file does not match itself.
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\b(TO[D]O|FIX[M]E|X[X]X)\b",
+        r"[ \t]$",
+        r"(?<![\w.])/(tmp|home|root|work|opt)\b",
+        r"(extra-)?index[-_]url|find[-_]links|trusted[-_]host|file:[/]/",
+    ],
+    ids=["unfinished", "trailing space", "machine path", "package registry"],
+)
+def test_no_file_has(pattern: str) -> None:
+    found = [
+        f"{name_of(path)}:{number}: {line}"
+        for path in tracked_text()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert found == []

@@ -1,0 +1,108 @@
+"""Programs under a memory limit, in as many chunks as koila finds it needs."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import koila
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from oracle import Lazy, Outcome, assert_outcomes, eager, make_batch, run
+from programs import PROGRAMS
+from programs_kit import Program
+
+#: Program, rows, and the share of eager's peak that the step is given.
+LIMITED = [
+    ("mlp-ce", 1024, 0.5),
+    ("mlp-ce", 1024, 0.25),
+    ("mlp-ce_ignored", 1024, 0.5),
+    ("mlp-rmse", 1024, 0.5),
+    ("cnn-ce", 128, 0.5),
+    ("densenet-ce", 128, 0.5),
+    ("unet-pixel_mse", 128, 0.5),
+    ("encoder-ce", 128, 0.5),
+    ("lstm_time-ce", 256, 0.5),
+    ("gpt_by_hand-flat_ce_ignored", 128, 0.5),
+    ("gpt_fused-flat_ce_ignored", 128, 0.25),
+    ("vae", 1024, 0.5),
+    ("barlow", 1024, 0.75),
+]
+
+each_limited = pytest.mark.parametrize(
+    ("name", "n_rows", "share"), LIMITED, ids=[f"{name}-{share}" for name, _, share in LIMITED]
+)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Count the bytes of the storages that operators make, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, weakref.ref[Any]] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                self.count(value.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Add a storage once, and take it off when it dies."""
+        key, n_bytes = id(storage), storage.nbytes()
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            if self.alive.get(key) is reference:
+                del self.alive[key]
+                self.now -= n_bytes
+
+        if key not in self.alive:
+            self.alive[key] = weakref.ref(storage, forget)
+            self.now += n_bytes
+
+
+def measure(program: Program, n_rows: int, lazy: Lazy) -> tuple[Outcome, int]:
+    """Run a step and return what can be seen, and the bytes it took at its peak.
+
+    A lazy step is watched while it runs; there must be nothing to see while it is recorded.
+    """
+    memory = PeakBytes()
+    held = [*program.build(0).parameters(), *make_batch(program, n_rows)]
+    memory.now = sum(tensor.nbytes for tensor in held)
+    outcome = run(program, n_rows, lazy, watch=(memory if lazy is eager else nullcontext(), memory))
+    return outcome, memory.peak
+
+
+def find(name: str) -> Program:
+    """Return the program of a name."""
+    (program,) = (program for program in PROGRAMS if program.name == name)
+    return program
+
+
+@each_limited
+def test_memory_limit(name: str, n_rows: int, share: float) -> None:
+    """Under a limit that eager would break the numbers are eager's."""
+    program = find(name)
+    want, peak = measure(program, n_rows, eager)
+    with koila.config(memory_limit=f"{int(peak * share) // 1024}KiB"):
+        got = run(program, n_rows, koila.lazy)
+    assert_outcomes(got, want)
+
+
+@each_limited
+def test_memory_limit_is_kept(name: str, n_rows: int, share: float) -> None:
+    """At no time of the step are there more bytes in tensors than the limit."""
+    program = find(name)
+    _, peak = measure(program, n_rows, eager)
+    limit = int(peak * share) // 1024 * 1024
+    with koila.config(memory_limit=f"{limit // 1024}KiB"):
+        _, peak_limited = measure(program, n_rows, koila.lazy)
+    assert peak_limited <= limit, f"{peak_limited} bytes, the limit is {limit}, eager's {peak}"

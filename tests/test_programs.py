@@ -1,0 +1,86 @@
+"""Every program, in one chunk and in several, gives eager's loss, gradients, buffers and draws."""
+
+from __future__ import annotations
+
+import pytest
+
+from oracle import (
+    assert_gradient_of_loss,
+    assert_passes,
+    assert_reproducible,
+    assert_same,
+    chunk_sizes,
+    draws_in_order,
+)
+from programs import JOINT, ONE_PASS, PROGRAMS
+from programs_kit import ANY, IN_ORDER, Program
+
+N_ROWS = 11
+#: None of 2, 3 and 7 divides the batch; the last leaves one row a chunk.
+CHUNKS = [1, 2, 3, 7, N_ROWS]
+
+each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+each_split = pytest.mark.parametrize("chunks", CHUNKS)
+
+
+def is_drawn_as_eager(program: Program, chunks: int) -> bool:
+    """Tell whether the numbers a program draws are eager's own in this many chunks."""
+    if program.draws == IN_ORDER:
+        return draws_in_order(32, chunk_sizes(N_ROWS, chunks))
+    return program.draws != ANY or chunks == 1
+
+
+@each_split
+@each_program
+def test_same_as_eager(program: Program, chunks: int) -> None:
+    """The loss, gradients, buffers and generator are eager's, or at least the same every time."""
+    n_rows = program.rows(N_ROWS)
+    if is_drawn_as_eager(program, chunks):
+        assert_same(program, n_rows, chunks=chunks)
+    else:
+        assert_reproducible(program, n_rows, chunks=chunks)
+
+
+@each_program
+def test_same_as_eager_without_being_told(program: Program) -> None:
+    """A program that fits is run in one chunk, bit for bit."""
+    assert_same(program, program.rows(N_ROWS), chunks=None)
+
+
+@pytest.mark.parametrize("n_rows", [2, 23])
+@each_program
+def test_same_as_eager_at_other_sizes(program: Program, n_rows: int) -> None:
+    """A batch of fewer rows than the chunks asked for, and a larger one."""
+    if is_drawn_as_eager(program, 3) and not program.baked:
+        assert_same(program, n_rows, chunks=3)
+
+
+@each_program
+def test_input_gradients(program: Program) -> None:
+    """A batch that asks for gradients gets them, on the tensors the user has."""
+    if is_drawn_as_eager(program, 3):
+        assert_same(program, program.rows(N_ROWS), chunks=3, input_gradients=True)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, N_ROWS])
+@pytest.mark.parametrize("program", ONE_PASS, ids=lambda program: program.name)
+def test_one_pass(program: Program, chunks: int) -> None:
+    """Where the loss is linear in its reductions the rows go forward once and backward once."""
+    assert_passes(program, program.rows(N_ROWS), chunks=chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("program", JOINT, ids=lambda program: program.name)
+def test_two_forwards_at_most(program: Program, chunks: int) -> None:
+    """A joint costs one more forward, however many there are; in one chunk it costs nothing."""
+    assert_passes(program, program.rows(N_ROWS), chunks=chunks)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, N_ROWS])
+@pytest.mark.parametrize(
+    "program", [p for p in PROGRAMS if p.draws], ids=lambda program: program.name
+)
+def test_draws_are_of_one_loss(program: Program, chunks: int) -> None:
+    """The same seed draws the same numbers, and the gradient is that of the loss they gave."""
+    assert_reproducible(program, N_ROWS, chunks=chunks)
+    assert_gradient_of_loss(program, N_ROWS, chunks=chunks)
