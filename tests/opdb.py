@@ -7,7 +7,6 @@ of its own.
 
 from __future__ import annotations
 
-import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 import koila
-from outcome import SEED, Enter, How, Outcome, Program, assert_same, observe
+from outcome import SEED, Enter, How, Outcome, Program, assert_same, copy_fresh, observe
 
 MEANINGLESS = "its values are whatever was in memory"
 ROUNDED = "its last bits depend on where its memory lies"
@@ -62,12 +61,9 @@ class Case:
 
     def program(self) -> Program:
         """Return a fresh copy of the call; what an in-place variant writes is no leaf."""
-        memo: dict[int, Any] = {}
-        whole = (self.sample.input, self.sample.args, self.sample.kwargs)
-        whole = pytree.tree_map(lambda x: _copy(x, memo), whole)
+        whole, leaves = copy_fresh((self.sample.input, self.sample.args, self.sample.kwargs))
         flat, spec = pytree.tree_flatten(whole)
-        leaves = {id(x): x for x in flat if isinstance(x, torch.Tensor)}
-        tensors = dict(leaves)
+        tensors = {id(x): x for x in flat if isinstance(x, torch.Tensor)}
         if self.is_inplace and isinstance(flat[0], torch.Tensor):
             tensors[id(flat[0])] = flat[0].clone()
         order = list(tensors)
@@ -77,13 +73,7 @@ class Case:
             first, args, kwargs = pytree.tree_unflatten([known.get(id(x), x) for x in flat], spec)
             return self.call(first, *args, **kwargs)
 
-        return Program(run, list(tensors.values()), list(leaves.values()))
-
-
-def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    if not isinstance(value, torch.Tensor) or value.layout == torch.strided:
-        return copy.deepcopy(value, memo)  # storages that are shared stay shared
-    return value.detach().clone().requires_grad_(value.requires_grad)
+        return Program(run, list(tensors.values()), leaves)
 
 
 @dataclass

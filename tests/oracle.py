@@ -263,7 +263,7 @@ def assert_passes(program: Any, n_rows: int, *, chunks: int) -> None:
     """
     forward, backward, got = FlopCounter(), FlopCounter(), FlopCounter()
     run(program, n_rows, watch=(forward, backward))
-    run_lazy(program, n_rows, chunks=chunks, watch=(contextlib.nullcontext(), got))
+    run_lazy(program, n_rows, chunks=chunks, watch=(got, got))
     once = forward.flops + backward.flops
     most = once + forward.flops if program.joint and chunks > 1 else once
     assert 0 < got.flops <= most, (
@@ -375,6 +375,8 @@ def assert_seen(
             assert_bits(got, want, what)
         else:
             assert_close(got, want, what, tolerance=tolerance)
+    elif want is None:
+        assert got is None, f"{what}: {got}, eager None"
     elif isinstance(want, dict):
         assert got.keys() == want.keys(), f"{what}: {got.keys()}, eager {want.keys()}"
         for key, value in want.items():

@@ -92,6 +92,31 @@ class Program:
     state: list[torch.Tensor] = field(default_factory=list)  # parameters, buffers
 
 
+def copy_fresh(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Copy a tree of arguments; return it and the leaves that may get gradients.
+
+    What shared a storage still does; what was on a graph is on a new one, a step from its leaf.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    leaves: list[torch.Tensor] = []
+    memo: dict[int, Any] = {}
+
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value, memo)
+        if id(value) not in copies:
+            source = value if value.is_leaf else value.detach()
+            if value.layout == torch.strided:
+                leaf = copy.deepcopy(source, memo)
+            else:  # deepcopy has no copy of some sparse layouts
+                leaf = source.detach().clone()
+            leaves.append(leaf.requires_grad_(value.requires_grad))
+            copies[id(value)] = leaf if value.is_leaf else leaf.clone()
+        return copies[id(value)]
+
+    return pytree.tree_map(fresh, tree), leaves
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a real tensor of the same values and layout, on no graph; a lazy one is forced."""
     if not koila.is_lazy(tensor):
@@ -220,15 +245,18 @@ def assert_bits(wanted: torch.Tensor, got: torch.Tensor, what: str) -> None:
 
 
 def assert_close(wanted: torch.Tensor, got: torch.Tensor, what: str) -> None:
-    """Assert equality but for the rounding of float64: 1e-10 of the largest number."""
+    """Assert equality but for the rounding of float64, 1e-10 of the largest; else of the bits."""
     assert wanted.dtype == got.dtype and wanted.shape == got.shape, (
         f"{what}: {got.dtype} {tuple(got.shape)}, not {wanted.dtype} {tuple(wanted.shape)}"
     )
+    if wanted.dtype not in (torch.float64, torch.float32, torch.complex128, torch.complex64):
+        assert_bits(wanted, got, what)
+        return
     finite = wanted[wanted.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 1.0
     is_same = torch.isclose(got, wanted, rtol=1e-10, atol=1e-10 * largest, equal_nan=True)
     if not is_same.all():
-        gap = (got - wanted).abs()[~is_same].max() if wanted.dtype != torch.bool else "all"
+        gap = float((got - wanted).abs()[~is_same].max())
         raise AssertionError(f"{what}: {int((~is_same).sum())} numbers differ, by up to {gap}")
 
 
@@ -241,11 +269,18 @@ def _assert_value(wanted: Any, got: Any, what: str, how: How) -> None:
         assert is_nan or got == wanted, f"{what}: {got!r}, not {wanted!r}"
 
 
+def _assert_answers(wanted: Answers, got: Answers, what: str) -> None:
+    wrong = {
+        name: f"{getattr(got, name)}, not {answer}"
+        for name, answer in vars(wanted).items()
+        if getattr(got, name) != answer
+    }
+    assert not wrong, f"{what}: " + "; ".join(f"{name} {words}" for name, words in wrong.items())
+
+
 def _assert_seen(wanted: Seen, got: Seen, what: str, how: How) -> None:
-    assert got.answers == wanted.answers, f"{what}: {got.answers}, not {wanted.answers}"
-    assert got.answers_at_end == wanted.answers_at_end, (
-        f"{what}, at the end: {got.answers_at_end}, not {wanted.answers_at_end}"
-    )
+    _assert_answers(wanted.answers, got.answers, what)
+    _assert_answers(wanted.answers_at_end, got.answers_at_end, f"{what} at the end")
     assert got.same_as == wanted.same_as, (
         f"{what}: the object that entered as {got.same_as}, not as {wanted.same_as}"
     )

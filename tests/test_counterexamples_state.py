@@ -303,8 +303,8 @@ def test_batch_norm_updated_for_its_own_sake(chunks: int | None) -> None:
 
 
 @each_split
-def test_statistics_read_between_forward_and_backward(chunks: int | None) -> None:
-    """A buffer that a recorded call will write is read before backward()."""
+def test_statistics_after_a_step(chunks: int | None) -> None:
+    """BatchNorm's statistics are written once a step, its counter too."""
 
     def story(lazy: Lazy) -> Any:
         model = ConvBatchNorm().double()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import koila
@@ -70,14 +69,11 @@ class PeakBytes(TorchDispatchMode):
 
 
 def measure(program: Program, n_rows: int, lazy: Lazy) -> tuple[Outcome, int]:
-    """Run a step and return what can be seen, and the bytes it took at its peak.
-
-    A lazy step is watched while it runs; there must be nothing to see while it is recorded.
-    """
+    """Run a step and return what can be seen, and the bytes it took at its peak."""
     memory = PeakBytes()
     held = [*program.build(0).parameters(), *make_batch(program, n_rows)]
     memory.now = sum(tensor.nbytes for tensor in held)
-    outcome = run(program, n_rows, lazy, watch=(memory if lazy is eager else nullcontext(), memory))
+    outcome = run(program, n_rows, lazy, watch=(memory, memory))
     return outcome, memory.peak
 
 

@@ -147,6 +147,22 @@ def test_metrics_after_the_step(chunks: int | None) -> None:
     assert_same_story(story, chunks)
 
 
+def test_explained_before_backward() -> None:
+    """explain() names each joint and its line, and leaves the step as it was."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, y = make()
+        x, y = lazy(x, y)
+        loss = torch.sqrt(F.cross_entropy(model(x), y))
+        if lazy is koila.lazy:
+            text = koila.explain(loss)
+            assert "sqrt" in text
+        loss.backward()
+        return loss, gradients(model)
+
+    assert_same_story(story, 3)
+
+
 # Optimizers -------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -57,6 +57,7 @@ typedef struct KlPyValue {
     Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
     PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
     int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    PyObject *number;   /* known: its value, without a graph; else NULL */
 } KlPyValue;
 
 typedef struct KlExternal {
@@ -80,6 +81,7 @@ struct Tape {
     size_t n_axis_keys_max;
     KlInferred inferred; /* scratch of the recorder */
     bool is_running;     /* a replay is under way */
+    PyObject *memo;      /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
 
 /* What is done with a torch callable that meets a lazy. */
@@ -118,6 +120,7 @@ typedef struct KlPyState {
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;   /* koila.meta.infer */
     PyObject *is_row_range; /* koila.meta.is_row_range */
+    PyObject *read;         /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;
     PyObject *strided;      /* torch.strided */
@@ -127,6 +130,7 @@ typedef struct KlPyState {
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;   /* batches made */
+    uint32_t reductions;    /* bit i: KlReduce i can be split */
     int64_t n_chunks;       /* config(chunks=); 0: as few as fit */
     int64_t bytes_limit;    /* config(memory_limit=); 0: what is free */
 } KlPyState;
@@ -164,6 +168,9 @@ void kl_lazy_detach(Value *value, PyObject *real);
 /* Borrowed: the real tensor, or NULL while pending. */
 PyObject *kl_lazy_real(const Value *value);
 
+/* Borrowed: the real tensor, or the number of a known value, or NULL while pending. */
+PyObject *kl_lazy_number(const Value *value);
+
 /* -- py_recycle.c: LazyTensor objects ----------------------------------------------------------- */
 
 int kl_recycle_init(void);
@@ -191,7 +198,7 @@ void kl_tape_forget(Tape *tape, KlValueId id);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
-int kl_tape_refresh_leaf(Tape *tape, KlValueId id);
+void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
 void kl_tape_close(Tape *tape);
 /* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
@@ -221,6 +228,10 @@ int kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node,
                    size_t *n_inputs, size_t *n_inputs_max);
 /* Give back what the slots from `first` on hold. */
 void kl_call_truncate(Tape *tape, size_t first);
+/* The arguments of node `id` as kl_call_run would pass them: a list of all, positional ones first. */
+PyObject *kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
+/* (func, args, kwargs) of node `id` with None in place of every tensor. */
+PyObject *kl_call_describe(Tape *tape, KlNodeId id);
 /* Call node `id` with the tensors of `env` ([n_values], borrowed or NULL). */
 PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
 /* A copy of (args, kwargs) with every lazy replaced by its real tensor, which must exist. */
@@ -236,7 +247,9 @@ int64_t kl_context_now(bool *is_grad_enabled);
 /* A replay goes from context to context and ends in the one it began in. */
 typedef struct KlContextSwitch {
     uint32_t before, now;
-    PyObject *guard; /* of inference mode, where it differs from what was in force before */
+    PyObject *guard;  /* of inference mode, where it differs from what was in force before */
+    bool is_fresh;    /* grad mode has not been set yet */
+    bool is_grad_off; /* no node records a graph, whatever its context says */
 } KlContextSwitch;
 
 int kl_context_begin(KlContextSwitch *context);
@@ -272,15 +285,30 @@ Function *kl_function_find(PyObject *func);
 /* register(func, kind, name, handler, has_meta, returns_list, is_random, row name or None, container) */
 PyObject *kl_function_register(PyObject *module, PyObject *args);
 
+/* -- py_stage.c: staging, and running nodes on a chunk, for koila.replay ------------------------- */
+
+PyObject *kl_stage_describe(PyObject *module, PyObject *args);
+PyObject *kl_stage_run(PyObject *module, PyObject *args);
+PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
+PyObject *kl_stage_value(PyObject *module, PyObject *args);
+PyObject *kl_stage_node(PyObject *module, PyObject *args);
+
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 
 /* Run every pending node of the tape, in order, on real tensors, and close the tape. */
 int kl_live_run(Tape *tape);
-/* Run the tape if the user can reach a pending value that has no gradient in its history. */
-int kl_live_flush_known(Tape *tape);
+/* Give a value its number, in chunks where koila.replay says so. */
+int kl_live_read(Value *value);
 /* New reference: the real tensor of a value, run if need be. */
 PyObject *kl_live_force(Value *value);
-/* Run `func` now on real tensors. `is_plain`: the results are not made lazy again. */
-PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, bool is_plain);
+/* What a call that runs at once needs, and what becomes of its results. */
+typedef enum {
+    KL_LIVE_LAZY,  /* real graphs; results are lazy again */
+    KL_LIVE_PLAIN, /* real graphs; results stay plain */
+    KL_LIVE_READ,  /* numbers are enough; results stay plain */
+} KlLiveKind;
+
+/* Run `func` now on real tensors. */
+PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
 
 #endif

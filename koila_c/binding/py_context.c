@@ -167,6 +167,8 @@ kl_context_begin(KlContextSwitch *context)
     }
     context->before = context->now = (uint32_t)now;
     context->guard = NULL;
+    context->is_grad_off = false;
+    context->is_fresh = true;
     /* One nesting over the whole replay keeps autocast's cache of cast weights from node to node. */
     return call_ignoring(state.increment_nesting, NULL, NULL);
 }
@@ -174,16 +176,18 @@ kl_context_begin(KlContextSwitch *context)
 int
 kl_context_switch(KlContextSwitch *context, uint32_t id)
 {
-    if (context->now == id) {
+    if (context->now == id && !context->is_fresh) {
         return 0;
     }
+    context->is_fresh = false;
     const Context *from = &state.contexts[context->now], *to = &state.contexts[id];
     context->now = id;
     if (from->is_inference != to->is_inference &&
         (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
         return -1;
     }
-    if (call_ignoring(state.set_grad_enabled, to->is_grad_enabled ? Py_True : Py_False, NULL) < 0) {
+    bool is_grad = to->is_grad_enabled && !context->is_grad_off;
+    if (call_ignoring(state.set_grad_enabled, is_grad ? Py_True : Py_False, NULL) < 0) {
         return -1;
     }
     bool differs = from->is_autocast || to->is_autocast;
@@ -195,6 +199,8 @@ kl_context_end(KlContextSwitch *context)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
+    context->is_grad_off = false;
+    context->is_fresh = true;
     int result = kl_context_switch(context, context->before);
     PyObject *nesting = PyObject_CallNoArgs(state.decrement_nesting);
     if (nesting != NULL && PyObject_RichCompareBool(nesting, kl_py.zero, Py_EQ) == 1 &&

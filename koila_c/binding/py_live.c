@@ -113,6 +113,11 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     }
+    for (uint32_t i = 0; node->leaf_writes >> i != 0; i++) {
+        if ((node->leaf_writes >> i & 1) != 0) {
+            kl_tape_refresh_leaf(tape, tape->core.inputs[node->first_input + i].value);
+        }
+    }
     kl_tape_set_done(&tape->core, id);
     release_if_dead(tape, node->review_of);
     for (uint32_t i = 0; i < node->n_inputs; i++) {
@@ -175,16 +180,27 @@ kl_live_run(Tape *tape)
     return result;
 }
 
+/* A number is enough: where the program can run in chunks it does, and its values become known. */
 int
-kl_live_flush_known(Tape *tape)
+kl_live_read(Value *value)
 {
-    KlError error;
-    bool has_any = false;
-    if (kl_tape_find_known(&tape->core, &has_any, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
+    if (kl_lazy_number(value) != NULL) {
+        return 0;
     }
-    return has_any ? kl_live_run(tape) : 0;
+    if (value->tape == kl_tape_open_or_null() && !value->tape->is_running) {
+        PyObject *answer = PyObject_CallNoArgs(kl_py.read);
+        bool is_known = answer == Py_True;
+        Py_XDECREF(answer);
+        if (answer == NULL) {
+            return -1;
+        }
+        if (is_known && kl_lazy_number(value) != NULL) {
+            return 0;
+        }
+    }
+    PyObject *real = kl_live_force(value);
+    Py_XDECREF(real);
+    return real == NULL ? -1 : 0;
 }
 
 PyObject *
@@ -209,6 +225,7 @@ kl_live_force(Value *value)
 typedef struct Met {
     PyObject *lazies[KL_MET_MAX]; /* borrowed from the call's arguments */
     int n;
+    bool is_number_enough;
 } Met;
 
 static int
@@ -216,11 +233,20 @@ force_one(PyObject *lazy, void *context)
 {
     Met *met = context;
     Value *value = kl_lazy_checked(lazy);
-    PyObject *real = value != NULL ? kl_live_force(value) : NULL;
-    if (real == NULL) {
+    if (value == NULL) {
         return -1;
     }
-    Py_DECREF(real);
+    if (met->is_number_enough) {
+        if (kl_live_read(value) < 0) {
+            return -1;
+        }
+    } else {
+        PyObject *real = kl_live_force(value);
+        if (real == NULL) {
+            return -1;
+        }
+        Py_DECREF(real);
+    }
     if (met->n < KL_MET_MAX) {
         met->lazies[met->n++] = lazy;
     }
@@ -323,9 +349,9 @@ wrap(const Met *met, PyObject *object)
 }
 
 PyObject *
-kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, bool is_plain)
+kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
-    Met met = {.n = 0};
+    Met met = {.n = 0, .is_number_enough = kind == KL_LIVE_READ};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
     if (kl_call_visit(args, force_one, &met) < 0 ||
@@ -338,7 +364,7 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, bool is_plain)
         goto error;
     }
     result = PyObject_Call(func, real_args, real_kwargs);
-    if (result != NULL && !is_plain) {
+    if (result != NULL && kind == KL_LIVE_LAZY) {
         Py_SETREF(result, wrap(&met, result));
     }
 error:

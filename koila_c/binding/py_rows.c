@@ -285,6 +285,19 @@ refuse_two_roles(Recording *recording)
     }
 }
 
+/* A reduction that nothing can combine runs on the whole. */
+static void
+refuse_unknown_reduction(Recording *recording)
+{
+    KlSplit *split = &recording->tape->inferred.split;
+    if (split->mode == KL_MODE_REDUCE && (kl_py.reductions >> split->reduce & 1) == 0) {
+        split->mode = KL_MODE_ONCE;
+        split->reason = "a reduction over the batch that is not split";
+        split->axis = KL_ID_NONE;
+        split->n_rewrites = 0;
+    }
+}
+
 /* A result that is there whole can be cut again wherever it has a dim of the batch's size. */
 static void
 find_rows_again(Recording *recording)
@@ -329,20 +342,25 @@ place_rewrites(Recording *recording)
 
 /* The values the call writes, as bits; KL_ID_NONE-like -1 where it must run live. */
 static int
-find_writes(const Recording *recording, uint32_t *writes)
+find_writes(const Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
 {
     const KlTape *core = &recording->tape->core;
     const KlRow *row = recording->function->row;
-    *writes = 0;
+    KlEffects effects = recording->tape->inferred.effects;
+    *writes = *leaf_writes = 0;
     for (uint32_t i = 0; i < recording->bound.n_args; i++) {
         const KlArg *arg = &recording->bound.args[i];
-        if ((row->effects >> i & 1) == 0 || arg->kind != KL_ARG_VALUE) {
+        if ((effects >> i & 1) == 0 || arg->kind != KL_ARG_VALUE) {
             continue;
         }
         KlValueId value = recording->inputs[arg->input];
         const KlValue *written = &core->values[value];
         bool is_own = row->kind == KL_ROW_INPLACE && arg->input == 0;
         KlValueId base = core->storages[written->storage].base;
+        if (row->kind != KL_ROW_INPLACE && written->node == KL_ID_NONE && !written->is_wanted) {
+            *leaf_writes |= 1u << arg->input; /* statistics: run on a copy, committed once */
+            continue;
+        }
         if (!is_own || core->values[base].node == KL_ID_NONE || core->storages[written->storage].is_uncertain) {
             return -1; /* it is, or may be, memory of the user's */
         }
@@ -357,14 +375,15 @@ append(Recording *recording, PyObject **results)
     Tape *tape = recording->tape;
     const KlInferred *inferred = &tape->inferred;
     KlNodeId id = KL_ID_NONE;
-    uint32_t writes = 0;
-    if (find_writes(recording, &writes) < 0) {
+    uint32_t writes = 0, leaf_writes = 0;
+    if (find_writes(recording, &writes, &leaf_writes) < 0) {
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) {
         *results = Py_NewRef(recording->bound.input_origins[inferred->alias_input].object);
         return 1;
     }
+    refuse_unknown_reduction(recording);
     refuse_two_roles(recording);
     find_rows_again(recording);
     place_rewrites(recording);
@@ -375,7 +394,8 @@ append(Recording *recording, PyObject **results)
                              .saves = recording->saves,
                              .context = recording->context,
                              .writes = writes,
-                             .is_random = recording->function->row->kind == KL_ROW_RANDOM,
+                             .leaf_writes = leaf_writes,
+                             .is_random = inferred->is_random,
                              .is_grad_enabled = recording->is_grad_enabled,
                              .review_of = KL_ID_NONE};
     if (kl_record_append(tape, &record, recording->func, &recording->call, &id) < 0) {

@@ -297,13 +297,12 @@ kl_tape_check_leaves(Tape *tape)
     return 0;
 }
 
-int
+void
 kl_tape_refresh_leaf(Tape *tape, KlValueId id)
 {
     KlPyValue *entry = &tape->values[id];
     entry->version = read_version(entry->real);
     Py_XSETREF(entry->pointer, read_pointer(entry->real));
-    return 0;
 }
 
 /* -- source lines ------------------------------------------------------------------------------- */
@@ -355,6 +354,7 @@ clear_tape(Tape *tape)
     tape->values = NULL;
     tape->slots = NULL;
     tape->n_nodes_max = tape->n_values_max = tape->n_slots = tape->n_slots_max = 0;
+    Py_CLEAR(tape->memo);
     tape->n_externals = 0;
     if (tape->externals != NULL) {
         memset(tape->externals, 0, tape->n_externals_max * sizeof(*tape->externals));
@@ -366,6 +366,7 @@ clear_tape(Tape *tape)
     for (size_t i = 0; i < n_values; i++) {
         Py_CLEAR(values[i].real);
         Py_CLEAR(values[i].pointer);
+        Py_CLEAR(values[i].number);
     }
     for (size_t i = 0; i < n_slots; i++) {
         Py_CLEAR(slots[i].object);
@@ -395,6 +396,7 @@ Tape_traverse(Tape *tape, visitproc visit, void *arg)
     }
     for (size_t i = 0; i < tape->n_values_max && i < tape->core.n_values; i++) {
         Py_VISIT(tape->values[i].real);
+        Py_VISIT(tape->values[i].number);
     }
     for (size_t i = 0; i < tape->n_slots; i++) {
         Py_VISIT(tape->slots[i].object);

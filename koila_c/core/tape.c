@@ -207,6 +207,8 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         .n_rewrites = split->n_rewrites,
         .context = record->context,
         .writes = record->writes,
+        .leaf_writes = record->leaf_writes,
+        .row_ranges = split->row_ranges,
         .axis = split->axis,
         .reason = split->reason,
         .saves = record->saves,

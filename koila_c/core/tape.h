@@ -39,7 +39,9 @@ typedef struct KlNode {
     uint32_t first_rewrite; /* into tape->rewrites */
     uint32_t n_rewrites;
     uint32_t context;      /* the binding's id of the context it was recorded in */
-    uint32_t writes;       /* bit i: input i is written in place */
+    uint32_t writes;       /* bit i: input i is written in place, and output 0 is its new version */
+    uint32_t leaf_writes;  /* bit i: input i, a leaf, is written on the side (batch_norm's statistics) */
+    uint64_t row_ranges;   /* bit i: input i counts the rows, a chunk of n rows gets its first n */
     KlAxisId axis;
     const char *reason;    /* why it is ONCE, or NULL */
     KlSaves saves;
@@ -103,7 +105,8 @@ typedef struct KlRecord {
     const KlInferred *inferred;
     KlSaves saves;
     uint32_t context;
-    uint32_t writes; /* bit i: input i is written */
+    uint32_t writes;      /* bit i: input i is written in place */
+    uint32_t leaf_writes; /* bit i: input i, a leaf, is written on the side */
     bool is_random;
     bool is_grad_enabled;
     KlValueId review_of; /* KL_ID_NONE, or the value of which output `review_out` is a later version */

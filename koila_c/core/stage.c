@@ -1,0 +1,428 @@
+/* stage.c - one forward sweep says in which stage each node runs; one backward sweep before it says which
+ * nodes are needed, and one after it whether the tail is linear. All are linear in nodes and inputs. */
+#include "stage.h"
+
+#include "alloc.h"
+
+#include <string.h>
+
+uint32_t
+kl_stage_n_parts(KlReduce reduce)
+{
+    return reduce == KL_REDUCE_CROSS_ENTROPY ? 2 : 1;
+}
+
+uint32_t
+kl_stage_parts_saved(KlReduce reduce)
+{
+    switch (reduce) {
+    case KL_REDUCE_SUM:
+    case KL_REDUCE_MEAN:
+    case KL_REDUCE_LOSS:
+    case KL_REDUCE_COUNT:
+        return 0; /* added, and divided by a number known from sizes */
+    case KL_REDUCE_CROSS_ENTROPY:
+        return 2; /* a quotient saves its denominator, and the numerator only for the denominator */
+    default:
+        return 3;
+    }
+}
+
+static const KlInput *
+inputs_of(const KlTape *tape, const KlNode *node)
+{
+    return &tape->inputs[node->first_input];
+}
+
+/* -- what is needed ---------------------------------------------------------------------------------- */
+
+static bool
+is_wanted_node(const KlStages *stages, const KlNode *node, const bool *is_needed)
+{
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        if (is_needed[node->first_out + k] && !stages->is_leaf[node->first_out + k]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Walk back from the goal. A known value is a leaf unless a gradient must flow through its node. */
+static void
+mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_needed)
+{
+    for (size_t i = 0; i < goal->n_wanted; i++) {
+        is_needed[goal->wanted[i]] = true;
+    }
+    for (size_t i = 0; i < goal->n_roots; i++) {
+        is_needed[goal->roots[i]] = true;
+        stages->needs_gradient[goal->roots[i]] = true;
+    }
+    for (size_t i = tape->n_nodes; i-- > 0;) {
+        const KlNode *node = &tape->nodes[i];
+        const KlInput *inputs = inputs_of(tape, node);
+        bool needs_gradient = false;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            KlValueId out = node->first_out + k;
+            bool has_gradient = stages->needs_gradient[out] && tape->values[out].meta.requires_grad;
+            needs_gradient = needs_gradient || has_gradient;
+            stages->is_leaf[out] = tape->values[out].state != KL_STATE_PENDING && !has_gradient;
+        }
+        if (!is_wanted_node(stages, node, is_needed)) {
+            continue;
+        }
+        stages->node_stage[i] = 0;
+        for (uint32_t k = 0; k < node->n_inputs; k++) {
+            KlValueId value = inputs[k].value;
+            if (value != KL_ID_NONE) {
+                is_needed[value] = true;
+                if (needs_gradient && tape->values[value].meta.requires_grad) {
+                    stages->needs_gradient[value] = true;
+                }
+            }
+        }
+    }
+}
+
+/* -- stages ------------------------------------------------------------------------------------------- */
+
+/* Light work by rows on leaves without gradient and on other such work. */
+static bool
+is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
+{
+    if (node->mode == KL_MODE_ONCE || node->row == NULL || !kl_ops_is_light(node->row) ||
+        node->is_random || node->writes != 0 || node->review_of != KL_ID_NONE) {
+        return false;
+    }
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        if (tape->values[node->first_out + k].meta.requires_grad) {
+            return false;
+        }
+    }
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        KlValueId value = inputs_of(tape, node)[k].value;
+        if (value == KL_ID_NONE) {
+            continue;
+        }
+        KlNodeId source = tape->values[value].node;
+        bool is_data = stages->is_leaf[value] ? !tape->values[value].meta.requires_grad
+                                              : stages->is_data[source];
+        if (!is_data) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The body a node by rows belongs to, looking at inputs first .. n_inputs-1. */
+static uint32_t
+body_of(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t first)
+{
+    uint32_t stage = 3;
+    for (uint32_t k = first; k < node->n_inputs; k++) {
+        KlValueId value = inputs_of(tape, node)[k].value;
+        if (value == KL_ID_NONE || stages->is_leaf[value]) {
+            continue;
+        }
+        uint32_t at = stages->value_stage[value];
+        uint32_t body = kl_stage_is_body(at) ? at : at + 1;
+        stage = body > stage ? body : stage;
+    }
+    return stage;
+}
+
+/* The joint of a node that runs once: all chunks of what it reads must be there. */
+static uint32_t
+joint_of(const KlTape *tape, const KlStages *stages, const KlNode *node)
+{
+    uint32_t stage = 0;
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        KlValueId value = inputs_of(tape, node)[k].value;
+        if (value == KL_ID_NONE || stages->is_leaf[value]) {
+            continue;
+        }
+        uint32_t at = stages->value_stage[value];
+        uint32_t joint = kl_stage_is_body(at) ? at + 1 : at;
+        stage = joint > stage ? joint : stage;
+    }
+    return stage;
+}
+
+/* Whether part 1 of a reduction reads only data: labels and weights, not the scores (input 0). */
+static bool
+is_late_part_data(const KlTape *tape, const KlStages *stages, const KlNode *node)
+{
+    for (uint32_t k = 1; k < node->n_inputs; k++) {
+        KlValueId value = inputs_of(tape, node)[k].value;
+        if (value == KL_ID_NONE) {
+            continue;
+        }
+        bool is_data = stages->is_leaf[value] ? !tape->values[value].meta.requires_grad
+                                              : stages->is_data[tape->values[value].node];
+        if (!is_data) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void
+place_node(const KlTape *tape, KlStages *stages, KlNodeId id)
+{
+    const KlNode *node = &tape->nodes[id];
+    uint32_t at = 0, after = 0;
+    if (node->mode == KL_MODE_ONCE) {
+        at = after = joint_of(tape, stages, node);
+    } else {
+        stages->is_data[id] = is_data_node(tape, stages, node);
+        at = stages->is_data[id] ? KL_STAGE_DATA : body_of(tape, stages, node, 0);
+        after = node->mode == KL_MODE_REDUCE ? at + 1 : at;
+    }
+    if (node->mode == KL_MODE_REDUCE) {
+        stages->is_data[id] = false; /* its result is at a joint, not to be had again in a body */
+        if (kl_stage_n_parts((KlReduce)node->reduce) == 2) {
+            stages->late_stage[id] = is_late_part_data(tape, stages, node) ? KL_STAGE_DATA : at;
+        }
+    }
+    stages->node_stage[id] = at;
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        if (!stages->is_leaf[node->first_out + k]) {
+            stages->value_stage[node->first_out + k] = after;
+        }
+    }
+    if (after + 1 > stages->n_stages) {
+        stages->n_stages = after + 1;
+    }
+}
+
+/* -- is the tail linear? -------------------------------------------------------------------------------- */
+
+static void
+find_last_body(const KlTape *tape, KlStages *stages)
+{
+    stages->last_body = KL_STAGE_NONE;
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        const KlNode *node = &tape->nodes[i];
+        uint32_t at = stages->node_stage[i];
+        if (at == KL_STAGE_NONE || !kl_stage_is_body(at)) {
+            continue;
+        }
+        bool has_gradient = false;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            KlValueId out = node->first_out + k;
+            has_gradient = has_gradient ||
+                           (stages->needs_gradient[out] && tape->values[out].meta.requires_grad);
+        }
+        if (has_gradient && (stages->last_body == KL_STAGE_NONE || at > stages->last_body)) {
+            stages->last_body = at;
+        }
+    }
+}
+
+/* Whether a tensor that the node saves for backward depends on values of the last body. */
+static bool
+saves_body_value(const KlTape *tape, KlNodeId id, const bool *depends)
+{
+    const KlNode *node = &tape->nodes[id];
+    bool any_depends = false;
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        KlValueId value = inputs_of(tape, node)[k].value;
+        if (value == KL_ID_NONE || !depends[value]) {
+            continue;
+        }
+        any_depends = true;
+        if (node->row == NULL || k >= 64 || (node->saves.inputs >> k & 1) != 0) {
+            return true;
+        }
+    }
+    return any_depends && (node->saves.outputs != 0 || node->saves.bytes_extra > 0);
+}
+
+/* A reduction that ends the last body: what combining its partials saves. */
+static bool
+combine_saves_body_value(const KlTape *tape, const KlStages *stages, KlNodeId id)
+{
+    uint32_t saved = kl_stage_parts_saved((KlReduce)tape->nodes[id].reduce);
+    bool is_late_early = stages->late_stage[id] == KL_STAGE_DATA;
+    if (is_late_early) {
+        saved &= ~2u; /* part 1 was there before the body ran */
+    }
+    return saved != 0;
+}
+
+/* A tail is linear exactly when no tensor that a tail node saves for backward has a value of the body
+ * among its ancestors, through any kind of edge: backward reads only saved tensors and sizes. */
+static void
+judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
+{
+    stages->is_tail_linear = true;
+    stages->tail_node = KL_ID_NONE;
+    for (size_t i = 0; i < tape->n_nodes && stages->last_body != KL_STAGE_NONE; i++) {
+        const KlNode *node = &tape->nodes[i];
+        uint32_t at = stages->node_stage[i];
+        if (at == KL_STAGE_NONE || at < stages->last_body) {
+            continue;
+        }
+        bool is_combined = node->mode == KL_MODE_REDUCE && at == stages->last_body;
+        bool is_of_body = at == stages->last_body;
+        bool reads_body = is_of_body;
+        for (uint32_t k = 0; k < node->n_inputs && !reads_body; k++) {
+            KlValueId value = inputs_of(tape, node)[k].value;
+            reads_body = value != KL_ID_NONE && depends[value];
+        }
+        bool has_gradient = false;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            KlValueId out = node->first_out + k;
+            depends[out] = reads_body;
+            has_gradient = has_gradient ||
+                           (stages->needs_gradient[out] && tape->values[out].meta.requires_grad);
+        }
+        if (!has_gradient || !stages->is_tail_linear) {
+            continue;
+        }
+        bool is_linear = true;
+        if (is_combined) {
+            is_linear = !combine_saves_body_value(tape, stages, (KlNodeId)i);
+        } else if (!is_of_body) {
+            bool has_effect = node->is_random || node->leaf_writes != 0 || node->writes != 0;
+            is_linear = !has_effect && !saves_body_value(tape, (KlNodeId)i, depends);
+        }
+        if (!is_linear) {
+            stages->is_tail_linear = false;
+            stages->tail_node = (KlNodeId)i;
+        }
+    }
+}
+
+/* -- imports ------------------------------------------------------------------------------------------- */
+
+static KlStatus
+add_import(KlStages *stages, const KlImport *import, uint32_t *newest_of, uint32_t *next_of,
+           uint32_t *found, KlError *error)
+{
+    for (uint32_t i = newest_of[import->value]; i != UINT32_MAX; i = next_of[i]) {
+        const KlImport *known = &stages->imports[i];
+        if (known->is_range == import->is_range && kl_place_is_equal(&known->place, &import->place)) {
+            *found = i;
+            return KL_OK;
+        }
+    }
+    KlStatus status = kl_alloc_reserve((void **)&stages->imports, &stages->n_imports_max,
+                                       stages->n_imports + 1, sizeof(KlImport), error);
+    if (status == KL_OK) {
+        *found = (uint32_t)stages->n_imports++;
+        stages->imports[*found] = *import;
+        next_of[*found] = newest_of[import->value];
+        newest_of[import->value] = *found;
+    }
+    return status;
+}
+
+/* One import for each way a value is read: whole, or by rows at a place. */
+static KlStatus
+build_imports(const KlTape *tape, KlStages *stages, KlError *error)
+{
+    KlStatus status = KL_OK;
+    uint32_t *newest_of = kl_alloc_resize(NULL, tape->n_values, sizeof(uint32_t)); /* [n_values] */
+    uint32_t *next_of = kl_alloc_resize(NULL, tape->n_inputs, sizeof(uint32_t));   /* [n_imports] */
+    if (newest_of == NULL || next_of == NULL) {
+        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        goto done;
+    }
+    memset(newest_of, 0xff, tape->n_values * sizeof(uint32_t));
+    for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
+        const KlNode *node = &tape->nodes[i];
+        for (uint32_t k = 0; k < node->n_inputs && status == KL_OK; k++) {
+            const KlInput *input = &inputs_of(tape, node)[k];
+            if (stages->node_stage[i] == KL_STAGE_NONE || input->value == KL_ID_NONE) {
+                continue;
+            }
+            bool is_once = node->mode == KL_MODE_ONCE;
+            KlImport import = {.value = input->value,
+                               .place = is_once ? KL_PLACE_WHOLE : input->place,
+                               .is_range = !is_once && k < 64 && (node->row_ranges >> k & 1) != 0};
+            import.place.axis = kl_tape_axis_find(tape, import.place.axis);
+            status = add_import(stages, &import, newest_of, next_of,
+                                &stages->import_of[node->first_input + k], error);
+        }
+    }
+done:
+    kl_alloc_free(next_of);
+    kl_alloc_free(newest_of);
+    return status;
+}
+
+/* -- the whole -------------------------------------------------------------------------------------------- */
+
+static KlStatus
+allocate(const KlTape *tape, KlStages *stages, KlError *error)
+{
+    stages->n_nodes = tape->n_nodes;
+    stages->n_values = tape->n_values;
+    stages->node_stage = kl_alloc_resize(NULL, tape->n_nodes, sizeof(uint32_t));
+    stages->late_stage = kl_alloc_resize(NULL, tape->n_nodes, sizeof(uint32_t));
+    stages->value_stage = kl_alloc_zeroed(tape->n_values, sizeof(uint32_t));
+    stages->is_leaf = kl_alloc_zeroed(tape->n_values, sizeof(bool));
+    stages->is_data = kl_alloc_zeroed(tape->n_nodes, sizeof(bool));
+    stages->needs_gradient = kl_alloc_zeroed(tape->n_values, sizeof(bool));
+    stages->import_of = kl_alloc_zeroed(tape->n_inputs, sizeof(uint32_t));
+    if (stages->node_stage == NULL || stages->late_stage == NULL || stages->value_stage == NULL ||
+        stages->is_leaf == NULL || stages->is_data == NULL || stages->needs_gradient == NULL ||
+        stages->import_of == NULL) {
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+    }
+    memset(stages->node_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
+    memset(stages->late_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
+    for (size_t i = 0; i < tape->n_values; i++) {
+        stages->is_leaf[i] = tape->values[i].node == KL_ID_NONE;
+    }
+    return KL_OK;
+}
+
+KlStatus
+kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error)
+{
+    bool *is_needed = NULL; /* [n_values] */
+    bool *depends = NULL;   /* [n_values] on values of the last body */
+    memset(stages, 0, sizeof(*stages));
+    KlStatus status = allocate(tape, stages, error);
+    if (status != KL_OK) {
+        goto done;
+    }
+    is_needed = kl_alloc_zeroed(tape->n_values, sizeof(bool));
+    depends = kl_alloc_zeroed(tape->n_values, sizeof(bool));
+    if (is_needed == NULL || depends == NULL) {
+        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        goto done;
+    }
+    mark_needed(tape, goal, stages, is_needed);
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        if (stages->node_stage[i] != KL_STAGE_NONE) {
+            place_node(tape, stages, (KlNodeId)i);
+        }
+    }
+    find_last_body(tape, stages);
+    judge_tail(tape, stages, depends);
+    status = build_imports(tape, stages, error);
+done:
+    kl_alloc_free(depends);
+    kl_alloc_free(is_needed);
+    if (status != KL_OK) {
+        kl_stage_fini(stages);
+    }
+    return status;
+}
+
+void
+kl_stage_fini(KlStages *stages)
+{
+    kl_alloc_free(stages->node_stage);
+    kl_alloc_free(stages->late_stage);
+    kl_alloc_free(stages->value_stage);
+    kl_alloc_free(stages->is_leaf);
+    kl_alloc_free(stages->is_data);
+    kl_alloc_free(stages->needs_gradient);
+    kl_alloc_free(stages->imports);
+    kl_alloc_free(stages->import_of);
+    memset(stages, 0, sizeof(*stages));
+}

@@ -1,0 +1,66 @@
+/* stage.h - cut a recorded program into bodies, which run chunk by chunk, and joints, which run once.
+ *
+ * Stages are numbered in the order they run: even ones are joints, odd ones bodies.
+ *     0  joint   what needs no rows at all (w * 2)
+ *     1  body    light work on inputs alone, no gradient: label counts, masks
+ *     2  joint   ...   3  body: the first that needs parameters   4  joint   5 ...
+ * A node that runs by rows belongs to the body after the last joint it reads; a reduction leaves partials
+ * in that body and is a value at the next joint; a node that runs once waits for all chunks of what it
+ * reads. Light work of stage 1 is run again where a later body needs it, rather than kept. */
+#ifndef KL_STAGE_H
+#define KL_STAGE_H
+
+#include "tape.h"
+
+#define KL_STAGE_NONE UINT32_MAX
+#define KL_STAGE_DATA 1u
+
+/* Something a stage reads that another stage, or the world, made: a value, whole or by rows. */
+typedef struct KlImport {
+    KlValueId value;
+    KlPlace place; /* WHOLE: given whole */
+    bool is_range; /* a chunk of n rows gets its first n */
+} KlImport;
+
+typedef struct KlStages {
+    size_t n_nodes;
+    size_t n_values;
+    uint32_t n_stages;
+    uint32_t *node_stage;  /* [n_nodes] where it runs; KL_STAGE_NONE: it is not needed */
+    uint32_t *late_stage;  /* [n_nodes] reductions of two parts: where part 1 runs; else KL_STAGE_NONE */
+    uint32_t *value_stage; /* [n_values] the stage after which it is there; leaves and known values: 0 */
+    bool *is_leaf;         /* [n_values] it enters with a number: a leaf, or known and not differentiated */
+    bool *is_data;         /* [n_nodes] light work on inputs alone: may be run again in any body */
+    bool *needs_gradient;  /* [n_values] a gradient flows back to it from a root */
+    KlImport *imports;     /* [n_imports] */
+    size_t n_imports, n_imports_max;
+    uint32_t *import_of; /* [n_inputs of the tape] the import that serves this input */
+    uint32_t last_body;  /* the last body with a gradient; KL_STAGE_NONE: there is none */
+    bool is_tail_linear; /* the gradients that reach the last body do not depend on its values */
+    KlNodeId tail_node;  /* not linear: the node that made it so, or KL_ID_NONE */
+} KlStages;
+
+/* What is asked of a program. */
+typedef struct KlGoal {
+    const KlValueId *wanted; /* [n_wanted] values to be computed */
+    size_t n_wanted;
+    const KlValueId *roots; /* [n_roots] values to be differentiated; among the wanted */
+    size_t n_roots;
+} KlGoal;
+
+/* Stage what the goal needs. On success the caller owns what `stages` holds: kl_stage_fini. */
+KlStatus kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error);
+void kl_stage_fini(KlStages *stages);
+
+/* Whether stage `stage` runs chunk by chunk. */
+static inline bool
+kl_stage_is_body(uint32_t stage)
+{
+    return (stage & 1) != 0;
+}
+
+/* Parts of a reduction, and whether combining them saves them for backward: bit i for part i. */
+uint32_t kl_stage_n_parts(KlReduce reduce);
+uint32_t kl_stage_parts_saved(KlReduce reduce);
+
+#endif

@@ -1,0 +1,252 @@
+"""A staged program: which nodes run in which stage, what they read from outside, what leaves it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from koila import _core
+from koila.partials import REDUCTIONS
+from koila.rows import Place
+
+ROWS, REDUCE, ONCE = range(3)
+# In the order of KlReduce, ops.h.
+REDUCTION_NAMES = (
+    "NONE SUM MEAN VAR AMAX LOGSUMEXP NORM PROD ALL ANY CROSS_ENTROPY LOSS COUNT".split()
+)
+
+
+class Node(NamedTuple):
+    """One recorded call, as the core staged it."""
+
+    id: int
+    stage: int
+    late_stage: int | None
+    mode: int
+    reduce: int
+    axis: int
+    first_out: int
+    n_outs: int
+    is_random: bool
+    writes: int
+    leaf_writes: int
+    is_data: bool
+    imports: tuple[int, ...]
+
+    @property
+    def outs(self) -> range:
+        return range(self.first_out, self.first_out + self.n_outs)
+
+
+class Import(NamedTuple):
+    """A value as something reads it: whole, or by rows at a place."""
+
+    value: int
+    place: Place | None
+    is_range: bool
+
+
+class Info(NamedTuple):
+    """What is known of a value."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    place: Place | None
+    rows: int
+    real: torch.Tensor | None
+    number: torch.Tensor | None
+    storage: int
+
+
+@dataclass
+class Run:
+    """The nodes of one stage and axis in the order they run."""
+
+    stage: int
+    axis: int
+    nodes: list[int] = field(default_factory=list)
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    imports: list[int] = field(default_factory=list)
+    exports: list[int] = field(default_factory=list)
+    drops: list[tuple[int, ...]] = field(default_factory=list)
+    has_gradient: bool = False
+
+    @property
+    def is_body(self) -> bool:
+        return self.stage % 2 == 1
+
+
+class Program:
+    """What the thread's tape holds now, staged for a goal."""
+
+    def __init__(self, roots: list[torch.Tensor]) -> None:
+        staged: dict[str, Any] = _core.stage(roots)
+        self.nodes = {node[0]: Node(*node) for node in staged["nodes"]}
+        self.imports = [Import(*entry) for entry in staged["imports"]]
+        self.import_of = {node.id: node.imports for node in self.nodes.values()}
+        self.values: list[tuple[int, bool, bool]] = staged["values"]
+        self.roots: list[int] = staged["roots"]
+        self.wanted: list[int] = [v for v in staged["wanted"] if self.node_of(v) is not None]
+        self.last_body: int | None = staged["last_body"]
+        self.is_tail_linear: bool = staged["is_tail_linear"]
+        self.tail_node: int | None = staged["tail_node"]
+        self.n_stages: int = staged["n_stages"]
+        self._info: dict[int, Info] = {}
+        self._readers: dict[int, list[Node]] = defaultdict(list)
+        for node in self.nodes.values():
+            for number in node.imports:
+                if number >= 0:
+                    self._readers[self.imports[number].value].append(node)
+        self.runs = [run for stage in range(self.n_stages) for run in self._build(stage)]
+
+    def node_of(self, value: int) -> Node | None:
+        """The node that makes a value in this program; None for a leaf."""
+        if self.is_leaf(value):
+            return None
+        if not hasattr(self, "_maker"):
+            self._maker = {v: node for node in self.nodes.values() for v in node.outs}
+        return self._maker.get(value)
+
+    def is_leaf(self, value: int) -> bool:
+        return self.values[value][1]
+
+    def needs_gradient(self, value: int) -> bool:
+        return self.values[value][2] and self.info(value).requires_grad
+
+    def info(self, value: int) -> Info:
+        if value not in self._info:
+            self._info[value] = Info(*_core.value(value))
+        return self._info[value]
+
+    @property
+    def axes(self) -> dict[int, int]:
+        """Rows of each axis that a body runs over."""
+        return {run.axis: _core.node(run.nodes[-1])[4] for run in self.runs if run.is_body}
+
+    def spread_writes(self) -> Node | None:
+        """A write whose memory other stages use too; such a program runs live."""
+        users: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        written: dict[int, Node] = {}
+        for node in self.nodes.values():
+            for value in [*node.outs, *(self.imports[i].value for i in node.imports if i >= 0)]:
+                info = self.info(value)
+                users[info.storage].add((node.stage, node.axis))
+                if self.is_leaf(value):
+                    users[info.storage].add((-1, -1))
+            if node.writes:
+                written[self.info(node.first_out).storage] = node
+        return next((node for storage, node in written.items() if len(users[storage]) > 1), None)
+
+    def _stages_of(self, node: Node) -> set[int]:
+        late = {node.late_stage} if node.late_stage is not None else set()
+        return {node.stage, *late}
+
+    def _build(self, stage: int) -> list[Run]:
+        if stage % 2 == 0:
+            return [self._build_joint(stage)]
+        axes = {n.axis for n in self.nodes.values() if n.mode != ONCE and stage in self._stages_of(n)}
+        runs = [self._build_body(stage, axis) for axis in sorted(axes)]
+        return [run for run in runs if run.nodes]
+
+    def _build_joint(self, stage: int) -> Run:
+        run = Run(stage, -1)
+        run.nodes = [n.id for n in self.nodes.values() if n.mode == ONCE and n.stage == stage]
+        self._finish(run)
+        return run
+
+    def _is_read_elsewhere(self, value: int, run: Run) -> bool:
+        if value in self.wanted or value in self.roots:
+            return True
+        for reader in self._readers[value]:
+            if reader.mode == ONCE:
+                return True
+            is_here = run.stage in self._stages_of(reader) and reader.axis == run.axis
+            if not is_here and not (self._is_data_value(value) and reader.mode != ONCE):
+                return True
+        return False
+
+    def _is_data_value(self, value: int) -> bool:
+        node = self.node_of(value)
+        return node is not None and node.is_data
+
+    def _build_body(self, stage: int, axis: int) -> Run:
+        run = Run(stage, axis)
+        chosen: dict[int, tuple[int, ...]] = {}
+        stack: list[Node] = []
+        for node in self.nodes.values():
+            if node.mode == ONCE or node.axis != axis or stage not in self._stages_of(node):
+                continue
+            is_sink = not node.is_data or any(self._is_read_elsewhere(v, run) for v in node.outs)
+            if is_sink:
+                stack.append(node)
+        while stack:
+            node = stack.pop()
+            if node.id in chosen:
+                continue
+            chosen[node.id] = self._parts_at(node, stage)
+            for number in node.imports:
+                maker = self.node_of(self.imports[number].value) if number >= 0 else None
+                if maker is not None and maker.is_data:
+                    stack.append(maker)
+        run.nodes = sorted(chosen)
+        run.parts = {i: parts for i, parts in chosen.items() if self.nodes[i].mode == REDUCE}
+        self._finish(run)
+        return run
+
+    def _parts_at(self, node: Node, stage: int) -> tuple[int, ...]:
+        if node.mode != REDUCE:
+            return ()
+        if node.late_stage is None:
+            return tuple(range(REDUCTIONS[REDUCTION_NAMES[node.reduce]].n_parts))
+        stages = (node.stage, node.late_stage)
+        return tuple(part for part, at in enumerate(stages) if at == stage)
+
+    def _finish(self, run: Run) -> None:
+        """Find what the run reads from outside, what leaves it, and when its values die."""
+        inside = {v for i in run.nodes for v in self.nodes[i].outs if i not in run.parts}
+        last_reader: dict[int, int] = {}
+        imports: dict[int, None] = {}
+        for position, i in enumerate(run.nodes):
+            for value in self.nodes[i].outs:
+                last_reader.setdefault(value, position)
+            for number in self.nodes[i].imports:
+                if number < 0:
+                    continue
+                value = self.imports[number].value
+                if value in inside:
+                    last_reader[value] = position
+                else:
+                    imports[number] = None
+        run.imports = list(imports)
+        for i in run.nodes:
+            node = self.nodes[i]
+            is_home = node.stage == run.stage
+            for value in node.outs:
+                if i in run.parts or (is_home and self._leaves(value, run)):
+                    run.exports.append(value)
+                if self.needs_gradient(value) and not self.is_leaf(value):
+                    run.has_gradient = True
+        kept = set(run.exports) | self._written_storage(run)
+        drops: dict[int, list[int]] = defaultdict(list)
+        for value, position in last_reader.items():
+            if value not in kept:
+                drops[position].append(value)
+        run.drops = [tuple(drops[position]) for position in range(len(run.nodes))]
+
+    def _leaves(self, value: int, run: Run) -> bool:
+        if not run.is_body:
+            return True
+        return self._is_read_elsewhere(value, run)
+
+    def _written_storage(self, run: Run) -> set[int]:
+        """Values whose memory a node of the run writes: they are kept to the end of the run."""
+        storages = {
+            self.info(self.nodes[i].first_out).storage for i in run.nodes if self.nodes[i].writes
+        }
+        if not storages:
+            return set()
+        return {v for i in run.nodes for v in self.nodes[i].outs if self.info(v).storage in storages}

@@ -1,0 +1,92 @@
+"""Rows of a value: cutting a chunk out of it, and putting chunks together again.
+
+A place is (axis, dim, outer, inner): dim `dim` has outer * rows * inner entries, and entry
+(o * rows + row) * inner + i belongs to row `row`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Place = tuple[int, int, int, int]
+Bounds = tuple[int, int]
+
+
+def grid(rows: int, n_chunks: int) -> list[Bounds]:
+    """Divide `rows` rows into at most `n_chunks` ranges whose sizes differ by one at most.
+
+    Example:
+        >>> from koila.rows import grid
+        >>> grid(7, 3)
+        [(0, 3), (3, 5), (5, 7)]
+    """
+    n_chunks = max(1, min(n_chunks, rows))
+    size, n_larger = divmod(rows, n_chunks)
+    bounds, start = [], 0
+    for i in range(n_chunks):
+        stop = start + size + (i < n_larger)
+        bounds.append((start, stop))
+        start = stop
+    return bounds
+
+
+def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether a range of `dim` is one block of memory, laid out as the whole is."""
+    stride = tensor.stride(dim)
+    return all(
+        size == 1 or other <= stride
+        for size, other in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """A copy of `part` with its dims in memory in the order of `whole`.
+
+    What is legal for the whole, such as a view, is then legal for the part.
+    """
+    order = sorted(range(whole.dim()), key=whole.stride, reverse=True)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return part.permute(order).contiguous().permute(back)
+
+
+def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:
+    """Take the rows in `bounds` of a whole tensor, which has `rows` of them."""
+    _, dim, outer, inner = place
+    start, stop = bounds
+    if start == 0 and stop == rows:
+        return tensor
+    if outer == 1:
+        part = tensor.narrow(dim, start * inner, (stop - start) * inner)
+        if _is_outermost(tensor, dim) or not _is_dense(tensor):
+            return part
+        return _in_order_of(part, tensor)
+    digits = tensor.unflatten(dim, (outer, rows, inner))
+    return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
+
+
+def gather(parts: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+    """Put the chunks of a value together, in the order of the rows."""
+    _, dim, outer, inner = place
+    if len(parts) == 1:
+        return parts[0]
+    if outer == 1:
+        return torch.cat(list(parts), dim)
+    digits = [part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts]
+    return torch.cat(digits, dim + 1).flatten(dim, dim + 2)
+
+
+def chunk_shape(shape: Sequence[int], place: Place, rows: int) -> tuple[int, ...]:
+    """The shape of a value on a chunk of `rows` rows."""
+    _, dim, outer, inner = place
+    return (*shape[:dim], outer * rows * inner, *shape[dim + 1 :])

@@ -1,0 +1,333 @@
+"""What torch does not hand to a tensor subclass comes out as in eager, or fails loudly; never else.
+
+Here: whatever takes a tensor's memory, or its place in a transform, without asking. Functions with
+a backward of their own are in `test_functions`, reads in `test_reads`, writes in `test_writes`.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import dlpack
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from small import Smalls
+
+SMALLS = Smalls()
+
+# Constructors
+
+
+@SMALLS.add
+def tensor(x: Tensor) -> Any:
+    return torch.tensor(x * 2)
+
+
+@SMALLS.add
+def tensor_of_numbers(x: Tensor) -> Any:
+    return torch.tensor([x.sum(), x[0, 0], 1.0])
+
+
+@SMALLS.add
+def tensor_of_nested_numbers(x: Tensor) -> Any:
+    return torch.tensor([[x[0, 0], 1.0], [2.0, x[1, 1]]], dtype=torch.float32)
+
+
+@SMALLS.add
+def as_tensor(x: Tensor) -> Any:
+    return torch.as_tensor(x * 2)
+
+
+@SMALLS.add
+def as_tensor_of_another_dtype(x: Tensor) -> Any:
+    return torch.as_tensor(x * 2, dtype=torch.float32)
+
+
+@SMALLS.add
+def asarray(x: Tensor) -> Any:
+    return torch.asarray(x * 2)
+
+
+@SMALLS.add
+def asarray_copied(x: Tensor) -> Any:
+    return torch.asarray(x * 2, dtype=torch.float32, copy=True)
+
+
+@SMALLS.add
+def new_tensor(x: Tensor) -> Any:
+    return x.new_tensor([1.0, 2.0]), x.new_tensor(x * 2), torch.zeros(1).new_tensor(x)
+
+
+@SMALLS.add
+def legacy_constructor(x: Tensor) -> Any:
+    return torch.DoubleTensor(x), torch.Tensor(x.float())
+
+
+@SMALLS.add
+def to_dlpack(x: Tensor) -> Any:
+    return dlpack.from_dlpack(dlpack.to_dlpack(x * 2))
+
+
+@SMALLS.add
+def to_dlpack_of_the_batch(x: Tensor) -> Any:
+    return dlpack.from_dlpack(dlpack.to_dlpack(x))
+
+
+@SMALLS.add
+def dlpack_method(x: Tensor) -> Any:
+    return torch.from_dlpack((x * 2).__dlpack__())
+
+
+@SMALLS.add
+def from_dlpack(x: Tensor) -> Any:
+    return torch.from_dlpack(x * 2)
+
+
+@SMALLS.add_refusable
+def full(x: Tensor) -> Any:
+    return torch.full((2,), x.sum())
+
+
+@SMALLS.add_refusable
+def full_of_the_batch(x: Tensor) -> Any:
+    return torch.full((2,), x[0, 0])
+
+
+@SMALLS.add_refusable
+def arange(labels: Tensor) -> Any:
+    return torch.arange(labels.max())
+
+
+@SMALLS.add_refusable
+def scalar_argument(x: Tensor) -> Any:
+    return torch.ones(4).clamp(x.min(), x.max()), torch.ones(3) * x.sum().item()
+
+
+@SMALLS.add_refusable
+def int_argument(x: Tensor, labels: Tensor) -> Any:
+    return x.sum(dim=labels.argmin()), torch.zeros(3, 3).select(0, labels[1])
+
+
+@SMALLS.add
+def zeros_of_its_shape(x: Tensor) -> Any:
+    return torch.zeros(x.shape[0], x.size(1), dtype=x.dtype, device=x.device) + x
+
+
+@SMALLS.add
+def zeros_like(x: Tensor) -> Any:
+    return torch.zeros_like(x), torch.full_like(x, 3), torch.rand_like(x)
+
+
+@SMALLS.add_refusable
+def pybind_argument(x: Tensor) -> Any:
+    pointer = torch._C._aoti.unsafe_alloc_void_ptr_from_tensor((x * 2).detach())
+    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(pointer)
+
+
+# Transforms
+
+
+def energy(x: Tensor) -> Tensor:
+    return (x.sin() * x).sum()
+
+
+@SMALLS.add_refusable
+def func_grad(x: Tensor) -> Any:
+    return torch.func.grad(energy)(x)
+
+
+@SMALLS.add_refusable
+def func_grad_of_a_step(x: Tensor) -> Any:
+    return torch.func.grad_and_value(energy)(x * 2)
+
+
+@SMALLS.add_refusable
+def func_grad_over_a_lazy(x: Tensor) -> Any:
+    return torch.func.grad(lambda weight: (x * weight).sum())(torch.ones(3, dtype=x.dtype))
+
+
+@SMALLS.add_refusable
+def func_vjp(x: Tensor) -> Any:
+    value, pull = torch.func.vjp(torch.sin, x)
+    return value, pull(torch.ones_like(value))
+
+
+@SMALLS.add_refusable
+def func_jvp(x: Tensor, z: Tensor) -> Any:
+    return torch.func.jvp(torch.sin, (x,), (z,))
+
+
+@SMALLS.add_refusable
+def func_jacrev(x: Tensor) -> Any:
+    return torch.func.jacrev(lambda row: row.sin())(x[0])
+
+
+@SMALLS.add_refusable
+def func_jacfwd(x: Tensor) -> Any:
+    return torch.func.jacfwd(lambda row: row.sin())(x[0])
+
+
+@SMALLS.add_refusable
+def func_hessian(x: Tensor) -> Any:
+    return torch.func.hessian(energy)(x[0])
+
+
+@SMALLS.add_refusable
+def vmap(x: Tensor) -> Any:
+    return torch.vmap(lambda row: row.sin() / row.sum())(x)
+
+
+@SMALLS.add_refusable
+def vmap_of_two(x: Tensor, z: Tensor) -> Any:
+    return torch.vmap(torch.dot)(x, z * 2)
+
+
+@SMALLS.add_refusable
+def vmap_over_columns(x: Tensor) -> Any:
+    return torch.vmap(torch.cumsum, in_dims=(1, None), out_dims=1)(x, 0)
+
+
+@SMALLS.add_refusable
+def vmap_over_a_lazy(x: Tensor) -> Any:
+    return torch.vmap(lambda number: x.sin() * number)(torch.arange(2.0, dtype=x.dtype))
+
+
+@SMALLS.add_refusable
+def vmap_of_grad(x: Tensor) -> Any:
+    return torch.vmap(torch.func.grad(energy))(x)
+
+
+@SMALLS.add
+def functional_call(x: Tensor) -> Any:
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 2).double()
+    weights = {name: value.detach() * 2 for name, value in linear.named_parameters()}
+    return torch.func.functional_call(linear, weights, (x,))
+
+
+@SMALLS.add
+def functional_call_with_lazy_weights(x: Tensor) -> Any:
+    linear = nn.Linear(3, 4).double()
+    weights = {"weight": x.sin(), "bias": x[:, 0]}
+    return torch.func.functional_call(linear, weights, (torch.ones(2, 3).double(),))
+
+
+@SMALLS.add_refusable
+def autograd_functional(x: Tensor) -> Any:
+    return torch.autograd.functional.jacobian(lambda row: row.sin(), x[0])
+
+
+@SMALLS.add_refusable
+def forward_mode(x: Tensor, z: Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, z)
+        return torch.autograd.forward_ad.unpack_dual(dual.sin())
+
+
+# Compilers
+
+
+def scripted_body(x: Tensor) -> Tensor:
+    return x.sin() * 2 + x.sum()
+
+
+class ScriptedModule(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cos() + 1
+
+
+@SMALLS.add_refusable
+def jit_script(x: Tensor) -> Any:
+    return torch.jit.script(scripted_body)(x)
+
+
+@SMALLS.add_refusable
+def jit_script_of_a_step(x: Tensor) -> Any:
+    return torch.jit.script(scripted_body)(x * 2)
+
+
+@SMALLS.add_refusable
+def jit_script_module(x: Tensor) -> Any:
+    return torch.jit.script(ScriptedModule())(x)
+
+
+@SMALLS.add_refusable
+def jit_trace(x: Tensor) -> Any:
+    return torch.jit.trace(scripted_body, (x,), check_trace=False)(x)
+
+
+@SMALLS.add_refusable
+def jit_traced_before(x: Tensor) -> Any:
+    traced = torch.jit.trace(scripted_body, (torch.ones(2, 3).double(),), check_trace=False)
+    return traced(x)
+
+
+@SMALLS.add_refusable
+def make_fx(x: Tensor) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(scripted_body)(x)(x)
+
+
+@SMALLS.add
+def compiled_module(x: Tensor) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    return torch.compile(module, backend="eager")(x)
+
+
+@SMALLS.add
+def compiled_function(x: Tensor) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(scripted_body, backend="eager")(x * 2)
+
+
+# Data, savers, collators
+
+
+@SMALLS.add
+def collate(x: Tensor, labels: Tensor) -> Any:
+    return default_collate([{"x": x[i], "label": labels[i]} for i in range(4)])
+
+
+@SMALLS.add
+def data_loader(x: Tensor, labels: Tensor) -> Any:
+    return list(DataLoader(TensorDataset(x, labels), batch_size=3))
+
+
+@SMALLS.add
+def save(x: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save({"x": (x * 2).detach()}, file)
+    return torch.load(io.BytesIO(file.getvalue()))["x"]
+
+
+# The whole
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", SMALLS)
+def test_equals_eager(name: str, requires_grad: bool) -> None:
+    SMALLS[name].check(requires_grad)
+
+
+def test_transformer_in_eval_takes_eagers_path() -> None:
+    """torch's own fast path, which another kind of tensor switches off, gives other numbers."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    model = nn.TransformerEncoder(layer, 2).eval()
+    padding = torch.tensor([[False, False, True]] * 2 + [[False] * 3] * 2)
+    body = torch.linspace(-1, 1, 8, dtype=torch.float64)
+
+    def encode(x: Tensor) -> Any:
+        with torch.no_grad():
+            return model(x[..., None] * body, src_key_padding_mask=padding)
+
+    smalls = Smalls()
+    smalls.add(encode)
+    smalls["encode"].check(requires_grad=False)
