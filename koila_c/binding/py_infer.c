@@ -37,6 +37,22 @@ read_true(PyObject *object, const char *name)
     return is_true == 1;
 }
 
+/* Plain memory and no names for dims. */
+static bool
+is_plain(PyObject *object)
+{
+    PyObject *layout = PyObject_GetAttrString(object, "layout");
+    PyObject *text = layout == NULL ? NULL : PyObject_Str(layout);
+    PyObject *has_names = PyObject_CallMethod(object, "has_names", NULL);
+    bool is_strided = text != NULL && PyUnicode_CompareWithASCIIString(text, "torch.strided") == 0;
+    bool is_unnamed = has_names == Py_False;
+    Py_XDECREF(has_names);
+    Py_XDECREF(text);
+    Py_XDECREF(layout);
+    PyErr_Clear();
+    return is_strided && is_unnamed;
+}
+
 static bool
 read_meta(const Desk *desk, PyObject *object, KlMeta *meta)
 {
@@ -74,7 +90,7 @@ desk_meta_of(void *context, PyObject *object)
         return NULL;
     }
     KlMeta *meta = &desk->metas[desk->n_metas];
-    if (!read_meta(desk, object, meta)) {
+    if (!is_plain(object) || !read_meta(desk, object, meta)) {
         return NULL;
     }
     desk->n_metas++;
