@@ -122,7 +122,7 @@ KlStatus
 shape_cast(const KlCall *call, KlInferred *result, KlError *error)
 {
     for (uint32_t i = 1; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_OTHER || call->args[i].kind == KL_ARG_TEXT) {
+        if (call->args[i].kind == KL_ARG_TEXT) {
             return KL_DECLINED;
         }
     }
