@@ -77,7 +77,13 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {
         result->dim_map[dim] = dim;
     }
-    return find_device(call, result);
+    /* What binding could not read may be a tensor that has no meta: no rule may pass over it. */
+    for (uint32_t i = 0; i < call->n_args; i++) {
+        if (call->args[i].kind == KL_ARG_OTHER) {
+            return KL_DECLINED;
+        }
+    }
+    return call->n_inputs == 0 ? KL_DECLINED : find_device(call, result);
 }
 
 /* An in-place op's rules describe the op that makes a new tensor: its result must fit into the first
