@@ -1,7 +1,7 @@
 """Check what the rows say of real calls: shape, dtype, strides, alias, and places by brute force.
 
-The oracle is torch itself. A place is checked without any rule: the inputs are cut as the row says, torch runs on
-every chunk, and what comes out is put together as the row says.
+The oracle is torch itself. A place is checked without any rule: the inputs are cut as the row says,
+torch runs on every chunk, and what comes out is put together as the row says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ NAMESPACES = (
     torch._C._special,
     torch._C._fft,
 )
+PLACED = {torch.float64, torch.int64, torch.bool, torch.int32}
 RANDOM_VALUES = {"empty_like", "new_empty"}  # uninitialised memory
 
 
@@ -156,10 +157,15 @@ def run_chunk(
 
 
 def assert_same(actual: Any, expected: Any, what: str) -> None:
-    is_short = expected.dtype in (torch.float16, torch.bfloat16)
-    tolerance = 3e-2 if is_short else 1e-5
+    is_short = expected.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    tolerance = 1e-2 if is_short else 1e-7
     torch.testing.assert_close(
-        actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}\n{m}"
+        actual,
+        expected,
+        rtol=tolerance,
+        atol=tolerance,
+        equal_nan=True,
+        msg=lambda m: f"{what}\n{m}",
     )
 
 
@@ -185,8 +191,13 @@ def combine(
     return None
 
 
-def describe(name: str, args: Any, kwargs: Any, places: Any = None) -> str:
+def describe(name: str, args: Any, kwargs: Any, places: Any = None, *, brief: bool = False) -> str:
+    """Write a call down; briefly, without what its places cannot depend on."""
+
     def show(x: Any) -> str:
+        if isinstance(x, torch.Tensor) and brief:
+            is_index = not x.is_floating_point() and x.numel() <= 16
+            return f"<{tuple(x.shape)} {x.tolist() if is_index else ''}>"
         if isinstance(x, torch.Tensor):
             return f"<{str(x.dtype)[6:]} {tuple(x.shape)} {x.stride()}{' grad' * x.requires_grad}>"
         if isinstance(x, (list, tuple)):
@@ -207,10 +218,11 @@ class Kept:
 class Checker:
     """Check calls against torch, and count what was seen."""
 
-    def __init__(self, check_places: bool = True) -> None:
-        self.table = rows_by_callable()
-        self.check_places = check_places
+    def __init__(self, rows: Container[str] | None = None) -> None:
+        table = rows_by_callable()
+        self.table = {f: row for f, row in table.items() if rows is None or row in rows}
         self.seen: set[str] = set()
+        self.placed: set[str] = set()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.reasons: Counter[tuple[str, str]] = Counter()
 
@@ -250,7 +262,11 @@ class Checker:
         # A node that nothing leads to any more has let go again of what it kept.
         saved = [kept.tensor for one in packed if (kept := one()) is not None]
         self.check_saves(text, said, args, kwargs, result, saved)
-        if self.check_places and not any(t.numel() > 4000 for t, _ in before):
+        # Places do not depend on dtypes, and short floats are too coarse to compare sums.
+        brief = describe(name, args, kwargs, brief=True)
+        is_new = brief not in self.placed
+        if is_new and all(t.dtype in PLACED and t.numel() <= 4000 for t, _ in before):
+            self.placed.add(brief)
             values = {id(t): old for t, old in before}
             self.check_all_places(name, func, values, args, kwargs, result)
         return result
@@ -356,7 +372,9 @@ class Checker:
                     try:
                         chunk = run_chunk(func, args, kwargs, said, rows, start, start + n)
                     except Exception as error:
-                        raise AssertionError(f"{text}: {said}: chunk {start}+{n}: {error}") from error
+                        raise AssertionError(
+                            f"{text}: {said}: chunk {start}+{n}: {error}"
+                        ) from error
                 parts.append(tensors(chunk) if not isinstance(chunk, torch.Tensor) else [chunk])
                 start += n
             for number, whole in enumerate(outs):
@@ -408,9 +426,9 @@ def assignments(inputs: Sequence[torch.Tensor]) -> Iterator[tuple[list[Place | N
                     places[number] = (0, dim, outer, inner)
                     for k, other in enumerate(inputs):
                         at = dim if align == "left" else dim + other.dim() - first.dim()
-                        if k != number and align != "no" and 0 <= at < other.dim():
-                            if other.shape[at] == size:
-                                places[k] = (0, at, outer, inner)
+                        is_other = k != number and align != "no"
+                        if is_other and 0 <= at < other.dim() and other.shape[at] == size:
+                            places[k] = (0, at, outer, inner)
                     key = (tuple(places), rows)
                     if key not in seen:
                         seen.add(key)
@@ -437,7 +455,23 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x] * 2, -1)[..., 0]
 
 
-LAYOUTS = (lambda x: x, transposed, channels_last, strided)
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def detached(x: torch.Tensor) -> torch.Tensor:
+    return x.detach()
+
+
+# What is done to the first input of a sample, and to the others.
+VARIANTS = {
+    "as it is": (unchanged, unchanged),
+    "transposed": (transposed, transposed),
+    "channels last": (channels_last, channels_last),
+    "with holes": (strided, strided),
+    "gradient of the first": (unchanged, detached),
+    "gradient of the others": (detached, unchanged),
+}
 
 
 def changed(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
