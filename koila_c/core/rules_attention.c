@@ -1,7 +1,8 @@
 /* rules_attention.c - scaled_dot_product_attention: (*, l, e), (*, s, e), (*, s, v) -> (*, l, v).
  *
- * torch picks one of several kernels by shape, dtype and a context the rules do not see. Where the choice
- * would change what is promised (strides of the result, bytes kept), the larger set is told. */
+ * torch picks one of several kernels by shape, dtype and a context the rules do not see. Where
+ * the choice would change what is promised (strides of the result, bytes kept), the larger set
+ * is told. */
 #include "rules.h"
 
 enum { QUERY, KEY, VALUE, MASK, DROPOUT, CAUSAL, SCALE, GROUPED };
@@ -153,8 +154,8 @@ place_attention(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* The fused kernel takes four dims of one batch and one feature size, densely stored features, a mask of
- * two or four dims that needs no gradient, and no dropout. */
+/* The fused kernel takes four dims of one batch and one feature size, densely stored features, a
+ * mask of two or four dims that needs no gradient, and no dropout. */
 static bool
 is_fused(const KlCall *call, double dropout, bool is_grouped)
 {

@@ -1,4 +1,5 @@
-/* rules_conv.c - convolutions, plain and transposed, of one to three spatial dims, batched or not. */
+/* rules_conv.c - convolutions, plain and transposed, of one to three spatial dims, batched or
+ * not. */
 #include "rules.h"
 
 #include <string.h>
@@ -211,7 +212,8 @@ place_conv(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is kept. */
+/* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is
+ * kept. */
 void
 saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -1,10 +1,11 @@
 /* rules_loss_nll.c - cross-entropy and negative log-likelihood.
  *
- * NOTE [weighted mean]: the mean of these losses divides by the sum of the weights of the labels that count
- * (all but ignore_index), which is in the data: a mean of chunk means is wrong even for equal chunks. It is
- * combined as sum(part 0) / sum(part 1): part 0 is the op itself with reduction="sum", part 1 the weight of
- * the chunk's labels, which reads target and weight only. That holds with label smoothing too, because torch
- * divides the smooth part by the same weight. Class probabilities count 1 each, whatever their weights. */
+ * NOTE [weighted mean]: the mean of these losses divides by the sum of the weights of the labels
+ * that count (all but ignore_index), which is in the data: a mean of chunk means is wrong even
+ * for equal chunks. It is combined as sum(part 0) / sum(part 1): part 0 is the op itself with
+ * reduction="sum", part 1 the weight of the chunk's labels, which reads target and weight only.
+ * That holds with label smoothing too, because torch divides the smooth part by the same weight.
+ * Class probabilities count 1 each, whatever their weights. */
 #include "rules.h"
 
 enum { INPUT, TARGET, WEIGHT };
@@ -123,7 +124,8 @@ place_nll(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* Keep an argument that is made dense on the way if it is not: then the copy, or both where that is not known. */
+/* Keep an argument that is made dense on the way if it is not: then the copy, or both where that
+ * is not known. */
 static void
 save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg)
 {
@@ -173,7 +175,7 @@ saves_cross_entropy(const KlCall *call, const KlInferred *result, KlSaves *saves
     }
 }
 
-/* --- ctc_loss: log_probs (t, n, c), targets, input_lengths, target_lengths, blank, reduction -------------- */
+/* --- ctc_loss: log_probs (t, n, c), targets, input_lengths, target_lengths, ... ---------------- */
 
 KlStatus
 shape_ctc(const KlCall *call, KlInferred *result, KlError *error)
@@ -195,8 +197,8 @@ place_ctc(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_once(result, "ctc_loss takes the lengths of all rows at once");
 }
 
-/* The forward variables of every path are kept, (n, t, 2 * longest target + 1): the longest is in the data,
- * at most the targets' size. */
+/* The forward variables of every path are kept, (n, t, 2 * longest target + 1): the longest is
+ * in the data, at most the targets' size. */
 void
 saves_ctc(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -49,8 +49,8 @@ letters(uint8_t first, uint8_t second, uint8_t third)
     return (KlLabels){{first, second, third}};
 }
 
-/* args[arg] and args[arg + 1] of `n_left` and `n_right` dims are multiplied: the last dim of the left by
- * the last but one (or only) of the right. */
+/* args[arg] and args[arg + 1] of `n_left` and `n_right` dims are multiplied: the last dim of the
+ * left by the last but one (or only) of the right. */
 static KlStatus
 shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, KlInferred *result,
            KlError *error)

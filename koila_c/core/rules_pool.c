@@ -1,5 +1,5 @@
-/* rules_pool.c - pooling by windows and to a given size. Channels are pooled one by one, so all but the
- * spatial dims keep their rows. */
+/* rules_pool.c - pooling by windows and to a given size. Channels are pooled one by one, so all
+ * but the spatial dims keep their rows. */
 #include "rules.h"
 
 enum { SPATIAL_MAX = 3 };

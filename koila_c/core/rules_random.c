@@ -1,5 +1,6 @@
-/* rules_random.c - ops that draw: dropouts and fills. A call that draws nothing (dropout in evaluation) says
- * so. A generator of the user's own is declined: it would have to be set back with ours. */
+/* rules_random.c - ops that draw: dropouts and fills. A call that draws nothing (dropout in
+ * evaluation) says so. A generator of the user's own is declined: it would have to be set back
+ * with ours. */
 #include "rules.h"
 
 enum { INPUT, PROBABILITY, TRAIN };
@@ -20,7 +21,8 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
     return KL_OK;
 }
 
-/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature kinds. */
+/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature
+ * kinds. */
 static KlMeta
 shape_noise(const KlMeta *input, bool is_feature)
 {
@@ -159,7 +161,7 @@ saves_feature_dropout(const KlCall *call, const KlInferred *result, KlSaves *sav
     save_noise(call, result, saves, true);
 }
 
-/* --- draws whose parameters are tensors --------------------------------------------------------------------- */
+/* --- draws whose parameters are tensors ------------------------------------------------------- */
 
 /* No argument is of a kind the rules do not know: the generator is the default one. */
 static bool

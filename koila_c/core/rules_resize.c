@@ -1,4 +1,5 @@
-/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches, grids. */
+/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches,
+ * grids. */
 #include "rules.h"
 
 #include <math.h>
@@ -6,7 +7,7 @@
 
 enum { SPATIAL_MAX = 3 };
 
-/* --- upsampling: input, output_size, [align_corners,] scale_factors ----------------------------------- */
+/* --- upsampling: input, output_size, [align_corners,] scale_factors --------------------------- */
 
 static KlStatus
 read_sizes(const KlCall *call, uint32_t arg_scales, int32_t n, const KlMeta *input, int64_t *sizes)
@@ -109,7 +110,7 @@ shape_linear3d(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? shape_upsample(call, 3, result, error) : status;
 }
 
-/* --- padding: input, pad, mode, value ------------------------------------------------------------------ */
+/* --- padding: input, pad, mode, value --------------------------------------------------------- */
 
 typedef enum { PAD_CONSTANT, PAD_REFLECT, PAD_REPLICATE, PAD_CIRCULAR } PadMode;
 
@@ -253,7 +254,7 @@ saves_pad(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* --- shuffles ------------------------------------------------------------------------------------------ */
+/* --- shuffles --------------------------------------------------------------------------------- */
 
 static KlStatus
 make_shuffled(const KlCall *call, KlInferred *result, const KlMeta *out, KlError *error)

@@ -1,5 +1,6 @@
-/* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or 0, batch_first)
- * of the input and dim 1 of every state. Packed sequences come with other arguments, and are declined. */
+/* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or
+ * 0, batch_first) of the input and dim 1 of every state. Packed sequences come with other
+ * arguments, and are declined. */
 #include "rules.h"
 
 #include <string.h>
@@ -105,7 +106,8 @@ read_layer(const KlCall *call, Layer *layer)
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
-/* output (t, n, directions * h), then the last states; batch_first swaps the first two dims of a view */
+/* output (t, n, directions * h), then the last states; batch_first swaps the first two dims of a
+ * view */
 KlStatus
 shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -159,8 +161,9 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* Gates and states of every step, and what goes from layer to layer. The fused kernel of oneDNN (lstm in
- * float32) has a workspace instead, measured at 15 hidden and 5 input features for each row and step. */
+/* Gates and states of every step, and what goes from layer to layer. The fused kernel of oneDNN
+ * (lstm in float32) has a workspace instead, measured at 15 hidden and 5 input features for each
+ * row and step. */
 void
 saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -187,7 +190,7 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* --- cells: input (n, i), hx (n, h), w_ih, w_hh, b_ih, b_hh ------------------------------------------------ */
+/* --- cells: input (n, i), hx (n, h), w_ih, w_hh, b_ih, b_hh ----------------------------------- */
 
 KlStatus
 shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
