@@ -63,6 +63,9 @@ bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
 {
     const KlNode *node = &tape->core.nodes[id];
     if (node->writes != 0) {
+        if (result == Py_None) { /* __setitem__ gives nothing back */
+            result = tape->values[tape->core.inputs[node->first_input].value].real;
+        }
         if (bind(tape, id, node->first_out, result) < 0 || node->n_outs == 1) {
             return PyErr_Occurred() ? -1 : 0;
         }

@@ -380,6 +380,9 @@ append(Recording *recording, PyObject **results)
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) {
+        if (inferred->alias_input == KL_ID_NONE) {
+            return 0; /* a list of its own arguments: it is run at once */
+        }
         *results = Py_NewRef(recording->bound.input_origins[inferred->alias_input].object);
         return 1;
     }

@@ -105,7 +105,7 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
     is_random = bool(schemas) and _is_random(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
-    returns_list = any(_returns_list(schema) for schema in schemas)
+    returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)

@@ -13,8 +13,8 @@ import torch
 
 from koila import _core, draws, plan, reductions
 from koila.cross import Cross
-from koila.program import REDUCE, Node, Program, Run
-from koila.rows import Bounds, grid
+from koila.program import Program, Run
+from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
 
 
@@ -69,6 +69,16 @@ class Replay:
             return cross.read_whole(is_graph)
         return cross.read_rows(entry.place, self.grids[run.axis], chunk, is_graph)
 
+    def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
+        """A tensor with the sizes of a value that is not there yet, and no memory to speak of."""
+        value, place, _ = self.program.imports[number]
+        info = self.program.info(value)
+        shape = info.shape
+        if place is not None:
+            start, stop = self.grids[run.axis][chunk]
+            shape = chunk_shape(shape, place, stop - start)
+        return torch.empty((), dtype=info.dtype).expand(shape)
+
     # -- running one stage --------------------------------------------------------------------------
 
     def run_nodes(
@@ -83,6 +93,8 @@ class Replay:
         imports: list[Any] = [None] * len(self.program.imports)
         for number in run.imports:
             imports[number] = self._given(number, run, chunk, is_graph, stand_ins)
+        for number in run.shadows:
+            imports[number] = self._shadow(number, run, chunk)
         if not run.is_body:
             self._combine(run, env, is_graph, stand_ins)
         bounds = self.grids[run.axis][chunk] if run.is_body else None
@@ -113,20 +125,13 @@ class Replay:
     ) -> None:
         """Reductions that ended in the body before: their partials become values here."""
         with torch.set_grad_enabled(is_graph):
-            for node in self._combined_at(run.stage):
+            for node in run.combined:
                 value = node.first_out
                 cross = (stand_ins or {}).get(value) or self.cross[value]
                 parts = cross.read_parts(is_graph)
                 combined = reductions.combine(self.program, node, parts)
                 for out, tensor in zip(node.outs, combined, strict=True):
                     env[out] = tensor
-
-    def _combined_at(self, stage: int) -> list[Node]:
-        return [
-            node
-            for node in self.program.nodes.values()
-            if node.mode == REDUCE and node.stage + 1 == stage
-        ]
 
     def _runs_at(self, stage: int) -> list[Run]:
         return [run for run in self.program.runs if run.stage == stage]
@@ -154,7 +159,7 @@ class Replay:
         """Run a joint; returns the tensors that carry its graph, by value."""
         env = self.run_nodes(run, 0, is_graph)
         graph: dict[int, torch.Tensor] = {}
-        combined = [out for node in self._combined_at(run.stage) for out in node.outs]
+        combined = [out for node in run.combined for out in node.outs]
         for value in [*combined, *run.exports]:
             tensor = env[value]
             info = self.program.info(value)
@@ -229,7 +234,7 @@ class Replay:
         made = dict(stand_ins)
         for run in self._tail_runs():
             env = self.run_nodes(run, 0, True, made)
-            combined = [out for node in self._combined_at(run.stage) for out in node.outs]
+            combined = [out for node in run.combined for out in node.outs]
             for value in [*combined, *run.exports]:
                 info = self.program.info(value)
                 made[value] = Cross(info, False, whole=env[value], is_graph=True)
