@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import samples
 from samples import Sample
+from samples_images import IMAGES
 from samples_loss import LOSSES
-from samples_nn import DRAWS, IMAGES, LAYERS, PRODUCTS
+from samples_nn import DRAWS, LAYERS, PRODUCTS
 
 SAMPLES = {**samples.SAMPLES, **PRODUCTS, **IMAGES, **LAYERS, **DRAWS, **LOSSES}
 

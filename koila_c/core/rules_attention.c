@@ -5,6 +5,7 @@
  * is told. */
 #include "rules.h"
 
+/* The first three words are the first three inputs. */
 enum { QUERY, KEY, VALUE, MASK, DROPOUT, CAUSAL, SCALE, GROUPED };
 enum { LETTER_QUERY = 20, LETTER_KEY = 21, LETTER_VALUE = 22 };
 
@@ -159,12 +160,12 @@ place_attention(const KlCall *call, KlInferred *result, KlError *error)
 static bool
 is_fused(const KlCall *call, double dropout, bool is_grouped)
 {
-    const KlMeta *query = kl_rules_input(call, QUERY);
+    const KlMeta *query = call->inputs[QUERY];
     const KlMeta *mask = kl_rules_input(call, MASK);
     bool is_fit = query->n_dims == 4 && dropout == 0.0 &&
                   (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
     for (uint32_t arg = QUERY; arg <= VALUE && is_fit; arg++) {
-        const KlMeta *meta = kl_rules_input(call, arg);
+        const KlMeta *meta = call->inputs[arg];
         is_fit = meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
                  meta->shape[3] == query->shape[3] &&
                  (is_grouped || meta->shape[1] == query->shape[1]) &&
@@ -179,8 +180,8 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
     double dropout = 0.0;
     bool is_causal = false;
     bool is_grouped = false;
-    const KlMeta *query = kl_rules_input(call, QUERY);
-    const KlMeta *key = kl_rules_input(call, KEY);
+    const KlMeta *query = call->inputs[QUERY];
+    const KlMeta *key = call->inputs[KEY];
     const KlMeta *mask = kl_rules_input(call, MASK);
     const KlMeta *out = &result->outs[0];
     (void)read_options(call, &dropout, &is_causal, &is_grouped);

@@ -129,7 +129,7 @@ place_nll(const KlCall *call, KlInferred *result, KlError *error)
 static void
 save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg)
 {
-    const KlMeta *meta = kl_rules_input(call, arg);
+    const KlMeta *meta = call->inputs[arg]; /* the first two arguments are the first two inputs */
     kl_rules_save(call, saves, arg);
     if (meta->n_dims > 1 && !kl_meta_is_contiguous(meta)) {
         kl_rules_save_new(result, saves, kl_meta_n_elements(meta), meta->dtype);

@@ -45,12 +45,10 @@ shape_drop(const KlCall *call, bool is_feature, KlInferred *result, KlError *err
     bool is_drawn = false;
     KlStatus status = read_dropout(call, &p, &is_drawn);
     const KlMeta *input = kl_rules_input(call, INPUT);
-    if (status == KL_OK && is_feature && input->n_dims < 2) {
-        status = KL_DECLINED;
+    if (status != KL_OK || input == NULL || (is_feature && input->n_dims < 2)) {
+        return KL_DECLINED;
     }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
+    status = kl_rules_out(result, input, error);
     if (status != KL_OK) {
         return status;
     }
@@ -90,18 +88,16 @@ shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
 {
     double p = 0.0;
     bool is_drawn = false;
+    bool is_training = true;
     const KlMeta *input = kl_rules_input(call, INPUT);
     KlStatus status = read_dropout(call, &p, &is_drawn);
-    bool is_training = true;
     if (status == KL_OK) {
         status = kl_rules_bool(call, TRAIN, true, &is_training);
     }
-    if (status == KL_OK && kl_meta_n_elements(input) == 0) {
-        status = KL_DECLINED; /* then the mask is no mask */
+    if (status != KL_OK || input == NULL || kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED; /* of an empty input the mask is no mask */
     }
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, 2, error);
-    }
+    status = kl_infer_reserve_outs(result, 2, error);
     for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
         result->outs[i] = *input;
         result->outs[i].place = KL_PLACE_WHOLE;

@@ -12,7 +12,7 @@ enum { SPATIAL_MAX = 3 };
 static KlStatus
 read_sizes(const KlCall *call, uint32_t arg_scales, int32_t n, const KlMeta *input, int64_t *sizes)
 {
-    const KlArg *scales = arg_scales < call->n_args ? &call->args[arg_scales] : NULL;
+    const KlArg *scales = &call->args[arg_scales];
     bool has_scales = kl_rules_is_given(call, arg_scales);
     if (kl_rules_is_given(call, 1)) {
         return has_scales ? KL_DECLINED : kl_rules_spatial(call, 1, n, sizes, sizes);
