@@ -30,14 +30,19 @@ broadcast_lead(const KlCall *call, bool is_grouped, KlMeta *lead, KlError *error
 {
     *lead = (KlMeta){.n_dims = 0};
     for (uint32_t arg = QUERY; arg <= VALUE; arg++) {
-        const KlMeta *meta = kl_rules_input(call, arg);
-        if (meta == NULL || meta->n_dims < 2 || kl_meta_n_elements(meta) == 0) {
+        if (kl_rules_input(call, arg) == NULL) {
+            return KL_DECLINED;
+        }
+    }
+    for (uint32_t arg = QUERY; arg <= VALUE; arg++) {
+        const KlMeta *meta = call->inputs[arg];
+        if (meta->n_dims < 2 || kl_meta_n_elements(meta) == 0) {
             return KL_DECLINED;
         }
         KlMeta own = *meta;
         own.n_dims -= 2;
         if (is_grouped && arg != QUERY) {
-            const KlMeta *query = kl_rules_input(call, QUERY);
+            const KlMeta *query = call->inputs[QUERY];
             if (meta->n_dims != query->n_dims || own.n_dims < 1 ||
                 query->shape[own.n_dims - 1] % own.shape[own.n_dims - 1] != 0) {
                 return KL_DECLINED;
@@ -56,8 +61,8 @@ static KlStatus
 check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
 {
     const KlMeta *mask = kl_rules_input(call, MASK);
-    const KlMeta *query = kl_rules_input(call, QUERY);
-    const KlMeta *key = kl_rules_input(call, KEY);
+    const KlMeta *query = call->inputs[QUERY];
+    const KlMeta *key = call->inputs[KEY];
     if (mask == NULL) {
         return KL_OK;
     }
@@ -88,9 +93,9 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
     if (status != KL_OK) {
         return status;
     }
-    const KlMeta *query = kl_rules_input(call, QUERY);
-    const KlMeta *key = kl_rules_input(call, KEY);
-    const KlMeta *value = kl_rules_input(call, VALUE);
+    const KlMeta *query = call->inputs[QUERY];
+    const KlMeta *key = call->inputs[KEY];
+    const KlMeta *value = call->inputs[VALUE];
     if (query->shape[query->n_dims - 1] != key->shape[key->n_dims - 1] ||
         key->shape[key->n_dims - 2] != value->shape[value->n_dims - 2]) {
         return KL_DECLINED;
@@ -114,8 +119,7 @@ dtype_attention(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
-    bool is_uniform =
-        kl_rules_input(call, KEY)->dtype == dtype && kl_rules_input(call, VALUE)->dtype == dtype;
+    bool is_uniform = call->inputs[KEY]->dtype == dtype && call->inputs[VALUE]->dtype == dtype;
     kl_rules_set_dtypes(result, dtype);
     return is_uniform && kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
 }
