@@ -376,7 +376,6 @@ PRODUCTS: dict[str, Make] = {
     **each("addmv_", lambda: added((4, 3), (3,))((4,))),
     **each("addr_", lambda: added((4,), (3,))((4, 3))),
     **each("baddbmm_", lambda: added((4, 2, 3), (4, 3, 2))((4, 2, 2))),
-    **each("addbmm_", lambda: added((4, 2, 3), (4, 3, 2))((2, 2))),
     "bilinear": varied(
         lambda: [
             call(f(*s, 3), f(*s, 2), f(2, 3, 2), b) for s in ((4,), (6, 2)) for b in (f(2), None)

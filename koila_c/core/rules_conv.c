@@ -30,6 +30,16 @@ kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fal
     return KL_OK;
 }
 
+KlStatus
+kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values)
+{
+    const KlArg *given = &call->args[arg];
+    if (!kl_rules_is_given(call, arg) || (given->kind == KL_ARG_INTS && given->n != (uint32_t)n)) {
+        return KL_DECLINED;
+    }
+    return kl_rules_spatial(call, arg, n, values, values);
+}
+
 /* The numbers of a convolution, each [n] where it has one for each spatial dim. */
 typedef struct {
     int32_t n; /* spatial dims */
@@ -77,9 +87,10 @@ read_conv(const KlCall *call, bool is_transposed, int32_t n, Conv *conv)
         status = kl_rules_int(call, 6, 1, &conv->groups);
     }
     for (int32_t i = 0; i < n && status == KL_OK; i++) {
+        int64_t widest = conv->stride[i] > conv->dilation[i] ? conv->stride[i] : conv->dilation[i];
         bool is_odd = conv->stride[i] <= 0 || conv->dilation[i] <= 0 || conv->padding[i] < 0 ||
                       conv->output_padding[i] < 0 || conv->groups <= 0 ||
-                      (conv->is_same && conv->stride[i] != 1);
+                      conv->output_padding[i] >= widest || (conv->is_same && conv->stride[i] != 1);
         status = is_odd ? KL_DECLINED : KL_OK;
     }
     return status;

@@ -119,7 +119,7 @@ shape_loss_equal(const KlCall *call, KlInferred *result, KlError *error)
         kl_rules_needs_grad(call, 2) || kl_rules_needs_grad(call, 3)) {
         return KL_DECLINED;
     }
-    KlStatus status = broadcast_all(call, &terms, error);
+    KlStatus status = broadcast_all(call, &terms, NULL) == KL_OK ? KL_OK : KL_DECLINED;
     for (int32_t dim = 0; status == KL_OK && dim < terms.n_dims; dim++) {
         bool is_fit = terms.n_dims == input->n_dims && input->shape[dim] == terms.shape[dim] &&
                       target->shape[dim] == terms.shape[dim];
@@ -266,6 +266,13 @@ shape_loss_margin(const KlCall *call, KlInferred *result, KlError *error)
         return KL_DECLINED;
     }
     bool is_many = strcmp(call->row->name, "multilabel_margin_loss") == 0;
+    const KlMeta *weight = is_many ? NULL : kl_rules_input(call, 4);
+    int64_t p = 1;
+    if ((weight != NULL && (weight->n_dims != 1 || weight->dtype != input->dtype ||
+                            weight->shape[0] != input->shape[1])) ||
+        (!is_many && (kl_rules_int(call, 2, 1, &p) != KL_OK || (p != 1 && p != 2)))) {
+        return KL_DECLINED;
+    }
     KlMeta terms = *input;
     terms.n_dims = 1;
     return target->n_dims != (is_many ? 2 : 1) ? KL_DECLINED

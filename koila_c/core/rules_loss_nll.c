@@ -54,11 +54,17 @@ shape_cross_entropy(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlMeta terms;
     double smoothing = 0.0;
+    int64_t ignored = -100;
     KlStatus status = read_terms(call, &terms);
     if (status == KL_OK) {
         status = kl_rules_float(call, 5, 0.0, &smoothing);
     }
-    if (status == KL_OK && !(smoothing >= 0.0 && smoothing <= 1.0)) {
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 4, -100, &ignored);
+    }
+    if (status == KL_OK &&
+        (!(smoothing >= 0.0 && smoothing <= 1.0) ||
+         (ignored >= 0 && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])))) {
         status = KL_DECLINED;
     }
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;

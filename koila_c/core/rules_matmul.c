@@ -242,7 +242,9 @@ shape_bilinear(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *right = NULL;
     const KlMeta *weight = kl_rules_input(call, 2);
     KlStatus status = get_pair(call, 0, &left, &right);
-    if (status != KL_OK || weight == NULL || weight->n_dims != 3 || left->n_dims == 0) {
+    const KlMeta *bias = kl_rules_input(call, 3);
+    if (status != KL_OK || weight == NULL || weight->n_dims != 3 || left->n_dims == 0 ||
+        (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != weight->shape[0]))) {
         return KL_DECLINED;
     }
     status = expect_dims(right, left->n_dims, error);

@@ -55,6 +55,8 @@ bool kl_rules_is_foldable(const KlMeta *meta);
  * fallback. */
 KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
                           int64_t *values); /* rules_conv.c */
+/* The same where a tuple needs `n` entries and the word must be given. */
+KlStatus kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values);
 
 KL_DTYPE(uniform);       /* all tensors share one dtype, the output's; no bool */
 KL_DTYPE(uniform_float); /* ... and it is a real floating-point one */
@@ -252,6 +254,7 @@ KL_SHAPE(rnn);
 KL_SHAPE(rnn_cell);
 KL_SHAPE(rrelu);
 KL_DTYPE(like_float);
+KL_DTYPE(like_real);
 KL_DTYPE(native_dropout);
 KL_PLACE(feature_dropout);
 KL_PLACE(multinomial);

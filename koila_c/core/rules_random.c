@@ -203,10 +203,15 @@ KlStatus
 shape_multinomial(const KlCall *call, KlInferred *result, KlError *error)
 {
     int64_t n = 0;
+    bool is_replaced = false;
     const KlMeta *input = kl_rules_input(call, INPUT);
     KlStatus status = kl_rules_int(call, 1, 0, &n);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, 2, false, &is_replaced);
+    }
     if (status != KL_OK || input == NULL || n < 1 || input->n_dims < 1 || input->n_dims > 2 ||
-        !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call)) {
+        !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call) ||
+        (!is_replaced && n > input->shape[input->n_dims - 1])) {
         return KL_DECLINED;
     }
     KlMeta out = *input;

@@ -15,7 +15,7 @@ read_sizes(const KlCall *call, uint32_t arg_scales, int32_t n, const KlMeta *inp
     const KlArg *scales = &call->args[arg_scales];
     bool has_scales = kl_rules_is_given(call, arg_scales);
     if (kl_rules_is_given(call, 1)) {
-        return has_scales ? KL_DECLINED : kl_rules_spatial(call, 1, n, sizes, sizes);
+        return has_scales ? KL_DECLINED : kl_rules_spatial_each(call, 1, n, sizes);
     }
     if (!has_scales || scales->n != (uint32_t)n ||
         (scales->kind != KL_ARG_FLOATS && scales->kind != KL_ARG_INTS)) {
@@ -214,7 +214,9 @@ shape_pad(const KlCall *call, KlInferred *result, KlError *error)
 {
     PadMode mode = PAD_CONSTANT;
     KlStatus status = read_mode(call, &mode);
-    if (status == KL_OK && mode != PAD_CONSTANT && kl_rules_is_given(call, 3)) {
+    const KlMeta *input = kl_rules_input(call, 0);
+    if (status == KL_OK && mode != PAD_CONSTANT &&
+        (kl_rules_is_given(call, 3) || input == NULL || !kl_meta_dtype_is_float(input->dtype))) {
         status = KL_DECLINED;
     }
     return status == KL_OK ? shape_padded(call, mode, result, error) : status;

@@ -209,8 +209,10 @@ shape_cdist(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *left = kl_rules_input(call, 0);
     const KlMeta *right = kl_rules_input(call, 1);
+    double p = 2.0;
     if (left == NULL || right == NULL || left->n_dims < 2 || right->n_dims < 2 ||
-        kl_meta_n_elements(left) == 0 || kl_meta_n_elements(right) == 0) {
+        kl_meta_n_elements(left) == 0 || kl_meta_n_elements(right) == 0 ||
+        kl_rules_float(call, 2, 2.0, &p) != KL_OK || !(p >= 0.0)) {
         return KL_DECLINED;
     }
     if (left->shape[left->n_dims - 1] != right->shape[right->n_dims - 1]) {
