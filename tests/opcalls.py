@@ -1,7 +1,7 @@
 """Check what the rows say of real calls: shape, dtype, strides, alias, and places by brute force.
 
-The oracle is torch itself. A place is checked without any rule: the inputs are cut as the row says,
-torch runs on every chunk, and what comes out is put together as the row says.
+The oracle is torch itself. A place is checked without any rule: the inputs are cut as the row says, torch runs on
+every chunk, and what comes out is put together as the row says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,27 @@ NAMESPACES = (
     torch._C._special,
     torch._C._fft,
 )
-PLACED = {torch.float64, torch.int64, torch.bool, torch.int32}
 RANDOM_VALUES = {"empty_like", "new_empty"}  # uninitialised memory
+# Composed of kernels that torch chooses by more than the call: what they keep is told from above.
+ESTIMATED = set(
+    [
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+        "cdist",
+        "ctc_loss",
+        "scaled_dot_product_attention",
+        "cosine_embedding_loss",
+        "triplet_margin_loss",
+        "poisson_nll_loss",
+        "margin_ranking_loss",
+    ]
+)
 
 
 def rows_by_callable() -> dict[Any, str]:
@@ -157,8 +176,8 @@ def run_chunk(
 
 
 def assert_same(actual: Any, expected: Any, what: str) -> None:
-    is_short = expected.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    tolerance = 1e-2 if is_short else 1e-7
+    is_short = expected.dtype in (torch.float16, torch.bfloat16)
+    tolerance = 3e-2 if is_short else 1e-5
     torch.testing.assert_close(
         actual,
         expected,
@@ -191,13 +210,8 @@ def combine(
     return None
 
 
-def describe(name: str, args: Any, kwargs: Any, places: Any = None, *, brief: bool = False) -> str:
-    """Write a call down; briefly, without what its places cannot depend on."""
-
+def describe(name: str, args: Any, kwargs: Any, places: Any = None) -> str:
     def show(x: Any) -> str:
-        if isinstance(x, torch.Tensor) and brief:
-            is_index = not x.is_floating_point() and x.numel() <= 16
-            return f"<{tuple(x.shape)} {x.tolist() if is_index else ''}>"
         if isinstance(x, torch.Tensor):
             return f"<{str(x.dtype)[6:]} {tuple(x.shape)} {x.stride()}{' grad' * x.requires_grad}>"
         if isinstance(x, (list, tuple)):
@@ -218,11 +232,10 @@ class Kept:
 class Checker:
     """Check calls against torch, and count what was seen."""
 
-    def __init__(self, rows: Container[str] | None = None) -> None:
-        table = rows_by_callable()
-        self.table = {f: row for f, row in table.items() if rows is None or row in rows}
+    def __init__(self, check_places: bool = True) -> None:
+        self.table = rows_by_callable()
+        self.check_places = check_places
         self.seen: set[str] = set()
-        self.placed: set[str] = set()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.reasons: Counter[tuple[str, str]] = Counter()
 
@@ -261,12 +274,8 @@ class Checker:
         self.check_outs(name, text, said, args, kwargs, result)
         # A node that nothing leads to any more has let go again of what it kept.
         saved = [kept.tensor for one in packed if (kept := one()) is not None]
-        self.check_saves(text, said, args, kwargs, result, saved)
-        # Places do not depend on dtypes, and short floats are too coarse to compare sums.
-        brief = describe(name, args, kwargs, brief=True)
-        is_new = brief not in self.placed
-        if is_new and all(t.dtype in PLACED and t.numel() <= 4000 for t, _ in before):
-            self.placed.add(brief)
+        self.check_saves(name, text, said, args, kwargs, result, saved)
+        if self.check_places and not any(t.numel() > 4000 for t, _ in before):
             values = {id(t): old for t, old in before}
             self.check_all_places(name, func, values, args, kwargs, result)
         return result
@@ -304,7 +313,14 @@ class Checker:
         return value if entry is None else value[entry]
 
     def check_saves(
-        self, text: str, said: Any, args: Any, kwargs: Any, result: Any, saved: list[torch.Tensor]
+        self,
+        name: str,
+        text: str,
+        said: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        saved: list[torch.Tensor],
     ) -> None:
         """Compare what the row says with what torch kept for backward, storage by storage."""
         inputs = [self.input(args, kwargs, where, entry) for where, entry, _ in said["inputs"]]
@@ -321,6 +337,11 @@ class Checker:
         names = {t.untyped_storage()._cdata: f"in{i}" for i, t in enumerate(inputs)}
         names |= {t.untyped_storage()._cdata: f"out{i}" for i, t in enumerate(outs)}
         actual = sorted(names[c] for c in kept if c in own)
+        if name in ESTIMATED:
+            assert set(kept) & own <= told and extra <= said["saves"]["bytes_extra"], (
+                f"SAVES {text}: keeps {actual} and {extra} bytes, said {said['saves']}"
+            )
+            return
         assert (set(kept) & own, extra) == (told, said["saves"]["bytes_extra"]), (
             f"SAVES {text}: keeps {actual} and {extra} bytes, said {said['saves']}"
         )
@@ -363,6 +384,7 @@ class Checker:
             assert not said["rewrites"] and not any(said["in_places"]), text
             self.reasons[name, said["reason"]] += 1
             return
+        is_random = name in RANDOM_VALUES or said["random"]
         for sizes in partitions(rows):
             parts: list[list[torch.Tensor]] = []
             start = 0
@@ -389,8 +411,8 @@ class Checker:
                         assert_same(combined, whole, what)
                 elif place is None:
                     for one in mine:
-                        assert_same(one, whole, what) if name not in RANDOM_VALUES else None
-                elif name in RANDOM_VALUES:
+                        assert_same(one, whole, what) if not is_random else None
+                elif is_random:
                     assert join(mine, place, sizes).shape == whole.shape, what
                 else:
                     assert_same(join(mine, place, sizes), whole, what)
@@ -426,9 +448,9 @@ def assignments(inputs: Sequence[torch.Tensor]) -> Iterator[tuple[list[Place | N
                     places[number] = (0, dim, outer, inner)
                     for k, other in enumerate(inputs):
                         at = dim if align == "left" else dim + other.dim() - first.dim()
-                        is_other = k != number and align != "no"
-                        if is_other and 0 <= at < other.dim() and other.shape[at] == size:
-                            places[k] = (0, at, outer, inner)
+                        if k != number and align != "no" and 0 <= at < other.dim():
+                            if other.shape[at] == size:
+                                places[k] = (0, at, outer, inner)
                     key = (tuple(places), rows)
                     if key not in seen:
                         seen.add(key)
@@ -455,23 +477,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x] * 2, -1)[..., 0]
 
 
-def unchanged(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def detached(x: torch.Tensor) -> torch.Tensor:
-    return x.detach()
-
-
-# What is done to the first input of a sample, and to the others.
-VARIANTS = {
-    "as it is": (unchanged, unchanged),
-    "transposed": (transposed, transposed),
-    "channels last": (channels_last, channels_last),
-    "with holes": (strided, strided),
-    "gradient of the first": (unchanged, detached),
-    "gradient of the others": (detached, unchanged),
-}
+LAYOUTS = (lambda x: x, transposed, channels_last, strided)
 
 
 def changed(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -8,18 +8,17 @@ import pytest
 import torch
 
 import opcalls
+from all_samples import SAMPLES, samples_of
 from koila import _core
-from samples import SAMPLES
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
 TABLE = {row["name"]: row for row in _core.op_table()}
-ROWS = sorted(set(SAMPLES) & set(TABLE))
-WRITING = [row for row in ROWS if TABLE[row]["kind"] == "INPLACE"]
 CALLABLES: dict[str, Any] = {}
 for found, row in opcalls.rows_by_callable().items():
     CALLABLES.setdefault(row, found)
 
 
-@pytest.mark.xfail(reason="the rows of ops_nn.def have no samples yet")
 def test_every_row_has_samples() -> None:
     assert sorted(set(TABLE) - set(SAMPLES)) == []
 
@@ -41,27 +40,34 @@ def test_names_are_torchs() -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", sorted(set(SAMPLES) & set(TABLE)))
 def test_row(row: str) -> None:
     checker = opcalls.Checker()
-    for args, kwargs in SAMPLES[row]():
+    for args, kwargs in samples_of(row):
         checker.check(row, CALLABLES[row], args, kwargs)
     assert checker.counts[row, "OK"], "no sample is described by the row"
     assert not checker.counts[row, "DECLINED"], "a sample is declined"
-    assert checker.counts[row, "ROWS"], "no sample runs in chunks"
+    # A row that never runs by chunks is a joint in every program: say so here, on purpose.
+    assert (row in ALWAYS_ONCE) != any(checker.counts[row, mode] for mode in ("ROWS", "REDUCE"))
 
 
-@pytest.mark.parametrize("row", WRITING)
+ALWAYS_ONCE = {"ctc_loss", "embedding_renorm_"}
+
+
+@pytest.mark.parametrize(
+    "row", sorted(name for name, row in TABLE.items() if row["kind"] == "INPLACE")
+)
 def test_in_place_rows_write_their_first_input(row: str) -> None:
-    for args, kwargs in SAMPLES[row]():
+    for args, kwargs in samples_of(row):
         said = _core.infer(row, args, kwargs)
         assert said["alias"] == ("SAME", 0)
-        assert said["effects"] == 1
+        # dropout that drops nothing hands its input back
+        assert said["effects"] == 1 or ("dropout" in row and not said["random"])
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", sorted(set(SAMPLES) & set(TABLE)))
 def test_without_grad_mode_nothing_new_requires_grad(row: str) -> None:
-    for args, kwargs in SAMPLES[row]():
+    for args, kwargs in samples_of(row):
         with torch.no_grad():
             said = _core.infer(row, args, kwargs)
             outs = opcalls.tensors(CALLABLES[row](*args, **kwargs)) or [args[0]]
