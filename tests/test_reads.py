@@ -280,6 +280,16 @@ def no_such_device(x: Tensor) -> Any:
     return x.to("mps")
 
 
+@SMALLS.add
+def no_cuda(x: Tensor) -> Any:
+    return x if torch.cuda.is_available() else x.cuda()
+
+
+@SMALLS.add
+def pinned(x: Tensor) -> Any:
+    return x if torch.cuda.is_available() else (x * 2).is_pinned()
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", SMALLS)
 def test_equals_eager(name: str, requires_grad: bool) -> None:
