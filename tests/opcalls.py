@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -195,6 +197,13 @@ def describe(name: str, args: Any, kwargs: Any, places: Any = None) -> str:
     return f"{name}({', '.join(words)}) places={places}"
 
 
+class Kept:
+    """A tensor that torch keeps for backward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 class Checker:
     """Check calls against torch, and count what was seen."""
 
@@ -220,14 +229,15 @@ class Checker:
         self.counts[name, said["status"]] += 1
         text = describe(name, args, kwargs)
         before = [(t, t.detach().clone()) for t in tensors((args, kwargs))]
-        saved: list[torch.Tensor] = []
+        packed: list[weakref.ref[Kept]] = []
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            saved.append(tensor)
-            return tensor
+        def pack(tensor: torch.Tensor) -> Kept:
+            kept = Kept(tensor)
+            packed.append(weakref.ref(kept))
+            return kept
 
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
                 result = func(*args, **kwargs)
         except Exception as error:
             # A call that torch refuses must not be taken for legal unless only its values tell.
@@ -237,6 +247,8 @@ class Checker:
             return result
         assert said["status"] == "OK", f"{text}: legal, but {said}"
         self.check_outs(name, text, said, args, kwargs, result)
+        # A node that nothing leads to any more has let go again of what it kept.
+        saved = [kept.tensor for one in packed if (kept := one()) is not None]
         self.check_saves(text, said, args, kwargs, result, saved)
         if self.check_places and not any(t.numel() > 4000 for t, _ in before):
             values = {id(t): old for t, old in before}
@@ -339,7 +351,8 @@ class Checker:
             parts: list[list[torch.Tensor]] = []
             start = 0
             for n in sizes:
-                with torch.no_grad():
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # std of a single row
                     try:
                         chunk = run_chunk(func, args, kwargs, said, rows, start, start + n)
                     except Exception as error:

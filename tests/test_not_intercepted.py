@@ -59,10 +59,15 @@ def asarray_copied(x: Tensor) -> Any:
 
 @SMALLS.add
 def new_tensor(x: Tensor) -> Any:
-    return x.new_tensor([1.0, 2.0]), x.new_tensor(x * 2), torch.zeros(1).new_tensor(x)
+    return x.new_tensor([1.0, 2.0]), x.new_zeros(2), x.new_full((2, 3), 4)
 
 
-@SMALLS.add
+@SMALLS.add_refusable
+def new_tensor_of_lazy(x: Tensor) -> Any:
+    return x.new_tensor(x * 2), torch.zeros(1).new_tensor(x)
+
+
+@SMALLS.add_refusable
 def legacy_constructor(x: Tensor) -> Any:
     return torch.DoubleTensor(x), torch.Tensor(x.float())
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import opdb
+from outcome import Outcome, Program, assert_same, assert_same_numbers, observe
 
 Break = Callable[[torch.Tensor], torch.Tensor]
 
@@ -102,3 +103,61 @@ def test_meaningless_values_are_not_compared() -> None:
     assert not report.differing
     assert not report.same
     assert report.values_skipped
+
+
+def numbers_after(change: Break) -> None:
+    """Assert that a small program has the same numbers whether or not its input is changed so."""
+
+    def outcome(enter: Break) -> Outcome:
+        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+        return observe(Program(lambda entered: entered[0].sin(), [x], [x]), enter)
+
+    assert_same_numbers(outcome(lambda x: x), outcome(change))
+
+
+def undefined(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep everything but the gradient, which is left undefined."""
+    return tensor.detach().requires_grad_()
+
+
+def test_numbers_may_be_rounded() -> None:
+    """Rounding and layout make no difference to numbers."""
+    numbers_after(lambda x: x * (1 + 1e-13))
+    numbers_after(transposed)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x * (1 + 1e-8), detached, undefined, narrowed, shouting, lambda x: x[:3]]
+)
+def test_numbers_may_not_be_others(change: Break) -> None:
+    """What is more than rounding is seen."""
+    with pytest.raises(AssertionError):
+        numbers_after(change)
+
+
+class Failing(torch.Tensor):
+    """A tensor that cannot be read."""
+
+    def detach(self) -> torch.Tensor:
+        """Fail."""
+        raise IndexError("out of range")
+
+
+def fails_at_the_call(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Fail as eager does."""
+    return Failing.detach(tensors[0])
+
+
+def fails_at_a_read(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return something that fails when it is read."""
+    return tensors[0].as_subclass(Failing)
+
+
+def test_an_error_may_come_at_a_read() -> None:
+    """The same error is the same at the call and at the first read, and no error is not."""
+    wanted = observe(Program(fails_at_the_call, [torch.ones(2)]))
+    late = observe(Program(fails_at_a_read, [torch.ones(2)]))
+    assert_same(wanted, late)
+    assert_same_numbers(wanted, late)
+    with pytest.raises(AssertionError, match="no error, not IndexError"):
+        assert_same(wanted, observe(Program(lambda tensors: tensors[0], [torch.ones(2)])))

@@ -133,7 +133,7 @@ core_live(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!Op:live", &func, &PyTuple_Type, &call_args, &kwargs, &is_plain)) {
         return NULL;
     }
-    return kl_live_call(func, call_args, kwargs, is_plain);
+    return kl_live_call(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
 }
 
 static PyObject *
@@ -146,12 +146,53 @@ core_flush(PyObject *module, PyObject *ignored)
 }
 
 static PyObject *
-core_flush_known(PyObject *module, PyObject *ignored)
+core_has_known(PyObject *module, PyObject *ignored)
 {
     (void)module;
     (void)ignored;
     Tape *tape = kl_tape_open_or_null();
-    return tape != NULL && kl_live_flush_known(tape) < 0 ? NULL : Py_NewRef(Py_None);
+    bool has_any = false;
+    KlError error;
+    if (tape != NULL && kl_tape_find_known(&tape->core, &has_any, &error) != KL_OK) {
+        return kl_py_raise(&error);
+    }
+    return PyBool_FromLong(has_any);
+}
+
+static PyObject *
+core_read(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
+}
+
+static PyObject *
+core_call(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "I:call", &id)) {
+        return NULL;
+    }
+    return id < tape->core.n_nodes ? kl_call_describe(tape, id)
+                                   : PyErr_Format(PyExc_IndexError, "call: there is no node %u", id);
+}
+
+static PyObject *
+core_refresh_leaf(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "I:refresh_leaf", &id)) {
+        return NULL;
+    }
+    if (id < tape->core.n_values) {
+        kl_tape_refresh_leaf(tape, id);
+    }
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -266,14 +307,17 @@ core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
-    PyObject *is_row_range = NULL;
-    if (!PyArg_ParseTuple(args, "OOOOO:bind", &koila_error, &stale_error, &meta_infer, &is_row_range,
-                          &skip_one_hop)) {
+    PyObject *is_row_range = NULL, *read = NULL;
+    unsigned int reductions = 0;
+    if (!PyArg_ParseTuple(args, "OOOOOOI:bind", &koila_error, &stale_error, &meta_infer, &is_row_range,
+                          &skip_one_hop, &read, &reductions)) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
     Py_XSETREF(kl_py.stale_error, Py_NewRef(stale_error));
     Py_XSETREF(kl_py.meta_infer, Py_NewRef(meta_infer));
+    kl_py.reductions = reductions;
+    Py_XSETREF(kl_py.read, Py_NewRef(read));
     Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
     Py_XSETREF(kl_py.skip_one_hop, Py_NewRef(skip_one_hop));
     return Py_NewRef(Py_None);
@@ -281,7 +325,8 @@ core_bind(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
-     "bind($module, koila_error, stale_error, meta_infer, is_row_range, skip_one_hop, /)\n--\n\n"
+     "bind($module, koila_error, stale_error, meta_infer, is_row_range, skip_one_hop, read, reductions, /)"
+     "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
      "register($module, func, kind, name, handler, has_meta, returns_list, is_random, row, container, /)"
@@ -305,10 +350,15 @@ static PyMethodDef functions[] = {
      "live($module, func, args, kwargs, is_plain, /)\n--\n\nRun a call now on real tensors."},
     {"flush", core_flush, METH_NOARGS,
      "flush($module, /)\n--\n\nRun what is pending on this thread."},
-    {"flush_known", core_flush_known, METH_NOARGS,
-     "flush_known($module, /)\n--\n\n"
-     "Run what is pending on this thread if the user can reach a pending value without a gradient in "
-     "its history."},
+    {"has_known", core_has_known, METH_NOARGS,
+     "has_known($module, /)\n--\n\n"
+     "Whether the user can reach a pending value without a gradient in its history."},
+    {"read", core_read, METH_O,
+     "read($module, lazy, /)\n--\n\nThe number of a lazy; runs what is pending, in chunks or whole."},
+    {"call", core_call, METH_VARARGS,
+     "call($module, node, /)\n--\n\n(func, args, kwargs) of a node, None in place of tensors."},
+    {"refresh_leaf", core_refresh_leaf, METH_VARARGS,
+     "refresh_leaf($module, value, /)\n--\n\nA replay wrote this leaf: remember its version."},
     {"note_backward", core_note_backward, METH_NOARGS,
      "note_backward($module, /)\n--\n\nA backward ran: what is live counts as spent."},
     {"configure", core_configure, METH_VARARGS,

@@ -130,6 +130,7 @@ typedef struct KlPyState {
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;   /* batches made */
+    uint32_t reductions;    /* bit i: KlReduce i can be split */
     int64_t n_chunks;       /* config(chunks=); 0: as few as fit */
     int64_t bytes_limit;    /* config(memory_limit=); 0: what is free */
 } KlPyState;
@@ -166,6 +167,9 @@ void kl_lazy_move(Value *value, KlValueId id);
 void kl_lazy_detach(Value *value, PyObject *real);
 /* Borrowed: the real tensor, or NULL while pending. */
 PyObject *kl_lazy_real(const Value *value);
+
+/* Borrowed: the real tensor, or the number of a known value, or NULL while pending. */
+PyObject *kl_lazy_number(const Value *value);
 
 /* -- py_recycle.c: LazyTensor objects ----------------------------------------------------------- */
 
@@ -226,6 +230,8 @@ int kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node,
 void kl_call_truncate(Tape *tape, size_t first);
 /* The arguments of node `id` as kl_call_run would pass them: a list of all, positional ones first. */
 PyObject *kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
+/* (func, args, kwargs) of node `id` with None in place of every tensor. */
+PyObject *kl_call_describe(Tape *tape, KlNodeId id);
 /* Call node `id` with the tensors of `env` ([n_values], borrowed or NULL). */
 PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
 /* A copy of (args, kwargs) with every lazy replaced by its real tensor, which must exist. */
@@ -291,11 +297,18 @@ PyObject *kl_stage_node(PyObject *module, PyObject *args);
 
 /* Run every pending node of the tape, in order, on real tensors, and close the tape. */
 int kl_live_run(Tape *tape);
-/* Run the tape if the user can reach a pending value that has no gradient in its history. */
-int kl_live_flush_known(Tape *tape);
+/* Give a value its number, in chunks where koila.replay says so. */
+int kl_live_read(Value *value);
 /* New reference: the real tensor of a value, run if need be. */
 PyObject *kl_live_force(Value *value);
-/* Run `func` now on real tensors. `is_plain`: the results are not made lazy again. */
-PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, bool is_plain);
+/* What a call that runs at once needs, and what becomes of its results. */
+typedef enum {
+    KL_LIVE_LAZY,  /* real graphs; results are lazy again */
+    KL_LIVE_PLAIN, /* real graphs; results stay plain */
+    KL_LIVE_READ,  /* numbers are enough; results stay plain */
+} KlLiveKind;
+
+/* Run `func` now on real tensors. */
+PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
 
 #endif

@@ -283,6 +283,41 @@ kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId)
     return decode_list(&decoder, node->n_args);
 }
 
+static PyObject *
+no_tensor(void *env, KlValueId value)
+{
+    (void)env;
+    (void)value;
+    return Py_None;
+}
+
+PyObject *
+kl_call_describe(Tape *tape, KlNodeId id)
+{
+    const KlPyNode *node = &tape->nodes[id];
+    PyObject *list = kl_call_decode(tape, id, no_tensor, NULL);
+    PyObject *kwargs = PyDict_New();
+    Py_ssize_t n_named = node->kwnames != NULL ? PyTuple_GET_SIZE(node->kwnames) : 0;
+    Py_ssize_t n_positional = (Py_ssize_t)node->n_args - n_named;
+    PyObject *positional = list != NULL ? PyList_GetSlice(list, 0, n_positional) : NULL;
+    PyObject *args = positional != NULL ? PyList_AsTuple(positional) : NULL;
+    for (Py_ssize_t i = 0; kwargs != NULL && args != NULL && i < n_named; i++) {
+        if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(node->kwnames, i),
+                           PyList_GET_ITEM(list, n_positional + i)) < 0) {
+            Py_CLEAR(kwargs);
+        }
+    }
+    PyObject *result = NULL;
+    if (args != NULL && kwargs != NULL) {
+        result = PyTuple_Pack(3, node->func, args, kwargs);
+    }
+    Py_XDECREF(args);
+    Py_XDECREF(positional);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(list);
+    return result;
+}
+
 #define KL_STACK_ARGS 16
 
 PyObject *
@@ -431,7 +466,7 @@ kl_call_real(PyObject *object)
         return Py_NewRef(object); /* the user's own list, as eager would get it */
     }
     if (kl_lazy_check(object)) {
-        PyObject *real = kl_lazy_real(kl_lazy_value(object));
+        PyObject *real = kl_lazy_number(kl_lazy_value(object));
         if (real == NULL) {
             PyErr_SetString(PyExc_SystemError, "koila: a lazy was not run before it is needed");
         }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "infer.h"
+#include "py_describe.h"
 
 enum { METAS_MAX = 64, AXES_MAX = 16 };
 
@@ -35,6 +36,19 @@ read_true(PyObject *object, const char *name)
     int is_true = value == NULL ? -1 : PyObject_IsTrue(value);
     Py_XDECREF(value);
     return is_true == 1;
+}
+
+/* Neither sparse nor packed. */
+static bool
+is_strided(PyObject *object)
+{
+    PyObject *layout = PyObject_GetAttrString(object, "layout");
+    PyObject *text = layout == NULL ? NULL : PyObject_Str(layout);
+    bool is_plain = text != NULL && PyUnicode_CompareWithASCIIString(text, "torch.strided") == 0;
+    Py_XDECREF(text);
+    Py_XDECREF(layout);
+    PyErr_Clear();
+    return is_plain;
 }
 
 static bool
@@ -74,7 +88,7 @@ desk_meta_of(void *context, PyObject *object)
         return NULL;
     }
     KlMeta *meta = &desk->metas[desk->n_metas];
-    if (!read_meta(desk, object, meta)) {
+    if (!is_strided(object) || !read_meta(desk, object, meta)) {
         return NULL;
     }
     desk->n_metas++;
@@ -153,181 +167,6 @@ set_places(const KlPyBound *bound, Desk *desk, PyObject *places, int64_t *rows, 
     return 0;
 }
 
-static PyObject *
-place_object(const KlPlace *place)
-{
-    if (!kl_place_is_rows(place)) {
-        Py_RETURN_NONE;
-    }
-    return Py_BuildValue("(IiLL)", place->axis, (int)place->dim, (long long)place->outer,
-                         (long long)place->inner);
-}
-
-static PyObject *
-ints_object(const int64_t *ints, int32_t n)
-{
-    PyObject *tuple = PyTuple_New(n);
-    for (int32_t i = 0; tuple != NULL && i < n; i++) {
-        PyObject *item = PyLong_FromLongLong(ints[i]);
-        if (item == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, i, item);
-    }
-    return tuple;
-}
-
-static PyObject *
-out_object(const KlMeta *out)
-{
-    PyObject *strides =
-        out->is_strided ? ints_object(out->strides, out->n_dims) : Py_NewRef(Py_None);
-    return Py_BuildValue("(sNNNN)", kl_meta_dtype_name(out->dtype),
-                         ints_object(out->shape, out->n_dims), strides,
-                         PyBool_FromLong(out->requires_grad), place_object(&out->place));
-}
-
-/* Where entry `entry` of an argument is in the Python call: the number of a positional argument or the
- * name of a keyword. */
-static PyObject *
-where_object(const KlPyBound *bound, uint32_t arg, uint32_t entry, Py_ssize_t n_args,
-             PyObject *kwargs)
-{
-    const KlPyOrigin *origin = &bound->origins[arg];
-    int32_t position = origin->position + (origin->is_spread ? (int32_t)entry : 0);
-    if (position < n_args) {
-        return PyLong_FromLong(position);
-    }
-    PyObject *names = PySequence_List(kwargs);
-    PyObject *where = names == NULL ? NULL : Py_NewRef(PyList_GET_ITEM(names, position - n_args));
-    Py_XDECREF(names);
-    return where;
-}
-
-/* The item of the sequence there, or None. */
-static PyObject *
-entry_object(const KlPyBound *bound, uint32_t arg, uint32_t entry)
-{
-    return bound->origins[arg].is_sequence ? PyLong_FromUnsignedLong(entry) : Py_NewRef(Py_None);
-}
-
-/* (where, entry, part, scale); part is None, "start" or "stop" of a slice. */
-static PyObject *
-rewrite_object(const KlPyBound *bound, const KlRewrite *rewrite, Py_ssize_t n_args,
-               PyObject *kwargs)
-{
-    bool is_index = bound->args[rewrite->arg].kind == KL_ARG_INDEX;
-    const char *part = !is_index ? NULL : rewrite->part ? "stop" : "start";
-    return Py_BuildValue(
-        "(NNzL)", where_object(bound, rewrite->arg, rewrite->entry, n_args, kwargs),
-        entry_object(bound, rewrite->arg, rewrite->entry), part, (long long)rewrite->scale);
-}
-
-/* (where, entry, whether it counts the rows) */
-static PyObject *
-input_object(const KlPyBound *bound, uint32_t i, const KlSplit *split, Py_ssize_t n_args,
-             PyObject *kwargs)
-{
-    const KlPyInput *input = &bound->input_origins[i];
-    bool is_range = i < 64 && (split->row_ranges >> i & 1) != 0;
-    return Py_BuildValue("(NNN)", where_object(bound, input->arg, input->entry, n_args, kwargs),
-                         entry_object(bound, input->arg, input->entry), PyBool_FromLong(is_range));
-}
-
-/* Build a list of `n` items by calling a maker for each; the maker's NULL is passed on. */
-static int
-append_new(PyObject *list, PyObject *item)
-{
-    int status = item == NULL ? -1 : PyList_Append(list, item);
-    Py_XDECREF(item);
-    return status;
-}
-
-static int
-set_new(PyObject *dict, const char *key, PyObject *value)
-{
-    int status = value == NULL ? -1 : PyDict_SetItemString(dict, key, value);
-    Py_XDECREF(value);
-    return status;
-}
-
-static int
-describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound, Py_ssize_t n_args,
-               PyObject *kwargs)
-{
-    PyObject *outs = PyList_New(0);
-    PyObject *places = PyList_New(0);
-    PyObject *rewrites = PyList_New(0);
-    PyObject *inputs = PyList_New(0);
-    bool is_new = outs != NULL && places != NULL && rewrites != NULL && inputs != NULL;
-    int status = is_new ? 0 : -1;
-    for (uint32_t i = 0; status == 0 && i < result->n_outs; i++) {
-        status = append_new(outs, out_object(&result->outs[i]));
-    }
-    for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
-        status = append_new(places, place_object(&result->split.places[i]));
-    }
-    for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
-        status = append_new(inputs, input_object(bound, i, &result->split, n_args, kwargs));
-    }
-    for (uint32_t i = 0; status == 0 && i < result->split.n_rewrites; i++) {
-        status =
-            append_new(rewrites, rewrite_object(bound, &result->split.rewrites[i], n_args, kwargs));
-    }
-    bool is_set = status == 0 && PyDict_SetItemString(dict, "outs", outs) == 0 &&
-                  PyDict_SetItemString(dict, "in_places", places) == 0 &&
-                  PyDict_SetItemString(dict, "inputs", inputs) == 0 &&
-                  PyDict_SetItemString(dict, "rewrites", rewrites) == 0;
-    Py_XDECREF(inputs);
-    Py_XDECREF(outs);
-    Py_XDECREF(places);
-    Py_XDECREF(rewrites);
-    return is_set ? 0 : -1;
-}
-
-static int
-describe(PyObject *dict, const KlCall *call, const KlInferred *result)
-{
-    static const char *const modes[] = {"ROWS", "REDUCE", "ONCE"};
-    static const char *const aliases[] = {"NONE", "VIEW", "SAME", "MAYBE"};
-    static const char *const reduces[] = {
-        [KL_REDUCE_NONE] = NULL,
-        [KL_REDUCE_SUM] = "SUM",
-        [KL_REDUCE_MEAN] = "MEAN",
-        [KL_REDUCE_VAR] = "VAR",
-        [KL_REDUCE_AMAX] = "AMAX",
-        [KL_REDUCE_LOGSUMEXP] = "LOGSUMEXP",
-        [KL_REDUCE_NORM] = "NORM",
-        [KL_REDUCE_PROD] = "PROD",
-        [KL_REDUCE_ALL] = "ALL",
-        [KL_REDUCE_ANY] = "ANY",
-        [KL_REDUCE_CROSS_ENTROPY] = "CROSS_ENTROPY",
-        [KL_REDUCE_LOSS] = "LOSS",
-        [KL_REDUCE_COUNT] = "COUNT",
-    };
-    KlSaves saves;
-    kl_infer_saves(call, result, &saves);
-    PyObject *alias_input = result->alias_input == KL_ID_NONE
-                                ? Py_NewRef(Py_None)
-                                : PyLong_FromUnsignedLong(result->alias_input);
-    if (set_new(dict, "mode", PyUnicode_FromString(modes[result->split.mode])) < 0 ||
-        set_new(dict, "reason", Py_BuildValue("z", result->split.reason)) < 0 ||
-        set_new(dict, "reduce", Py_BuildValue("z", reduces[result->split.reduce])) < 0 ||
-        set_new(dict, "random", PyBool_FromLong(result->is_random)) < 0 ||
-        set_new(dict, "effects", PyLong_FromUnsignedLong(result->effects)) < 0 ||
-        set_new(dict, "alias", Py_BuildValue("(sN)", aliases[result->alias], alias_input)) < 0) {
-        return -1;
-    }
-    return set_new(dict, "saves",
-                   Py_BuildValue("{s:K,s:K,s:L,s:N,s:L}", "inputs",
-                                 (unsigned long long)saves.inputs, "outputs",
-                                 (unsigned long long)saves.outputs, "bytes_extra",
-                                 (long long)saves.bytes_extra, "is_extra_rows",
-                                 PyBool_FromLong(saves.is_extra_rows), "bytes_workspace",
-                                 (long long)saves.bytes_workspace));
-}
-
 static const char *
 status_name(KlStatus status)
 {
@@ -381,15 +220,12 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *des
     int failed = set_context(call, desk);
     if (failed == 0) {
         KlStatus status = kl_infer_call(call, &result, &error);
-        failed = set_new(dict, "status", PyUnicode_FromString(status_name(status))) < 0 ||
-                         set_new(dict, "text", PyUnicode_FromString(error.text)) < 0
+        failed = kl_py_set_new(dict, "status", PyUnicode_FromString(status_name(status))) < 0 ||
+                         kl_py_set_new(dict, "text", PyUnicode_FromString(error.text)) < 0
                      ? -1
                      : 0;
         if (failed == 0 && status == KL_OK) {
-            failed = describe(dict, call, &result);
-        }
-        if (failed == 0 && status == KL_OK) {
-            failed = describe_lists(dict, &result, bound, PyTuple_GET_SIZE(args), kwargs);
+            failed = kl_py_describe(dict, call, &result, bound, PyTuple_GET_SIZE(args), kwargs);
         }
     }
     kl_infer_fini(&result);
@@ -424,8 +260,8 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         goto error;
     }
     if (status == 0) {
-        if (set_new(dict, "status", PyUnicode_FromString("DECLINED")) < 0 ||
-            set_new(dict, "text", PyUnicode_FromString("does not bind")) < 0) {
+        if (kl_py_set_new(dict, "status", PyUnicode_FromString("DECLINED")) < 0 ||
+            kl_py_set_new(dict, "text", PyUnicode_FromString("does not bind")) < 0) {
             goto error;
         }
     } else {
@@ -501,7 +337,7 @@ row_object(const KlRow *row)
     const char *alias = NULL;
     const KlRow *target = NULL;
     for (uint32_t i = 0; names != NULL && kl_ops_alias(i, &alias, &target); i++) {
-        if (target == row && append_new(names, PyUnicode_FromString(alias)) < 0) {
+        if (target == row && kl_py_append_new(names, PyUnicode_FromString(alias)) < 0) {
             Py_CLEAR(names);
         }
     }
@@ -520,7 +356,7 @@ core_op_table(PyObject *module, PyObject *unused)
     (void)unused;
     PyObject *table = PyList_New(0);
     for (uint32_t i = 0; table != NULL && i < kl_ops_n_rows; i++) {
-        if (append_new(table, row_object(&kl_ops_rows[i])) < 0) {
+        if (kl_py_append_new(table, row_object(&kl_ops_rows[i])) < 0) {
             Py_CLEAR(table);
         }
     }

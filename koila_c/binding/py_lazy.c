@@ -115,6 +115,16 @@ kl_lazy_real(const Value *value)
     return value->id < value->tape->core.n_values ? value->tape->values[value->id].real : NULL;
 }
 
+PyObject *
+kl_lazy_number(const Value *value)
+{
+    PyObject *real = kl_lazy_real(value);
+    if (real != NULL || value->tape == NULL || value->id >= value->tape->core.n_values) {
+        return real;
+    }
+    return value->tape->values[value->id].number;
+}
+
 /* -- making lazies ----------------------------------------------------------------------------- */
 
 static PyObject *

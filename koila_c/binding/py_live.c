@@ -63,6 +63,9 @@ bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
 {
     const KlNode *node = &tape->core.nodes[id];
     if (node->writes != 0) {
+        if (result == Py_None) { /* __setitem__ gives nothing back */
+            result = tape->values[tape->core.inputs[node->first_input].value].real;
+        }
         if (bind(tape, id, node->first_out, result) < 0 || node->n_outs == 1) {
             return PyErr_Occurred() ? -1 : 0;
         }
@@ -180,16 +183,27 @@ kl_live_run(Tape *tape)
     return result;
 }
 
+/* A number is enough: where the program can run in chunks it does, and its values become known. */
 int
-kl_live_flush_known(Tape *tape)
+kl_live_read(Value *value)
 {
-    KlError error;
-    bool has_any = false;
-    if (kl_tape_find_known(&tape->core, &has_any, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
+    if (kl_lazy_number(value) != NULL) {
+        return 0;
     }
-    return has_any ? kl_live_run(tape) : 0;
+    if (value->tape == kl_tape_open_or_null() && !value->tape->is_running) {
+        PyObject *answer = PyObject_CallNoArgs(kl_py.read);
+        bool is_known = answer == Py_True;
+        Py_XDECREF(answer);
+        if (answer == NULL) {
+            return -1;
+        }
+        if (is_known && kl_lazy_number(value) != NULL) {
+            return 0;
+        }
+    }
+    PyObject *real = kl_live_force(value);
+    Py_XDECREF(real);
+    return real == NULL ? -1 : 0;
 }
 
 PyObject *
@@ -214,6 +228,7 @@ kl_live_force(Value *value)
 typedef struct Met {
     PyObject *lazies[KL_MET_MAX]; /* borrowed from the call's arguments */
     int n;
+    bool is_number_enough;
 } Met;
 
 static int
@@ -221,11 +236,20 @@ force_one(PyObject *lazy, void *context)
 {
     Met *met = context;
     Value *value = kl_lazy_checked(lazy);
-    PyObject *real = value != NULL ? kl_live_force(value) : NULL;
-    if (real == NULL) {
+    if (value == NULL) {
         return -1;
     }
-    Py_DECREF(real);
+    if (met->is_number_enough) {
+        if (kl_live_read(value) < 0) {
+            return -1;
+        }
+    } else {
+        PyObject *real = kl_live_force(value);
+        if (real == NULL) {
+            return -1;
+        }
+        Py_DECREF(real);
+    }
     if (met->n < KL_MET_MAX) {
         met->lazies[met->n++] = lazy;
     }
@@ -328,9 +352,9 @@ wrap(const Met *met, PyObject *object)
 }
 
 PyObject *
-kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, bool is_plain)
+kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
-    Met met = {.n = 0};
+    Met met = {.n = 0, .is_number_enough = kind == KL_LIVE_READ};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
     if (kl_call_visit(args, force_one, &met) < 0 ||
@@ -343,7 +367,7 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, bool is_plain)
         goto error;
     }
     result = PyObject_Call(func, real_args, real_kwargs);
-    if (result != NULL && !is_plain) {
+    if (result != NULL && kind == KL_LIVE_LAZY) {
         Py_SETREF(result, wrap(&met, result));
     }
 error:

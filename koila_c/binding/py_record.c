@@ -227,7 +227,7 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
         return NULL;
     }
     if (!met.is_any_lazy) {
-        return kl_live_call(func, args, kwargs, true);
+        return kl_live_call(func, args, kwargs, KL_LIVE_PLAIN);
     }
     if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;
@@ -242,7 +242,7 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
             return recorded < 0 ? NULL : results;
         }
     }
-    return kl_live_call(func, args, kwargs, false);
+    return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
 }
 
 PyObject *
@@ -256,15 +256,15 @@ kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_a
     PyObject *kwargs = n_args == 4 && args[3] != Py_None ? args[3] : NULL;
     Function *function = kl_function_find(func);
     if (function == NULL) {
-        return kl_live_call(func, call_args, kwargs, false);
+        return kl_live_call(func, call_args, kwargs, KL_LIVE_LAZY);
     }
     switch (function->kind) {
     case KL_CALL_OP:
         return record_op(function, func, call_args, kwargs);
     case KL_CALL_LIVE:
-        return kl_live_call(func, call_args, kwargs, false);
+        return kl_live_call(func, call_args, kwargs, KL_LIVE_LAZY);
     case KL_CALL_READ:
-        return kl_live_call(func, call_args, kwargs, true);
+        return kl_live_call(func, call_args, kwargs, KL_LIVE_READ);
     case KL_CALL_ENTER:
         return PyObject_CallFunctionObjArgs(kl_py.skip_one_hop, func, types, call_args,
                                             kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
@@ -317,5 +317,5 @@ kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_a
                             "give it x.detach()",
                             args[0]);
     }
-    return kl_live_call(args[0], args[2], kwargs, true);
+    return kl_live_call(args[0], args[2], kwargs, KL_LIVE_PLAIN);
 }

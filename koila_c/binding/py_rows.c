@@ -285,6 +285,19 @@ refuse_two_roles(Recording *recording)
     }
 }
 
+/* A reduction that nothing can combine runs on the whole. */
+static void
+refuse_unknown_reduction(Recording *recording)
+{
+    KlSplit *split = &recording->tape->inferred.split;
+    if (split->mode == KL_MODE_REDUCE && (kl_py.reductions >> split->reduce & 1) == 0) {
+        split->mode = KL_MODE_ONCE;
+        split->reason = "a reduction over the batch that is not split";
+        split->axis = KL_ID_NONE;
+        split->n_rewrites = 0;
+    }
+}
+
 /* A result that is there whole can be cut again wherever it has a dim of the batch's size. */
 static void
 find_rows_again(Recording *recording)
@@ -367,9 +380,13 @@ append(Recording *recording, PyObject **results)
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) {
+        if (inferred->alias_input == KL_ID_NONE) {
+            return 0; /* a list of its own arguments: it is run at once */
+        }
         *results = Py_NewRef(recording->bound.input_origins[inferred->alias_input].object);
         return 1;
     }
+    refuse_unknown_reduction(recording);
     refuse_two_roles(recording);
     find_rows_again(recording);
     place_rewrites(recording);

@@ -426,6 +426,9 @@ static int
 keep_results(const Run *run, PyObject *result)
 {
     const KlNode *node = run->node;
+    if (result == Py_None) { /* __setitem__ gives nothing back */
+        result = PyList_GET_ITEM(run->env, run->tape->core.inputs[node->first_input].value);
+    }
     if (node->writes != 0 && node->n_outs == 2) {
         KlValueId base = run->tape->core.inputs[node->first_input + node->n_inputs - 1].value;
         PyObject *made = PyList_GET_ITEM(run->env, base);

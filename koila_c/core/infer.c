@@ -77,7 +77,13 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {
         result->dim_map[dim] = dim;
     }
-    return find_device(call, result);
+    /* What binding could not read may be a tensor that has no meta: no rule may pass over it. */
+    for (uint32_t i = 0; i < call->n_args; i++) {
+        if (call->args[i].kind == KL_ARG_OTHER) {
+            return KL_DECLINED;
+        }
+    }
+    return call->n_inputs == 0 ? KL_DECLINED : find_device(call, result);
 }
 
 /* An in-place op's rules describe the op that makes a new tensor: its result must fit into the first
@@ -120,7 +126,8 @@ has_gradient(const KlCall *call, const KlInferred *result)
     return has_grad && call->is_grad_enabled && call->row->saves != saves_no_grad;
 }
 
-static void
+/* A view of a value that requires grad does too, also where grad mode is off: torch asks its base. */
+static KlStatus
 settle_grads(const KlCall *call, KlInferred *result)
 {
     bool has_grad = has_gradient(call, result);
@@ -129,10 +136,22 @@ settle_grads(const KlCall *call, KlInferred *result)
         bool is_blocked = i < 64 && (result->outs_no_grad >> i & 1) != 0;
         bool is_differentiable =
             kl_meta_dtype_is_float(out->dtype) || kl_meta_dtype_is_complex(out->dtype);
-        bool is_kept = result->alias == KL_ALIAS_SAME && out->requires_grad;
-        out->requires_grad = is_kept || (has_grad && is_differentiable && !is_blocked);
         out->device = result->device;
+        if (result->alias == KL_ALIAS_NONE ||
+            (result->alias == KL_ALIAS_VIEW && call->row->saves == saves_no_grad)) {
+            out->requires_grad = has_grad && is_differentiable && !is_blocked;
+            continue;
+        }
+        uint32_t source = result->alias_input == KL_ID_NONE ? i : result->alias_input;
+        bool is_kept = call->inputs[source]->requires_grad;
+        if (result->alias == KL_ALIAS_MAYBE && result->alias_input != KL_ID_NONE && is_kept &&
+            !call->is_grad_enabled) {
+            return KL_DECLINED; /* a view requires grad, a copy does not */
+        }
+        out->requires_grad =
+            (is_kept && is_differentiable) || (has_grad && is_differentiable && !is_blocked);
     }
+    return KL_OK;
 }
 
 static KlStatus
@@ -206,7 +225,9 @@ apply_rules(const KlCall *call, KlInferred *result, KlError *error)
         status = settle_inplace(call, result, error);
     }
     if (status == KL_OK) {
-        settle_grads(call, result);
+        status = settle_grads(call, result);
+    }
+    if (status == KL_OK) {
         status = settle_places(call, result, error);
     }
     return status;

@@ -122,7 +122,7 @@ KlStatus
 shape_cast(const KlCall *call, KlInferred *result, KlError *error)
 {
     for (uint32_t i = 1; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_OTHER || call->args[i].kind == KL_ARG_TEXT) {
+        if (call->args[i].kind == KL_ARG_TEXT) {
             return KL_DECLINED;
         }
     }
@@ -265,6 +265,13 @@ shape_like(const KlCall *call, KlInferred *result, KlError *error)
     return like(call, result, 1, error);
 }
 
+/* input, low, high, options */
+KlStatus
+shape_randint_like(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return call->n_inputs == 1 ? like(call, result, 3, error) : KL_DECLINED;
+}
+
 KlStatus
 shape_full_like(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -277,6 +284,13 @@ dtype_like(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     kl_rules_set_dtypes(result, kl_rules_dtype(call, call->inputs[0]->dtype));
     return KL_OK;
+}
+
+KlStatus
+dtype_like_float(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = dtype_like(call, result, error);
+    return status == KL_OK && !kl_meta_dtype_is_float(result->outs[0].dtype) ? KL_DECLINED : status;
 }
 
 static KlStatus

@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
+enum { REDUCTION_NONE, REDUCTION_SUM = 2 };
 
 /* Number of the word `reduction` in the row's signature. */
 static uint32_t
@@ -25,8 +25,9 @@ reduction_arg(const KlCall *call)
 KlStatus
 kl_rules_reduction(const KlCall *call, bool *is_reduced)
 {
-    int64_t reduction = REDUCTION_MEAN;
-    KlStatus status = kl_rules_int(call, reduction_arg(call), REDUCTION_MEAN, &reduction);
+    /* The schema's default is Mean, but torch's argument parser reads that text as 0. */
+    int64_t reduction = REDUCTION_NONE;
+    KlStatus status = kl_rules_int(call, reduction_arg(call), REDUCTION_NONE, &reduction);
     *is_reduced = reduction != REDUCTION_NONE;
     return status == KL_OK && (reduction < 0 || reduction > REDUCTION_SUM) ? KL_DECLINED : status;
 }
@@ -104,15 +105,15 @@ shape_loss_ranking(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_needs_grad(call, 2) ? KL_DECLINED : shape_loss(call, result, error);
 }
 
-/* binary_cross_entropy: input and target are of one shape, the weight broadcasts to it */
+/* input and target are of one shape; weights broadcast to it and need no gradient */
 KlStatus
-shape_loss_entropy(const KlCall *call, KlInferred *result, KlError *error)
+shape_loss_equal(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlMeta *target = kl_rules_input(call, 1);
     KlMeta terms;
     if (input == NULL || target == NULL || input->n_dims != target->n_dims ||
-        kl_rules_needs_grad(call, 2)) {
+        kl_rules_needs_grad(call, 2) || kl_rules_needs_grad(call, 3)) {
         return KL_DECLINED;
     }
     KlStatus status = broadcast_all(call, &terms, error);
@@ -124,21 +125,21 @@ shape_loss_entropy(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
-/* with logits: weights must not need a gradient */
 KlStatus
-shape_loss_logits(const KlCall *call, KlInferred *result, KlError *error)
+shape_loss_equal_target(const KlCall *call, KlInferred *result, KlError *error)
 {
-    if (kl_rules_needs_grad(call, 2) || kl_rules_needs_grad(call, 3)) {
-        return KL_DECLINED;
-    }
-    return shape_loss(call, result, error);
+    return kl_rules_needs_grad(call, 1) ? KL_DECLINED : shape_loss_equal(call, result, error);
 }
 
 KlStatus
 place_loss(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlMeta terms;
+    bool is_reduced = false;
     KlStatus status = broadcast_all(call, &terms, error);
+    if (status == KL_OK) {
+        status = kl_rules_reduction(call, &is_reduced);
+    }
     if (status != KL_OK) {
         return status;
     }
@@ -146,6 +147,12 @@ place_loss(const KlCall *call, KlInferred *result, KlError *error)
     int32_t dim = place->dim + terms.n_dims - call->inputs[kl_rules_first_rows(call)]->n_dims;
     if (terms.shape[dim] != kl_rules_span(place, kl_rules_rows(call, result))) {
         return kl_rules_once(result, "a batch of one row is broadcast");
+    }
+    /* mse_loss and its kin divide the gradient of a mean by the size of the operand, broadcast or not. */
+    for (uint32_t i = 0; i < 2 && is_reduced; i++) {
+        if (kl_meta_n_elements(call->inputs[i]) != kl_meta_n_elements(&terms)) {
+            return kl_rules_once(result, "a loss broadcasts its operands");
+        }
     }
     return wire_loss(call, result, terms.n_dims, terms.n_dims);
 }
@@ -325,4 +332,13 @@ dtype_loss(const KlCall *call, KlInferred *result, KlError *error)
     }
     kl_rules_set_dtypes(result, dtype);
     return kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
+}
+
+/* The same without half types, which have no kernel on the CPU. */
+KlStatus
+dtype_loss_wide(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlDtype dtype = call->inputs[0]->dtype;
+    return dtype == KL_DTYPE_FLOAT32 || dtype == KL_DTYPE_FLOAT64 ? dtype_loss(call, result, error)
+                                                                  : KL_DECLINED;
 }

@@ -149,15 +149,15 @@ saves_cross_entropy(const KlCall *call, const KlInferred *result, KlSaves *saves
     const KlMeta *input = call->inputs[INPUT];
     const KlMeta *target = call->inputs[TARGET];
     double smoothing = 0.0;
-    int64_t reduction = 1;
+    int64_t reduction = 0;
     (void)kl_rules_float(call, 5, 0.0, &smoothing);
-    (void)kl_rules_int(call, 3, 1, &reduction);
+    (void)kl_rules_int(call, 3, 0, &reduction);
     kl_rules_save_new(result, saves, kl_meta_n_elements(input), input->dtype); /* log_softmax */
     kl_rules_save(call, saves, WEIGHT);
     if (!has_class_numbers(input, target)) {
-        if (smoothing > 0.0) {
+        if (input->requires_grad && smoothing > 0.0) {
             kl_rules_save_new(result, saves, kl_meta_n_elements(target), target->dtype);
-        } else {
+        } else if (input->requires_grad) {
             kl_rules_save(call, saves, TARGET);
         }
         return;
@@ -205,6 +205,7 @@ saves_ctc(const KlCall *call, const KlInferred *result, KlSaves *saves)
     int64_t longest = targets->n_dims == 0 ? 0 : targets->shape[targets->n_dims - 1];
     int64_t n = log_probs->shape[0] * log_probs->shape[1];
     saves_all(call, result, saves);
+    saves->outputs = 1;
     kl_rules_save_new(result, saves, n * (2 * longest + 1) + 4 * log_probs->shape[1],
                       log_probs->dtype);
     kl_rules_save_new(result, saves, kl_meta_n_elements(targets) + 4 * log_probs->shape[1],

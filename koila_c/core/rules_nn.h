@@ -205,8 +205,8 @@ KL_SHAPE(cross_entropy);
 KL_SHAPE(ctc);
 KL_SHAPE(loss);
 KL_SHAPE(loss_cosine);
-KL_SHAPE(loss_entropy);
-KL_SHAPE(loss_logits);
+KL_SHAPE(loss_equal);
+KL_SHAPE(loss_equal_target);
 KL_SHAPE(loss_margin);
 KL_SHAPE(loss_plain_target);
 KL_SHAPE(loss_ranking);
@@ -215,6 +215,7 @@ KL_SHAPE(nll);
 KL_SHAPE(nll_2d);
 KL_SHAPE(nll_flat);
 KL_DTYPE(loss);
+KL_DTYPE(loss_wide);
 KL_DTYPE(nll);
 KL_PLACE(ctc);
 KL_PLACE(loss);
@@ -231,5 +232,29 @@ KL_SAVES(loss_poisson);
 KL_SAVES(loss_ranking);
 KL_SAVES(loss_triplet);
 KL_SAVES(nll);
+
+/* --- draws, recurrent layers (rules_random.c, rules_rnn.c) --------------------------------------------- */
+
+KL_SHAPE(draw);
+KL_SHAPE(draw_inplace);
+KL_SHAPE(dropout);
+KL_SHAPE(feature_dropout);
+KL_SHAPE(multinomial);
+KL_SHAPE(native_dropout);
+KL_SHAPE(randint_like);
+KL_SHAPE(rnn);
+KL_SHAPE(rnn_cell);
+KL_SHAPE(rrelu);
+KL_DTYPE(like_float);
+KL_DTYPE(native_dropout);
+KL_PLACE(feature_dropout);
+KL_PLACE(multinomial);
+KL_PLACE(rnn);
+KL_PLACE(rnn_cell);
+KL_SAVES(dropout);
+KL_SAVES(feature_dropout);
+KL_SAVES(rnn);
+KL_SAVES(rnn_cell);
+KL_SAVES(rrelu);
 
 #endif

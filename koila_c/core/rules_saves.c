@@ -195,7 +195,8 @@ saves_index(const KlCall *call, const KlInferred *result, KlSaves *saves)
     const KlArg *index = &call->args[1];
     for (uint32_t i = 0; index->kind == KL_ARG_INDEX && i < index->n; i++) {
         const KlIndex *item = &index->u.items[i];
-        if (item->kind == KL_INDEX_TENSOR && item->input < 64) {
+        if (item->kind == KL_INDEX_TENSOR && item->input < 64 &&
+            call->inputs[item->input]->n_dims > 0) {
             saves->inputs |= UINT64_C(1) << item->input;
         } else if (item->kind == KL_INDEX_INTS) {
             saves->bytes_extra += item->stop * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);

@@ -64,6 +64,11 @@ class _Config:
         _apply(self._before)
 
 
+def get(name: str) -> int | None:
+    """A setting as it is now."""
+    return _settings[name]
+
+
 def _apply(settings: dict[str, int | None]) -> None:
     _core.configure(settings["chunks"] or 0, settings["memory_limit"] or 0)
     _settings.update(settings)

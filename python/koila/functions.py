@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, enter, handlers, meta
+from koila import _core, enter, handlers, meta, reductions, replay
 from koila.errors import KoilaError, StaleError
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
@@ -19,8 +19,7 @@ READS = frozenset(
     """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __long__ __nonzero__
     is_nonzero equal allclose _is_all_true _is_any_true data_ptr untyped_storage storage _typed_storage
     storage_type __reduce_ex__ __reduce__ __deepcopy__ __copy__ __format__ __dlpack__ __dlpack_device__
-    __cuda_array_interface__ register_hook register_post_accumulate_grad_hook retain_grad
-    _backward_hooks grad_fn output_nr is_set_to is_shared share_memory_ __dir__ __setstate__
+    __cuda_array_interface__ is_set_to is_shared share_memory_ __dir__ __setstate__
     __array_wrap__ __array_priority__ _update_names _indices _values is_pinned
     has_names is_coalesced q_scale q_zero_point q_per_channel_scales qscheme module_load
     ipc_handle is_inference map_ map2_ apply_ new type get_device""".split()
@@ -106,7 +105,7 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
     is_random = bool(schemas) and _is_random(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
-    returns_list = any(_returns_list(schema) for schema in schemas)
+    returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
@@ -147,10 +146,21 @@ def _accessors() -> Iterable[tuple[str, Any]]:
 
 def register_all() -> None:
     """Fill the C module's table; called once, when koila is imported."""
-    _core.bind(KoilaError, StaleError, meta.infer, meta.is_row_range, enter.enter)
+    _core.bind(
+        KoilaError,
+        StaleError,
+        meta.infer,
+        meta.is_row_range,
+        enter.enter,
+        replay.read,
+        reductions.known(),
+    )
     for name, func in _overridable():
         if callable(func) and not isinstance(func, type):
             _register(func, getattr(func, "__name__", name))
+    _core.register(
+        torch.autograd.grad, HANDLER, "grad", handlers.autograd_grad, False, False, False, None, None
+    )
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
         if name in handlers.HANDLERS:

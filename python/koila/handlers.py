@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from koila import _core, meta
+import torch
+
+from koila import _core, meta, replay
 from koila.errors import KoilaError
 
 LazyTensor = _core.LazyTensor
@@ -59,21 +61,99 @@ def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return args[0]
 
 
+def _listed(obj: Any) -> list[Any]:
+    return list(obj) if isinstance(obj, tuple | list) else [obj]
+
+
+def _words(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
+    """NotImplemented where the program has to run whole."""
+    inputs = words.get("inputs")
+    if words.get("create_graph") or words.get("grad_variables") is not None:
+        return NotImplemented
+    if inputs is not None:
+        inputs = [_core.real(t) if type(t) is LazyTensor else t for t in _listed(inputs)]
+        if not inputs or any(t is None for t in inputs):
+            return NotImplemented
+    roots = _listed(words[root])
+    given = words.get(gradient)
+    gradients = [None] * len(roots) if given is None else _listed(given)
+    if len(gradients) != len(roots):
+        return NotImplemented
+    is_retained = bool(words.get("retain_graph"))
+
+    def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+        if cuts:
+            torch.autograd.backward(cuts, found, retain_graph=is_retained or None, inputs=inputs)
+
+    return replay.differentiate(roots, gradients, is_retained, finish)
+
+
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tensor.backward and torch.autograd.backward: run the program, then torch's own backward."""
+    """Tensor.backward and torch.autograd.backward."""
+    if func is torch.Tensor.backward:
+        names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
+        done = _backward_in_chunks(_words(names, args, kwargs), "self", "gradient")
+    else:
+        names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+        done = _backward_in_chunks(_words(names, args, kwargs), "tensors", "grad_tensors")
+    if done is not NotImplemented:
+        return
     try:
         _core.live(func, args, kwargs, True)
     finally:
         _core.note_backward()
 
 
+_GRAD_WORDS = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs")
+_GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
+
+
+def _grad_in_chunks(words: dict[str, Any]) -> Any:
+    if words.get("create_graph") or words.get("is_grads_batched"):
+        return NotImplemented
+    inputs = _listed(words["inputs"])
+    inputs = [_core.real(t) if type(t) is LazyTensor else t for t in inputs]
+    if not all(isinstance(t, torch.Tensor) for t in inputs):
+        return NotImplemented
+    roots = _listed(words["outputs"])
+    given = words.get("grad_outputs")
+    gradients = [None] * len(roots) if given is None else _listed(given)
+    if len(gradients) != len(roots):
+        return NotImplemented
+    is_retained = bool(words.get("retain_graph"))
+
+    def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
+        return torch.autograd.grad(
+            cuts,
+            inputs,
+            found,
+            retain_graph=is_retained or None,
+            allow_unused=words.get("allow_unused"),
+            materialize_grads=words.get("materialize_grads") or False,
+        )
+
+    return replay.differentiate(roots, gradients, is_retained, finish)
+
+
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.autograd.grad: the gradients are plain tensors."""
+    found = _grad_in_chunks(_words(_GRAD_WORDS, args, kwargs))
+    if found is not NotImplemented:
+        return found
     try:
         return _core.live(func, args, kwargs, True)
     finally:
         if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
             _core.note_backward()
+
+
+def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What needs the real graph: hooks, grad_fn."""
+    return _core.live(func, args, kwargs, True)
 
 
 def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -95,12 +175,18 @@ def repr_lazy(lazy: Any) -> str:
 
 def str_lazy(lazy: Any) -> str:
     """What print shows: the number."""
-    return str(_core.force(lazy))
+    return str(_core.read(lazy))
 
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 HANDLERS: dict[str, Handler] = {
+    "register_hook": live,
+    "register_post_accumulate_grad_hook": live,
+    "retain_grad": live,
+    "grad_fn": live,
+    "_backward_hooks": live,
+    "output_nr": live,
     "__repr__": represent,
     "backward": backward,
     "grad": grad,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, patches
+from koila import _core, patches, replay
 
 _WHOLE = -1
 
@@ -158,7 +158,7 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
-    _core.flush_known()
+    replay.flush_known()
     axis = _core.new_axis()
 
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:

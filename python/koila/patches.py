@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila import _core, handlers
+from koila import _core, handlers, replay
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -47,7 +47,7 @@ def _live_if_lazy(original: Callable[..., Any], is_plain: bool) -> Callable[...,
 def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        _core.flush()
+        replay.flush()
         return original(*args, **kwargs)
 
     return patched
@@ -99,7 +99,7 @@ def _patch_grad_modes() -> None:
         def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
-                _core.flush_known()
+                replay.flush_known()
             return result
 
         _replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -140,7 +140,7 @@ def _patch_scripts() -> None:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
-    _core.flush()
+    replay.flush()
 
 
 def refresh() -> None:

@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from koila import _core
+from koila.partials import REDUCTIONS
 from koila.rows import Place
 
 ROWS, REDUCE, ONCE = range(3)
-DATA_STAGE = 1
+# In the order of KlReduce, ops.h.
+REDUCTION_NAMES = (
+    "NONE SUM MEAN VAR AMAX LOGSUMEXP NORM PROD ALL ANY CROSS_ENTROPY LOSS COUNT".split()
+)
 
 
 class Node(NamedTuple):
@@ -69,6 +73,8 @@ class Run:
     imports: list[int] = field(default_factory=list)
     exports: list[int] = field(default_factory=list)
     drops: list[tuple[int, ...]] = field(default_factory=list)
+    combined: list[Node] = field(default_factory=list)
+    shadows: list[int] = field(default_factory=list)
     has_gradient: bool = False
 
     @property
@@ -184,8 +190,8 @@ class Program:
             if node.id in chosen:
                 continue
             chosen[node.id] = self._parts_at(node, stage)
-            for number in node.imports:
-                maker = self.node_of(self.imports[number].value) if number >= 0 else None
+            for number in self._numbers(node, stage):
+                maker = self.node_of(self.imports[number].value)
                 if maker is not None and maker.is_data:
                     stack.append(maker)
         run.nodes = sorted(chosen)
@@ -193,31 +199,37 @@ class Program:
         self._finish(run)
         return run
 
+    def _numbers(self, node: Node, stage: int) -> list[int]:
+        """The imports a node reads at a stage: an early part of a reduction sees only the scores' sizes."""
+        numbers = [number for number in node.imports if number >= 0]
+        return numbers[1:] if node.mode == REDUCE and node.stage != stage else numbers
+
     def _parts_at(self, node: Node, stage: int) -> tuple[int, ...]:
         if node.mode != REDUCE:
             return ()
         if node.late_stage is None:
-            return (0,)
+            return tuple(range(REDUCTIONS[REDUCTION_NAMES[node.reduce]].n_parts))
         stages = (node.stage, node.late_stage)
         return tuple(part for part, at in enumerate(stages) if at == stage)
 
     def _finish(self, run: Run) -> None:
         """Find what the run reads from outside, what leaves it, and when its values die."""
         inside = {v for i in run.nodes for v in self.nodes[i].outs if i not in run.parts}
+        run.combined = [] if run.is_body else self._combined_at(run.stage)
+        inside.update(v for node in run.combined for v in node.outs)
         last_reader: dict[int, int] = {}
         imports: dict[int, None] = {}
         for position, i in enumerate(run.nodes):
             for value in self.nodes[i].outs:
                 last_reader.setdefault(value, position)
-            for number in self.nodes[i].imports:
-                if number < 0:
-                    continue
+            for number in self._numbers(self.nodes[i], run.stage):
                 value = self.imports[number].value
                 if value in inside:
                     last_reader[value] = position
                 else:
                     imports[number] = None
         run.imports = list(imports)
+        run.shadows = [self.nodes[i].imports[0] for i in run.parts if self.nodes[i].stage != run.stage]
         for i in run.nodes:
             node = self.nodes[i]
             is_home = node.stage == run.stage
@@ -227,11 +239,16 @@ class Program:
                 if self.needs_gradient(value) and not self.is_leaf(value):
                     run.has_gradient = True
         kept = set(run.exports) | self._written_storage(run)
+        kept.update(v for node in run.combined for v in node.outs)
         drops: dict[int, list[int]] = defaultdict(list)
         for value, position in last_reader.items():
             if value not in kept:
                 drops[position].append(value)
         run.drops = [tuple(drops[position]) for position in range(len(run.nodes))]
+
+    def _combined_at(self, stage: int) -> list[Node]:
+        """Reductions whose partials become values at this joint."""
+        return [n for n in self.nodes.values() if n.mode == REDUCE and n.stage + 1 == stage]
 
     def _leaves(self, value: int, run: Run) -> bool:
         if not run.is_body:

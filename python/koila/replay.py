@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, partials, plan
+from koila import _core, draws, plan, reductions
 from koila.cross import Cross
-from koila.program import ONCE, Node, Program, Run
-from koila.rows import Bounds, grid
+from koila.program import Program, Run
+from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
-
-_OFF = (None, None)
 
 
 class Replay:
@@ -29,9 +27,20 @@ class Replay:
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, n_chunks))
         self.cross: dict[int, Cross] = {}
-        self.joint_graphs: dict[int, list[int]] = {}
-        self.scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.scratch = self._copy_statistics()
         self.draws = draws.Draws(self)
+
+    def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Leaves that a node writes on the side, each with the copy that it writes instead."""
+        copies = {}
+        for node in self.program.nodes.values():
+            for k, number in enumerate(node.imports):
+                if node.leaf_writes >> k & 1 and number >= 0:
+                    value = self.program.imports[number].value
+                    real = self.program.info(value).real
+                    assert real is not None
+                    copies.setdefault(value, (real, real.detach().clone()))
+        return copies
 
     # -- what a stage reads ------------------------------------------------------------------------
 
@@ -60,6 +69,16 @@ class Replay:
             return cross.read_whole(is_graph)
         return cross.read_rows(entry.place, self.grids[run.axis], chunk, is_graph)
 
+    def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
+        """A tensor with the sizes of a value that is not there yet, and no memory to speak of."""
+        value, place, _ = self.program.imports[number]
+        info = self.program.info(value)
+        shape = info.shape
+        if place is not None:
+            start, stop = self.grids[run.axis][chunk]
+            shape = chunk_shape(shape, place, stop - start)
+        return torch.empty((), dtype=info.dtype).expand(shape)
+
     # -- running one stage --------------------------------------------------------------------------
 
     def run_nodes(
@@ -74,6 +93,8 @@ class Replay:
         imports: list[Any] = [None] * len(self.program.imports)
         for number in run.imports:
             imports[number] = self._given(number, run, chunk, is_graph, stand_ins)
+        for number in run.shadows:
+            imports[number] = self._shadow(number, run, chunk)
         if not run.is_body:
             self._combine(run, env, is_graph, stand_ins)
         bounds = self.grids[run.axis][chunk] if run.is_body else None
@@ -86,7 +107,7 @@ class Replay:
             if node.is_random:
                 self.draws.restore(i, chunk if run.is_body else None)
             if i in run.parts:
-                return partials.run_parts(self.program, node, run.parts[i], func, args, kwargs)
+                return reductions.run_parts(self.program, node, run.parts[i], func, args, kwargs)
             return func(*args, **kwargs)
 
         def cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -104,20 +125,13 @@ class Replay:
     ) -> None:
         """Reductions that ended in the body before: their partials become values here."""
         with torch.set_grad_enabled(is_graph):
-            for node in self._combined_at(run.stage):
+            for node in run.combined:
                 value = node.first_out
                 cross = (stand_ins or {}).get(value) or self.cross[value]
                 parts = cross.read_parts(is_graph)
-                combined = partials.combine(self.program, node, parts)
+                combined = reductions.combine(self.program, node, parts)
                 for out, tensor in zip(node.outs, combined, strict=True):
                     env[out] = tensor
-
-    def _combined_at(self, stage: int) -> list[Node]:
-        return [
-            node
-            for node in self.program.nodes.values()
-            if node.mode != ONCE and node.mode == 1 and node.stage + 1 == stage
-        ]
 
     def _runs_at(self, stage: int) -> list[Run]:
         return [run for run in self.program.runs if run.stage == stage]
@@ -145,15 +159,14 @@ class Replay:
         """Run a joint; returns the tensors that carry its graph, by value."""
         env = self.run_nodes(run, 0, is_graph)
         graph: dict[int, torch.Tensor] = {}
-        combined = [out for node in self._combined_at(run.stage) for out in node.outs]
+        combined = [out for node in run.combined for out in node.outs]
         for value in [*combined, *run.exports]:
             tensor = env[value]
             info = self.program.info(value)
             parts = self.cross.get(value)
             whole = Cross(info, self.program.needs_gradient(value), whole=tensor.detach())
             if parts is not None:
-                whole.parts = parts.parts
-                whole.part_aliases = parts.part_aliases
+                whole.parts, whole.aliases = parts.parts, parts.aliases
             self.cross[value] = whole
             if is_graph and tensor.requires_grad:
                 graph[value] = tensor
@@ -192,18 +205,16 @@ class Replay:
         """Run the tail on zeros: its gradients do not depend on values, so they are known first."""
         stand_ins: dict[int, Cross] = {}
         leaves: list[tuple[Cross, Any, torch.Tensor]] = []
-        n_chunks = len(self.grids[run.axis])
-        for body in self._runs_at(run.stage):
-            for value in body.exports:
-                node = self.program.node_of(value)
-                assert node is not None
-                cross = Cross(self.program.info(value), self.program.needs_gradient(value))
-                if node.id in body.parts:
-                    early = self.cross[value].parts if value in self.cross else {}
-                    leaves += cross.zero_parts(body.parts[node.id], env[value], n_chunks, early)
-                else:
-                    leaves += cross.zero_whole()
-                stand_ins[value] = cross
+        for value in run.exports:
+            node = self.program.node_of(value)
+            assert node is not None
+            cross = Cross(self.program.info(value), self.program.needs_gradient(value))
+            if node.id in run.parts:
+                early = self.cross[value].parts
+                leaves += cross.zero_parts(run.parts[node.id], env[value], self.grids[run.axis], early)
+            else:
+                leaves += cross.zero_whole()
+            stand_ins[value] = cross
         outputs = self._run_tail(stand_ins)
         inputs = [leaf for _, _, leaf in leaves if leaf.requires_grad]
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
@@ -216,15 +227,209 @@ class Replay:
         for cross, key, leaf in leaves:
             cross.seeds[key] = grads.get(id(leaf))
         for value, cross in stand_ins.items():
-            self.zero_seeds[value] = cross
+            self.cross[value].seeds.update(cross.seeds)
 
     def _run_tail(self, stand_ins: dict[int, Cross]) -> list[torch.Tensor]:
         """Run the joints of the tail on stand-ins for what the body will make; the roots."""
         made = dict(stand_ins)
         for run in self._tail_runs():
             env = self.run_nodes(run, 0, True, made)
-            combined = [out for node in self._combined_at(run.stage) for out in node.outs]
+            combined = [out for node in run.combined for out in node.outs]
             for value in [*combined, *run.exports]:
                 info = self.program.info(value)
                 made[value] = Cross(info, False, whole=env[value], is_graph=True)
         return [made[root].read_whole(True) for root in self.program.roots]
+
+    # -- the whole step -------------------------------------------------------------------------------------
+
+    def _is_fused(self, run: Run) -> bool:
+        """Whether the run's backward can follow each chunk's forward at once."""
+        program = self.program
+        if not program.is_tail_linear or run.stage != program.last_body:
+            return False
+        return len([other for other in self._runs_at(run.stage) if other.has_gradient]) == 1
+
+    def _run_fused(self, run: Run, gradients: list[torch.Tensor]) -> None:
+        for chunk in range(len(self.grids[run.axis])):
+            env = self.run_nodes(run, chunk, True)
+            self._collect(run, env, chunk)
+            if chunk == 0:
+                self._seed_linear(run, env, gradients)
+            self._send_back(run, env, chunk)
+        for value in run.exports:
+            # Their gradient is sent back already: the tail's own run must not make another.
+            self.cross[value].needs_gradient = False
+
+    def _go_forward(self, gradients: list[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
+        graphs: dict[int, dict[int, torch.Tensor]] = {}
+        for run in self.program.runs:
+            if not run.is_body:
+                graphs[run.stage] = self.run_joint(run, True)
+            elif run.has_gradient and self._is_fused(run):
+                self._run_fused(run, gradients)
+            else:
+                self.forward_body(run)
+        return graphs
+
+    def _go_back(
+        self, graphs: dict[int, dict[int, torch.Tensor]], gradients: list[torch.Tensor]
+    ) -> None:
+        roots: dict[int, torch.Tensor] = {}
+        for root, gradient in zip(self.program.roots, gradients, strict=True):
+            roots[root] = roots[root] + gradient if root in roots else gradient
+        for run in reversed(self.program.runs):
+            if not run.is_body:
+                self._go_back_joint(graphs[run.stage], roots)
+            elif run.has_gradient and not self._is_fused(run):
+                for value in run.exports:
+                    if value in roots:
+                        self.cross[value].seeds["whole",] = roots[value]
+                for chunk in range(len(self.grids[run.axis])):
+                    self.backward_chunk(run, chunk)
+
+    def _go_back_joint(
+        self, graph: dict[int, torch.Tensor], roots: dict[int, torch.Tensor]
+    ) -> None:
+        outputs, seeds = [], []
+        for value, tensor in graph.items():
+            seed = self.cross[value].total_gradient()
+            if value in roots:
+                seed = roots[value] if seed is None else seed + roots[value]
+            if seed is not None:
+                outputs.append(tensor)
+                seeds.append(seed)
+        if outputs:
+            torch.autograd.backward(outputs, seeds)
+
+    def differentiate(self, gradients: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run everything forward and back; the gradients of the real tensors that entered."""
+        self.draws.prepare()
+        graphs = self._go_forward(gradients)
+        self._go_back(graphs, gradients)
+        found = []
+        for value, cross in self.cross.items():
+            info = cross.info
+            if not self.program.is_leaf(value) or not self.program.needs_gradient(value):
+                continue
+            gradient = cross.total_gradient()
+            if gradient is not None and info.real is not None and info.real.requires_grad:
+                found.append((info.real, gradient.to(info.real.dtype)))
+        return found
+
+    def compute(self) -> None:
+        """Run everything forward, without graphs."""
+        self.draws.prepare()
+        for run in self.program.runs:
+            if run.is_body:
+                self.forward_body(run)
+            else:
+                self.run_joint(run, False)
+
+    # -- commit ------------------------------------------------------------------------------------------------
+
+    def commit(self, is_spent: bool) -> None:
+        """Write statistics, leave the generator as eager would, give the user's lazies their numbers."""
+        done: set[int] = _core.memo().setdefault("effects", set())
+        fresh = [n for n in self.program.nodes.values() if n.leaf_writes and n.id not in done]
+        written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
+        for value, (real, copy) in self.scratch.items():
+            if value in written:
+                with torch.no_grad():
+                    real.copy_(copy)
+                _core.refresh_leaf(value)
+        done.update(n.id for n in fresh)
+        self.draws.commit()
+        numbers = {value: self.cross[value].read_whole(False) for value in self.program.wanted}
+        for value, number in numbers.items():
+            info = self.program.info(value)
+            if is_spent and self.program.needs_gradient(value):
+                _core.deliver(value, spent(number), True)
+            else:
+                _core.deliver(value, number, not info.requires_grad)
+        _core.close()
+
+
+def _start(roots: list[torch.Tensor]) -> Replay | None:
+    """A replay in chunks, or None where the program must run whole."""
+    n_chunks = plan.n_chunks()
+    if n_chunks <= 1:
+        return None
+    program = Program(roots)
+    if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
+        return None
+    return Replay(program, n_chunks)
+
+
+def read() -> bool:
+    """Give every pending value that the user can reach its number, in chunks.
+
+    Returns:
+        False where the program has to run whole.
+    """
+    replay = _start([])
+    if replay is None:
+        return False
+    _core.check_leaves()
+    try:
+        replay.compute()
+    except BaseException:
+        replay.draws.roll_back()
+        raise
+    replay.commit(False)
+    return True
+
+
+def flush() -> None:
+    """Run what is pending, in chunks or whole."""
+    if not read():
+        _core.flush()
+
+
+def flush_known() -> None:
+    """Run what is pending if the user can reach a pending value without a gradient in its history."""
+    if _core.has_known():
+        flush()
+
+
+def differentiate(
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    is_retained: bool,
+    finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+) -> Any:
+    """Differentiate the roots in chunks and hand the gradients of the real tensors to `finish`.
+
+    Returns:
+        NotImplemented where the program has to run whole; else what `finish` returns.
+    """
+    for root in roots:
+        if type(root) is not _core.LazyTensor or _core.real(root) is not None:
+            return NotImplemented
+        if not root.requires_grad:
+            return NotImplemented
+    replay = _start(roots)
+    if replay is None:
+        return NotImplemented
+    filled = []
+    for root, gradient in zip(roots, gradients, strict=True):
+        if gradient is None:
+            if root.numel() != 1:
+                return NotImplemented  # torch's own words are raised by the whole run
+            gradient = torch.ones(root.shape, dtype=root.dtype, device=root.device)
+        elif type(gradient) is _core.LazyTensor:
+            gradient = _core.force(gradient)
+        if gradient.shape != root.shape:
+            return NotImplemented
+        filled.append(gradient)
+    _core.check_leaves()
+    try:
+        found = replay.differentiate(filled)
+        with torch.enable_grad():
+            cuts = [real.view_as(real) for real, _ in found]
+        result = finish(cuts, [gradient for _, gradient in found])
+    except BaseException:
+        replay.draws.roll_back()
+        raise
+    replay.commit(not is_retained)
+    _core.note_backward()
+    return result

@@ -1,0 +1,18 @@
+/* py_describe.h - what inference found, as Python objects. */
+#ifndef KL_PY_DESCRIBE_H
+#define KL_PY_DESCRIBE_H
+
+#include "py_args.h"
+
+#include "infer.h"
+
+/* Add to `dict` what `result` says of a call: outs, mode, reason, reduce, random, effects, alias, saves,
+ * inputs, in_places, rewrites. 0, or -1 with an exception. */
+int kl_py_describe(PyObject *dict, const KlCall *call, const KlInferred *result,
+                   const KlPyBound *bound, Py_ssize_t n_args, PyObject *kwargs);
+
+/* Add an object, and drop the caller's reference to it; NULL is passed on. 0 or -1. */
+int kl_py_set_new(PyObject *dict, const char *key, PyObject *value);
+int kl_py_append_new(PyObject *list, PyObject *item);
+
+#endif

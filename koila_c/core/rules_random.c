@@ -1,0 +1,257 @@
+/* rules_random.c - ops that draw: dropouts and fills. A call that draws nothing (dropout in evaluation) says
+ * so. A generator of the user's own is declined: it would have to be set back with ours. */
+#include "rules.h"
+
+enum { INPUT, PROBABILITY, TRAIN };
+
+static KlStatus
+read_dropout(const KlCall *call, double *p, bool *is_drawn)
+{
+    bool is_training = false;
+    const KlMeta *input = kl_rules_input(call, INPUT);
+    KlStatus status = kl_rules_float(call, PROBABILITY, 0.0, p);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, TRAIN, true, &is_training);
+    }
+    if (status != KL_OK || input == NULL || !(*p >= 0.0 && *p <= 1.0)) {
+        return KL_DECLINED;
+    }
+    *is_drawn = is_training && *p > 0.0 && kl_meta_n_elements(input) > 0;
+    return KL_OK;
+}
+
+/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature kinds. */
+static KlMeta
+shape_noise(const KlMeta *input, bool is_feature)
+{
+    KlMeta noise = *input;
+    if (!is_feature) {
+        kl_rules_preserve(&noise, input);
+        return noise;
+    }
+    for (int32_t dim = 2; dim < noise.n_dims; dim++) {
+        noise.shape[dim] = 1;
+    }
+    kl_meta_set_contiguous(&noise);
+    return noise;
+}
+
+static KlStatus
+shape_drop(const KlCall *call, bool is_feature, KlInferred *result, KlError *error)
+{
+    double p = 0.0;
+    bool is_drawn = false;
+    KlStatus status = read_dropout(call, &p, &is_drawn);
+    const KlMeta *input = kl_rules_input(call, INPUT);
+    if (status == KL_OK && is_feature && input->n_dims < 2) {
+        status = KL_DECLINED;
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, input, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    KlMeta *out = &result->outs[0];
+    result->is_random = is_drawn && p < 1.0;
+    if (!is_drawn) {
+        *out = *input;
+        out->place = KL_PLACE_WHOLE;
+        result->effects = 0;
+        kl_rules_alias(result, KL_ALIAS_SAME, call->args[INPUT].input);
+        return KL_OK;
+    }
+    KlMeta noise = {.n_dims = 0, .is_strided = true}; /* all is dropped: times 0 */
+    if (p < 1.0) {
+        noise = shape_noise(input, is_feature);
+    }
+    const KlMeta *operands[2] = {input, &noise};
+    kl_rules_iterate(out, operands, 2, false);
+    return KL_OK;
+}
+
+KlStatus
+shape_dropout(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_drop(call, false, result, error);
+}
+
+KlStatus
+shape_feature_dropout(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_drop(call, true, result, error);
+}
+
+/* input, p, train -> output, mask */
+KlStatus
+shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
+{
+    double p = 0.0;
+    bool is_drawn = false;
+    const KlMeta *input = kl_rules_input(call, INPUT);
+    KlStatus status = read_dropout(call, &p, &is_drawn);
+    bool is_training = true;
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, TRAIN, true, &is_training);
+    }
+    if (status == KL_OK && kl_meta_n_elements(input) == 0) {
+        status = KL_DECLINED; /* then the mask is no mask */
+    }
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, 2, error);
+    }
+    for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
+        result->outs[i] = *input;
+        result->outs[i].place = KL_PLACE_WHOLE;
+        result->outs[i].requires_grad = false;
+        kl_rules_preserve(&result->outs[i], input);
+    }
+    if (status == KL_OK && is_training) {
+        const KlMeta *operands[2] = {input, &result->outs[1]};
+        kl_rules_iterate(&result->outs[0], operands, 2, false);
+    }
+    result->is_random = is_training;
+    return status;
+}
+
+KlStatus
+dtype_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = dtype_same_float(call, result, error);
+    result->outs[1].dtype = KL_DTYPE_BOOL;
+    return status;
+}
+
+KlStatus
+place_feature_dropout(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlLabels labels = {{1, 2}};
+    if (!result->is_random) {
+        labels = kl_rules_letters(call->inputs[0]->n_dims);
+    }
+    const KlWiring wiring = {
+        .inputs = {labels}, .outs = {labels}, .reason = "one draw serves all the rows"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+static void
+save_noise(const KlCall *call, const KlInferred *result, KlSaves *saves, bool is_feature)
+{
+    double p = 0.0;
+    bool is_drawn = false;
+    if (read_dropout(call, &p, &is_drawn) == KL_OK && is_drawn) {
+        const KlMeta *input = call->inputs[0];
+        KlMeta noise = shape_noise(input, is_feature);
+        kl_rules_save_new(result, saves, p < 1.0 ? kl_meta_n_elements(&noise) : 1, input->dtype);
+    }
+}
+
+void
+saves_dropout(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    save_noise(call, result, saves, false);
+}
+
+void
+saves_feature_dropout(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    save_noise(call, result, saves, true);
+}
+
+/* --- draws whose parameters are tensors --------------------------------------------------------------------- */
+
+/* No argument is of a kind the rules do not know: the generator is the default one. */
+static bool
+has_default_generator(const KlCall *call)
+{
+    for (uint32_t i = 0; i < call->n_args; i++) {
+        if (call->args[i].kind == KL_ARG_OTHER) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* bernoulli, poisson, normal: a new row-major value of the shape the tensors broadcast to */
+KlStatus
+shape_draw(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta out = {.n_dims = 0};
+    KlStatus status = has_default_generator(call) && call->n_inputs > 0 ? KL_OK : KL_DECLINED;
+    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
+        status = kl_rules_broadcast(&out, call->inputs[i], error);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, &out, error);
+    }
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+/* normal_, uniform_, bernoulli_ ...: written over the first input */
+KlStatus
+shape_draw_inplace(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = shape_draw(call, result, error);
+    result->is_random = true;
+    return status;
+}
+
+/* input, num_samples, replacement: (n, c) -> (n, num_samples) */
+KlStatus
+shape_multinomial(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int64_t n = 0;
+    const KlMeta *input = kl_rules_input(call, INPUT);
+    KlStatus status = kl_rules_int(call, 1, 0, &n);
+    if (status != KL_OK || input == NULL || n < 1 || input->n_dims < 1 || input->n_dims > 2 ||
+        !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call)) {
+        return KL_DECLINED;
+    }
+    KlMeta out = *input;
+    out.shape[input->n_dims - 1] = n;
+    status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+place_multinomial(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims - 1);
+    const KlWiring wiring = {
+        .inputs = {labels}, .outs = {labels}, .reason = "the rows are what is drawn from"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* rrelu: input, lower, upper, training. The slopes are kept even where none is drawn. */
+KlStatus
+shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool is_training = false;
+    KlStatus status = kl_rules_bool(call, 3, false, &is_training);
+    if (status == KL_OK && (kl_rules_input(call, INPUT) == NULL || !has_default_generator(call))) {
+        status = KL_DECLINED;
+    }
+    if (status == KL_OK) {
+        status = kl_rules_out(result, call->inputs[0], error);
+    }
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+        result->is_random = is_training;
+    }
+    return status;
+}
+
+void
+saves_rrelu(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    kl_rules_save(call, saves, INPUT);
+    kl_rules_save_new(result, saves, kl_meta_n_elements(call->inputs[0]), call->inputs[0]->dtype);
+}

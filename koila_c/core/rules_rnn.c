@@ -1,0 +1,244 @@
+/* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or 0, batch_first)
+ * of the input and dim 1 of every state. Packed sequences come with other arguments, and are declined. */
+#include "rules.h"
+
+#include <string.h>
+
+/* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first */
+enum { INPUT, STATE, PARAMS, BIASES, LAYERS, DROPOUT, TRAIN, BIDIRECTIONAL, BATCH_FIRST };
+
+typedef struct {
+    const KlMeta *input;
+    const KlMeta *states[2]; /* [n_states] hidden, and the cell's for lstm */
+    uint32_t n_states;
+    int64_t n_gates;
+    int64_t n_layers;
+    int64_t n_directions;
+    int64_t n_params; /* of one layer in one direction */
+    double dropout;
+    bool is_training;
+    bool is_batch_first;
+} Layer;
+
+static KlStatus
+read_options(const KlCall *call, Layer *layer)
+{
+    bool has_biases = false;
+    bool is_both = false;
+    KlStatus status = kl_rules_bool(call, BIASES, false, &has_biases);
+    if (status == KL_OK) {
+        status = kl_rules_int(call, LAYERS, 1, &layer->n_layers);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_float(call, DROPOUT, 0.0, &layer->dropout);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, TRAIN, false, &layer->is_training);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, BIDIRECTIONAL, false, &is_both);
+    }
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, BATCH_FIRST, false, &layer->is_batch_first);
+    }
+    layer->n_directions = is_both ? 2 : 1;
+    layer->n_params = has_biases ? 4 : 2;
+    return status == KL_OK && layer->n_layers < 1 ? KL_DECLINED : status;
+}
+
+static KlStatus
+read_states(const KlCall *call, bool is_lstm, Layer *layer)
+{
+    const KlArg *state = &call->args[STATE];
+    layer->n_states = is_lstm ? 2 : 1;
+    if (is_lstm && (state->kind != KL_ARG_VALUES || state->n != 2)) {
+        return KL_DECLINED;
+    }
+    if (!is_lstm && state->kind != KL_ARG_VALUE) {
+        return KL_DECLINED;
+    }
+    for (uint32_t i = 0; i < layer->n_states; i++) {
+        layer->states[i] = call->inputs[state->input + i];
+    }
+    return KL_OK;
+}
+
+/* What is read must fit together, or it is another call than the one described here. */
+static KlStatus
+check_layer(const KlCall *call, Layer *layer)
+{
+    const KlArg *params = &call->args[PARAMS];
+    if (params->kind != KL_ARG_VALUES || layer->input == NULL || layer->input->n_dims != 3 ||
+        kl_meta_n_elements(layer->input) == 0) {
+        return KL_DECLINED;
+    }
+    const KlMeta *weight = call->inputs[params->input];
+    const KlMeta *hidden = layer->states[0];
+    const KlMeta *last = layer->states[layer->n_states - 1];
+    int64_t n_rows = layer->input->shape[layer->is_batch_first ? 0 : 1];
+    int64_t n_cells = layer->n_layers * layer->n_directions;
+    for (uint32_t i = 0; i < layer->n_states; i++) {
+        const KlMeta *state = layer->states[i];
+        if (state->n_dims != 3 || state->shape[0] != n_cells || state->shape[1] != n_rows) {
+            return KL_DECLINED;
+        }
+    }
+    bool is_projected = layer->n_states == 2 && hidden->shape[2] != last->shape[2];
+    layer->n_params += is_projected ? 1 : 0;
+    bool is_fit = params->n == n_cells * layer->n_params && weight->n_dims == 2 &&
+                  weight->shape[0] == layer->n_gates * last->shape[2] &&
+                  weight->shape[1] == layer->input->shape[2];
+    return is_fit ? KL_OK : KL_DECLINED;
+}
+
+static KlStatus
+read_layer(const KlCall *call, Layer *layer)
+{
+    const char *name = call->row->name;
+    bool is_lstm = strcmp(name, "lstm") == 0;
+    *layer = (Layer){.input = kl_rules_input(call, INPUT)};
+    layer->n_gates = is_lstm ? 4 : strcmp(name, "gru") == 0 ? 3 : 1;
+    KlStatus status = read_options(call, layer);
+    if (status == KL_OK) {
+        status = read_states(call, is_lstm, layer);
+    }
+    return status == KL_OK ? check_layer(call, layer) : status;
+}
+
+/* output (t, n, directions * h), then the last states; batch_first swaps the first two dims of a view */
+KlStatus
+shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
+{
+    Layer layer;
+    KlStatus status = read_layer(call, &layer);
+    if (status == KL_OK) {
+        status = kl_infer_reserve_outs(result, 1 + layer.n_states, error);
+    }
+    if (status != KL_OK) {
+        return status;
+    }
+    int32_t batch = layer.is_batch_first ? 0 : 1;
+    KlMeta *out = &result->outs[0];
+    out->n_dims = 3;
+    out->shape[0] = layer.input->shape[1 - batch];
+    out->shape[1] = layer.input->shape[batch];
+    out->shape[2] = layer.n_directions * layer.states[0]->shape[2];
+    kl_meta_set_contiguous(out);
+    if (layer.is_batch_first) {
+        int64_t size = out->shape[0];
+        int64_t stride = out->strides[0];
+        out->shape[0] = out->shape[1];
+        out->strides[0] = out->strides[1];
+        out->shape[1] = size;
+        out->strides[1] = stride;
+    }
+    for (uint32_t i = 0; i < layer.n_states; i++) {
+        KlMeta *state = &result->outs[1 + i];
+        state->n_dims = 3;
+        memcpy(state->shape, layer.states[i]->shape, sizeof(state->shape));
+        kl_meta_set_contiguous(state);
+    }
+    result->is_random = layer.dropout > 0.0 && layer.is_training && layer.n_layers > 1;
+    return KL_OK;
+}
+
+KlStatus
+place_rnn(const KlCall *call, KlInferred *result, KlError *error)
+{
+    Layer layer;
+    (void)error;
+    KlStatus status = read_layer(call, &layer);
+    KlWiring wiring = {.reason = "the rows are steps, features or weights of a recurrent layer"};
+    int32_t batch = layer.is_batch_first ? 0 : 1;
+    wiring.inputs[0].of[batch] = 1;
+    wiring.outs[0].of[batch] = 1;
+    for (uint32_t i = 1; i <= layer.n_states; i++) {
+        wiring.inputs[i].of[1] = 1;
+        wiring.outs[i].of[1] = 1;
+    }
+    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+}
+
+/* Gates and states of every step, and what goes from layer to layer. The fused kernel of oneDNN (lstm in
+ * float32) has a workspace instead, measured at 15 hidden and 5 input features for each row and step. */
+void
+saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    Layer layer;
+    if (read_layer(call, &layer) != KL_OK) {
+        return;
+    }
+    KlDtype dtype = layer.input->dtype;
+    int64_t n_steps = layer.input->shape[0] * layer.input->shape[1];
+    int64_t n_cells = layer.n_layers * layer.n_directions;
+    int64_t n_hidden = n_cells * n_steps * layer.states[layer.n_states - 1]->shape[2];
+    int64_t n_copied = layer.is_batch_first ? n_steps * layer.input->shape[2] : 0;
+    bool is_lstm = layer.n_states == 2;
+    bool is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
+    int64_t n_kept = is_fused ? 15 : layer.n_gates > 1 ? 7 : 1;
+    n_kept += n_cells > 1 ? (result->is_random ? 2 : 1) : 0;
+    saves_all(call, result, saves);
+    saves->outputs = is_lstm ? 7 : 3;
+    kl_rules_save_new(result, saves, n_copied + n_hidden * n_kept, dtype);
+    if (is_fused) {
+        int64_t n_widest = layer.input->shape[2] + result->outs[0].shape[2];
+        kl_rules_save_new(result, saves, 5 * n_cells * n_steps * n_widest, dtype);
+        saves->bytes_extra += n_cells * 28672;
+    }
+}
+
+/* --- cells: input (n, i), hx (n, h), w_ih, w_hh, b_ih, b_hh ------------------------------------------------ */
+
+KlStatus
+shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0);
+    const KlArg *state = &call->args[1];
+    bool is_lstm = strcmp(call->row->name, "lstm_cell") == 0;
+    bool is_kind =
+        is_lstm ? state->kind == KL_ARG_VALUES && state->n == 2 : state->kind == KL_ARG_VALUE;
+    if (input == NULL || input->n_dims != 2 || !is_kind || kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    uint32_t n_states = is_lstm ? 2 : 1;
+    KlStatus status = kl_infer_reserve_outs(result, n_states, error);
+    for (uint32_t i = 0; status == KL_OK && i < n_states; i++) {
+        const KlMeta *meta = call->inputs[state->input + i];
+        if (meta->n_dims != 2 || meta->shape[0] != input->shape[0]) {
+            return KL_DECLINED;
+        }
+        result->outs[i].n_dims = 2;
+        memcpy(result->outs[i].shape, meta->shape, sizeof(meta->shape));
+    }
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+place_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlWiring wiring = {.inputs = {{{1}}}, .reason = "the rows are features or weights of a cell"};
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        wiring.inputs[1 + i].of[0] = 1;
+        wiring.outs[i].of[0] = 1;
+    }
+    return kl_rules_wire(call, result, &wiring);
+}
+
+void
+saves_rnn_cell(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    int64_t n = kl_meta_n_elements(&result->outs[0]);
+    const char *name = call->row->name;
+    saves_all(call, result, saves);
+    if (strcmp(name, "lstm_cell") == 0) {
+        kl_rules_save_new(result, saves, 5 * n, result->outs[0].dtype);
+    } else if (strcmp(name, "gru_cell") == 0) {
+        kl_rules_save_new(result, saves, 6 * n, result->outs[0].dtype);
+    } else {
+        saves->outputs = 1;
+    }
+}

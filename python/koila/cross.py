@@ -1,0 +1,190 @@
+"""A value that crosses from stage to stage: a detached alias on each side that reads it, so that its
+gradient gathers there, and is sent back when the stage that made it runs backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from koila import rows
+from koila.program import Info
+from koila.rows import Bounds, Place
+
+Key = tuple[Any, ...]
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a leaf of a graph of its own; gradients add up in at least float32."""
+    alias = tensor.detach().requires_grad_()
+    if tensor.dtype in (torch.float16, torch.bfloat16) and hasattr(alias, "grad_dtype"):
+        alias.grad_dtype = torch.float32
+    return alias
+
+
+def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+class Cross:
+    """One value seen from outside the stage that made it.
+
+    It is there whole (a leaf, a joint's result), in chunks (made by rows in a body), or in parts (a
+    reduction that has not been combined yet).
+    """
+
+    def __init__(
+        self,
+        info: Info,
+        needs_gradient: bool,
+        whole: torch.Tensor | None = None,
+        is_graph: bool = False,
+    ) -> None:
+        self.info = info
+        self.needs_gradient = needs_gradient
+        self.whole = whole
+        self.is_graph = is_graph
+        self.chunks: dict[int, torch.Tensor] = {}
+        self.parts: dict[int, dict[int, torch.Tensor]] = {}
+        self.aliases: dict[Key, torch.Tensor] = {}
+        self.seeds: dict[Key, torch.Tensor | None] = {}
+
+    @staticmethod
+    def cut(tensor: torch.Tensor, place: Place, n_rows: int, bounds: Bounds) -> torch.Tensor:
+        return rows.cut(tensor, place, n_rows, bounds)
+
+    # -- what the making stage leaves ------------------------------------------------------------------
+
+    def add_chunk(self, chunk: int, tensor: torch.Tensor) -> None:
+        if self.info.place is None:
+            self.whole = tensor.detach()  # every chunk makes the same
+        else:
+            self.chunks[chunk] = tensor.detach()
+
+    def add_parts(self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        parts = self.parts.setdefault(chunk, {})
+        for number, tensor in zip(numbers, tensors, strict=True):
+            parts[number] = tensor.detach()
+
+    # -- what a reading stage is given -------------------------------------------------------------------
+
+    def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
+        if not (is_graph and self.needs_gradient and tensor.dtype.is_floating_point | tensor.dtype.is_complex):
+            return tensor.detach() if tensor.requires_grad else tensor
+        if key not in self.aliases:
+            self.aliases[key] = alias_of(tensor)
+        return self.aliases[key]
+
+    def read_whole(self, is_graph: bool) -> torch.Tensor:
+        if self.is_graph and self.whole is not None:
+            return self.whole
+        if self.whole is not None:
+            return self._alias(("whole",), self.whole, is_graph)
+        assert self.info.place is not None
+        parts = [self._alias(("chunk", c), self.chunks[c], is_graph) for c in sorted(self.chunks)]
+        with torch.set_grad_enabled(is_graph):
+            return rows.gather(parts, self.info.place)
+
+    def read_rows(
+        self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
+    ) -> torch.Tensor:
+        if self.whole is None:
+            return self._alias(("chunk", chunk), self.chunks[chunk], is_graph)
+        key = ("rows", place, chunk)
+        if is_graph and key in self.aliases:
+            return self.aliases[key]
+        part = rows.cut(self.whole.detach(), place, grid[-1][1], grid[chunk])
+        return self._alias(key, part, is_graph)
+
+    def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
+        """parts[part][chunk]"""
+        n_parts = len(self.parts[0])
+        return [
+            [self._alias(("part", c, p), self.parts[c][p], is_graph) for c in sorted(self.parts)]
+            for p in range(n_parts)
+        ]
+
+    # -- gradients -----------------------------------------------------------------------------------------
+
+    def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
+        """The gradient of what a body left for one chunk."""
+        alias = self.aliases.get(("chunk", chunk))
+        grad = alias.grad if alias is not None else None
+        whole = self.seeds.get(("whole",))
+        if whole is not None and self.info.place is not None:
+            part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
+            grad = _add(grad, part)
+        return grad
+
+    def part_seeds(
+        self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        pairs = []
+        for number, tensor in zip(numbers, tensors, strict=True):
+            key = ("part", chunk, number)
+            alias = self.aliases.get(key)
+            seed = alias.grad if alias is not None else self.seeds.get(key)
+            pairs.append((tensor, seed))
+        return pairs
+
+    def total_gradient(self) -> torch.Tensor | None:
+        """The gradient of a value that is there whole: whole reads, and reads by rows put together."""
+        alias = self.aliases.get(("whole",))
+        total = alias.grad if alias is not None else None
+        if self.seeds.get(("whole",)) is not None:
+            total = _add(total, self.seeds[("whole",)])
+        by_place: dict[Place, dict[int, torch.Tensor]] = {}
+        for key, alias in self.aliases.items():
+            if key[0] == "rows":
+                by_place.setdefault(key[1], {})[key[2]] = alias
+        for place, chunks in by_place.items():
+            grads = [chunks[c].grad for c in sorted(chunks)]
+            if all(grad is None for grad in grads):
+                continue
+            filled = [
+                torch.zeros_like(chunks[c]) if grad is None else grad
+                for c, grad in zip(sorted(chunks), grads, strict=True)
+            ]
+            total = _add(total, rows.gather(filled, place))
+        return total
+
+    # -- stand-ins for a linear tail ------------------------------------------------------------------------
+
+    def zero_whole(self) -> list[tuple[Cross, Key, torch.Tensor]]:
+        """Stand in for a value that will be gathered; returns the leaf whose gradient is the seed."""
+        device = "cpu" if self.info.real is None else self.info.real.device
+        zeros = torch.zeros(self.info.shape, dtype=self.info.dtype, device=device)
+        self.whole = zeros.requires_grad_() if self.needs_gradient else zeros
+        self.is_graph = True
+        return [(self, ("whole",), self.whole)]
+
+    def zero_parts(
+        self,
+        numbers: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        grid: Sequence[Bounds],
+        early: dict[int, dict[int, torch.Tensor]],
+    ) -> list[tuple[Cross, Key, torch.Tensor]]:
+        """Stand in for the partials of all chunks, given those of the first.
+
+        A part that needs no gradient is a number of terms, which grows with the rows, or was there
+        before (`early`).
+        """
+        leaves = []
+        first = grid[0][1] - grid[0][0]
+        for chunk, (start, stop) in enumerate(grid):
+            parts = self.parts.setdefault(chunk, {})
+            parts.update(early.get(chunk, {}))
+            for number, tensor in zip(numbers, tensors, strict=True):
+                if tensor.requires_grad:
+                    parts[number] = torch.zeros_like(tensor).requires_grad_()
+                    leaves.append((self, ("part", chunk, number), parts[number]))
+                else:
+                    parts[number] = tensor * ((stop - start) / first) if chunk else tensor
+        self.aliases = {
+            ("part", c, p): t for c, parts in self.parts.items() for p, t in parts.items()
+        }
+        return leaves

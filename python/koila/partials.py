@@ -1,0 +1,430 @@
+"""Reductions over the batch, split: what each chunk computes, and how the results become one.
+
+A node in mode REDUCE runs on every chunk as `partial`, once for each of its parts, and `combine` makes the
+node's value from the parts of all chunks. Both are torch ops under autograd: no gradient is written by hand.
+Parts are in the accumulation type, float32 at least, so that neither a sum of halves overflows nor many small
+chunks round worse than one large one.
+
+    reduction = REDUCTIONS["MEAN"]
+    parts = [[reduction.partial(i, chunk) for chunk in chunks] for i in range(reduction.n_parts)]
+    value = reduction.combine(parts, call)
+
+`part_reads` names the words of the call whose values a part depends on: a part that reads labels only is known
+before the model has run. `saves_parts` are the parts whose values `combine` keeps for its backward: where it
+keeps none that come from the model, the loss is linear in the chunks and one pass over them is enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Names numpy uses, which torch takes for its own.
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+NONE, MEAN, SUM = 0, 1, 2  # the word `reduction` of a loss
+
+
+@functools.cache
+def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
+    """Split a row's signature into its words, the number of positional ones, and other names of words."""
+    words: list[str] = []
+    n_positional = None
+    others = {}
+    for text in signature.split(", "):
+        if text == "*":
+            n_positional = len(words)
+            continue
+        first, *more = text.split("=")[0].split(":")[0].lstrip("*").split("|")
+        words.append(first)
+        others.update(dict.fromkeys(more, first))
+    return words, len(words) if n_positional is None else n_positional, others
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a torch function: a recorded one, or the same on a chunk.
+
+    >>> call = Call(torch.sum, (torch.ones(2, 3), 1), {}, "input, dim=None, keepdim=False", torch.float32)
+    >>> call.word("dim")
+    1
+    >>> call.run(dim=0)
+    tensor([2., 2., 2.])
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    signature: str  # the row's, from _core.op_table()
+    dtype: torch.dtype  # of the first output
+
+    @functools.cached_property
+    def words(self) -> dict[str, Any]:
+        """The arguments that were given, by the signature's words."""
+        names, _, others = parse(self.signature)
+        found = dict(zip(names, self.args, strict=False))
+        for name, value in self.kwargs.items():
+            known = name if name in names else others.get(name, NUMPY_NAMES.get(name, name))
+            found[known] = value
+        return found
+
+    def word(self, name: str, fallback: Any = None) -> Any:
+        return self.words.get(name, fallback)
+
+    def run(self, **changes: Any) -> Any:
+        """Call the function with some words replaced, or given where they were not."""
+        names, n_positional, _ = parse(self.signature)
+        words = {**self.words, **changes}
+        args = []
+        for name in names[:n_positional]:
+            if name not in words:
+                break
+            args.append(words.pop(name))
+        return self.func(*args, **words)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype to accumulate in."""
+        return widened(self.dtype)
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def widen(value: Any) -> Any:
+    """Give tensors of a half type the type they are accumulated in."""
+    if isinstance(value, torch.Tensor):
+        return value.to(widened(value.dtype))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(widen, value))
+    return value
+
+
+def total(parts: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def count(n: int) -> torch.Tensor:
+    """Return a number of terms, as a part: on the CPU, where it costs no launch and meets any device."""
+    return torch.tensor(n, dtype=torch.float64)
+
+
+def ratio(parts: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """Divide the sum of the first part by the sum of the second."""
+    above = total(parts[0])
+    return (above / total(parts[1]).to(above.dtype)).to(dtype)
+
+
+def dims(x: torch.Tensor, dim: Any) -> tuple[int, ...]:
+    """Return the dims that a word `dim` stands for: all where none is given."""
+    if dim is None or dim == () or dim == []:
+        return tuple(range(x.dim()))
+    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(d % max(x.dim(), 1) for d in given) if x.dim() else ()
+
+
+def n_reduced(x: torch.Tensor, over: tuple[int, ...]) -> int:
+    n = 1
+    for d in over:
+        n *= x.shape[d]
+    return n
+
+
+class Reduction:
+    """One way to split a reduction."""
+
+    n_parts = 1
+    part_reads: tuple[tuple[str, ...], ...] = (("input",),)
+    saves_parts: frozenset[int] = frozenset()
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        """Compute one part on a chunk; `call` holds the chunk's arguments."""
+        raise NotImplementedError
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        """Make the node's value: parts[part][chunk]. `call` is the recorded one; its tensors are not read."""
+        raise NotImplementedError
+
+
+class Sum(Reduction):
+    """Any op that is a sum over the rows: sum, matmul over them, einsum; also count_nonzero."""
+
+    part_reads = (("*",),)  # every tensor of the call
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        if call.wide == call.dtype:
+            return call.run()
+        if "dtype" in parse(call.signature)[0]:
+            return call.run(dtype=call.wide)
+        return call.run(**{name: widen(value) for name, value in call.words.items()})
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        return total(parts[0]).to(call.dtype)
+
+
+class Mean(Reduction):
+    """A sum, and the number of terms."""
+
+    n_parts = 2
+    part_reads = (("input",), ())
+    saves_parts = frozenset({1})
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x, dim = call.word("input"), call.word("dim")
+        if part == 1:
+            return count(n_reduced(x, dims(x, dim)))
+        return torch.sum(x, dims(x, dim), call.word("keepdim", False), dtype=call.wide)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        return ratio(parts, call.dtype)
+
+
+class Var(Reduction):
+    """Number of terms, mean, and sum of squared distances from it, joined by Chan's formula."""
+
+    n_parts = 3
+    part_reads = ((), ("input",), ("input",))
+    saves_parts = frozenset({0, 1, 2})
+
+    @staticmethod
+    def options(call: Call) -> tuple[Any, bool, float]:
+        """Return dim, keepdim and correction. `std(x, False)` means `unbiased`, not a dim."""
+        dim, unbiased = call.word("dim"), call.word("unbiased")
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        correction = call.word("correction")
+        if correction is None:
+            correction = 0 if unbiased is False else 1
+        return dim, call.word("keepdim", False), correction
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x = call.word("input")
+        dim, keepdim, _ = self.options(call)
+        over = dims(x, dim)
+        if part == 0:
+            return count(n_reduced(x, over))
+        x = widen(x)
+        mean = x.mean(over, keepdim=True)
+        if part == 2:
+            # not var() * n: the mean must be the very same
+            return abs_squared(x - mean).sum(over, keepdim=keepdim)
+        return mean if keepdim else mean.squeeze(over) if over else mean
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        _, _, correction = self.options(call)
+        ns, means, squares = parts
+        n = total(ns)
+        weights = [(one / n).to(squares[0].dtype) for one in ns]
+        mean = total([w * m for w, m in zip(weights, means, strict=True)])
+        spread = [
+            one.to(squares[0].dtype) * abs_squared(m - mean) + s
+            for one, m, s in zip(ns, means, squares, strict=True)
+        ]
+        var = total(spread) / (n - correction).clamp(min=0).to(squares[0].dtype)
+        name = call.func.__name__
+        value = root(var) if name.startswith("std") else var
+        value = value.to(real_of(call.dtype))
+        return (value, mean.to(call_mean_dtype(call, mean))) if name.endswith("_mean") else value
+
+
+def real_of(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def call_mean_dtype(call: Call, mean: torch.Tensor) -> torch.dtype:
+    return mean.dtype if mean.is_complex() else call.dtype
+
+
+def abs_squared(x: torch.Tensor) -> torch.Tensor:
+    return (x * x.conj()).real if x.is_complex() else x * x
+
+
+def root(x: torch.Tensor) -> torch.Tensor:
+    """Return the square root, with torch.std's gradient of 0 at 0."""
+    is_zero = x == 0
+    return torch.where(is_zero, x.detach(), torch.where(is_zero, 1.0, x).sqrt())
+
+
+class Extreme(Reduction):
+    """amax, amin, max and min: the value, and how many entries have it.
+
+    torch shares the gradient evenly among ties. A chunk does the same with its own; its share of the whole is
+    the share of ties that it holds.
+    """
+
+    n_parts = 2
+    part_reads = (("input",), ("input",))
+    saves_parts = frozenset({0, 1})
+
+    @staticmethod
+    def is_max(call: Call) -> bool:
+        return call.func.__name__.endswith("max")
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x = call.word("input")
+        if part == 0:
+            return call.run()
+        over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
+        with torch.no_grad():
+            op = torch.amax if self.is_max(call) else torch.amin
+            best = op(x, over, True)
+            ties = (x == best) | ((x != x) & (best != best))
+            return ties.sum(over, keepdim=keepdim, dtype=torch.float64)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        values, ties = parts
+        with torch.no_grad():
+            stack = torch.stack(values)
+            best = stack.amax(0) if self.is_max(call) else stack.amin(0)
+            holds = (stack == best) | ((stack != stack) & (best != best))
+            held = torch.stack(ties) * holds
+            shares = held / held.sum(0)
+        if not best.is_floating_point():
+            return best
+        best = widen(best)
+        mixed = total(
+            [
+                torch.where(hold, widen(value), 0) * share.to(best.dtype)
+                for value, hold, share in zip(values, holds, shares, strict=True)
+            ]
+        )
+        # The shares of a number may add up to its neighbour; an infinity or NaN is what it is.
+        with torch.no_grad():
+            rest = torch.where(best.isfinite(), best - mixed, 0)
+        return (mixed + rest).to(call.dtype)
+
+
+class LogSumExp(Reduction):
+    """The largest entry, detached, and the sum of the exponentials of what lies below it."""
+
+    n_parts = 2
+    part_reads = (("input",), ("input",))
+    saves_parts = frozenset({0, 1})
+
+    @staticmethod
+    def finite(x: torch.Tensor, instead: torch.Tensor | float = 0.0) -> torch.Tensor:
+        return torch.where(x.isinf(), instead, x)
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x = call.word("input")
+        x = x.to(call.wide)  # ints too
+        over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
+        most = x.detach().amax(over, True)
+        if part == 0:
+            return most.sum(over, keepdim=keepdim)  # of one entry each: drops the dims
+        return torch.exp(x - self.finite(most)).sum(over, keepdim=keepdim)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        maxima, sums = parts
+        most = self.finite(torch.stack(maxima).amax(0))
+        scaled = [
+            # a chunk of nothing but -inf has the sum 0 whatever its scale
+            s * torch.exp(torch.where(m == -torch.inf, 0.0, self.finite(m) - most))
+            for m, s in zip(maxima, sums, strict=True)
+        ]
+        return (total(scaled).log() + most).to(call.dtype)
+
+
+class Norm(Reduction):
+    """A p-norm is the p-norm of the chunks' norms, gradient at 0 included."""
+
+    saves_parts = frozenset({0})
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        norms = torch.stack(parts[0])
+        return torch.linalg.vector_norm(norms, call.word("ord", 2), 0).to(call.dtype)
+
+
+class Prod(Reduction):
+    """A product of products."""
+
+    saves_parts = frozenset({0})
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        return torch.stack(parts[0]).prod(0).to(call.dtype)
+
+
+class Again(Reduction):
+    """all and any: the op once more, on the chunks' answers."""
+
+    def __init__(self, op: Callable[..., torch.Tensor]) -> None:
+        self.op = op
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        return call.run()
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        return self.op(torch.stack(parts[0]), 0)
+
+
+class Loss(Reduction):
+    """Losses averaged over their terms: the sum, and the number of terms."""
+
+    n_parts = 2
+    part_reads = (("*",), ())
+    saves_parts = frozenset({1})
+    BY_ROW = frozenset(
+        {"cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss"}
+    )
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        if part == 1:
+            return count(self.n_terms(call))
+        if call.wide == call.dtype:
+            return call.run(reduction=SUM)
+        return call.run(reduction=NONE).sum(dtype=call.wide)  # the sum of halves may be infinite
+
+    def n_terms(self, call: Call) -> int:
+        given = [t for t in call.words.values() if isinstance(t, torch.Tensor)]
+        if call.func.__name__ in self.BY_ROW:
+            return given[0].shape[0] if given[0].dim() > 1 else 1
+        return torch.broadcast_shapes(*(t.shape for t in given)).numel()
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        if call.word("reduction", MEAN) == SUM:
+            return total(parts[0]).to(call.dtype)
+        return ratio(parts, call.dtype)
+
+
+class CrossEntropy(Loss):
+    """Cross-entropy and nll: the weighted sum, and the weight of the labels that count."""
+
+    part_reads = (("*",), ("target", "weight"))
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        if part == 0:
+            return super().partial(0, call)
+        x, target, weight = call.word("input"), call.word("target"), call.word("weight")
+        if target.dim() == x.dim():
+            return count(x.numel() // x.shape[1])  # probabilities count 1 each
+        counts = target != call.word("ignore_index", -100)
+        if weight is None:
+            return counts.sum()
+        labels = torch.where(counts, target, 0)
+        return (weight.to(call.wide)[labels] * counts).sum()
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "SUM": Sum(),
+    "COUNT": Sum(),
+    "MEAN": Mean(),
+    "VAR": Var(),
+    "AMAX": Extreme(),
+    "LOGSUMEXP": LogSumExp(),
+    "NORM": Norm(),
+    "PROD": Prod(),
+    "ALL": Again(torch.all),
+    "ANY": Again(torch.any),
+    "LOSS": Loss(),
+    "CROSS_ENTROPY": CrossEntropy(),
+}

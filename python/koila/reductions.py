@@ -1,0 +1,65 @@
+"""Reductions of a program: partials on a chunk, combined at the joint, by the table of partials.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.partials import REDUCTIONS, Call, Reduction
+from koila.program import REDUCTION_NAMES as NAMES
+from koila.program import Node, Program
+
+@functools.cache
+def _signatures() -> dict[str, str]:
+    return {row["name"]: row["call"] for row in _core.op_table()}
+
+
+def reduction_of(node: Node) -> Reduction:
+    return REDUCTIONS[NAMES[node.reduce]]
+
+
+def n_parts(node: Node) -> int:
+    return reduction_of(node).n_parts
+
+
+def known() -> int:
+    """The reductions there is a table entry for, as bits, for the recorder."""
+    return sum(1 << i for i, name in enumerate(NAMES) if name in REDUCTIONS)
+
+
+def _call(
+    program: Program,
+    node: Node,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Call:
+    row = _core.node(node.id)[1]
+    return Call(func, args, kwargs, _signatures()[row], program.info(node.first_out).dtype)
+
+
+def run_parts(
+    program: Program,
+    node: Node,
+    parts: Sequence[int],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """The partials of one chunk, those numbered `parts`."""
+    call = _call(program, node, func, args, kwargs)
+    reduction = reduction_of(node)
+    return tuple(reduction.partial(part, call) for part in parts)
+
+
+def combine(
+    program: Program, node: Node, parts: list[list[torch.Tensor]]
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of a reduction from the partials of all chunks."""
+    func, args, kwargs = _core.call(node.id)
+    value = reduction_of(node).combine(parts, _call(program, node, func, args, kwargs))
+    return tuple(value) if isinstance(value, tuple | list) else (value,)

@@ -1,0 +1,136 @@
+"""Every op of torch's own `op_db` with its rows cut in chunks: the numbers are the whole's.
+
+Whatever koila makes of a batch dim (split it, or run the op once on the whole) must not show. Each
+dim of the first tensor is the batch in turn; it alone enters, or all tensors that have that size
+there, counted from the left or from the right, as broadcasting suggests.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.testing._internal.opinfo.core import OpInfo
+
+import koila
+import opdb
+from brute import Cuts, alignments, can_cut
+from opdb import Case
+from outcome import SEED, How, Outcome, Program, assert_same_numbers, observe
+
+# Pooling alone has ten thousand runs, much alike; these are taken evenly from an op's.
+N_RUNS_MAX = 150
+
+
+KINDS = ("function", "in-place method")
+
+
+@dataclass
+class ChunkReport:
+    """What came of an op's cases."""
+
+    same: int = 0
+    same_error: int = 0
+    differing: list[str] = field(default_factory=list)  # name: what differs
+
+
+def chunk_counts(rows: int) -> list[int]:
+    """Return the chunk counts to try: two, three (with sizes that differ), one row each."""
+    return sorted({min(count, rows) for count in (2, 3, rows)})
+
+
+def run_in_chunks(case: Case, cuts: Cuts, count: int, is_read_first: bool) -> Outcome:
+    """Run a case with the rows of its tensors cut; tensors with one batch dim enter together.
+
+    In every second sample each enters by a call of its own: axes that meet aligned become one.
+    """
+    program = case.program()
+    made: dict[int, torch.Tensor] = {}
+
+    def enter(tensor: torch.Tensor) -> torch.Tensor:
+        return made.get(id(tensor), tensor)
+
+    with koila.config(chunks=count):
+        for group in _groups(program, cuts, case.number % 2 == 0):
+            dim = cuts[group[0]]
+            lazies = koila.lazy(*(program.tensors[i] for i in group), batch=dim)
+            lazies = lazies if len(group) > 1 else (lazies,)
+            made |= {id(program.tensors[i]): x for i, x in zip(group, lazies, strict=True)}
+        return observe(program, enter, is_read_first)
+
+
+def _groups(program: Program, cuts: Cuts, is_joint: bool) -> list[list[int]]:
+    if not is_joint:
+        return [[number] for number in cuts]
+    return [[n for n, at in cuts.items() if at == dim] for dim in sorted(set(cuts.values()))]
+
+
+def _how(case: Case, name: str) -> How:
+    """Say how far values can be compared: not at all where they are drawn or left over."""
+    if opdb.NOT_REPEATED.get(name) == opdb.MEANINGLESS:
+        return "unknown"
+    torch.default_generator.manual_seed(SEED)
+    before = torch.default_generator.get_state()
+    observe(case.program())
+    is_random = not torch.equal(before, torch.default_generator.get_state())
+    return "unknown" if is_random else "close"
+
+
+def cases_of(op: OpInfo) -> Iterator[Case]:
+    """Yield the op's float64 samples, as function and in place; the random ones unseeded."""
+    if opdb.dtype_of(op) != torch.float64:
+        return
+    variants = [variant for variant, _ in opdb.calls_of(op)]
+    wanted = [f"{kind} unseeded" for kind in KINDS if f"{kind} unseeded" in variants]
+    wanted += [kind for kind in KINDS if f"{kind} unseeded" not in variants]
+    for case in opdb.cases_of(op):
+        if case.name.partition("] ")[2] in wanted:
+            yield case
+
+
+def runs_of(op: OpInfo) -> list[tuple[Case, Cuts, int]]:
+    """Return every run there is: a case, how it is cut, the number of chunks."""
+    runs = []
+    for case in cases_of(op):
+        tensors = case.program().tensors
+        if can_cut(tensors):
+            for cuts in alignments(tensors):
+                number, dim = next(iter(cuts.items()))
+                counts = chunk_counts(tensors[number].shape[dim])
+                runs += [(case, cuts, count) for count in counts]
+    return runs
+
+
+def check_op(op: OpInfo, n_runs_max: int | None = N_RUNS_MAX) -> ChunkReport:
+    """Run an op's samples in chunks: all ways, or as many, evenly taken, as are allowed."""
+    report = ChunkReport()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs = runs_of(op)
+        if n_runs_max is not None and len(runs) > n_runs_max:
+            runs = [runs[i * len(runs) // n_runs_max] for i in range(n_runs_max)]
+        wholes: dict[str, tuple[Outcome, How]] = {}
+        for case, cuts, count in runs:
+            is_read_first = case.number % 2 == 0
+            if case.name not in wholes:
+                whole = observe(case.program(), is_read_first=is_read_first)
+                wholes[case.name] = whole, _how(case, opdb.full_name(op))
+            wanted, how = wholes[case.name]
+            got = run_in_chunks(case, cuts, count, is_read_first)
+            name = f"{case.name} cut at {dict(cuts)} in {count} chunks"
+            _compare(report, name, wanted, got, how)
+    return report
+
+
+def _compare(report: ChunkReport, name: str, wanted: Outcome, got: Outcome, how: How) -> None:
+    try:
+        assert_same_numbers(wanted, got, how)
+    except AssertionError as error:
+        report.differing.append(f"{name}: {error}")
+        return
+    if wanted.failure is None:
+        report.same += 1
+    else:
+        report.same_error += 1

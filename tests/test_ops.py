@@ -1,0 +1,70 @@
+"""The op table: every row has samples, and says of each what torch does, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import opcalls
+import pytest
+import torch
+from samples import SAMPLES, samples_of
+
+from koila import _core
+
+TABLE = {row["name"]: row for row in _core.op_table()}
+CALLABLES: dict[str, Any] = {}
+for found, row in opcalls.rows_by_callable().items():
+    CALLABLES.setdefault(row, found)
+
+
+def test_every_row_has_samples() -> None:
+    assert sorted(set(TABLE) - set(SAMPLES)) == []
+
+
+def test_samples_belong_to_rows() -> None:
+    assert sorted(set(SAMPLES) - set(TABLE)) == []
+
+
+def test_names_are_torchs() -> None:
+    """A row that names nothing is never used."""
+    names = {name for row in TABLE.values() for name in (row["name"], *row["aliases"])}
+    assert len(names) == sum(1 + len(row["aliases"]) for row in TABLE.values())
+    unknown = [
+        name
+        for name in sorted(names)
+        if not any(hasattr(s, name.removeprefix("Tensor_")) for s in opcalls.NAMESPACES)
+    ]
+    assert unknown == []
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("row", sorted(set(SAMPLES) & set(TABLE)))
+def test_row(row: str) -> None:
+    checker = opcalls.Checker()
+    for args, kwargs in samples_of(row):
+        checker.check(row, CALLABLES[row], args, kwargs)
+    assert checker.counts[row, "OK"], "no sample is described by the row"
+    assert not checker.counts[row, "DECLINED"], "a sample is declined"
+    # A row that never runs by chunks is a joint in every program: say so here, on purpose.
+    assert checker.counts[row, "ROWS"] or row in ALWAYS_ONCE
+
+
+ALWAYS_ONCE: set[str] = set()
+
+
+@pytest.mark.parametrize("row", sorted(name for name, row in TABLE.items() if row["kind"] == "INPLACE"))
+def test_in_place_rows_write_their_first_input(row: str) -> None:
+    for args, kwargs in samples_of(row):
+        said = _core.infer(row, args, kwargs)
+        assert said["alias"] == ("SAME", 0)
+        assert said["effects"] == 1
+
+
+@pytest.mark.parametrize("row", sorted(set(SAMPLES) & set(TABLE)))
+def test_without_grad_mode_nothing_new_requires_grad(row: str) -> None:
+    for args, kwargs in samples_of(row):
+        with torch.no_grad():
+            said = _core.infer(row, args, kwargs)
+            outs = opcalls.tensors(CALLABLES[row](*args, **kwargs)) or [args[0]]
+        assert [out[3] for out in said["outs"]] == [t.requires_grad for t in outs]
+        assert said["saves"]["inputs"] == said["saves"]["bytes_extra"] == 0
