@@ -23,6 +23,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--device", default="cpu")
     made.add_argument("--rounds", type=int, default=9, help="measurements of each variant")
     made.add_argument("--threads", type=int, help="torch's threads; default: torch's own choice")
+    made.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count the process's own time: for a machine that others use too, with --threads 1",
+    )
     made.add_argument("--out", type=Path, help="write the tables to this Markdown file too")
     return made
 
@@ -59,16 +64,17 @@ def sync(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(work: Callable[[], object], device: str) -> float:
+def seconds_of(work: Callable[[], object], args: argparse.Namespace) -> float:
     """Time one call, without the garbage collector and with the device idle before and after."""
+    clock = time.process_time if args.cpu_time else time.perf_counter
     gc.collect()
     gc.disable()
     try:
-        sync(device)
-        start = time.perf_counter()
+        sync(args.device)
+        start = clock()
         work()
-        sync(device)
-        return time.perf_counter() - start
+        sync(args.device)
+        return clock() - start
     finally:
         gc.enable()
 
