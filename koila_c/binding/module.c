@@ -1,6 +1,8 @@
 /* module.c - the module koila._core: its state, types and functions. Nothing else. */
 #include "py.h"
 
+#include <malloc.h>
+
 #include "alloc.h"
 #include "py_infer.h"
 
@@ -55,6 +57,32 @@ core_input(PyObject *module, PyObject *args)
         return NULL;
     }
     KlPlace place = {.axis = dim < 0 ? KL_ID_NONE : 0, .dim = dim < 0 ? 0 : dim, .outer = 1, .inner = 1};
+    return kl_lazy_new_detached(tensor, &place, key, rows, true);
+}
+
+static PyObject *
+core_like(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *tensor = NULL, *lazy = NULL;
+    if (!PyArg_ParseTuple(args, "O!O:like", kl_py.tensor_base, &tensor, &lazy)) {
+        return NULL;
+    }
+    const Value *value = value_argument(lazy);
+    if (value == NULL) {
+        return NULL;
+    }
+    KlPlace place = value->place;
+    uint64_t key = value->axis_key;
+    int64_t rows = value->rows;
+    if (value->tape != NULL) {
+        const KlTape *core = &value->tape->core;
+        place = core->values[value->id].meta.place;
+        place.axis = kl_tape_axis_find(core, place.axis);
+        key = kl_place_is_rows(&place) ? value->tape->axis_keys[place.axis] : 0;
+        rows = kl_place_is_rows(&place) ? core->axis_rows[place.axis] : 0;
+    }
+    place.axis = kl_place_is_rows(&place) ? 0 : KL_ID_NONE;
     return kl_lazy_new_detached(tensor, &place, key, rows, true);
 }
 
@@ -246,6 +274,39 @@ core_known(PyObject *module, PyObject *object)
     return Py_NewRef(number != NULL ? number : Py_None);
 }
 
+/* Bytes that the pending calls would make and keep, by a quick sum. */
+static PyObject *
+core_pending_bytes(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    long long bytes = 0;
+    for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
+            const KlValue *value = &tape->core.values[node->first_out + k];
+            bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
+        }
+        bytes += node->saves.bytes_extra + node->saves.bytes_workspace;
+    }
+    return PyLong_FromLongLong(bytes);
+}
+
+static PyObject *
+core_fix_malloc(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+#ifdef __GLIBC__
+    /* glibc raises its threshold when a large block is freed, sends later ones to the heap, and the heap
+     * does not shrink: fixed, every large block goes back to the system when it is freed. */
+    return PyBool_FromLong(mallopt(M_MMAP_THRESHOLD, 64 * 1024));
+#else
+    return Py_NewRef(Py_False);
+#endif
+}
+
 static PyObject *
 core_memo(PyObject *module, PyObject *ignored)
 {
@@ -307,16 +368,17 @@ core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
-    PyObject *is_row_range = NULL, *read = NULL;
+    PyObject *is_row_range = NULL, *draw_like = NULL, *read = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOI:bind", &koila_error, &stale_error, &meta_infer, &is_row_range,
-                          &skip_one_hop, &read, &reductions)) {
+    if (!PyArg_ParseTuple(args, "OOOOOOOI:bind", &koila_error, &stale_error, &meta_infer, &is_row_range,
+                          &draw_like, &skip_one_hop, &read, &reductions)) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
     Py_XSETREF(kl_py.stale_error, Py_NewRef(stale_error));
     Py_XSETREF(kl_py.meta_infer, Py_NewRef(meta_infer));
     kl_py.reductions = reductions;
+    Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
     Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
     Py_XSETREF(kl_py.skip_one_hop, Py_NewRef(skip_one_hop));
@@ -325,7 +387,8 @@ core_bind(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
-     "bind($module, koila_error, stale_error, meta_infer, is_row_range, skip_one_hop, read, reductions, /)"
+     "bind($module, koila_error, stale_error, meta_infer, is_row_range, draw_like, skip_one_hop, read, "
+     "reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -336,6 +399,8 @@ static PyMethodDef functions[] = {
     {"input", core_input, METH_VARARGS,
      "input($module, tensor, dim, axis, rows, /)\n--\n\n"
      "A lazy for a tensor whose rows are in `dim` (negative: whole)."},
+    {"like", core_like, METH_VARARGS,
+     "like($module, tensor, lazy, /)\n--\n\nA lazy for a real tensor, its rows where those of `lazy` are."},
     {"force", core_force, METH_O,
      "force($module, lazy, /)\n--\n\nThe real tensor of a lazy; runs what is pending."},
     {"real", core_real, METH_O,
@@ -385,6 +450,10 @@ static PyMethodDef functions[] = {
      "close($module, /)\n--\n\nForget the program where the user can reach nothing pending or known."},
     {"known", core_known, METH_O,
      "known($module, lazy, /)\n--\n\nThe number of a lazy, or None while it is pending."},
+    {"pending_bytes", core_pending_bytes, METH_NOARGS,
+     "pending_bytes($module, /)\n--\n\nBytes that the pending calls would make, by a quick sum."},
+    {"fix_malloc", core_fix_malloc, METH_NOARGS,
+     "fix_malloc($module, /)\n--\n\nLet glibc give large blocks back to the system at once."},
     {"memo", core_memo, METH_NOARGS,
      "memo($module, /)\n--\n\nA dict that lives as long as the program of this thread."},
     {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},

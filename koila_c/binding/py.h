@@ -101,6 +101,7 @@ typedef struct Function {
     bool has_meta;     /* OP: its schema neither writes nor aliases: it may be asked of meta tensors */
     bool returns_list; /* its schema returns a list of tensors */
     bool is_random;
+    bool is_draw_like; /* draws a tensor of the sizes of its argument, whose numbers it does not read */
     const KlRow *row;  /* OP: NULL where there is no row */
     KlPySignature *signature; /* of the row, or NULL */
     PyObject *container;      /* the type torch returns several outputs in: tuple, or one of return_types */
@@ -120,6 +121,7 @@ typedef struct KlPyState {
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;   /* koila.meta.infer */
     PyObject *is_row_range; /* koila.meta.is_row_range */
+    PyObject *draw_like;    /* koila.meta.draw_like */
     PyObject *read;         /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;

@@ -106,6 +106,9 @@ kl_function_register(PyObject *module, PyObject *args)
     function->has_meta = has_meta;
     function->returns_list = returns_list;
     function->is_random = is_random;
+    function->is_draw_like = PyUnicode_CompareWithASCIIString(name, "rand_like") == 0 ||
+                             PyUnicode_CompareWithASCIIString(name, "randn_like") == 0 ||
+                             PyUnicode_CompareWithASCIIString(name, "randint_like") == 0;
     function->container = Py_NewRef(container);
     function->row = row_name != NULL ? kl_ops_find(row_name) : NULL;
     int result = 0;

@@ -218,6 +218,28 @@ error:
     return result;
 }
 
+/* Whether a random call waits on the tape: a draw made now would come before it. */
+static bool
+has_pending_draw(const KlTape *core)
+{
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        if (node->is_random && !node->is_done &&
+            core->values[node->first_out].state == KL_STATE_PENDING) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* randn_like(x) reads only sizes: with no other draw pending it draws now, eager's own numbers. */
+static PyObject *
+draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    return PyObject_CallFunctionObjArgs(kl_py.draw_like, func, args,
+                                        kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+}
+
 static PyObject *
 record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -232,6 +254,13 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
     if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;
         int recorded = 0;
+        if (function->is_draw_like && !has_pending_draw(&met.tape->core)) {
+            PyObject *drawn = draw_now(func, args, kwargs);
+            if (drawn != Py_NotImplemented) {
+                return drawn;
+            }
+            Py_DECREF(drawn);
+        }
         if (function->row != NULL) {
             recorded = kl_rows_record(met.tape, function, func, args, kwargs, &results);
         }

@@ -244,7 +244,9 @@ kl_stage_value(PyObject *module, PyObject *args)
                          entry->number != NULL ? entry->number : Py_None, value->storage);
 }
 
-/* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids)) */
+/* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids),
+ * (inputs saved for backward, outputs saved, further bytes saved, do those grow with the rows,
+ *  bytes of workspace)) */
 PyObject *
 kl_stage_node(PyObject *module, PyObject *args)
 {
@@ -270,9 +272,13 @@ kl_stage_node(PyObject *module, PyObject *args)
         KlValueId value = tape->core.inputs[node->first_input + k].value;
         PyTuple_SET_ITEM(inputs, k, PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)value));
     }
-    return Py_BuildValue("(OzzNLN)", tape->nodes[id].func, node->row != NULL ? node->row->name : NULL,
-                         node->reason, where,
-                         (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]), inputs);
+    const KlSaves *saves = &node->saves;
+    return Py_BuildValue("(OzzNLN(KKLOL))", tape->nodes[id].func,
+                         node->row != NULL ? node->row->name : NULL, node->reason, where,
+                         (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]), inputs,
+                         (unsigned long long)saves->inputs, (unsigned long long)saves->outputs,
+                         (long long)saves->bytes_extra, saves->is_extra_rows ? Py_True : Py_False,
+                         (long long)saves->bytes_workspace);
 }
 
 /* -- running nodes -------------------------------------------------------------------------------------- */

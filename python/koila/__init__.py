@@ -2,10 +2,10 @@
 
 from koila import functions, patches
 from koila.config import config
-from koila.errors import KoilaError, StaleError
+from koila.errors import KoilaError, MemoryLimitError, StaleError
 from koila.lazy import is_lazy, lazy, off
 
-__all__ = ["KoilaError", "StaleError", "config", "is_lazy", "lazy", "off"]
+__all__ = ["KoilaError", "MemoryLimitError", "StaleError", "config", "is_lazy", "lazy", "off"]
 
 functions.register_all()
 patches.install()

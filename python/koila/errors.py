@@ -1,5 +1,7 @@
 """The exceptions koila raises by itself; torch's own pass through unchanged."""
 
+import torch
+
 
 class KoilaError(RuntimeError):
     """A program that koila cannot run with exactly eager's numbers, with op, line and reason."""
@@ -7,3 +9,7 @@ class KoilaError(RuntimeError):
 
 class StaleError(KoilaError):
     """A tensor was changed between the moment a call was recorded and the moment it ran."""
+
+
+class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
+    """Not even one row at a time fits into the memory there is."""

@@ -151,6 +151,7 @@ def register_all() -> None:
         StaleError,
         meta.infer,
         meta.is_row_range,
+        meta.draw_like,
         enter.enter,
         replay.read,
         reductions.known(),

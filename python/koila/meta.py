@@ -178,3 +178,20 @@ def is_row_range(index: torch.Tensor) -> bool:
     if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != index.shape[0]:
         return False
     return torch.equal(index.reshape(-1), torch.arange(index.shape[0], device=index.device))
+
+
+def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw now for randn_like(lazy) and its kin: the tensor is read for its sizes only.
+
+    Returns:
+        NotImplemented where the strides, and with them the order of the draws, are not known.
+    """
+    lazy, *rest = args if args else (kwargs.get("input"), )
+    if type(lazy) is not _core.LazyTensor or not args:
+        return NotImplemented
+    description = _core.describe(lazy)
+    if description is None or description[2] is None:
+        return NotImplemented
+    dtype, shape, strides, _, _ = description
+    stand_in = torch.empty_strided(shape, strides, dtype=dtype, device=lazy.device)
+    return _core.like(func(stand_in, *rest, **kwargs), lazy)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila import _core, handlers, replay
+from koila import _core, budget, handlers, replay
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -140,6 +140,7 @@ def _patch_scripts() -> None:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
+    budget.note_optimizer(optimizer)
     replay.flush()
 
 

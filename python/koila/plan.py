@@ -1,10 +1,93 @@
-"""How many chunks a program is run in."""
+"""How many chunks a program is run in: as many as config() asks for, else as few as fit."""
 
 from __future__ import annotations
 
-from koila import config
+from dataclasses import dataclass
+
+import torch
+
+from koila import _core, budget, config, memory
+from koila.errors import MemoryLimitError
+from koila.program import Program
+
+# A whole run must leave room to spare; a run in chunks can be undone and planned again.
+WHOLE_SHARE = 0.9
+# The model does not know an allocator's rounding, nor buffers inside kernels.
+CHUNK_SHARE = 0.95
 
 
-def n_chunks() -> int:
-    """The number of chunks that config() asks for; 1: run it whole."""
-    return config.get("chunks") or 1
+@dataclass(frozen=True)
+class Plan:
+    """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed."""
+
+    n_chunks: int
+    predicted: float | None = None
+    allowed: float | None = None
+
+
+def is_whole() -> bool:
+    """A quick answer, without staging: whether everything pending certainly fits at once."""
+    if config.get("chunks") is not None:
+        return config.get("chunks") == 1
+    if config.get("memory_limit") is not None:
+        return False
+    return 4 * int(_core.pending_bytes()) <= budget.quick_free()
+
+
+def _device(program: Program) -> torch.device:
+    for entry in program.imports:
+        info = program.info(entry.value)
+        if info.real is not None and info.place is not None:
+            return info.real.device
+    return torch.device("cpu")
+
+
+def _held(program: Program) -> list[torch.Tensor]:
+    """Tensors that are there before the step: what entered, its gradients, optimizer state."""
+    held: list[torch.Tensor] = []
+    for entry in program.imports:
+        info = program.info(entry.value)
+        for tensor in (info.real, info.number):
+            if tensor is not None:
+                held.append(tensor)
+        if info.real is not None and info.real.is_leaf and info.real.grad is not None:
+            held.append(info.real.grad)
+    return held + budget.optimizer_state()
+
+
+def _refuse(program: Program, estimate: memory.Estimate, allowed: float) -> MemoryLimitError:
+    needed, node = estimate.peak(1)
+    detail = _core.node(node)
+    name = detail[1] or getattr(detail[0], "__name__", "a call")
+    return MemoryLimitError(
+        f"{name}: one row at a time needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) and "
+        f"{max(allowed, 0) / 2**20:.1f} MiB are left ({detail[3]}); raise memory_limit, or make the "
+        "model or the sequence smaller"
+    )
+
+
+def plan(program: Program, is_graph: bool) -> Plan:
+    """Choose the number of chunks for a program.
+
+    Raises:
+        MemoryLimitError: one row does not fit.
+    """
+    chunks = config.get("chunks")
+    if chunks is not None:
+        return Plan(chunks)
+    if not program.axes:
+        return Plan(1)
+    estimate = memory.estimate(program, is_graph)
+    allowed = float(budget.free_bytes(_device(program), _held(program)))
+    whole, _ = estimate.peak(estimate.rows)
+    if whole <= WHOLE_SHARE * allowed:
+        return Plan(1, whole, allowed)
+    rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
+    if rows == 0:
+        raise _refuse(program, estimate, allowed)
+    n_chunks = -(-estimate.rows // rows)
+    size = -(-estimate.rows // n_chunks)
+    if size % 8 and size > 8 and -(-size // 8) * 8 <= rows:
+        size = -(-size // 8) * 8  # whole multiples of 8 rows cost nothing here
+        n_chunks = -(-estimate.rows // size)
+    return Plan(n_chunks, estimate.peak(size)[0], allowed)

@@ -13,6 +13,7 @@ import torch
 
 from koila import _core, draws, plan, reductions
 from koila.cross import Cross
+from koila.errors import MemoryLimitError
 from koila.program import Program, Run
 from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
@@ -349,15 +350,44 @@ class Replay:
         _core.close()
 
 
-def _start(roots: list[torch.Tensor]) -> Replay | None:
-    """A replay in chunks, or None where the program must run whole."""
-    n_chunks = plan.n_chunks()
-    if n_chunks <= 1:
+# torch's and oneDNN's words for it, where the type does not say so.
+_OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive", "out of memory")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryLimitError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def _attempt(program: Program, n_chunks: int, run: Callable[[Replay], Any]) -> tuple[Replay, Any]:
+    """Run a program; where memory runs out, undo everything and try with twice the chunks."""
+    most = max(program.axes.values())
+    while True:
+        replay = Replay(program, n_chunks)
+        try:
+            return replay, run(replay)
+        except BaseException as error:
+            replay.draws.roll_back()
+            is_pinned = bool(draws.pinned_grids())
+            if not _is_out_of_memory(error) or n_chunks >= most or is_pinned:
+                raise
+            error.__traceback__ = None  # its frames hold the tensors of the failed attempt
+        del replay
+        n_chunks = min(most, 2 * n_chunks)
+
+
+def _stage(roots: list[torch.Tensor]) -> tuple[Program, int] | None:
+    """The program and its number of chunks; None where it runs whole."""
+    if plan.is_whole():
         return None
     program = Program(roots)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
-    return Replay(program, n_chunks)
+    n_chunks = plan.plan(program, bool(roots)).n_chunks
+    return (program, n_chunks) if n_chunks > 1 else None
 
 
 def read() -> bool:
@@ -366,15 +396,11 @@ def read() -> bool:
     Returns:
         False where the program has to run whole.
     """
-    replay = _start([])
-    if replay is None:
+    staged = _stage([])
+    if staged is None:
         return False
     _core.check_leaves()
-    try:
-        replay.compute()
-    except BaseException:
-        replay.draws.roll_back()
-        raise
+    replay, _ = _attempt(*staged, Replay.compute)
     replay.commit(False)
     return True
 
@@ -407,8 +433,8 @@ def differentiate(
             return NotImplemented
         if not root.requires_grad:
             return NotImplemented
-    replay = _start(roots)
-    if replay is None:
+    staged = _stage(roots)
+    if staged is None:
         return NotImplemented
     filled = []
     for root, gradient in zip(roots, gradients, strict=True):
@@ -422,14 +448,14 @@ def differentiate(
             return NotImplemented
         filled.append(gradient)
     _core.check_leaves()
-    try:
+
+    def run(replay: Replay) -> Any:
         found = replay.differentiate(filled)
         with torch.enable_grad():
             cuts = [real.view_as(real) for real, _ in found]
-        result = finish(cuts, [gradient for _, gradient in found])
-    except BaseException:
-        replay.draws.roll_back()
-        raise
+        return finish(cuts, [gradient for _, gradient in found])
+
+    replay, result = _attempt(*staged, run)
     replay.commit(not is_retained)
     _core.note_backward()
     return result
