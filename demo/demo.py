@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -98,8 +99,8 @@ def run(name: str, args: argparse.Namespace, bytes_limit: int | None, *flags: st
         seconds = time.perf_counter() - start
         error = None
         if child.returncode != 0:
-            said = child.stderr.strip().splitlines()
-            error = said[-1] if said else f"ended by signal {-child.returncode}"
+            said = re.findall(r"^[\w.]+(?:Error|Exit|Interrupt).*", child.stderr, re.MULTILINE)
+            error = said[-1] if said else f"ended with status {child.returncode}"
         steps = [json.loads(line) for line in child.stdout.splitlines()]
         parameters = torch.load(saved, map_location="cpu") if saved.exists() else {}
         return Run(name, bytes_limit, seconds, error, steps, parameters)

@@ -10,7 +10,6 @@ import json
 import time
 from pydoc_data.topics import topics
 
-import koila
 import torch
 from torch import Tensor
 
@@ -52,6 +51,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    if args.koila:
+        import koila
     machine = Machine(args.device, args.memory_limit)
     if args.koila:
         koila.config(memory_limit=args.memory_limit)

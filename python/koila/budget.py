@@ -67,6 +67,11 @@ def fix_malloc() -> None:
         _core.fix_malloc()
 
 
+def _limits() -> tuple[int, int]:
+    """The process's own limits on data and on address space, as they are now."""
+    return resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_AS)[0]
+
+
 def free_on_cpu() -> int:
     """Bytes that this process may still take: the least that any limit leaves."""
     left: list[int] = []
@@ -78,8 +83,7 @@ def free_on_cpu() -> int:
         if limit is not None and used is not None:
             left.append(limit - used)
     status = _status()
-    for kind, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        limit = resource.getrlimit(kind)[0]
+    for limit, name in zip(_limits(), ("VmData", "VmSize"), strict=True):
         if limit != resource.RLIM_INFINITY and name in status:
             fix_malloc()
             left.append(limit - status[name] - SLACK)
@@ -125,19 +129,19 @@ def free_bytes(device: torch.device, held: Iterable[torch.Tensor]) -> int:
 
 
 _QUICK_SECONDS = 0.5
-_quick: tuple[float, float] = (0.0, -1.0)
+_quick: tuple[float, float, tuple[int, int]] = (0.0, -1.0, (0, 0))
 
 
 def quick_free() -> float:
-    """What was free at most half a second ago, for a decision with a wide margin."""
+    """What was free half a second ago at most, under the same limits: for wide margins."""
     global _quick
-    now = time.monotonic()
-    if now - _quick[1] > _QUICK_SECONDS or _quick[1] < 0:
+    now, limits = time.monotonic(), _limits()
+    if now - _quick[1] > _QUICK_SECONDS or _quick[1] < 0 or limits != _quick[2]:
         free = float(free_on_cpu())
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
             free = min(free, float(free_on_cuda(device)))
-        _quick = (free, now)
+        _quick = (free, now, limits)
     return _quick[0]
 
 

@@ -1,0 +1,187 @@
+"""What recording one call costs, beside running it eagerly and beside torch's own dispatch.
+
+    python -m benchmarks.bench_record
+
+Each call has four floats and no gradient, which is eager's cheapest. The result is dropped at once, as
+most values of a model are. Recorded programs are run outside the timed part. Times are of the
+thread's own clock, medians, without the loop around the call; ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import timeit
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import koila
+from benchmarks.bench import interleave, parser, prepare, publish, ratio, sync, table
+from koila import _core
+
+CALLS = {
+    "x + w": "x + w",
+    "torch.add(x, w)": "torch.add(x, w)",
+    "x = x + w (a chain)": "x = x + w",
+    "x.view(4)": "x.view(4)",
+    "x.detach()": "x.detach()",
+    "torch.relu(x)": "torch.relu(x)",
+    "F.linear(x, w)": "F.linear(x, w)",
+}
+
+HANDLER = 4  # of koila._core.register: a Python callable answers
+
+
+class Nothing(torch.Tensor):
+    """torch dispatches to a builtin that does next to nothing: what no handler can go below."""
+
+    __torch_function__ = "".format  # type: ignore[assignment]
+
+
+class Spy(torch.Tensor):
+    """Keeps what torch hands to a handler."""
+
+    seen: tuple[Any, ...] = ()
+
+    @classmethod
+    def __torch_function__(cls, *call: Any) -> None:  # type: ignore[override]
+        cls.seen = call
+
+
+def probe() -> None:
+    """A callable that koila's table knows and that is never run."""
+
+
+def measure(code: str, scope: Mapping[str, Any], number: int, device: str) -> float:
+    """Nanoseconds for one run of `code`, the loop included; what it recorded is run afterwards."""
+    _core.flush()
+    gc.collect()
+    sync(device)
+    timer = timeit.Timer(code, "x = first", time.thread_time, dict(scope))
+    seconds = timer.timeit(number)
+    _core.flush()
+    return seconds / number * 1e9
+
+
+def scopes(device: str) -> dict[str, dict[str, Any]]:
+    """The names a call meets: on plain tensors, on the do-nothing class, on lazies."""
+    x, w = torch.randn(2, 2, device=device), torch.randn(2, 2, device=device)
+    common = {"torch": torch, "F": F, "w": w, "kept": []}
+    lazy = koila.lazy(x)
+    return {
+        "eager": {**common, "first": x},
+        "dispatch": {**common, "first": x.as_subclass(Nothing)},
+        "koila": {**common, "first": lazy},
+    }
+
+
+def handed_over(scope: Mapping[str, Any], lazy: torch.Tensor) -> tuple[Any, ...]:
+    """What torch gives a handler for `x + w`, with the lazy in place of x."""
+    spy = torch.zeros(2, 2, device=lazy.device).as_subclass(Spy)
+    _ = spy + scope["w"]
+    func, _, args, *rest = Spy.seen
+    swapped = tuple(lazy if isinstance(arg, Spy) else arg for arg in args)
+    return func, (type(lazy),), swapped, (rest[0] if rest else None)
+
+
+def calls_table(args: Any, run: Callable[[str, str], float]) -> str:
+    rows = []
+    for name, code in CALLS.items():
+        variants = {side: partial(run, side, code) for side in ("eager", "dispatch", "koila")}
+        variants["eager again"] = variants["eager"]
+        if "=" in code:
+            del variants["dispatch"]  # its result is no tensor to go on with
+        times = interleave(variants, args.rounds)
+        medians = {side: statistics.median(times[side]) for side in times}
+        rows.append(
+            [
+                f"`{name}`",
+                f"{medians['eager']:.0f}",
+                f"{medians['dispatch']:.0f}" if "dispatch" in medians else "",
+                f"{medians['koila']:.0f}",
+                f"{ratio(times, 'koila', 'eager'):.2f}",
+                f"{ratio(times, 'eager again', 'eager'):.2f}",
+            ]
+        )
+    heads = ["ns per call", "eager", "dispatch alone", "koila records", "koila / eager", "eager / eager"]
+    return table(heads, rows)
+
+
+def parts_table(args: Any, spaces: Mapping[str, dict[str, Any]]) -> str:
+    """Where the time of recording `x + w` goes, as far as Python can tell."""
+    _core.register(probe, HANDLER, "probe", "".format, False, False, False, None, None)
+    lazy = spaces["koila"]["first"]
+    func, types, call_args, kwargs = handed_over(spaces["koila"], lazy)
+    direct = {
+        "record": type(lazy).__torch_function__,
+        "format": "".format,
+        "probe": probe,
+        "f": func,
+        "t": types,
+        "a": call_args,
+        "k": kwargs,
+    }
+    scope = {**spaces["koila"], **direct}
+
+    def run(code: str, side: Mapping[str, Any] = scope) -> float:
+        return measure(code, side, args.number, args.device)
+
+    times = interleave(
+        {
+            "loop": partial(run, "pass"),
+            "whole": partial(run, "x + w"),
+            "dispatch": partial(run, "x + w", spaces["dispatch"]),
+            "call": partial(run, "format(f, t, a, k)"),
+            "look-up": partial(run, "record(probe, t, a, k)"),
+            "recorder": partial(run, "record(f, t, a, k)"),
+            "keep": partial(run, "kept.append(w)"),
+            "kept": partial(run, "kept.append(x + w)"),
+        },
+        args.rounds,
+    )
+    scope["kept"].clear()
+
+    def median(one: str, less: str) -> float:
+        pairs = zip(times[one], times[less], strict=True)
+        return statistics.median(a - b for a, b in pairs)
+
+    whole = median("whole", "loop")
+    look_up = max(median("look-up", "call"), 0.0)
+    dispatch = median("dispatch", "loop")
+    recorder = median("recorder", "call")
+    rows = [
+        ["torch's dispatch to a handler that does nothing", dispatch],
+        ["the recorder, called without torch's dispatch", recorder],
+        ["- finding out what is done with the callable", look_up],
+        ["- bind, infer, append, make the result", recorder - look_up],
+        ["one inside the other, beyond the sum of both", whole - dispatch - recorder],
+        ["`x + w` in all", whole],
+        ["a result that is kept: a new object, not a recycled one", median("kept", "keep") - whole],
+    ]
+    return table(["part of recording `x + w`", "ns"], [[name, f"{ns:.0f}"] for name, ns in rows])
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--number", type=int, default=2000, help="calls in one measurement")
+    made.set_defaults(rounds=25)
+    args = made.parse_args()
+    prepare(args)
+    spaces = scopes(args.device)
+
+    def run(side: str, code: str) -> float:
+        empty = measure("pass", spaces[side], args.number, args.device)
+        return measure(code, spaces[side], args.number, args.device) - empty
+
+    parts = [calls_table(args, run), parts_table(args, spaces)]
+    recycled = "Dead lazies are used again." if _core.recycles() else "Dead lazies are not used again."
+    publish(args, "Recording one call", [*parts, recycled])
+
+
+if __name__ == "__main__":
+    main()
