@@ -290,13 +290,16 @@ Function *kl_function_find(PyObject *func);
 /* register(func, kind, name, handler, has_meta, returns_list, is_random, row name or None, container) */
 PyObject *kl_function_register(PyObject *module, PyObject *args);
 
-/* -- py_stage.c: staging, and running nodes on a chunk, for koila.replay ------------------------- */
+/* -- py_program.c: what the tape holds, as plain numbers -------------------------------------------- */
 
-PyObject *kl_stage_describe(PyObject *module, PyObject *args);
+PyObject *kl_program_stage(PyObject *module, PyObject *args);
+PyObject *kl_program_value(PyObject *module, PyObject *args);
+PyObject *kl_program_node(PyObject *module, PyObject *args);
+
+/* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
+
 PyObject *kl_stage_run(PyObject *module, PyObject *args);
 PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
-PyObject *kl_stage_value(PyObject *module, PyObject *args);
-PyObject *kl_stage_node(PyObject *module, PyObject *args);
 
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 

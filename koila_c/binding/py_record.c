@@ -2,9 +2,9 @@
  * at once, or given to a handler. Nothing is guessed: a call that is not understood runs at once. */
 #include "py.h"
 
-#include "alloc.h"
-
 #include <frameobject.h>
+
+#include "alloc.h"
 
 /* -- what the lazies of a call say ----------------------------------------------------------------- */
 

@@ -2,9 +2,9 @@
  * is in the row. It also takes views again after a write, so that no node reads an old version. */
 #include "py.h"
 
-#include "alloc.h"
-
 #include <string.h>
+
+#include "alloc.h"
 
 /* -- what binding asks about torch's objects --------------------------------------------------------- */
 

@@ -2,9 +2,9 @@
  * nodes are needed, and one after it whether the tail is linear. All are linear in nodes and inputs. */
 #include "stage.h"
 
-#include "alloc.h"
-
 #include <string.h>
+
+#include "alloc.h"
 
 uint32_t
 kl_stage_n_parts(KlReduce reduce)

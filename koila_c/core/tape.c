@@ -2,9 +2,9 @@
  * until kl_tape_clear. */
 #include "tape.h"
 
-#include "alloc.h"
-
 #include <string.h>
+
+#include "alloc.h"
 
 void
 kl_tape_init(KlTape *tape)
@@ -175,11 +175,11 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
     tape->nodes[node].n_outs = 2;
 }
 
-KlStatus
-kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error)
+/* Room for one more node and all it brings. */
+static KlStatus
+reserve_node(KlTape *tape, const KlRecord *record, KlError *error)
 {
     const KlInferred *inferred = record->inferred;
-    const KlSplit *split = &inferred->split;
     KlStatus status = reserve_values(tape, inferred->n_outs + 1, inferred->n_outs + 1, error);
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
@@ -187,12 +187,22 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
     }
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->rewrites, &tape->n_rewrites_max,
-                                  tape->n_rewrites + split->n_rewrites, sizeof(*tape->rewrites), error);
+                                  tape->n_rewrites + inferred->split.n_rewrites,
+                                  sizeof(*tape->rewrites), error);
     }
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->n_nodes + 1,
                                   sizeof(*tape->nodes), error);
     }
+    return status;
+}
+
+KlStatus
+kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error)
+{
+    const KlInferred *inferred = record->inferred;
+    const KlSplit *split = &inferred->split;
+    KlStatus status = reserve_node(tape, record, error);
     if (status != KL_OK) {
         return status;
     }
