@@ -30,10 +30,12 @@ core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
-    PyObject *is_row_range = NULL, *draw_like = NULL, *note_draw = NULL, *check_draws = NULL, *read = NULL;
+    PyObject *is_row_range = NULL, *draw_like = NULL, *note_draw = NULL, *check_draws = NULL,
+             *read = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer, &is_row_range,
-                          &draw_like, &note_draw, &check_draws, &skip_one_hop, &read, &reductions)) {
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
+                          &is_row_range, &draw_like, &note_draw, &check_draws, &skip_one_hop, &read,
+                          &reductions)) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
@@ -57,7 +59,8 @@ static PyMethodDef functions[] = {
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
-     "register($module, func, kind, name, handler, has_meta, returns_list, is_random, row, container, /)"
+     "register($module, func, kind, name, handler, has_meta, returns_list, is_random, row, "
+     "container, /)"
      "\n--\n\n"
      "Say what is done with a torch callable that meets a lazy."},
     {"new_axis", core_new_axis, METH_NOARGS, "new_axis($module, /)\n--\n\nA new batch's key."},
@@ -65,7 +68,8 @@ static PyMethodDef functions[] = {
      "input($module, tensor, dim, axis, rows, /)\n--\n\n"
      "A lazy for a tensor whose rows are in `dim` (negative: whole)."},
     {"like", core_like, METH_VARARGS,
-     "like($module, tensor, lazy, /)\n--\n\nA lazy for a real tensor, its rows where those of `lazy` are."},
+     "like($module, tensor, lazy, /)\n--\n\nA lazy for a real tensor, its rows where those of "
+     "`lazy` are."},
     {"force", core_force, METH_O,
      "force($module, lazy, /)\n--\n\nThe real tensor of a lazy; runs what is pending."},
     {"real", core_real, METH_O,
@@ -74,7 +78,8 @@ static PyMethodDef functions[] = {
      "is_input($module, lazy, /)\n--\n\nWhether lazy() made it."},
     {"describe", core_describe, METH_O,
      "describe($module, tensor, /)\n--\n\n"
-     "(dtype, shape, strides or None, requires_grad, device number) of a lazy or a real tensor; None "
+     "(dtype, shape, strides or None, requires_grad, device number) of a lazy or a real tensor; "
+     "None "
      "where the core cannot describe it."},
     {"live", core_live, METH_VARARGS,
      "live($module, func, args, kwargs, is_plain, /)\n--\n\nRun a call now on real tensors."},
@@ -84,7 +89,8 @@ static PyMethodDef functions[] = {
      "has_known($module, /)\n--\n\n"
      "Whether the user can reach a pending value without a gradient in its history."},
     {"read", core_read, METH_O,
-     "read($module, lazy, /)\n--\n\nThe number of a lazy; runs what is pending, in chunks or whole."},
+     "read($module, lazy, /)\n--\n\nThe number of a lazy; runs what is pending, in chunks or "
+     "whole."},
     {"call", core_call, METH_VARARGS,
      "call($module, node, /)\n--\n\n(func, args, kwargs) of a node, None in place of tensors."},
     {"refresh_leaf", core_refresh_leaf, METH_VARARGS,
@@ -98,9 +104,11 @@ static PyMethodDef functions[] = {
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
      "stage($module, roots, /)\n--\n\n"
-     "The staged program that makes every reachable value and differentiates the roots, as a dict."},
+     "The staged program that makes every reachable value and differentiates the roots, as a "
+     "dict."},
     {"run", kl_stage_run, METH_VARARGS,
-     "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, /)\n--\n\n"
+     "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
+     "/)\n--\n\n"
      "Run nodes in order on one chunk (rows < 0: whole)."},
     {"deliver", kl_stage_deliver, METH_VARARGS,
      "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},
@@ -116,7 +124,8 @@ static PyMethodDef functions[] = {
     {"check_leaves", core_check_leaves, METH_NOARGS,
      "check_leaves($module, /)\n--\n\nRaise where a leaf was changed since it was recorded."},
     {"close", core_close, METH_NOARGS,
-     "close($module, /)\n--\n\nForget the program where the user can reach nothing pending or known."},
+     "close($module, /)\n--\n\nForget the program where the user can reach nothing pending or "
+     "known."},
     {"known", core_known, METH_O,
      "known($module, lazy, /)\n--\n\nThe number of a lazy, or None while it is pending."},
     {"pending_bytes", core_pending_bytes, METH_NOARGS,
@@ -152,8 +161,8 @@ import_torch(void)
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
     if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
-        kl_py.len_dispatch_stack == NULL ||
-        kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL || kl_py.zero == NULL) {
+        kl_py.len_dispatch_stack == NULL || kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL ||
+        kl_py.zero == NULL) {
         goto error;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");
@@ -172,8 +181,8 @@ error:
 static int
 module_exec(PyObject *module)
 {
-    if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 ||
-        kl_rows_init() < 0 || kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 || kl_lazy_init(module) < 0) {
+    if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 || kl_rows_init() < 0 ||
+        kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 || kl_lazy_init(module) < 0) {
         return -1;
     }
     return 0;

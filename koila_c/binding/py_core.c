@@ -10,7 +10,8 @@ static Value *
 value_argument(PyObject *object)
 {
     if (!kl_lazy_check(object)) {
-        (void)PyErr_Format(PyExc_TypeError, "expected a LazyTensor, got %.100s", Py_TYPE(object)->tp_name);
+        (void)PyErr_Format(PyExc_TypeError, "expected a LazyTensor, got %.100s",
+                           Py_TYPE(object)->tp_name);
         return NULL;
     }
     return kl_lazy_checked(object);
@@ -35,7 +36,8 @@ core_input(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!iKL:input", kl_py.tensor_base, &tensor, &dim, &key, &rows)) {
         return NULL;
     }
-    KlPlace place = {.axis = dim < 0 ? KL_ID_NONE : 0, .dim = dim < 0 ? 0 : dim, .outer = 1, .inner = 1};
+    KlPlace place = {
+        .axis = dim < 0 ? KL_ID_NONE : 0, .dim = dim < 0 ? 0 : dim, .outer = 1, .inner = 1};
     return kl_lazy_new_detached(tensor, &place, key, rows, true);
 }
 
@@ -137,7 +139,8 @@ core_live(PyObject *module, PyObject *args)
     (void)module;
     PyObject *func = NULL, *call_args = NULL, *kwargs = NULL;
     int is_plain = 0;
-    if (!PyArg_ParseTuple(args, "OO!Op:live", &func, &PyTuple_Type, &call_args, &kwargs, &is_plain)) {
+    if (!PyArg_ParseTuple(args, "OO!Op:live", &func, &PyTuple_Type, &call_args, &kwargs,
+                          &is_plain)) {
         return NULL;
     }
     return kl_live_call(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
@@ -183,8 +186,9 @@ core_call(PyObject *module, PyObject *args)
     if (tape == NULL || !PyArg_ParseTuple(args, "I:call", &id)) {
         return NULL;
     }
-    return id < tape->core.n_nodes ? kl_call_describe(tape, id)
-                                   : PyErr_Format(PyExc_IndexError, "call: there is no node %u", id);
+    return id < tape->core.n_nodes
+               ? kl_call_describe(tape, id)
+               : PyErr_Format(PyExc_IndexError, "call: there is no node %u", id);
 }
 
 PyObject *

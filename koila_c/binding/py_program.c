@@ -95,9 +95,9 @@ describe_values(const KlStages *stages)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < stages->n_values; i++) {
-        PyObject *item = Py_BuildValue("(IOO)", stages->value_stage[i],
-                                       stages->is_leaf[i] ? Py_True : Py_False,
-                                       stages->needs_gradient[i] ? Py_True : Py_False);
+        PyObject *item =
+            Py_BuildValue("(IOO)", stages->value_stage[i], stages->is_leaf[i] ? Py_True : Py_False,
+                          stages->needs_gradient[i] ? Py_True : Py_False);
         if (append_stolen(list, item) < 0) {
             Py_CLEAR(list);
         }
@@ -172,11 +172,12 @@ describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject 
     }
     PyObject *result = NULL;
     if (nodes != NULL && imports != NULL && values != NULL && roots != NULL) {
-        result = Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N}", "nodes", nodes, "imports", imports,
-                               "values", values, "roots", roots, "wanted", wanted, "n_stages",
-                               stages->n_stages, "last_body", stage_object(stages->last_body),
-                               "is_tail_linear", stages->is_tail_linear ? Py_True : Py_False,
-                               "tail_node", stage_object(stages->tail_node));
+        result =
+            Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N}", "nodes", nodes, "imports",
+                          imports, "values", values, "roots", roots, "wanted", wanted, "n_stages",
+                          stages->n_stages, "last_body", stage_object(stages->last_body),
+                          "is_tail_linear", stages->is_tail_linear ? Py_True : Py_False,
+                          "tail_node", stage_object(stages->tail_node));
     }
     Py_XDECREF(roots);
     Py_XDECREF(values);
@@ -198,12 +199,14 @@ kl_program_stage(PyObject *module, PyObject *args)
     KlError error;
     Tape *tape = kl_tape_open();
     PyObject *reached = PyList_New(0);
-    if (tape == NULL || reached == NULL || !PyArg_ParseTuple(args, "O!:stage", &PyList_Type, &roots) ||
+    if (tape == NULL || reached == NULL ||
+        !PyArg_ParseTuple(args, "O!:stage", &PyList_Type, &roots) ||
         find_roots(tape, roots, &root_ids, &n_roots, &n_roots_max) < 0 ||
         find_wanted(tape, &wanted, &n_wanted, &n_wanted_max, reached) < 0) {
         goto error;
     }
-    const KlGoal goal = {.wanted = wanted, .n_wanted = n_wanted, .roots = root_ids, .n_roots = n_roots};
+    const KlGoal goal = {
+        .wanted = wanted, .n_wanted = n_wanted, .roots = root_ids, .n_roots = n_roots};
     if (kl_stage_build(&tape->core, &goal, &stages, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         goto error;
@@ -235,7 +238,8 @@ kl_program_value(PyObject *module, PyObject *args)
     KlPlace place = value->meta.place;
     place.axis = kl_tape_axis_find(&tape->core, place.axis);
     long long rows = kl_place_is_rows(&place) ? tape->core.axis_rows[place.axis] : 0;
-    PyObject *dtype = value->meta.dtype == KL_DTYPE_OTHER ? Py_None : kl_py.dtypes[value->meta.dtype];
+    PyObject *dtype =
+        value->meta.dtype == KL_DTYPE_OTHER ? Py_None : kl_py.dtypes[value->meta.dtype];
     PyObject *size = kl_meta_size(&value->meta);
     return Py_BuildValue("(ONONLOOI)", dtype, size, value->meta.requires_grad ? Py_True : Py_False,
                          place_object(&place), rows, entry->real != NULL ? entry->real : Py_None,

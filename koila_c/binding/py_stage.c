@@ -54,7 +54,8 @@ static PyObject *
 rewrite_entry(PyObject *object, Py_ssize_t entry, PyObject *item)
 {
     PyObject *list = PySequence_List(object);
-    if (list == NULL || entry >= PyList_GET_SIZE(list) || PyList_SetItem(list, entry, Py_NewRef(item)) < 0) {
+    if (list == NULL || entry >= PyList_GET_SIZE(list) ||
+        PyList_SetItem(list, entry, Py_NewRef(item)) < 0) {
         Py_XDECREF(list);
         return NULL;
     }
@@ -73,7 +74,8 @@ rewrite_slice(PyObject *object, int part, PyObject *number)
         return Py_NewRef(number);
     }
     const PySliceObject *slice = (const PySliceObject *)object;
-    return PySlice_New(part == 0 ? number : slice->start, part == 1 ? number : slice->stop, slice->step);
+    return PySlice_New(part == 0 ? number : slice->start, part == 1 ? number : slice->stop,
+                       slice->step);
 }
 
 /* Put scale * rows of the chunk where the call said scale * rows of the batch. */
@@ -117,8 +119,8 @@ call_node(Run *run, KlNodeId id)
     Py_ssize_t n_named = call->kwnames != NULL ? PyTuple_GET_SIZE(call->kwnames) : 0;
     Py_ssize_t n_positional = PyList_GET_SIZE(args) - n_named;
     if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random) {
-        result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item, (size_t)n_positional,
-                                     call->kwnames);
+        result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
+                                     (size_t)n_positional, call->kwnames);
         goto error;
     }
     PyObject *positional = PyList_GetSlice(args, 0, n_positional);
@@ -133,7 +135,8 @@ call_node(Run *run, KlNodeId id)
     }
     PyObject *number = PyLong_FromUnsignedLong(id);
     if (tuple != NULL && named != NULL && number != NULL) {
-        result = PyObject_CallFunctionObjArgs(run->run_other, number, call->func, tuple, named, NULL);
+        result =
+            PyObject_CallFunctionObjArgs(run->run_other, number, call->func, tuple, named, NULL);
     }
     Py_XDECREF(number);
     Py_XDECREF(named);
@@ -160,10 +163,13 @@ keep_results(const Run *run, PyObject *result)
         KlValueId base = run->tape->core.inputs[node->first_input + node->n_inputs - 1].value;
         PyObject *made = PyList_GET_ITEM(run->env, base);
         if (made == Py_None) {
-            PyErr_SetString(PyExc_SystemError, "koila: a view of a value of another stage was written");
+            PyErr_SetString(PyExc_SystemError,
+                            "koila: a view of a value of another stage was written");
             return -1;
         }
-        return keep(run, node->first_out, result) < 0 || keep(run, node->first_out + 1, made) < 0 ? -1 : 0;
+        return keep(run, node->first_out, result) < 0 || keep(run, node->first_out + 1, made) < 0
+                   ? -1
+                   : 0;
     }
     if (node->mode == KL_MODE_REDUCE || (!PyTuple_Check(result) && !PyList_Check(result))) {
         return keep(run, node->first_out, result);

@@ -182,8 +182,9 @@ reserve_node(KlTape *tape, const KlRecord *record, KlError *error)
     const KlInferred *inferred = record->inferred;
     KlStatus status = reserve_values(tape, inferred->n_outs + 1, inferred->n_outs + 1, error);
     if (status == KL_OK) {
-        status = kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
-                                  tape->n_inputs + record->n_inputs + 1, sizeof(*tape->inputs), error);
+        status =
+            kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
+                             tape->n_inputs + record->n_inputs + 1, sizeof(*tape->inputs), error);
     }
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->rewrites, &tape->n_rewrites_max,
@@ -335,7 +336,8 @@ kl_tape_retire(KlTape *tape, KlError *error)
 {
     bool *reaches = kl_alloc_zeroed(tape->n_values, sizeof(*reaches)); /* [n_values] */
     if (reaches == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values",
+                            tape->n_values);
     }
     find_reached(tape, reaches);
     for (size_t i = 0; i < tape->n_nodes; i++) {
@@ -377,7 +379,8 @@ kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
     bool *reaches = kl_alloc_zeroed(tape->n_values, sizeof(*reaches));         /* [n_values] */
     KlStatus status = KL_OK;
     if (has_history == NULL || reaches == NULL) {
-        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+        status =
+            kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
         goto done;
     }
     find_reached(tape, reaches);
