@@ -151,6 +151,7 @@ def register_all() -> None:
         StaleError,
         meta.infer,
         meta.is_row_range,
+        meta.checksum,
         meta.draw_like,
         draws.note_recorded,
         draws.check_undisturbed,

@@ -195,3 +195,10 @@ def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     dtype, shape, strides, _, _ = description
     stand_in = torch.empty_strided(shape, strides, dtype=dtype, device=lazy.device)
     return _core.like(func(stand_in, *rest, **kwargs), lazy)
+
+
+def checksum(tensor: torch.Tensor) -> tuple[float, float]:
+    """Two numbers that a write to a tensor changes: its sum, and its sum weighted by position."""
+    flat = tensor.detach().reshape(-1).to(torch.float64)
+    ramp = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return float(flat.sum()), float((flat * ramp).sum())
