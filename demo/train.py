@@ -11,10 +11,9 @@ import time
 from pydoc_data.topics import topics
 
 import torch
-from torch import Tensor
-
 from machine import Machine
 from model import GPT
+from torch import Tensor
 
 
 class Text:
@@ -39,7 +38,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--koila", action="store_true", help="make the batch lazy")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory-limit", type=int, metavar="BYTES", help="run on a smaller machine")
+    parser.add_argument(
+        "--memory-limit", type=int, metavar="BYTES", help="run on a smaller machine"
+    )
     parser.add_argument("--rows", type=int, default=64, help="rows of a batch")
     parser.add_argument("--length", type=int, default=64, help="characters of a row")
     parser.add_argument("--steps", type=int, default=4)
