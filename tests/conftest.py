@@ -2,11 +2,14 @@
 
 import os
 import random
+from collections.abc import Iterator
 
 import hypothesis
 import numpy
 import pytest
 import torch
+
+import koila
 
 torch.set_num_threads(1)
 
@@ -25,6 +28,13 @@ def seeds() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_pending() -> Iterator[None]:
+    """End each test with an empty tape: a failed one must not run again in the next."""
+    yield
+    koila._core.forget()
 
 
 @pytest.fixture(scope="session")

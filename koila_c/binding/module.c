@@ -120,6 +120,8 @@ static PyMethodDef functions[] = {
      "node($module, id, /)\n--\n\n(func, row, reason, where, rows, input values) of a node."},
     {"is_busy", core_is_busy, METH_NOARGS,
      "is_busy($module, /)\n--\n\nWhether a replay is under way on this thread."},
+    {"forget", core_forget, METH_NOARGS,
+     "forget($module, /)\n--\n\nForget the program of this thread; what was pending has no value."},
     {"abandon", core_abandon, METH_NOARGS,
      "abandon($module, /)\n--\n\nA run raised: what is pending waits until it is asked for by name."},
     {"leaf_of", core_leaf_of, METH_O,

@@ -286,7 +286,10 @@ PyObject *kl_record_results(Tape *tape, KlNodeId id, PyObject *container);
 /* -- py_rows.c: calls that have a row --------------------------------------------------------------- */
 
 int kl_rows_init(void);
-/* Record a call by its row. 1: recorded, `*results` is a new reference; 0: the row declines; -1. */
+#define KL_ROWS_ILLEGAL 2
+
+/* Record a call by its row. 1: recorded, `*results` is a new reference; 0: the row declines; -1;
+ * KL_ROWS_ILLEGAL: torch refuses such a call, and its own words are wanted. */
 int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                    PyObject *kwargs, PyObject **results);
 /* The value that stands for `value` after the last write to its storage, taking views again. */

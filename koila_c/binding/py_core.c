@@ -225,6 +225,18 @@ core_is_busy(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
+core_forget(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    if (tape != NULL) {
+        kl_tape_close(tape);
+    }
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
 core_abandon(PyObject *module, PyObject *ignored)
 {
     (void)module;

@@ -272,8 +272,11 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
         if (function->row != NULL) {
             recorded = kl_rows_record(met.tape, function, func, args, kwargs, &results);
         }
-        if (recorded == 0 && function->has_meta) {
+        if (function->row == NULL && function->has_meta) {
             recorded = record_by_meta(met.tape, function, func, args, kwargs, &results);
+        }
+        if (recorded == KL_ROWS_ILLEGAL) {
+            return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
         }
         if (recorded != 0) {
             return recorded < 0 ? NULL : results;

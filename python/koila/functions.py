@@ -16,7 +16,7 @@ OP, LIVE, READ, ENTER, HANDLER = range(5)
 
 # Their answer is a Python object, or a tensor that leaves torch: the number is needed now.
 READS = frozenset(
-    """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __long__
+    """item tolist __bool__ __float__ __int__ __index__ __complex__ __long__
     __nonzero__ is_nonzero equal allclose _is_all_true _is_any_true data_ptr
     untyped_storage storage _typed_storage storage_type __reduce_ex__ __reduce__ __deepcopy__
     __copy__ __format__ __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared

@@ -151,6 +151,13 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             _core.note_backward()
 
 
+def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """numpy() and __array__: torch refuses them to tensors that require a gradient."""
+    if args[0].requires_grad and not kwargs.get("force"):
+        func(torch.empty(0, requires_grad=True), *args[1:], **kwargs)
+    return func(_core.read(args[0]), *args[1:], **kwargs)
+
+
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What needs the real graph: hooks, grad_fn."""
     return _core.live(func, args, kwargs, True)
@@ -181,6 +188,8 @@ def str_lazy(lazy: Any) -> str:
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 HANDLERS: dict[str, Handler] = {
+    "numpy": to_numpy,
+    "__array__": to_numpy,
     "register_hook": live,
     "register_post_accumulate_grad_hook": live,
     "retain_grad": live,

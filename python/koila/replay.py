@@ -351,7 +351,10 @@ class Replay:
                 _core.refresh_leaf(value)
         done.update(n.id for n in fresh)
         self.draws.commit()
-        numbers = {value: self.cross[value].read_whole(False) for value in self.program.wanted}
+        numbers = {}
+        for value in self.program.wanted:
+            known = self.program.info(value).number  # what was read stays what it was
+            numbers[value] = known if known is not None else self.cross[value].read_whole(False)
         for value, number in numbers.items():
             info = self.program.info(value)
             if is_spent and self.program.needs_gradient(value):
