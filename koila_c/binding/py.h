@@ -27,7 +27,6 @@ typedef struct Value {
     int64_t rows;             /* detached: rows of that batch */
     uint64_t epoch;           /* backwards that had run when it became live */
     bool is_input;            /* made by lazy(): it stays lazy for ever */
-    bool is_number;  /* detached with the number of a program that ran in chunks: it has no graph */
     bool is_touched; /* the dispatcher met its placeholder: the object is not used again */
 } Value;
 
@@ -247,9 +246,8 @@ PyObject *kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, 
 PyObject *kl_call_describe(Tape *tape, KlNodeId id);
 /* Call node `id` with the tensors of `env` ([n_values], borrowed or NULL). */
 PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
-/* A copy of an argument with every lazy replaced by its real tensor, or its number. Settled: numbers of
- * programs that ran in chunks come without the graph that stands in for the one they had. */
-PyObject *kl_call_real(PyObject *object, bool is_settled);
+/* A copy of an argument with every lazy replaced by its real tensor, or its number. */
+PyObject *kl_call_real(PyObject *object);
 /* Call `visit` for each lazy that stands anywhere in `object`; stops at a non-zero return. */
 int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
 
@@ -326,7 +324,6 @@ PyObject *kl_live_force(Value *value);
 typedef enum {
     KL_LIVE_LAZY,    /* real graphs; results are lazy again */
     KL_LIVE_PLAIN,   /* real graphs; results stay plain */
-    KL_LIVE_SETTLED, /* every lazy has its number for good; results stay plain */
     KL_LIVE_READ,    /* numbers are enough; results stay plain */
 } KlLiveKind;
 

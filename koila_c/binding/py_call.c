@@ -414,13 +414,13 @@ is_met(PyObject *lazy, void *context)
 }
 
 static PyObject *
-real_dict(PyObject *object, bool is_settled)
+real_dict(PyObject *object)
 {
     PyObject *copy = PyDict_Copy(object);
     PyObject *key = NULL, *item = NULL;
     Py_ssize_t position = 0;
     while (copy != NULL && PyDict_Next(object, &position, &key, &item)) {
-        PyObject *real = kl_call_real(item, is_settled);
+        PyObject *real = kl_call_real(item);
         if (real == NULL || PyDict_SetItem(copy, key, real) < 0) {
             Py_CLEAR(copy);
         }
@@ -430,12 +430,12 @@ real_dict(PyObject *object, bool is_settled)
 }
 
 static PyObject *
-real_sequence(PyObject *object, bool is_settled)
+real_sequence(PyObject *object)
 {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
     PyObject *list = PyList_New(n);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *real = kl_call_real(PySequence_Fast_GET_ITEM(object, i), is_settled);
+        PyObject *real = kl_call_real(PySequence_Fast_GET_ITEM(object, i));
         if (real == NULL) {
             Py_CLEAR(list);
             break;
@@ -458,12 +458,12 @@ real_sequence(PyObject *object, bool is_settled)
 }
 
 static PyObject *
-real_slice(PyObject *object, bool is_settled)
+real_slice(PyObject *object)
 {
     PySliceObject *slice = (PySliceObject *)object;
-    PyObject *start = kl_call_real(slice->start, is_settled);
-    PyObject *stop = start != NULL ? kl_call_real(slice->stop, is_settled) : NULL;
-    PyObject *step = stop != NULL ? kl_call_real(slice->step, is_settled) : NULL;
+    PyObject *start = kl_call_real(slice->start);
+    PyObject *stop = start != NULL ? kl_call_real(slice->stop) : NULL;
+    PyObject *step = stop != NULL ? kl_call_real(slice->step) : NULL;
     PyObject *result = step != NULL ? PySlice_New(start, stop, step) : NULL;
     Py_XDECREF(start);
     Py_XDECREF(stop);
@@ -472,7 +472,7 @@ real_slice(PyObject *object, bool is_settled)
 }
 
 PyObject *
-kl_call_real(PyObject *object, bool is_settled)
+kl_call_real(PyObject *object)
 {
     if (kl_call_visit(object, is_met, NULL) == 0) {
         return Py_NewRef(object); /* the user's own list, as eager would get it */
@@ -482,13 +482,11 @@ kl_call_real(PyObject *object, bool is_settled)
         if (real == NULL) {
             PyErr_SetString(PyExc_SystemError, "koila: a lazy was not run before it is needed");
         }
-        /* Nothing is gained by hanging results on the graph of a number that has none. */
-        bool is_bare = is_settled && real != NULL && kl_lazy_value(object)->is_number;
-        return is_bare ? PyObject_CallMethod(real, "detach", NULL) : Py_XNewRef(real);
+        return Py_XNewRef(real);
     }
     if (PyDict_Check(object)) {
-        return real_dict(object, is_settled);
+        return real_dict(object);
     }
-    return PySlice_Check(object) ? real_slice(object, is_settled)
-                                 : real_sequence(object, is_settled);
+    return PySlice_Check(object) ? real_slice(object)
+                                 : real_sequence(object);
 }

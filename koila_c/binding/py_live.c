@@ -385,9 +385,8 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         (has_kwargs && kl_call_visit(kwargs, force_one, &met) < 0)) {
         return NULL;
     }
-    bool is_settled = kind == KL_LIVE_SETTLED;
-    real_args = kl_call_real(args, is_settled);
-    real_kwargs = has_kwargs && real_args != NULL ? kl_call_real(kwargs, is_settled) : NULL;
+    real_args = kl_call_real(args);
+    real_kwargs = has_kwargs && real_args != NULL ? kl_call_real(kwargs) : NULL;
     if (real_args == NULL || (has_kwargs && real_kwargs == NULL)) {
         goto error;
     }

@@ -257,7 +257,7 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
         return NULL;
     }
     if (!met.is_any_lazy) {
-        return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
+        return kl_live_call(func, args, kwargs, KL_LIVE_PLAIN);
     }
     if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 
-_SECOND_TIME = (
-    "Trying to backward through the graph a second time (or directly access saved tensors after "
-    "they have already been freed). Saved intermediate values of the graph are freed when you "
-    "call .backward() or autograd.grad(). Specify retain_graph=True if you need to backward "
-    "through the graph a second time or if you need to access saved tensors after calling "
-    "backward."
-)
 
-
-class _Spent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return number.view_as(number)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise RuntimeError(_SECOND_TIME)
+@functools.cache
+def _anchor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one leaf that every spent number of a type hangs on."""
+    return torch.ones((), dtype=dtype, device=device, requires_grad=True)
 
 
 def spent(number: torch.Tensor) -> torch.Tensor:
-    """`number` with a graph behind it that was used up.
+    """`number` with a graph behind it that was used up: torch refuses to go through it again.
+
+    It is multiplied by a leaf of value one, which changes no bit, and that product is differentiated,
+    which frees what it saved.
 
     Example:
         >>> import torch
@@ -34,7 +25,9 @@ def spent(number: torch.Tensor) -> torch.Tensor:
         >>> spent(torch.ones(())).requires_grad
         True
     """
-    anchor = torch.empty((), dtype=number.dtype, device=number.device, requires_grad=True)
+    anchor = _anchor(number.dtype, number.device)
     with torch.enable_grad():
-        result: torch.Tensor = _Spent.apply(anchor, number)  # type: ignore[no-untyped-call]
-    return result
+        product = number.detach() * anchor
+    zero = torch.zeros((), dtype=number.dtype, device=number.device).expand_as(product)
+    torch.autograd.grad(product, anchor, zero)
+    return product
