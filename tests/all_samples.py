@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import samples
-from samples import Sample
 from samples_images import IMAGES
+from samples_kit import Sample
 from samples_loss import LOSSES
 from samples_nn import DRAWS, LAYERS, PRODUCTS
 

@@ -10,13 +10,11 @@ from collections.abc import Callable
 
 import samples_elementwise
 import samples_move
-import samples_nn
 import samples_reduce
 from samples_kit import Sample
 
 SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **samples_elementwise.SAMPLES,
     **samples_move.SAMPLES,
-    **samples_nn.SAMPLES,
     **samples_reduce.SAMPLES,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samples import Sample, call, f, i
+from samples_kit import Sample, call, f, i
 from samples_nn import Make, last, varied
 
 

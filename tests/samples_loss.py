@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from samples import Sample, call, f, i, p
+from samples_kit import Sample, call, f, i, p
 from samples_nn import Make, plain, varied
 
 REDUCTIONS = (0, 1, 2)  # none, mean, sum

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from samples import Sample, call, f, i, p
+from samples_kit import Sample, call, f, i, p
 
 Make = Callable[[], list[Sample]]
 

@@ -315,6 +315,7 @@ def save(x: Tensor) -> Any:
 # The whole
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", SMALLS)
 def test_equals_eager(name: str, requires_grad: bool) -> None:

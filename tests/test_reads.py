@@ -290,6 +290,7 @@ def pinned(x: Tensor) -> Any:
     return x if torch.cuda.is_available() else (x * 2).is_pinned()
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", SMALLS)
 def test_equals_eager(name: str, requires_grad: bool) -> None:

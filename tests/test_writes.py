@@ -291,6 +291,7 @@ def clipped_by_a_lazy(x: Tensor) -> Any:
     return norm, module.weight.grad
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", SMALLS)
 def test_equals_eager(name: str, requires_grad: bool) -> None:
