@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: interleaved rounds, medians, and tables that say where they were made."""
+"""Shared by the benchmarks: interleaved rounds, medians, tables that say where they were made."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def seconds_of(work: Callable[[], object], args: argparse.Namespace) -> float:
         gc.enable()
 
 
-def interleave(
-    variants: Mapping[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
+def interleave(variants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Measure each variant once a round, every other round in reverse order, after a warm-up round.
 
     Neighbours in time meet the same disturbances, so ratios are taken within a round.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_record
 
-Each call has four floats and no gradient, which is eager's cheapest. The result is dropped at once, as
-most values of a model are. Recorded programs are run outside the timed part. Times are of the
+Each call has four floats and no gradient, which is eager's cheapest. The result is dropped at once,
+as most values of a model are. Recorded programs are run outside the timed part. Times are of the
 thread's own clock, medians, without the loop around the call; ratios are taken within a round.
 """
 
@@ -108,7 +108,14 @@ def calls_table(args: Any, run: Callable[[str, str], float]) -> str:
                 f"{ratio(times, 'eager again', 'eager'):.2f}",
             ]
         )
-    heads = ["ns per call", "eager", "dispatch alone", "koila records", "koila / eager", "eager / eager"]
+    heads = [
+        "ns per call",
+        "eager",
+        "dispatch alone",
+        "koila records",
+        "koila / eager",
+        "eager / eager",
+    ]
     return table(heads, rows)
 
 
@@ -179,7 +186,9 @@ def main() -> None:
         return measure(code, spaces[side], args.number, args.device) - empty
 
     parts = [calls_table(args, run), parts_table(args, spaces)]
-    recycled = "Dead lazies are used again." if _core.recycles() else "Dead lazies are not used again."
+    recycled = (
+        "Dead lazies are used again." if _core.recycles() else "Dead lazies are not used again."
+    )
     publish(args, "Recording one call", [*parts, recycled])
 
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.bench_step
 
-Whole: against the plain step, which is what koila runs when the batch fits. In chunks: against the loop
-one would write by hand for the same number of chunks (for the contrastive loss, which couples all rows,
-that loop runs the model twice). Times are medians; ratios are taken within a round, and a plain step over
-another plain step is beside them: what differs less than that is noise. Gradients are compared first.
+Whole: against the plain step, which is what koila runs when the batch fits. In chunks: against the
+loop one would write by hand for the same number of chunks (for the contrastive loss, which couples
+all rows, that loop runs the model twice). Times are medians; ratios are taken within a round, and a
+plain step over another plain step is beside them: what differs less than that is noise. Gradients
+are compared first.
 """
 
 from __future__ import annotations

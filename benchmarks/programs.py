@@ -42,7 +42,7 @@ def accumulate(program: Program, n_chunks: int) -> Tensor:
 
 
 def two_passes(program: Program, n_chunks: int) -> Tensor:
-    """What GradCache does: embed without graph, differentiate the loss by the embeddings, embed again."""
+    """What GradCache does: embed without graph, differentiate by the embeddings, embed again."""
     xs = program.x.tensor_split(n_chunks)
     ys = program.y.tensor_split(n_chunks)
     with torch.no_grad():
