@@ -31,6 +31,26 @@ NAMESPACES = (
     torch._C._fft,
 )
 RANDOM_VALUES = {"empty_like", "new_empty"}  # uninitialised memory
+# Composed of kernels that torch chooses by more than the call: what they keep is told from above.
+ESTIMATED = set(
+    [
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+        "cdist",
+        "ctc_loss",
+        "scaled_dot_product_attention",
+        "cosine_embedding_loss",
+        "triplet_margin_loss",
+        "poisson_nll_loss",
+        "margin_ranking_loss",
+    ]
+)
 
 
 def rows_by_callable() -> dict[Any, str]:
@@ -159,7 +179,12 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
     is_short = expected.dtype in (torch.float16, torch.bfloat16)
     tolerance = 3e-2 if is_short else 1e-5
     torch.testing.assert_close(
-        actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}\n{m}"
+        actual,
+        expected,
+        rtol=tolerance,
+        atol=tolerance,
+        equal_nan=True,
+        msg=lambda m: f"{what}\n{m}",
     )
 
 
@@ -249,7 +274,7 @@ class Checker:
         self.check_outs(name, text, said, args, kwargs, result)
         # A node that nothing leads to any more has let go again of what it kept.
         saved = [kept.tensor for one in packed if (kept := one()) is not None]
-        self.check_saves(text, said, args, kwargs, result, saved)
+        self.check_saves(name, text, said, args, kwargs, result, saved)
         if self.check_places and not any(t.numel() > 4000 for t, _ in before):
             values = {id(t): old for t, old in before}
             self.check_all_places(name, func, values, args, kwargs, result)
@@ -288,7 +313,14 @@ class Checker:
         return value if entry is None else value[entry]
 
     def check_saves(
-        self, text: str, said: Any, args: Any, kwargs: Any, result: Any, saved: list[torch.Tensor]
+        self,
+        name: str,
+        text: str,
+        said: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        saved: list[torch.Tensor],
     ) -> None:
         """Compare what the row says with what torch kept for backward, storage by storage."""
         inputs = [self.input(args, kwargs, where, entry) for where, entry, _ in said["inputs"]]
@@ -305,6 +337,11 @@ class Checker:
         names = {t.untyped_storage()._cdata: f"in{i}" for i, t in enumerate(inputs)}
         names |= {t.untyped_storage()._cdata: f"out{i}" for i, t in enumerate(outs)}
         actual = sorted(names[c] for c in kept if c in own)
+        if name in ESTIMATED:
+            assert set(kept) & own <= told and extra <= said["saves"]["bytes_extra"], (
+                f"SAVES {text}: keeps {actual} and {extra} bytes, said {said['saves']}"
+            )
+            return
         assert (set(kept) & own, extra) == (told, said["saves"]["bytes_extra"]), (
             f"SAVES {text}: keeps {actual} and {extra} bytes, said {said['saves']}"
         )
@@ -347,6 +384,7 @@ class Checker:
             assert not said["rewrites"] and not any(said["in_places"]), text
             self.reasons[name, said["reason"]] += 1
             return
+        is_random = name in RANDOM_VALUES or said["random"]
         for sizes in partitions(rows):
             parts: list[list[torch.Tensor]] = []
             start = 0
@@ -356,7 +394,9 @@ class Checker:
                     try:
                         chunk = run_chunk(func, args, kwargs, said, rows, start, start + n)
                     except Exception as error:
-                        raise AssertionError(f"{text}: {said}: chunk {start}+{n}: {error}") from error
+                        raise AssertionError(
+                            f"{text}: {said}: chunk {start}+{n}: {error}"
+                        ) from error
                 parts.append(tensors(chunk) if not isinstance(chunk, torch.Tensor) else [chunk])
                 start += n
             for number, whole in enumerate(outs):
@@ -371,8 +411,8 @@ class Checker:
                         assert_same(combined, whole, what)
                 elif place is None:
                     for one in mine:
-                        assert_same(one, whole, what) if name not in RANDOM_VALUES else None
-                elif name in RANDOM_VALUES:
+                        assert_same(one, whole, what) if not is_random else None
+                elif is_random:
                     assert join(mine, place, sizes).shape == whole.shape, what
                 else:
                     assert_same(join(mine, place, sizes), whole, what)

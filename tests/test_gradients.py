@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import koila
 from small import Smalls, linear, ones
 
 SMALLS = Smalls()
@@ -247,14 +249,55 @@ def recurrent(x: Tensor) -> Any:
 
 
 @SMALLS.add
-def random_after_plain_draws(x: Tensor) -> Any:
+def random(x: Tensor) -> Any:
+    torch.manual_seed(3)
     one = F.dropout(x, 0.5)
     noise = torch.randn_like(x)
-    step = torch.randint(0, 5, (x.shape[0],))
-    return one, noise + x, step, F.dropout(one, 0.3), torch.rand(2)
+    return one, noise + x, F.dropout(one, 0.3), torch.bernoulli(x.detach().sigmoid())
+
+
+@SMALLS.add
+def random_read_as_drawn(x: Tensor) -> Any:
+    one = F.dropout(x, 0.5)
+    total = one.sum().item()
+    plain = torch.rand(2)
+    noise = torch.randn_like(x)
+    return one, total, plain, noise
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", SMALLS)
 def test_equals_eager(name: str, requires_grad: bool) -> None:
     SMALLS[name].check(requires_grad)
+
+
+def draw_between(x: Tensor) -> Tensor:
+    one = F.dropout(x, 0.5)
+    torch.rand(2)
+    return one
+
+
+def seed_between(x: Tensor) -> Tensor:
+    one = F.dropout(x, 0.5)
+    torch.manual_seed(7)
+    return one
+
+
+def restore_between(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    one = F.dropout(x, 0.5)
+    torch.set_rng_state(state)
+    return one
+
+
+@pytest.mark.parametrize("run", [draw_between, seed_between, restore_between])
+def test_generator_touched_between_record_and_read(run: Any) -> None:
+    """The numbers are eager's, or a warning says that they are not."""
+    torch.manual_seed(3)
+    wanted = run(ones(40, 3))
+    torch.manual_seed(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(koila.lazy(ones(40, 3))).tolist()
+    assert found == wanted.tolist() or caught, "silently another stream"

@@ -1,17 +1,17 @@
-"""What inference must say of calls that real models make: which stay in chunks, and which must not."""
+"""What inference must say of calls that real models make: what stays in chunks, what must not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import opcalls
 import pytest
 import torch
-from samples import b, f, i
-from test_ops import CALLABLES
 
+import opcalls
 from koila import _core
+from samples_kit import b, f, i
+from test_ops import CALLABLES
 
 ROWS0 = (0, 0, 1, 1)
 rows = torch.arange(4)
@@ -23,16 +23,56 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
     ("B in a tuple", "reshape", (f(4, 6), (4, -1)), [ROWS0], "ROWS", ROWS0, [(1, 0, None, 1)]),
     ("B behind -1", "view", (f(4, 6), -1, 3), [ROWS0], "ROWS", (0, 0, 1, 2), []),
     ("B * T", "view", (f(4, 3, 2), 12, 2), [ROWS0], "ROWS", (0, 0, 1, 3), [(1, None, None, 3)]),
-    ("T * B", "view", (f(3, 4, 2), 12, 2), [(0, 1, 1, 1)], "ROWS", (0, 0, 3, 1), [(1, None, None, 3)]),
-    ("back from B * T", "view", (f(12, 2), 4, 3, 2), [(0, 0, 1, 3)], "ROWS", ROWS0, [(1, None, None, 1)]),
-    ("heads to the batch", "reshape", (f(4, 2, 3, 5), 8, 3, 5), [ROWS0], "ROWS", (0, 0, 1, 2), [(1, None, None, 2)]),
+    (
+        "T * B",
+        "view",
+        (f(3, 4, 2), 12, 2),
+        [(0, 1, 1, 1)],
+        "ROWS",
+        (0, 0, 3, 1),
+        [(1, None, None, 3)],
+    ),
+    (
+        "back from B * T",
+        "view",
+        (f(12, 2), 4, 3, 2),
+        [(0, 0, 1, 3)],
+        "ROWS",
+        ROWS0,
+        [(1, None, None, 1)],
+    ),
+    (
+        "heads to the batch",
+        "reshape",
+        (f(4, 2, 3, 5), 8, 3, 5),
+        [ROWS0],
+        "ROWS",
+        (0, 0, 1, 2),
+        [(1, None, None, 2)],
+    ),
     ("B and -1", "view", (f(4, 6), 4, -1, 2), [ROWS0], "ROWS", ROWS0, [(1, None, None, 1)]),
     ("batch cut", "view", (f(4, 6), 2, 2, 6), [ROWS0], "ONCE", None, []),
     ("batch cut across", "view", (f(4, 6), 3, 8), [ROWS0], "ONCE", None, []),
     ("flatten from 1", "flatten", (f(4, 3, 2), 1), [ROWS0], "ROWS", ROWS0, []),
     ("flatten all", "flatten", (f(4, 3, 2),), [ROWS0], "ROWS", (0, 0, 1, 6), []),
-    ("unflatten", "unflatten", (f(8, 3), 0, (4, 2)), [(0, 0, 1, 2)], "ROWS", ROWS0, [(2, 0, None, 1)]),
-    ("one row stays first", "view", (f(1, 6), 1, 2, 3), [ROWS0], "ROWS", ROWS0, [(1, None, None, 1)]),
+    (
+        "unflatten",
+        "unflatten",
+        (f(8, 3), 0, (4, 2)),
+        [(0, 0, 1, 2)],
+        "ROWS",
+        ROWS0,
+        [(2, 0, None, 1)],
+    ),
+    (
+        "one row stays first",
+        "view",
+        (f(1, 6), 1, 2, 3),
+        [ROWS0],
+        "ROWS",
+        ROWS0,
+        [(1, None, None, 1)],
+    ),
     # dims moved
     ("transpose", "transpose", (f(4, 3, 2), 0, 1), [ROWS0], "ROWS", (0, 1, 1, 1), []),
     ("permute", "permute", (f(4, 3, 2), 1, 2, 0), [ROWS0], "ROWS", (0, 2, 1, 1), []),
@@ -40,10 +80,26 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
     ("squeeze another dim", "squeeze", (f(4, 1), 1), [ROWS0], "ROWS", ROWS0, []),
     ("squeeze all", "squeeze", (f(4, 1),), [ROWS0], "ONCE", None, []),
     ("squeeze the batch", "squeeze", (f(4, 1), 0), [ROWS0], "ONCE", None, []),
-    ("squeeze what is more than the batch", "squeeze", (f(8, 1),), [(0, 0, 1, 2)], "ROWS", (0, 0, 1, 2), []),
+    (
+        "squeeze what is more than the batch",
+        "squeeze",
+        (f(8, 1),),
+        [(0, 0, 1, 2)],
+        "ROWS",
+        (0, 0, 1, 2),
+        [],
+    ),
     ("expand", "expand", (f(4, 1), 4, 3), [ROWS0], "ROWS", ROWS0, [(1, None, None, 1)]),
     ("expand with -1", "expand", (f(4, 1), -1, 3), [ROWS0], "ROWS", ROWS0, []),
-    ("expand in front", "expand", (f(4, 1), (2, 4, 3)), [ROWS0], "ROWS", (0, 1, 1, 1), [(1, 1, None, 1)]),
+    (
+        "expand in front",
+        "expand",
+        (f(4, 1), (2, 4, 3)),
+        [ROWS0],
+        "ROWS",
+        (0, 1, 1, 1),
+        [(1, 1, None, 1)],
+    ),
     ("one row expanded", "expand", (f(1, 3), 5, 3), [ROWS0], "ONCE", None, []),
     ("a parameter expanded", "expand_as", (f(1, 3), f(4, 3)), [None, ROWS0], "ROWS", ROWS0, []),
     ("time-major merge", "flatten", (f(3, 4, 2), 0, 1), [(0, 1, 1, 1)], "ROWS", (0, 0, 3, 1), []),
@@ -61,13 +117,37 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
     ("cat beside", "cat", ([f(4, 3), f(4, 2)], 1), [ROWS0, ROWS0], "ROWS", ROWS0, []),
     ("cat a plain one", "cat", ([f(4, 1), f(4, 2)], 1), [None, ROWS0], "ROWS", ROWS0, []),
     ("cat the batch", "cat", ([f(4, 3), f(4, 3)],), [ROWS0, ROWS0], "ROWS", (0, 0, 2, 1), []),
-    ("cat the batch twice", "cat", ([f(8, 3), f(4, 3)],), [(0, 0, 2, 1), ROWS0], "ROWS", (0, 0, 3, 1), []),
+    (
+        "cat the batch twice",
+        "cat",
+        ([f(8, 3), f(4, 3)],),
+        [(0, 0, 2, 1), ROWS0],
+        "ROWS",
+        (0, 0, 3, 1),
+        [],
+    ),
     ("cat the batch with a token", "cat", ([f(4, 3), f(1, 3)],), [ROWS0, None], "ONCE", None, []),
     ("stack in front", "stack", ([f(4, 3), f(4, 3)],), [ROWS0, ROWS0], "ROWS", (0, 1, 1, 1), []),
     ("chunk two halves", "chunk", (f(8, 3), 2), [(0, 0, 2, 1)], "ROWS", ROWS0, []),
     ("chunk the batch", "chunk", (f(8, 3), 2), [ROWS0], "ONCE", None, []),
-    ("split two halves", "split", (f(8, 3), 4), [(0, 0, 2, 1)], "ROWS", ROWS0, [(1, None, None, 1)]),
-    ("split unevenly", "split", (f(12, 3), [4, 8]), [(0, 0, 3, 1)], "ROWS", ROWS0, [(1, 0, None, 1), (1, 1, None, 2)]),
+    (
+        "split two halves",
+        "split",
+        (f(8, 3), 4),
+        [(0, 0, 2, 1)],
+        "ROWS",
+        ROWS0,
+        [(1, None, None, 1)],
+    ),
+    (
+        "split unevenly",
+        "split",
+        (f(12, 3), [4, 8]),
+        [(0, 0, 3, 1)],
+        "ROWS",
+        ROWS0,
+        [(1, 0, None, 1), (1, 1, None, 2)],
+    ),
     ("unbind heads", "unbind", (f(3, 4, 2), 0), [(0, 1, 1, 1)], "ROWS", ROWS0, []),
     ("unbind rows", "unbind", (f(4, 2), 0), [ROWS0], "ONCE", None, []),
     ("repeat", "repeat", (f(4, 3), 2, 1), [ROWS0], "ROWS", (0, 0, 2, 1), []),
@@ -87,15 +167,47 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
     ("cumsum along time", "cumsum", (f(4, 3), 1), [ROWS0], "ROWS", ROWS0, []),
     # indexing
     ("last step", "__getitem__", (f(4, 5, 3), (slice(None), -1)), [ROWS0], "ROWS", ROWS0, []),
-    ("first B", "__getitem__", (f(4, 5), slice(None, 4)), [ROWS0], "ROWS", ROWS0, [(1, None, "stop", 1)]),
+    (
+        "first B",
+        "__getitem__",
+        (f(4, 5), slice(None, 4)),
+        [ROWS0],
+        "ROWS",
+        ROWS0,
+        [(1, None, "stop", 1)],
+    ),
     ("more than B", "__getitem__", (f(4, 5), slice(None, 512)), [ROWS0], "ROWS", ROWS0, []),
-    ("second half", "__getitem__", (f(8, 5), slice(4, None)), [(0, 0, 2, 1)], "ROWS", ROWS0, [(1, None, "start", 1)]),
-    ("last B", "__getitem__", (f(8, 5), slice(-4, None)), [(0, 0, 2, 1)], "ROWS", ROWS0, [(1, None, "start", -1)]),
+    (
+        "second half",
+        "__getitem__",
+        (f(8, 5), slice(4, None)),
+        [(0, 0, 2, 1)],
+        "ROWS",
+        ROWS0,
+        [(1, None, "start", 1)],
+    ),
+    (
+        "last B",
+        "__getitem__",
+        (f(8, 5), slice(-4, None)),
+        [(0, 0, 2, 1)],
+        "ROWS",
+        ROWS0,
+        [(1, None, "start", -1)],
+    ),
     ("half the rows", "__getitem__", (f(4, 5), slice(None, 2)), [ROWS0], "ONCE", None, []),
     ("a sample", "__getitem__", (f(4, 5), 0), [ROWS0], "ONCE", None, []),
     ("new dim in front", "__getitem__", (f(4, 5), None), [ROWS0], "ROWS", (0, 1, 1, 1), []),
     ("labels", "__getitem__", (f(4, 5), (rows, i(4))), [ROWS0, None, ROWS0], "ROWS", ROWS0, []),
-    ("plain labels", "__getitem__", (f(4, 5), (rows, i(4))), [ROWS0, None, None], "ROWS", ROWS0, []),
+    (
+        "plain labels",
+        "__getitem__",
+        (f(4, 5), (rows, i(4))),
+        [ROWS0, None, None],
+        "ROWS",
+        ROWS0,
+        [],
+    ),
     (
         "mask of padding, by arange",
         "__getitem__",
@@ -106,17 +218,81 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
         [],
     ),
     ("a table by rows", "__getitem__", (f(9, 3), i(4, 2)), [None, ROWS0], "ROWS", ROWS0, []),
-    ("rows in another order", "__getitem__", (f(4, 5), rows.flip(0)), [ROWS0, None], "ONCE", None, []),
-    ("columns by rows", "__getitem__", (f(4, 5), (slice(None), i(4))), [ROWS0, ROWS0], "ONCE", None, []),
-    ("write a step", "__setitem__", (f(4, 5), (slice(None), 1), f(4)), [ROWS0, ROWS0], "ROWS", ROWS0, []),
-    ("write a step of a plain value", "__setitem__", (f(4, 5), (slice(None), 1), f(4)), [None, ROWS0], "ROWS", ROWS0, []),
-    ("write rows to a queue", "__setitem__", (f(9, 5), slice(0, 4), f(4, 5)), [None, ROWS0], "ONCE", None, []),
+    (
+        "rows in another order",
+        "__getitem__",
+        (f(4, 5), rows.flip(0)),
+        [ROWS0, None],
+        "ONCE",
+        None,
+        [],
+    ),
+    (
+        "columns by rows",
+        "__getitem__",
+        (f(4, 5), (slice(None), i(4))),
+        [ROWS0, ROWS0],
+        "ONCE",
+        None,
+        [],
+    ),
+    (
+        "write a step",
+        "__setitem__",
+        (f(4, 5), (slice(None), 1), f(4)),
+        [ROWS0, ROWS0],
+        "ROWS",
+        ROWS0,
+        [],
+    ),
+    (
+        "write a step of a plain value",
+        "__setitem__",
+        (f(4, 5), (slice(None), 1), f(4)),
+        [None, ROWS0],
+        "ROWS",
+        ROWS0,
+        [],
+    ),
+    (
+        "write rows to a queue",
+        "__setitem__",
+        (f(9, 5), slice(0, 4), f(4, 5)),
+        [None, ROWS0],
+        "ONCE",
+        None,
+        [],
+    ),
     ("gather", "gather", (f(4, 5), 1, i(4, 1)), [ROWS0, ROWS0], "ROWS", ROWS0, []),
     ("gather from plain rows", "gather", (f(4, 5), 1, i(4, 1)), [None, ROWS0], "ROWS", ROWS0, []),
-    ("gather from more plain rows", "gather", (f(6, 5), 1, i(4, 1)), [None, ROWS0], "ONCE", None, []),
-    ("gather with a shorter index", "gather", (f(4, 5), 1, i(1, 2)), [ROWS0, None], "ONCE", None, []),
+    (
+        "gather from more plain rows",
+        "gather",
+        (f(6, 5), 1, i(4, 1)),
+        [None, ROWS0],
+        "ONCE",
+        None,
+        [],
+    ),
+    (
+        "gather with a shorter index",
+        "gather",
+        (f(4, 5), 1, i(1, 2)),
+        [ROWS0, None],
+        "ONCE",
+        None,
+        [],
+    ),
     ("one-hot", "scatter_", (torch.zeros(4, 5), 1, i(4, 1), 1.0), [None, ROWS0], "ROWS", ROWS0, []),
-    ("messages", "scatter_add", (torch.zeros(9, 3), 0, i(4, 3), torch.ones(4, 3)), [None, ROWS0, ROWS0], "ONCE", None, []),
+    (
+        "messages",
+        "scatter_add",
+        (torch.zeros(9, 3), 0, i(4, 3), torch.ones(4, 3)),
+        [None, ROWS0, ROWS0],
+        "ONCE",
+        None,
+        [],
+    ),
     ("embed by hand", "index_select", (f(9, 3), 0, i(4)), [None, ROWS0], "ROWS", ROWS0, []),
     # nothing of the rows
     ("zeros of any size", "new_zeros", (f(4, 3), (4, 7)), [ROWS0], "ROWS", None, []),
@@ -127,7 +303,9 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("what, row, args, places, mode, place, rewrites", EXPECTED, ids=[e[0] for e in EXPECTED])
+@pytest.mark.parametrize(
+    "what, row, args, places, mode, place, rewrites", EXPECTED, ids=[e[0] for e in EXPECTED]
+)
 def test_expected(
     what: str, row: str, args: Any, places: Any, mode: str, place: Any, rewrites: Any
 ) -> None:
@@ -202,7 +380,9 @@ ILLEGAL: list[tuple[str, Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize("row, make, status", ILLEGAL)
-def test_illegal_calls_are_torchs_errors_too(row: str, make: Callable[[], Any], status: str) -> None:
+def test_illegal_calls_are_torchs_errors_too(
+    row: str, make: Callable[[], Any], status: str
+) -> None:
     said = _core.infer(row, make(), {})
     assert said["status"] == status
     assert said["text"].startswith(f"{row}: ")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import opcalls
 import pytest
 import torch
-from samples import SAMPLES, samples_of
 
+import opcalls
+from all_samples import SAMPLES, samples_of
 from koila import _core
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
 TABLE = {row["name"]: row for row in _core.op_table()}
 CALLABLES: dict[str, Any] = {}
@@ -46,18 +48,21 @@ def test_row(row: str) -> None:
     assert checker.counts[row, "OK"], "no sample is described by the row"
     assert not checker.counts[row, "DECLINED"], "a sample is declined"
     # A row that never runs by chunks is a joint in every program: say so here, on purpose.
-    assert checker.counts[row, "ROWS"] or row in ALWAYS_ONCE
+    assert (row in ALWAYS_ONCE) != any(checker.counts[row, mode] for mode in ("ROWS", "REDUCE"))
 
 
-ALWAYS_ONCE: set[str] = set()
+ALWAYS_ONCE = {"ctc_loss", "embedding_renorm_"}
 
 
-@pytest.mark.parametrize("row", sorted(name for name, row in TABLE.items() if row["kind"] == "INPLACE"))
+@pytest.mark.parametrize(
+    "row", sorted(name for name, row in TABLE.items() if row["kind"] == "INPLACE")
+)
 def test_in_place_rows_write_their_first_input(row: str) -> None:
     for args, kwargs in samples_of(row):
         said = _core.infer(row, args, kwargs)
         assert said["alias"] == ("SAME", 0)
-        assert said["effects"] == 1
+        # dropout that drops nothing hands its input back
+        assert said["effects"] == 1 or ("dropout" in row and not said["random"])
 
 
 @pytest.mark.parametrize("row", sorted(set(SAMPLES) & set(TABLE)))

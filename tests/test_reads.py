@@ -184,7 +184,7 @@ def shallow_copied(x: Tensor) -> Any:
     return copy.copy((x * 2).detach())
 
 
-# Shapes that depend on data
+# Shapes that depend on data, and checks of it (torch.compile switches the latter off by default)
 
 
 @SMALLS.add
@@ -229,8 +229,8 @@ def repeated(x: Tensor, labels: Tensor) -> Any:
 
 @SMALLS.add
 def sampled(x: Tensor, z: Tensor, labels: Tensor) -> Any:
-    normal = distributions.Normal(x, z.exp())
-    choice = distributions.Categorical(logits=x)
+    normal = distributions.Normal(x, z.exp(), validate_args=True)
+    choice = distributions.Categorical(logits=x, validate_args=True)
     torch.manual_seed(0)
     draws = normal.rsample(), normal.sample((2,)), choice.sample()
     return draws, normal.log_prob(z), choice.log_prob(labels), choice.entropy()
@@ -238,13 +238,13 @@ def sampled(x: Tensor, z: Tensor, labels: Tensor) -> Any:
 
 @SMALLS.add
 def divergence(x: Tensor, z: Tensor) -> Any:
-    one = distributions.Normal(x, torch.ones_like(x))
-    return distributions.kl_divergence(one, distributions.Normal(z, x.exp()))
+    one = distributions.Normal(x, torch.ones_like(x), validate_args=True)
+    return distributions.kl_divergence(one, distributions.Normal(z, x.exp(), validate_args=True))
 
 
 @SMALLS.add
 def invalid_parameter(x: Tensor) -> Any:
-    return distributions.Normal(x, x)
+    return distributions.Normal(x, x, validate_args=True)
 
 
 # Errors in use
@@ -278,6 +278,16 @@ def wrong_argument(x: Tensor) -> Any:
 @SMALLS.add
 def no_such_device(x: Tensor) -> Any:
     return x.to("mps")
+
+
+@SMALLS.add
+def no_cuda(x: Tensor) -> Any:
+    return x if torch.cuda.is_available() else x.cuda()
+
+
+@SMALLS.add
+def pinned(x: Tensor) -> Any:
+    return x if torch.cuda.is_available() else (x * 2).is_pinned()
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

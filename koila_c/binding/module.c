@@ -233,6 +233,27 @@ core_note_backward(PyObject *module, PyObject *ignored)
 }
 
 static PyObject *
+core_is_busy(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    return PyBool_FromLong(tape != NULL && tape->is_running);
+}
+
+static PyObject *
+core_set_busy(PyObject *module, PyObject *flag)
+{
+    (void)module;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    tape->is_running = flag == Py_True;
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *
 core_check_leaves(PyObject *module, PyObject *ignored)
 {
     (void)module;
@@ -252,6 +273,10 @@ core_close(PyObject *module, PyObject *ignored)
     }
     for (size_t i = 0; i < tape->core.n_values; i++) {
         if (tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL) {
+            KlError error;
+            if (kl_tape_retire(&tape->core, &error) != KL_OK) {
+                return kl_py_raise(&error);
+            }
             return Py_NewRef(Py_False);
         }
     }
@@ -368,16 +393,18 @@ core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
-    PyObject *is_row_range = NULL, *draw_like = NULL, *read = NULL;
+    PyObject *is_row_range = NULL, *draw_like = NULL, *note_draw = NULL, *check_draws = NULL, *read = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOI:bind", &koila_error, &stale_error, &meta_infer, &is_row_range,
-                          &draw_like, &skip_one_hop, &read, &reductions)) {
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer, &is_row_range,
+                          &draw_like, &note_draw, &check_draws, &skip_one_hop, &read, &reductions)) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
     Py_XSETREF(kl_py.stale_error, Py_NewRef(stale_error));
     Py_XSETREF(kl_py.meta_infer, Py_NewRef(meta_infer));
     kl_py.reductions = reductions;
+    Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
+    Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
     Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
@@ -387,7 +414,8 @@ core_bind(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
-     "bind($module, koila_error, stale_error, meta_infer, is_row_range, draw_like, skip_one_hop, read, "
+     "bind($module, koila_error, stale_error, meta_infer, is_row_range, draw_like, note_draw, "
+     "check_draws, skip_one_hop, read, "
      "reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
@@ -444,6 +472,10 @@ static PyMethodDef functions[] = {
      "(dtype, shape, requires_grad, place, rows, real tensor or None, number or None) of a value."},
     {"node", kl_stage_node, METH_VARARGS,
      "node($module, id, /)\n--\n\n(func, row, reason, where, rows, input values) of a node."},
+    {"is_busy", core_is_busy, METH_NOARGS,
+     "is_busy($module, /)\n--\n\nWhether a replay is under way on this thread."},
+    {"set_busy", core_set_busy, METH_O,
+     "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"check_leaves", core_check_leaves, METH_NOARGS,
      "check_leaves($module, /)\n--\n\nRaise where a leaf was changed since it was recorded."},
     {"close", core_close, METH_NOARGS,

@@ -28,6 +28,7 @@ typedef struct Value {
     int64_t rows;      /* detached: rows of that batch */
     uint64_t epoch;    /* backwards that had run when it became live */
     bool is_input;     /* made by lazy(): it stays lazy for ever */
+    bool is_number;    /* detached with the number of a program that ran in chunks: it has no graph */
     bool is_touched;   /* the dispatcher met its placeholder: the object is not used again */
 } Value;
 
@@ -121,6 +122,7 @@ typedef struct KlPyState {
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;   /* koila.meta.infer */
     PyObject *is_row_range; /* koila.meta.is_row_range */
+    PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
     PyObject *draw_like;    /* koila.meta.draw_like */
     PyObject *read;         /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
@@ -236,8 +238,9 @@ PyObject *kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, 
 PyObject *kl_call_describe(Tape *tape, KlNodeId id);
 /* Call node `id` with the tensors of `env` ([n_values], borrowed or NULL). */
 PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
-/* A copy of (args, kwargs) with every lazy replaced by its real tensor, which must exist. */
-PyObject *kl_call_real(PyObject *object);
+/* A copy of an argument with every lazy replaced by its real tensor, or its number. Settled: numbers of
+ * programs that ran in chunks come without the graph that stands in for the one they had. */
+PyObject *kl_call_real(PyObject *object, bool is_settled);
 /* Call `visit` for each lazy that stands anywhere in `object`; stops at a non-zero return. */
 int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
 
@@ -307,6 +310,7 @@ PyObject *kl_live_force(Value *value);
 typedef enum {
     KL_LIVE_LAZY,  /* real graphs; results are lazy again */
     KL_LIVE_PLAIN, /* real graphs; results stay plain */
+    KL_LIVE_SETTLED, /* every lazy has its number for good; results stay plain */
     KL_LIVE_READ,  /* numbers are enough; results stay plain */
 } KlLiveKind;
 

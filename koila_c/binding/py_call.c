@@ -144,11 +144,23 @@ encode(Tape *tape, PyObject *object, Inputs *inputs)
     return encode_other(tape, object);
 }
 
+static int
+attach_one(PyObject *lazy, void *tape)
+{
+    KlValueId value = KL_ID_NONE;
+    return kl_tape_attach(tape, kl_lazy_value(lazy), &value);
+}
+
 int
 kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlValueId **values,
                size_t *n_values, size_t *n_values_max)
 {
     Inputs inputs = {.values = values, .n = n_values, .n_max = n_values_max};
+    /* Attaching may record a view again: that must be over before this call's slots begin. */
+    if (kl_call_visit(args, attach_one, tape) < 0 ||
+        (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, attach_one, tape) < 0)) {
+        return -1;
+    }
     size_t first = tape->n_slots;
     PyObject *names = NULL;
     Py_ssize_t n_args = PyTuple_GET_SIZE(args);
@@ -402,13 +414,13 @@ is_met(PyObject *lazy, void *context)
 }
 
 static PyObject *
-real_dict(PyObject *object)
+real_dict(PyObject *object, bool is_settled)
 {
     PyObject *copy = PyDict_Copy(object);
     PyObject *key = NULL, *item = NULL;
     Py_ssize_t position = 0;
     while (copy != NULL && PyDict_Next(object, &position, &key, &item)) {
-        PyObject *real = kl_call_real(item);
+        PyObject *real = kl_call_real(item, is_settled);
         if (real == NULL || PyDict_SetItem(copy, key, real) < 0) {
             Py_CLEAR(copy);
         }
@@ -418,12 +430,12 @@ real_dict(PyObject *object)
 }
 
 static PyObject *
-real_sequence(PyObject *object)
+real_sequence(PyObject *object, bool is_settled)
 {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
     PyObject *list = PyList_New(n);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *real = kl_call_real(PySequence_Fast_GET_ITEM(object, i));
+        PyObject *real = kl_call_real(PySequence_Fast_GET_ITEM(object, i), is_settled);
         if (real == NULL) {
             Py_CLEAR(list);
             break;
@@ -446,12 +458,12 @@ real_sequence(PyObject *object)
 }
 
 static PyObject *
-real_slice(PyObject *object)
+real_slice(PyObject *object, bool is_settled)
 {
     PySliceObject *slice = (PySliceObject *)object;
-    PyObject *start = kl_call_real(slice->start);
-    PyObject *stop = start != NULL ? kl_call_real(slice->stop) : NULL;
-    PyObject *step = stop != NULL ? kl_call_real(slice->step) : NULL;
+    PyObject *start = kl_call_real(slice->start, is_settled);
+    PyObject *stop = start != NULL ? kl_call_real(slice->stop, is_settled) : NULL;
+    PyObject *step = stop != NULL ? kl_call_real(slice->step, is_settled) : NULL;
     PyObject *result = step != NULL ? PySlice_New(start, stop, step) : NULL;
     Py_XDECREF(start);
     Py_XDECREF(stop);
@@ -460,7 +472,7 @@ real_slice(PyObject *object)
 }
 
 PyObject *
-kl_call_real(PyObject *object)
+kl_call_real(PyObject *object, bool is_settled)
 {
     if (kl_call_visit(object, is_met, NULL) == 0) {
         return Py_NewRef(object); /* the user's own list, as eager would get it */
@@ -470,10 +482,12 @@ kl_call_real(PyObject *object)
         if (real == NULL) {
             PyErr_SetString(PyExc_SystemError, "koila: a lazy was not run before it is needed");
         }
-        return Py_XNewRef(real);
+        /* Nothing is gained by hanging results on the graph of a number that has none. */
+        bool is_bare = is_settled && real != NULL && kl_lazy_value(object)->is_number;
+        return is_bare ? PyObject_CallMethod(real, "detach", NULL) : Py_XNewRef(real);
     }
     if (PyDict_Check(object)) {
-        return real_dict(object);
+        return real_dict(object, is_settled);
     }
-    return PySlice_Check(object) ? real_slice(object) : real_sequence(object);
+    return PySlice_Check(object) ? real_slice(object, is_settled) : real_sequence(object, is_settled);
 }

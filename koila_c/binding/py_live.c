@@ -11,17 +11,25 @@ real_of(void *env, KlValueId value)
 }
 
 static int
-raise_mismatch(Tape *tape, KlNodeId id, PyObject *result)
+raise_mismatch(Tape *tape, KlNodeId id, KlValueId value, PyObject *result)
 {
-    const KlNode *node = &tape->core.nodes[id];
+    const KlMeta *promised = &tape->core.values[value].meta;
     PyObject *where = kl_tape_where(tape, id);
-    PyObject *expected = where != NULL ? kl_meta_size(&tape->core.values[node->first_out].meta) : NULL;
+    PyObject *expected = where != NULL ? kl_meta_size(promised) : NULL;
+    PyObject *shape = PyObject_GetAttrString(result, "shape");
+    PyObject *requires_grad = shape != NULL ? PyObject_GetAttrString(result, "requires_grad") : NULL;
+    PyErr_Clear();
     if (expected != NULL) {
         PyErr_Format(kl_py.koila_error,
-                     "%R gave %.200R where %S was expected (%U): a mistake in koila's inference, please "
-                     "report it",
-                     tape->nodes[id].func, (PyObject *)Py_TYPE(result), expected, where);
+                     "%R gave %.80s of %R (requires_grad %R) where %R (requires_grad %s, %s) was expected "
+                     "(%U): a mistake in koila's inference, please report it",
+                     tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
+                     requires_grad != NULL ? requires_grad : Py_None, expected,
+                     promised->requires_grad ? "True" : "False", kl_meta_dtype_name(promised->dtype),
+                     where);
     }
+    Py_XDECREF(requires_grad);
+    Py_XDECREF(shape);
     Py_XDECREF(expected);
     Py_XDECREF(where);
     return -1;
@@ -34,18 +42,18 @@ check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
     const KlMeta *promised = &tape->core.values[value].meta;
     KlMeta meta;
     if (!PyObject_TypeCheck(real, kl_py.tensor_base)) {
-        return raise_mismatch(tape, id, real);
+        return raise_mismatch(tape, id, value, real);
     }
     int result = kl_meta_read(real, &meta);
     if (result != 0) {
-        return result < 0 ? -1 : raise_mismatch(tape, id, real);
+        return result < 0 ? -1 : raise_mismatch(tape, id, value, real);
     }
     bool is_same = meta.dtype == promised->dtype && meta.n_dims == promised->n_dims &&
                    meta.requires_grad == promised->requires_grad;
     for (int32_t i = 0; is_same && i < meta.n_dims; i++) {
         is_same = meta.shape[i] == promised->shape[i];
     }
-    return is_same ? 0 : raise_mismatch(tape, id, real);
+    return is_same ? 0 : raise_mismatch(tape, id, value, real);
 }
 
 static int
@@ -77,7 +85,7 @@ bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
         return bind(tape, id, node->first_out, result);
     }
     if (PySequence_Fast_GET_SIZE(result) != (Py_ssize_t)node->n_outs) {
-        return raise_mismatch(tape, id, result);
+        return raise_mismatch(tape, id, node->first_out, result);
     }
     for (uint32_t i = 0; i < node->n_outs; i++) {
         if (bind(tape, id, node->first_out + i, PySequence_Fast_GET_ITEM(result, i)) < 0) {
@@ -160,6 +168,11 @@ kl_live_run(Tape *tape)
         return -1;
     }
     if (tape->core.n_done < tape->core.n_nodes) {
+        PyObject *checked = tape->memo != NULL ? PyObject_CallNoArgs(kl_py.check_draws) : Py_NewRef(Py_None);
+        if (checked == NULL) {
+            return -1;
+        }
+        Py_DECREF(checked);
         if (kl_tape_check_leaves(tape) < 0 || kl_context_begin(&context) < 0) {
             return -1;
         }
@@ -361,8 +374,9 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         (has_kwargs && kl_call_visit(kwargs, force_one, &met) < 0)) {
         return NULL;
     }
-    real_args = kl_call_real(args);
-    real_kwargs = has_kwargs && real_args != NULL ? kl_call_real(kwargs) : NULL;
+    bool is_settled = kind == KL_LIVE_SETTLED;
+    real_args = kl_call_real(args, is_settled);
+    real_kwargs = has_kwargs && real_args != NULL ? kl_call_real(kwargs, is_settled) : NULL;
     if (real_args == NULL || (has_kwargs && real_kwargs == NULL)) {
         goto error;
     }

@@ -85,10 +85,31 @@ note_source(KlPyNode *call)
     }
 }
 
+/* Whether a random call waits on the tape: a draw made now would come before it. */
+static bool
+has_pending_draw(const KlTape *core)
+{
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        if (node->is_random && !node->is_done &&
+            core->values[node->first_out].state == KL_STATE_PENDING) {
+            return true;
+        }
+    }
+    return false;
+}
+
 int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
 {
     KlError error;
+    if (record->is_random && !has_pending_draw(&tape->core)) {
+        PyObject *noted = PyObject_CallNoArgs(kl_py.note_draw);
+        if (noted == NULL) {
+            return -1;
+        }
+        Py_DECREF(noted);
+    }
     if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         return -1;
@@ -218,20 +239,6 @@ error:
     return result;
 }
 
-/* Whether a random call waits on the tape: a draw made now would come before it. */
-static bool
-has_pending_draw(const KlTape *core)
-{
-    for (size_t i = core->n_done; i < core->n_nodes; i++) {
-        const KlNode *node = &core->nodes[i];
-        if (node->is_random && !node->is_done &&
-            core->values[node->first_out].state == KL_STATE_PENDING) {
-            return true;
-        }
-    }
-    return false;
-}
-
 /* randn_like(x) reads only sizes: with no other draw pending it draws now, eager's own numbers. */
 static PyObject *
 draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
@@ -249,7 +256,7 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
         return NULL;
     }
     if (!met.is_any_lazy) {
-        return kl_live_call(func, args, kwargs, KL_LIVE_PLAIN);
+        return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
     }
     if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;

@@ -549,6 +549,7 @@ kl_stage_deliver(PyObject *module, PyObject *args)
         tape->values[id].handle = NULL;
         tape->core.values[id].is_wanted = false;
         kl_lazy_detach(handle, tensor);
+        handle->is_number = true;
     }
     return Py_NewRef(Py_None);
 }

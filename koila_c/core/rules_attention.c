@@ -1,9 +1,11 @@
 /* rules_attention.c - scaled_dot_product_attention: (*, l, e), (*, s, e), (*, s, v) -> (*, l, v).
  *
- * torch picks one of several kernels by shape, dtype and a context the rules do not see. Where the choice
- * would change what is promised (strides of the result, bytes kept), the larger set is told. */
+ * torch picks one of several kernels by shape, dtype and a context the rules do not see. Where
+ * the choice would change what is promised (strides of the result, bytes kept), the larger set
+ * is told. */
 #include "rules.h"
 
+/* The first three words are the first three inputs. */
 enum { QUERY, KEY, VALUE, MASK, DROPOUT, CAUSAL, SCALE, GROUPED };
 enum { LETTER_QUERY = 20, LETTER_KEY = 21, LETTER_VALUE = 22 };
 
@@ -28,14 +30,19 @@ broadcast_lead(const KlCall *call, bool is_grouped, KlMeta *lead, KlError *error
 {
     *lead = (KlMeta){.n_dims = 0};
     for (uint32_t arg = QUERY; arg <= VALUE; arg++) {
-        const KlMeta *meta = kl_rules_input(call, arg);
-        if (meta == NULL || meta->n_dims < 2 || kl_meta_n_elements(meta) == 0) {
+        if (kl_rules_input(call, arg) == NULL) {
+            return KL_DECLINED;
+        }
+    }
+    for (uint32_t arg = QUERY; arg <= VALUE; arg++) {
+        const KlMeta *meta = call->inputs[arg];
+        if (meta->n_dims < 2 || kl_meta_n_elements(meta) == 0) {
             return KL_DECLINED;
         }
         KlMeta own = *meta;
         own.n_dims -= 2;
         if (is_grouped && arg != QUERY) {
-            const KlMeta *query = kl_rules_input(call, QUERY);
+            const KlMeta *query = call->inputs[QUERY];
             if (meta->n_dims != query->n_dims || own.n_dims < 1 ||
                 query->shape[own.n_dims - 1] % own.shape[own.n_dims - 1] != 0) {
                 return KL_DECLINED;
@@ -54,8 +61,8 @@ static KlStatus
 check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
 {
     const KlMeta *mask = kl_rules_input(call, MASK);
-    const KlMeta *query = kl_rules_input(call, QUERY);
-    const KlMeta *key = kl_rules_input(call, KEY);
+    const KlMeta *query = call->inputs[QUERY];
+    const KlMeta *key = call->inputs[KEY];
     if (mask == NULL) {
         return KL_OK;
     }
@@ -86,9 +93,9 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
     if (status != KL_OK) {
         return status;
     }
-    const KlMeta *query = kl_rules_input(call, QUERY);
-    const KlMeta *key = kl_rules_input(call, KEY);
-    const KlMeta *value = kl_rules_input(call, VALUE);
+    const KlMeta *query = call->inputs[QUERY];
+    const KlMeta *key = call->inputs[KEY];
+    const KlMeta *value = call->inputs[VALUE];
     if (query->shape[query->n_dims - 1] != key->shape[key->n_dims - 1] ||
         key->shape[key->n_dims - 2] != value->shape[value->n_dims - 2]) {
         return KL_DECLINED;
@@ -112,8 +119,7 @@ dtype_attention(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
-    bool is_uniform =
-        kl_rules_input(call, KEY)->dtype == dtype && kl_rules_input(call, VALUE)->dtype == dtype;
+    bool is_uniform = call->inputs[KEY]->dtype == dtype && call->inputs[VALUE]->dtype == dtype;
     kl_rules_set_dtypes(result, dtype);
     return is_uniform && kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
 }
@@ -153,17 +159,17 @@ place_attention(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* The fused kernel takes four dims of one batch and one feature size, densely stored features, a mask of
- * two or four dims that needs no gradient, and no dropout. */
+/* The fused kernel takes four dims of one batch and one feature size, densely stored features, a
+ * mask of two or four dims that needs no gradient, and no dropout. */
 static bool
 is_fused(const KlCall *call, double dropout, bool is_grouped)
 {
-    const KlMeta *query = kl_rules_input(call, QUERY);
+    const KlMeta *query = call->inputs[QUERY];
     const KlMeta *mask = kl_rules_input(call, MASK);
     bool is_fit = query->n_dims == 4 && dropout == 0.0 &&
                   (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
     for (uint32_t arg = QUERY; arg <= VALUE && is_fit; arg++) {
-        const KlMeta *meta = kl_rules_input(call, arg);
+        const KlMeta *meta = call->inputs[arg];
         is_fit = meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
                  meta->shape[3] == query->shape[3] &&
                  (is_grouped || meta->shape[1] == query->shape[1]) &&
@@ -178,8 +184,8 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
     double dropout = 0.0;
     bool is_causal = false;
     bool is_grouped = false;
-    const KlMeta *query = kl_rules_input(call, QUERY);
-    const KlMeta *key = kl_rules_input(call, KEY);
+    const KlMeta *query = call->inputs[QUERY];
+    const KlMeta *key = call->inputs[KEY];
     const KlMeta *mask = kl_rules_input(call, MASK);
     const KlMeta *out = &result->outs[0];
     (void)read_options(call, &dropout, &is_causal, &is_grouped);

@@ -1,4 +1,5 @@
-/* rules_conv.c - convolutions, plain and transposed, of one to three spatial dims, batched or not. */
+/* rules_conv.c - convolutions, plain and transposed, of one to three spatial dims, batched or
+ * not. */
 #include "rules.h"
 
 #include <string.h>
@@ -27,6 +28,16 @@ kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fal
         values[i] = ints[n_given == 1 ? 0 : i];
     }
     return KL_OK;
+}
+
+KlStatus
+kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values)
+{
+    const KlArg *given = &call->args[arg];
+    if (!kl_rules_is_given(call, arg) || (given->kind == KL_ARG_INTS && given->n != (uint32_t)n)) {
+        return KL_DECLINED;
+    }
+    return kl_rules_spatial(call, arg, n, values, values);
 }
 
 /* The numbers of a convolution, each [n] where it has one for each spatial dim. */
@@ -76,9 +87,10 @@ read_conv(const KlCall *call, bool is_transposed, int32_t n, Conv *conv)
         status = kl_rules_int(call, 6, 1, &conv->groups);
     }
     for (int32_t i = 0; i < n && status == KL_OK; i++) {
+        int64_t widest = conv->stride[i] > conv->dilation[i] ? conv->stride[i] : conv->dilation[i];
         bool is_odd = conv->stride[i] <= 0 || conv->dilation[i] <= 0 || conv->padding[i] < 0 ||
                       conv->output_padding[i] < 0 || conv->groups <= 0 ||
-                      (conv->is_same && conv->stride[i] != 1);
+                      conv->output_padding[i] >= widest || (conv->is_same && conv->stride[i] != 1);
         status = is_odd ? KL_DECLINED : KL_OK;
     }
     return status;
@@ -211,7 +223,8 @@ place_conv(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is kept. */
+/* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is
+ * kept. */
 void
 saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

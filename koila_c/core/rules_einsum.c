@@ -1,8 +1,10 @@
-/* rules_einsum.c - torch.einsum: the equation is read once, and is already in the language of NOTE [labels].
+/* rules_einsum.c - torch.einsum: the equation is read once, and is already in the language of NOTE
+ * [labels].
  *
- * Two operands are followed step by step through ATen's einsum and sumproduct_pair, whose permutations decide
- * the strides of the result and which operands are copied; with more, the strides are not known and what is
- * kept is estimated from above. A single operand is declined: its result may be a view of it. */
+ * Two operands are followed step by step through ATen's einsum and sumproduct_pair, whose
+ * permutations decide the strides of the result and which operands are copied; with more, the
+ * strides are not known and what is kept is estimated from above. A single operand is declined:
+ * its result may be a view of it. */
 #include "rules.h"
 
 #include <string.h>

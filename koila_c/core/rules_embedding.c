@@ -1,4 +1,5 @@
-/* rules_embedding.c - look-ups in a table: embedding, one_hot. The table comes first in the arguments. */
+/* rules_embedding.c - look-ups in a table: embedding, one_hot. The table comes first in the
+ * arguments. */
 #include "rules.h"
 
 static bool
@@ -56,7 +57,8 @@ saves_embedding(const KlCall *call, const KlInferred *result, KlSaves *saves)
     kl_rules_save(call, saves, 1);
 }
 
-/* input (n, d), indices, max_norm, norm_type: rows of the table that are looked up are shrunk in place */
+/* input (n, d), indices, max_norm, norm_type: rows of the table that are looked up are shrunk in
+ * place */
 KlStatus
 shape_embedding_renorm(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -1,10 +1,11 @@
 /* rules_labels.c - rows of ops that are more than elementwise, and small tools of the layer rules.
  *
- * NOTE [labels]: write an op as einsum does, with a letter for each dim that runs through it on its own:
- * conv2d is "n..., ... -> n...", scaled_dot_product_attention "bld, bsd, bsd -> bld". The letter of the
- * rows' dim then says everything: inputs that have it are sliced, inputs that lack it are given whole,
- * outputs that have it are in ROWS. A dim that is mixed with others of its value (the channels of a
- * convolution, the dim of a softmax) has no letter. Rows whose letter no output has are summed over. */
+ * NOTE [labels]: write an op as einsum does, with a letter for each dim that runs through it on
+ * its own: conv2d is "n..., ... -> n...", scaled_dot_product_attention "bld, bsd, bsd -> bld".
+ * The letter of the rows' dim then says everything: inputs that have it are sliced, inputs that
+ * lack it are given whole, outputs that have it are in ROWS. A dim that is mixed with others of
+ * its value (the channels of a convolution, the dim of a softmax) has no letter. Rows whose
+ * letter no output has are summed over. */
 #include "rules.h"
 
 #include <string.h>

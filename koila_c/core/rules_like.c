@@ -293,6 +293,13 @@ dtype_like_float(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK && !kl_meta_dtype_is_float(result->outs[0].dtype) ? KL_DECLINED : status;
 }
 
+KlStatus
+dtype_like_real(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = dtype_like(call, result, error);
+    return status == KL_OK && kl_meta_dtype_is_complex(result->outs[0].dtype) ? KL_DECLINED : status;
+}
+
 static KlStatus
 new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error)
 {

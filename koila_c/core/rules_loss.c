@@ -1,7 +1,8 @@
 /* rules_loss.c - losses whose terms are elements or rows, summed or averaged over all of them.
  *
- * A mean over the rows is combined from the sum of each chunk and the number of terms, see KL_REDUCE_LOSS in
- * python/koila/partials.py: the mean of means is wrong where chunks differ in size. */
+ * A mean over the rows is combined from the sum of each chunk and the number of terms, see
+ * KL_REDUCE_LOSS in python/koila/partials.py: the mean of means is wrong where chunks differ in
+ * size. */
 #include "rules.h"
 
 #include <string.h>
@@ -50,7 +51,8 @@ kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms, 
     return status;
 }
 
-/* Wire inputs of `terms`' shape, aligned from the right; `is_term` says which dims are dims of the loss. */
+/* Wire inputs of `terms`' shape, aligned from the right; `is_term` says which dims are dims of
+ * the loss. */
 static KlStatus
 wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims_terms)
 {
@@ -68,7 +70,7 @@ wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* --- terms are elements: all tensors broadcast ------------------------------------------------------------ */
+/* --- terms are elements: all tensors broadcast ------------------------------------------------ */
 
 static KlStatus
 broadcast_all(const KlCall *call, KlMeta *terms, KlError *error)
@@ -91,7 +93,8 @@ shape_loss(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
-/* The targets, args[1], must not need a gradient: torch refuses, or keeps things no rule describes. */
+/* The targets, args[1], must not need a gradient: torch refuses, or keeps things no rule
+ * describes. */
 KlStatus
 shape_loss_plain_target(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -116,7 +119,7 @@ shape_loss_equal(const KlCall *call, KlInferred *result, KlError *error)
         kl_rules_needs_grad(call, 2) || kl_rules_needs_grad(call, 3)) {
         return KL_DECLINED;
     }
-    KlStatus status = broadcast_all(call, &terms, error);
+    KlStatus status = broadcast_all(call, &terms, NULL) == KL_OK ? KL_OK : KL_DECLINED;
     for (int32_t dim = 0; status == KL_OK && dim < terms.n_dims; dim++) {
         bool is_fit = terms.n_dims == input->n_dims && input->shape[dim] == terms.shape[dim] &&
                       target->shape[dim] == terms.shape[dim];
@@ -148,7 +151,8 @@ place_loss(const KlCall *call, KlInferred *result, KlError *error)
     if (terms.shape[dim] != kl_rules_span(place, kl_rules_rows(call, result))) {
         return kl_rules_once(result, "a batch of one row is broadcast");
     }
-    /* mse_loss and its kin divide the gradient of a mean by the size of the operand, broadcast or not. */
+    /* mse_loss and its kin divide the gradient of a mean by the size of the operand, broadcast
+     * or not. */
     for (uint32_t i = 0; i < 2 && is_reduced; i++) {
         if (kl_meta_n_elements(call->inputs[i]) != kl_meta_n_elements(&terms)) {
             return kl_rules_once(result, "a loss broadcasts its operands");
@@ -209,7 +213,7 @@ saves_loss_ranking(const KlCall *call, const KlInferred *result, KlSaves *saves)
     kl_rules_save_new(result, saves, n, call->inputs[0]->dtype);
 }
 
-/* --- terms are vectors: the last dim is summed into each --------------------------------------------------- */
+/* --- terms are vectors: the last dim is summed into each -------------------------------------- */
 
 static bool
 is_same_shape(const KlMeta *left, const KlMeta *right, int32_t n_dims)
@@ -218,7 +222,8 @@ is_same_shape(const KlMeta *left, const KlMeta *right, int32_t n_dims)
            memcmp(left->shape, right->shape, (size_t)n_dims * sizeof(left->shape[0])) == 0;
 }
 
-/* Vectors (n, d) or (d); the first `n_vectors` inputs are of that shape, the others of (n) or (). */
+/* Vectors (n, d) or (d); the first `n_vectors` inputs are of that shape, the others of (n) or
+ * (). */
 static KlStatus
 shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlError *error)
 {
@@ -261,6 +266,13 @@ shape_loss_margin(const KlCall *call, KlInferred *result, KlError *error)
         return KL_DECLINED;
     }
     bool is_many = strcmp(call->row->name, "multilabel_margin_loss") == 0;
+    const KlMeta *weight = is_many ? NULL : kl_rules_input(call, 4);
+    int64_t p = 1;
+    if ((weight != NULL && (weight->n_dims != 1 || weight->dtype != input->dtype ||
+                            weight->shape[0] != input->shape[1])) ||
+        (!is_many && (kl_rules_int(call, 2, 1, &p) != KL_OK || (p != 1 && p != 2)))) {
+        return KL_DECLINED;
+    }
     KlMeta terms = *input;
     terms.n_dims = 1;
     return target->n_dims != (is_many ? 2 : 1) ? KL_DECLINED

@@ -1,10 +1,11 @@
 /* rules_loss_nll.c - cross-entropy and negative log-likelihood.
  *
- * NOTE [weighted mean]: the mean of these losses divides by the sum of the weights of the labels that count
- * (all but ignore_index), which is in the data: a mean of chunk means is wrong even for equal chunks. It is
- * combined as sum(part 0) / sum(part 1): part 0 is the op itself with reduction="sum", part 1 the weight of
- * the chunk's labels, which reads target and weight only. That holds with label smoothing too, because torch
- * divides the smooth part by the same weight. Class probabilities count 1 each, whatever their weights. */
+ * NOTE [weighted mean]: the mean of these losses divides by the sum of the weights of the labels
+ * that count (all but ignore_index), which is in the data: a mean of chunk means is wrong even
+ * for equal chunks. It is combined as sum(part 0) / sum(part 1): part 0 is the op itself with
+ * reduction="sum", part 1 the weight of the chunk's labels, which reads target and weight only.
+ * That holds with label smoothing too, because torch divides the smooth part by the same weight.
+ * Class probabilities count 1 each, whatever their weights. */
 #include "rules.h"
 
 enum { INPUT, TARGET, WEIGHT };
@@ -53,11 +54,17 @@ shape_cross_entropy(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlMeta terms;
     double smoothing = 0.0;
+    int64_t ignored = -100;
     KlStatus status = read_terms(call, &terms);
     if (status == KL_OK) {
         status = kl_rules_float(call, 5, 0.0, &smoothing);
     }
-    if (status == KL_OK && !(smoothing >= 0.0 && smoothing <= 1.0)) {
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 4, -100, &ignored);
+    }
+    if (status == KL_OK &&
+        (!(smoothing >= 0.0 && smoothing <= 1.0) ||
+         (ignored >= 0 && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])))) {
         status = KL_DECLINED;
     }
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
@@ -123,11 +130,12 @@ place_nll(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* Keep an argument that is made dense on the way if it is not: then the copy, or both where that is not known. */
+/* Keep an argument that is made dense on the way if it is not: then the copy, or both where that
+ * is not known. */
 static void
 save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg)
 {
-    const KlMeta *meta = kl_rules_input(call, arg);
+    const KlMeta *meta = call->inputs[arg]; /* the first two arguments are the first two inputs */
     kl_rules_save(call, saves, arg);
     if (meta->n_dims > 1 && !kl_meta_is_contiguous(meta)) {
         kl_rules_save_new(result, saves, kl_meta_n_elements(meta), meta->dtype);
@@ -173,7 +181,7 @@ saves_cross_entropy(const KlCall *call, const KlInferred *result, KlSaves *saves
     }
 }
 
-/* --- ctc_loss: log_probs (t, n, c), targets, input_lengths, target_lengths, blank, reduction -------------- */
+/* --- ctc_loss: log_probs (t, n, c), targets, input_lengths, target_lengths, ... ---------------- */
 
 KlStatus
 shape_ctc(const KlCall *call, KlInferred *result, KlError *error)
@@ -195,8 +203,8 @@ place_ctc(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_once(result, "ctc_loss takes the lengths of all rows at once");
 }
 
-/* The forward variables of every path are kept, (n, t, 2 * longest target + 1): the longest is in the data,
- * at most the targets' size. */
+/* The forward variables of every path are kept, (n, t, 2 * longest target + 1): the longest is
+ * in the data, at most the targets' size. */
 void
 saves_ctc(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

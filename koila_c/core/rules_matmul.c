@@ -49,8 +49,8 @@ letters(uint8_t first, uint8_t second, uint8_t third)
     return (KlLabels){{first, second, third}};
 }
 
-/* args[arg] and args[arg + 1] of `n_left` and `n_right` dims are multiplied: the last dim of the left by
- * the last but one (or only) of the right. */
+/* args[arg] and args[arg + 1] of `n_left` and `n_right` dims are multiplied: the last dim of the
+ * left by the last but one (or only) of the right. */
 static KlStatus
 shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, KlInferred *result,
            KlError *error)
@@ -242,7 +242,9 @@ shape_bilinear(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *right = NULL;
     const KlMeta *weight = kl_rules_input(call, 2);
     KlStatus status = get_pair(call, 0, &left, &right);
-    if (status != KL_OK || weight == NULL || weight->n_dims != 3 || left->n_dims == 0) {
+    const KlMeta *bias = kl_rules_input(call, 3);
+    if (status != KL_OK || weight == NULL || weight->n_dims != 3 || left->n_dims == 0 ||
+        (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != weight->shape[0]))) {
         return KL_DECLINED;
     }
     status = expect_dims(right, left->n_dims, error);

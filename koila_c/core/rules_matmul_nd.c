@@ -1,6 +1,6 @@
-/* rules_matmul_nd.c - torch.matmul, which is a dot product, mv, mm, bmm or a folded mm by the number of
- * dims, and what the products keep for backward. The cases follow _matmul_impl in ATen's LinearAlgebra.cpp,
- * because copies made on the way are what is kept. */
+/* rules_matmul_nd.c - torch.matmul, which is a dot product, mv, mm, bmm or a folded mm by the
+ * number of dims, and what the products keep for backward. The cases follow _matmul_impl in
+ * ATen's LinearAlgebra.cpp, because copies made on the way are what is kept. */
 #include "rules.h"
 
 enum { LETTER_ROW = 20, LETTER_SUM = 21, LETTER_COLUMN = 22 };
@@ -42,7 +42,8 @@ swap_last(const KlMeta *meta)
     return swapped;
 }
 
-/* Two batches of one dim that differ: torch drops the one of size 1 if that side needs a gradient. */
+/* Two batches of one dim that differ: torch drops the one of size 1 if that side needs a
+ * gradient. */
 static void
 squeeze_pair(KlMeta *left, KlMeta *right)
 {
@@ -84,8 +85,8 @@ is_folded(const KlMeta *left, const KlMeta *right)
     return true;
 }
 
-/* Strides of a matrix times a batch of matrices with the batch folded: computed with rows and columns
- * exchanged, then `.mT.contiguous()`, which leaves sizes of 1 with the strides they had. */
+/* Strides of a matrix times a batch of matrices with the batch folded: computed with rows and
+ * columns exchanged, then `.mT.contiguous()`, which leaves sizes of 1 with the strides they had. */
 static void
 set_exchanged_strides(KlMeta *out)
 {
@@ -185,8 +186,8 @@ place_matmul(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* Keep `meta`, args[arg], or the copy that merging its first dims makes. Where the strides are not known
- * it may be either: both are counted. */
+/* Keep `meta`, args[arg], or the copy that merging its first dims makes. Where the strides are
+ * not known it may be either: both are counted. */
 static void
 save_folded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg,
             const KlMeta *meta)
@@ -200,7 +201,8 @@ save_folded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32
     }
 }
 
-/* The same for an operand that is expanded to the batch of the output and then folded to three dims. */
+/* The same for an operand that is expanded to the batch of the output and then folded to three
+ * dims. */
 static void
 save_expanded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg,
               const KlMeta *meta, const KlMeta *out, int32_t n_out_batch)

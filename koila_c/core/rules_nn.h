@@ -1,10 +1,12 @@
-/* rules_nn.h - the words of the sections in ops_nn.def: products, layers, losses, attention, draws. */
+/* rules_nn.h - the words of the sections in ops_nn.def: products, layers, losses, attention,
+ * draws. */
 #ifndef KL_RULES_NN_H
 #define KL_RULES_NN_H
 
-/* --- labels (rules_labels.c): see NOTE [labels] there -------------------------------------------- */
+/* --- labels (rules_labels.c): see NOTE [labels] there ----------------------------------------- */
 
-/* One letter for each dim of a value. Dims with the same letter run together; 0: a dim of its own. */
+/* One letter for each dim of a value. Dims with the same letter run together; 0: a dim of its
+ * own. */
 typedef struct KlLabels {
     uint8_t of[KL_DIMS_MAX]; /* [n_dims] */
 } KlLabels;
@@ -24,18 +26,20 @@ KlStatus kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *w
 
 /* Letters 1 .. n_dims from the left for a value of the full shape. */
 KlLabels kl_rules_letters(int32_t n_dims);
-/* The letters of an operand with `n_dims` that broadcasts from the right to `full`, of n_dims_full. */
+/* The letters of an operand with `n_dims` that broadcasts from the right to `full`, of
+ * n_dims_full. */
 KlLabels kl_rules_letters_right(KlLabels full, int32_t n_dims_full, int32_t n_dims);
 
-/* --- small tools (rules_labels.c) ------------------------------------------------------------------- */
+/* --- small tools (rules_labels.c) ------------------------------------------------------------- */
 
-/* The strides are those of a new row-major tensor, also in dims of size 1 (where torch's choice of memory
- * format looks at them). */
+/* The strides are those of a new row-major tensor, also in dims of size 1 (where torch's choice
+ * of memory format looks at them). */
 bool kl_rules_is_plain(const KlMeta *meta);
 /* A new output: row-major strides if every tensor of the call is plain, else not known. */
 void kl_rules_settle_plain(const KlCall *call, KlInferred *result);
-/* The same by torch's memory formats: outputs of 4 dims are channels_last if one of the first `n_deciders`
- * inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as kl_rules_settle_plain. */
+/* The same by torch's memory formats: outputs of 4 dims are channels_last if one of the first
+ * `n_deciders` inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as
+ * kl_rules_settle_plain. */
 void kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders);
 /* Every tensor of the call has the dtype of the first, which is no bool. */
 KlStatus kl_rules_uniform(const KlCall *call, KlDtype *dtype);
@@ -47,15 +51,18 @@ bool kl_rules_needs_grad(const KlCall *call, uint32_t arg);
 void kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDtype dtype);
 /* The other dims of `meta` can be merged into dim 0 without a copy: view(-1, shape[-1]). */
 bool kl_rules_is_foldable(const KlMeta *meta);
-/* args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the fallback. */
+/* args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the
+ * fallback. */
 KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
                           int64_t *values); /* rules_conv.c */
+/* The same where a tuple needs `n` entries and the word must be given. */
+KlStatus kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values);
 
 KL_DTYPE(uniform);       /* all tensors share one dtype, the output's; no bool */
 KL_DTYPE(uniform_float); /* ... and it is a real floating-point one */
 KL_SAVES(all);           /* every tensor argument, whichever needs the gradient */
 
-/* --- products (rules_matmul.c, rules_einsum.c) ------------------------------------------------------- */
+/* --- products (rules_matmul.c, rules_einsum.c) ------------------------------------------------ */
 
 KL_SHAPE(addbmm);
 KL_SHAPE(addmm);
@@ -91,7 +98,7 @@ KL_SAVES(einsum);
 KL_SAVES(linear);
 KL_SAVES(matmul);
 
-/* --- images (rules_conv.c, rules_pool.c, rules_resize.c, rules_patch.c) ------------------------------- */
+/* --- images (rules_conv.c, rules_pool.c, rules_resize.c, rules_patch.c) ----------------------- */
 
 KL_SHAPE(adaptive_avg_pool1d);
 KL_SHAPE(adaptive_avg_pool2d);
@@ -148,7 +155,8 @@ KL_SAVES(conv_transpose);
 KL_SAVES(max_pool);
 KL_SAVES(pad);
 
-/* --- norms, softmax, tables, attention (rules_norm.c, rules_softmax.c, rules_embedding.c, rules_attention.c) */
+/* --- norms, softmax, tables, attention (rules_norm.c, rules_softmax.c, rules_embedding.c,
+ * rules_attention.c) */
 
 KL_SHAPE(attention);
 KL_SHAPE(batch_norm);
@@ -193,7 +201,7 @@ KL_SAVES(layer_norm);
 KL_SAVES(pairwise_distance);
 KL_SAVES(rms_norm);
 
-/* --- losses (rules_loss.c, rules_loss_nll.c) --------------------------------------------------------- */
+/* --- losses (rules_loss.c, rules_loss_nll.c) -------------------------------------------------- */
 
 /* The loss's word `reduction`, an int: something other than "none". */
 KlStatus kl_rules_reduction(const KlCall *call, bool *is_reduced);
@@ -233,7 +241,7 @@ KL_SAVES(loss_ranking);
 KL_SAVES(loss_triplet);
 KL_SAVES(nll);
 
-/* --- draws, recurrent layers (rules_random.c, rules_rnn.c) --------------------------------------------- */
+/* --- draws, recurrent layers (rules_random.c, rules_rnn.c) ------------------------------------ */
 
 KL_SHAPE(draw);
 KL_SHAPE(draw_inplace);
@@ -246,6 +254,7 @@ KL_SHAPE(rnn);
 KL_SHAPE(rnn_cell);
 KL_SHAPE(rrelu);
 KL_DTYPE(like_float);
+KL_DTYPE(like_real);
 KL_DTYPE(native_dropout);
 KL_PLACE(feature_dropout);
 KL_PLACE(multinomial);

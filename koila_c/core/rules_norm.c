@@ -1,8 +1,9 @@
-/* rules_norm.c - normalisation over the features of a row (layer, rms, group, instance) and over the rows
- * themselves (batch_norm in training, which couples them). */
+/* rules_norm.c - normalisation over the features of a row (layer, rms, group, instance) and over
+ * the rows themselves (batch_norm in training, which couples them). */
 #include "rules.h"
 
-/* Input 0 is real floating point; weights and statistics have its dtype, or float32 beside a half type. */
+/* Input 0 is real floating point; weights and statistics have its dtype, or float32 beside a
+ * half type. */
 KlStatus
 dtype_norm(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -37,7 +38,7 @@ is_vector(const KlCall *call, uint32_t arg, int64_t n)
            (meta != NULL && meta->n_dims == 1 && meta->shape[0] == n);
 }
 
-/* --- layer_norm, rms_norm: input, normalized_shape, weight, [bias,] eps --------------------------------- */
+/* --- layer_norm, rms_norm: input, normalized_shape, weight, [bias,] eps ----------------------- */
 
 /* Dims that args[1] normalises, the last ones; weights must have their shape. */
 static KlStatus
@@ -159,7 +160,7 @@ saves_rms_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* --- group_norm: input, num_groups, weight, bias, eps ---------------------------------------------------- */
+/* --- group_norm: input, num_groups, weight, bias, eps ----------------------------------------- */
 
 /* A new output that follows torch's memory format of the first input. */
 static KlStatus
@@ -234,7 +235,7 @@ saves_group_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
     kl_rules_save_new(result, saves, 2 * call->inputs[0]->shape[0] * n_groups, stats_dtype(call));
 }
 
-/* --- batch_norm, instance_norm: input, weight, bias, running_mean, running_var, training, ... ------------- */
+/* --- batch_norm, instance_norm: input, weight, bias, running_mean, running_var, training ------- */
 
 static KlStatus
 read_batch_norm(const KlCall *call, bool *is_training)
@@ -306,8 +307,8 @@ saves_batch_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* It is a batch_norm of (1, n * c, ...): rows are apart as long as there are no running statistics, which
- * are written even when they are only read. */
+/* It is a batch_norm of (1, n * c, ...): rows are apart as long as there are no running
+ * statistics, which are written even when they are only read. */
 KlStatus
 shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
 {

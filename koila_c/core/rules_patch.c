@@ -14,10 +14,9 @@ typedef struct {
 static KlStatus
 read_window(const KlCall *call, uint32_t arg, Window *window)
 {
-    static const int64_t ones[N] = {1, 1};
     int64_t *parts[] = {window->kernel, window->dilation, window->padding, window->stride};
     for (uint32_t i = 0; i < 4; i++) {
-        KlStatus status = kl_rules_spatial(call, arg + i, N, ones, parts[i]);
+        KlStatus status = kl_rules_spatial_each(call, arg + i, N, parts[i]);
         if (status != KL_OK) {
             return status;
         }
@@ -79,7 +78,7 @@ shape_col2im(const KlCall *call, KlInferred *result, KlError *error)
     int64_t size[N] = {0};
     KlStatus status = read_window(call, 2, &window);
     if (status == KL_OK) {
-        status = kl_rules_spatial(call, 1, N, size, size);
+        status = kl_rules_spatial_each(call, 1, N, size);
     }
     if (status != KL_OK || input == NULL || (input->n_dims != 2 && input->n_dims != 3) ||
         kl_meta_n_elements(input) == 0) {
@@ -136,8 +135,11 @@ shape_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlMeta *grid = kl_rules_input(call, 1);
+    enum { BICUBIC = 2 };
+    int64_t mode = 0;
     if (input == NULL || grid == NULL || input->n_dims != grid->n_dims ||
-        (input->n_dims != 4 && input->n_dims != 5) || kl_meta_n_elements(input) == 0) {
+        (input->n_dims != 4 && input->n_dims != 5) || kl_meta_n_elements(input) == 0 ||
+        kl_rules_int(call, 2, 0, &mode) != KL_OK || (mode == BICUBIC && input->n_dims == 5)) {
         return KL_DECLINED;
     }
     int32_t last = grid->n_dims - 1;

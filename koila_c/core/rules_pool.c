@@ -1,5 +1,5 @@
-/* rules_pool.c - pooling by windows and to a given size. Channels are pooled one by one, so all but the
- * spatial dims keep their rows. */
+/* rules_pool.c - pooling by windows and to a given size. Channels are pooled one by one, so all
+ * but the spatial dims keep their rows. */
 #include "rules.h"
 
 enum { SPATIAL_MAX = 3 };
@@ -75,19 +75,15 @@ make_outs(const KlCall *call, KlInferred *result, const KlMeta *like, uint32_t n
     return status;
 }
 
-/* Input with its spatial dims last; declines an empty one. */
+/* Input with its spatial dims last; declines an empty one, and other numbers of dims. */
 static KlStatus
-get_input(const KlCall *call, int32_t n, const KlMeta **input, KlError *error)
+get_input(const KlCall *call, int32_t n, const KlMeta **input)
 {
     *input = kl_rules_input(call, 0);
     if (*input == NULL || kl_meta_n_elements(*input) == 0) {
         return KL_DECLINED;
     }
-    if ((*input)->n_dims != n + 1 && (*input)->n_dims != n + 2) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "expected %d or %d dims, got %d", (int)n + 1,
-                            (int)n + 2, (int)(*input)->n_dims);
-    }
-    return KL_OK;
+    return (*input)->n_dims == n + 1 || (*input)->n_dims == n + 2 ? KL_OK : KL_DECLINED;
 }
 
 static KlStatus
@@ -98,7 +94,7 @@ shape_pool(const KlCall *call, int32_t n, bool has_dilation, uint32_t n_outs, Kl
     Pool pool = {.n = n, .has_dilation = has_dilation};
     KlStatus status = read_pool(call, &pool);
     if (status == KL_OK) {
-        status = get_input(call, n, &input, error);
+        status = get_input(call, n, &input);
     }
     if (status != KL_OK) {
         return status;
@@ -111,6 +107,9 @@ shape_pool(const KlCall *call, int32_t n, bool has_dilation, uint32_t n_outs, Kl
             return kl_error_set(error, KL_ERROR_SHAPE, "a window of %lld does not fit into %lld",
                                 (long long)pool.kernel[i], (long long)input->shape[dim]);
         }
+        if (n == 3 && !has_dilation && input->shape[dim] < pool.kernel[i]) {
+            return KL_DECLINED; /* avg_pool3d does not count the padding */
+        }
     }
     return make_outs(call, result, &out, n_outs, error);
 }
@@ -120,9 +119,9 @@ shape_adaptive(const KlCall *call, int32_t n, uint32_t n_outs, KlInferred *resul
 {
     const KlMeta *input = NULL;
     int64_t sizes[SPATIAL_MAX] = {0};
-    KlStatus status = kl_rules_spatial(call, 1, n, sizes, sizes);
+    KlStatus status = kl_rules_spatial_each(call, 1, n, sizes);
     if (status == KL_OK) {
-        status = get_input(call, n, &input, error);
+        status = get_input(call, n, &input);
     }
     if (status != KL_OK) {
         return status;

@@ -1,5 +1,6 @@
-/* rules_random.c - ops that draw: dropouts and fills. A call that draws nothing (dropout in evaluation) says
- * so. A generator of the user's own is declined: it would have to be set back with ours. */
+/* rules_random.c - ops that draw: dropouts and fills. A call that draws nothing (dropout in
+ * evaluation) says so. A generator of the user's own is declined: it would have to be set back
+ * with ours. */
 #include "rules.h"
 
 enum { INPUT, PROBABILITY, TRAIN };
@@ -20,7 +21,8 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
     return KL_OK;
 }
 
-/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature kinds. */
+/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature
+ * kinds. */
 static KlMeta
 shape_noise(const KlMeta *input, bool is_feature)
 {
@@ -43,12 +45,10 @@ shape_drop(const KlCall *call, bool is_feature, KlInferred *result, KlError *err
     bool is_drawn = false;
     KlStatus status = read_dropout(call, &p, &is_drawn);
     const KlMeta *input = kl_rules_input(call, INPUT);
-    if (status == KL_OK && is_feature && input->n_dims < 2) {
-        status = KL_DECLINED;
+    if (status != KL_OK || input == NULL || (is_feature && input->n_dims < 2)) {
+        return KL_DECLINED;
     }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
+    status = kl_rules_out(result, input, error);
     if (status != KL_OK) {
         return status;
     }
@@ -88,18 +88,16 @@ shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
 {
     double p = 0.0;
     bool is_drawn = false;
+    bool is_training = true;
     const KlMeta *input = kl_rules_input(call, INPUT);
     KlStatus status = read_dropout(call, &p, &is_drawn);
-    bool is_training = true;
     if (status == KL_OK) {
         status = kl_rules_bool(call, TRAIN, true, &is_training);
     }
-    if (status == KL_OK && kl_meta_n_elements(input) == 0) {
-        status = KL_DECLINED; /* then the mask is no mask */
+    if (status != KL_OK || input == NULL || kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED; /* of an empty input the mask is no mask */
     }
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, 2, error);
-    }
+    status = kl_infer_reserve_outs(result, 2, error);
     for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
         result->outs[i] = *input;
         result->outs[i].place = KL_PLACE_WHOLE;
@@ -159,7 +157,7 @@ saves_feature_dropout(const KlCall *call, const KlInferred *result, KlSaves *sav
     save_noise(call, result, saves, true);
 }
 
-/* --- draws whose parameters are tensors --------------------------------------------------------------------- */
+/* --- draws whose parameters are tensors ------------------------------------------------------- */
 
 /* No argument is of a kind the rules do not know: the generator is the default one. */
 static bool
@@ -205,10 +203,15 @@ KlStatus
 shape_multinomial(const KlCall *call, KlInferred *result, KlError *error)
 {
     int64_t n = 0;
+    bool is_replaced = false;
     const KlMeta *input = kl_rules_input(call, INPUT);
     KlStatus status = kl_rules_int(call, 1, 0, &n);
+    if (status == KL_OK) {
+        status = kl_rules_bool(call, 2, false, &is_replaced);
+    }
     if (status != KL_OK || input == NULL || n < 1 || input->n_dims < 1 || input->n_dims > 2 ||
-        !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call)) {
+        !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call) ||
+        (!is_replaced && n > input->shape[input->n_dims - 1])) {
         return KL_DECLINED;
     }
     KlMeta out = *input;

@@ -1,4 +1,5 @@
-/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches, grids. */
+/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches,
+ * grids. */
 #include "rules.h"
 
 #include <math.h>
@@ -6,15 +7,15 @@
 
 enum { SPATIAL_MAX = 3 };
 
-/* --- upsampling: input, output_size, [align_corners,] scale_factors ----------------------------------- */
+/* --- upsampling: input, output_size, [align_corners,] scale_factors --------------------------- */
 
 static KlStatus
 read_sizes(const KlCall *call, uint32_t arg_scales, int32_t n, const KlMeta *input, int64_t *sizes)
 {
-    const KlArg *scales = arg_scales < call->n_args ? &call->args[arg_scales] : NULL;
+    const KlArg *scales = &call->args[arg_scales];
     bool has_scales = kl_rules_is_given(call, arg_scales);
     if (kl_rules_is_given(call, 1)) {
-        return has_scales ? KL_DECLINED : kl_rules_spatial(call, 1, n, sizes, sizes);
+        return has_scales ? KL_DECLINED : kl_rules_spatial_each(call, 1, n, sizes);
     }
     if (!has_scales || scales->n != (uint32_t)n ||
         (scales->kind != KL_ARG_FLOATS && scales->kind != KL_ARG_INTS)) {
@@ -109,7 +110,7 @@ shape_linear3d(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? shape_upsample(call, 3, result, error) : status;
 }
 
-/* --- padding: input, pad, mode, value ------------------------------------------------------------------ */
+/* --- padding: input, pad, mode, value --------------------------------------------------------- */
 
 typedef enum { PAD_CONSTANT, PAD_REFLECT, PAD_REPLICATE, PAD_CIRCULAR } PadMode;
 
@@ -213,7 +214,9 @@ shape_pad(const KlCall *call, KlInferred *result, KlError *error)
 {
     PadMode mode = PAD_CONSTANT;
     KlStatus status = read_mode(call, &mode);
-    if (status == KL_OK && mode != PAD_CONSTANT && kl_rules_is_given(call, 3)) {
+    const KlMeta *input = kl_rules_input(call, 0);
+    if (status == KL_OK && mode != PAD_CONSTANT &&
+        (kl_rules_is_given(call, 3) || input == NULL || !kl_meta_dtype_is_float(input->dtype))) {
         status = KL_DECLINED;
     }
     return status == KL_OK ? shape_padded(call, mode, result, error) : status;
@@ -253,7 +256,7 @@ saves_pad(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* --- shuffles ------------------------------------------------------------------------------------------ */
+/* --- shuffles --------------------------------------------------------------------------------- */
 
 static KlStatus
 make_shuffled(const KlCall *call, KlInferred *result, const KlMeta *out, KlError *error)

@@ -1,5 +1,6 @@
-/* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or 0, batch_first)
- * of the input and dim 1 of every state. Packed sequences come with other arguments, and are declined. */
+/* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or
+ * 0, batch_first) of the input and dim 1 of every state. Packed sequences come with other
+ * arguments, and are declined. */
 #include "rules.h"
 
 #include <string.h>
@@ -63,6 +64,29 @@ read_states(const KlCall *call, bool is_lstm, Layer *layer)
     return KL_OK;
 }
 
+static bool
+is_shape(const KlMeta *meta, int32_t n_dims, int64_t first, int64_t second)
+{
+    return meta->n_dims == n_dims && meta->shape[0] == first &&
+           (n_dims < 2 || meta->shape[1] == second);
+}
+
+/* The weights of one layer in one direction: w_ih, w_hh, biases, and the projection. */
+static bool
+are_weights(const KlMeta *const *params, const Layer *layer, int64_t n_inputs, bool is_projected)
+{
+    int64_t n_hidden = layer->states[0]->shape[2];
+    int64_t n_cells = layer->states[layer->n_states - 1]->shape[2];
+    int64_t n_rows = layer->n_gates * n_cells;
+    int64_t n_biases = layer->n_params - 2 - (is_projected ? 1 : 0);
+    bool is_fit =
+        is_shape(params[0], 2, n_rows, n_inputs) && is_shape(params[1], 2, n_rows, n_hidden);
+    for (int64_t i = 0; i < n_biases; i++) {
+        is_fit = is_fit && is_shape(params[2 + i], 1, n_rows, 0);
+    }
+    return is_fit && (!is_projected || is_shape(params[2 + n_biases], 2, n_hidden, n_cells));
+}
+
 /* What is read must fit together, or it is another call than the one described here. */
 static KlStatus
 check_layer(const KlCall *call, Layer *layer)
@@ -72,7 +96,6 @@ check_layer(const KlCall *call, Layer *layer)
         kl_meta_n_elements(layer->input) == 0) {
         return KL_DECLINED;
     }
-    const KlMeta *weight = call->inputs[params->input];
     const KlMeta *hidden = layer->states[0];
     const KlMeta *last = layer->states[layer->n_states - 1];
     int64_t n_rows = layer->input->shape[layer->is_batch_first ? 0 : 1];
@@ -85,9 +108,13 @@ check_layer(const KlCall *call, Layer *layer)
     }
     bool is_projected = layer->n_states == 2 && hidden->shape[2] != last->shape[2];
     layer->n_params += is_projected ? 1 : 0;
-    bool is_fit = params->n == n_cells * layer->n_params && weight->n_dims == 2 &&
-                  weight->shape[0] == layer->n_gates * last->shape[2] &&
-                  weight->shape[1] == layer->input->shape[2];
+    bool is_fit = params->n == n_cells * layer->n_params;
+    for (int64_t cell = 0; cell < n_cells && is_fit; cell++) {
+        int64_t n_inputs = cell < layer->n_directions ? layer->input->shape[2]
+                                                      : layer->n_directions * hidden->shape[2];
+        is_fit = are_weights(&call->inputs[params->input + cell * layer->n_params], layer, n_inputs,
+                             is_projected);
+    }
     return is_fit ? KL_OK : KL_DECLINED;
 }
 
@@ -105,7 +132,8 @@ read_layer(const KlCall *call, Layer *layer)
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
-/* output (t, n, directions * h), then the last states; batch_first swaps the first two dims of a view */
+/* output (t, n, directions * h), then the last states; batch_first swaps the first two dims of a
+ * view */
 KlStatus
 shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -159,8 +187,9 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* Gates and states of every step, and what goes from layer to layer. The fused kernel of oneDNN (lstm in
- * float32) has a workspace instead, measured at 15 hidden and 5 input features for each row and step. */
+/* Gates and states of every step, and what goes from layer to layer. The fused kernel of oneDNN
+ * (lstm in float32) has a workspace instead, measured at 15 hidden and 5 input features for each
+ * row and step. */
 void
 saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -187,7 +216,7 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* --- cells: input (n, i), hx (n, h), w_ih, w_hh, b_ih, b_hh ------------------------------------------------ */
+/* --- cells: input (n, i), hx (n, h), w_ih, w_hh, b_ih, b_hh ----------------------------------- */
 
 KlStatus
 shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
@@ -201,10 +230,21 @@ shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
         return KL_DECLINED;
     }
     uint32_t n_states = is_lstm ? 2 : 1;
+    int64_t n_gates = is_lstm ? 4 : strcmp(call->row->name, "gru_cell") == 0 ? 3 : 1;
+    int64_t n_hidden =
+        call->inputs[state->input]->n_dims == 2 ? call->inputs[state->input]->shape[1] : 0;
+    for (uint32_t arg = 2; arg < 6; arg++) {
+        const KlMeta *meta = kl_rules_input(call, arg);
+        int64_t n_columns = arg == 2 ? input->shape[1] : n_hidden;
+        if (meta == NULL ? arg < 4
+                         : !is_shape(meta, arg < 4 ? 2 : 1, n_gates * n_hidden, n_columns)) {
+            return KL_DECLINED;
+        }
+    }
     KlStatus status = kl_infer_reserve_outs(result, n_states, error);
     for (uint32_t i = 0; status == KL_OK && i < n_states; i++) {
         const KlMeta *meta = call->inputs[state->input + i];
-        if (meta->n_dims != 2 || meta->shape[0] != input->shape[0]) {
+        if (!is_shape(meta, 2, input->shape[0], n_hidden)) {
             return KL_DECLINED;
         }
         result->outs[i].n_dims = 2;

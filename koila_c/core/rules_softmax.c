@@ -1,9 +1,10 @@
-/* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu, prelu. */
+/* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu,
+ * prelu. */
 #include "rules.h"
 
 #include <string.h>
 
-/* --- softmax, log_softmax: input, dim, dtype -------------------------------------------------------------- */
+/* --- softmax, log_softmax: input, dim, dtype -------------------------------------------------- */
 
 KlStatus
 shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
@@ -54,7 +55,7 @@ place_softmax(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* --- cosine_similarity: x1, x2, dim, eps ------------------------------------------------------------------- */
+/* --- cosine_similarity: x1, x2, dim, eps ------------------------------------------------------ */
 
 /* The shape both arguments broadcast to, and the dim in it. */
 static KlStatus
@@ -141,7 +142,8 @@ place_cosine_similarity(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? wire_pair(call, result, &full, dim, false) : status;
 }
 
-/* For each side that needs a gradient: itself, its norm before and after clamping, the other normalised. */
+/* For each side that needs a gradient: itself, its norm before and after clamping, the other
+ * normalised. */
 void
 saves_cosine_similarity(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -159,7 +161,7 @@ saves_cosine_similarity(const KlCall *call, const KlInferred *result, KlSaves *s
     }
 }
 
-/* --- pairwise_distance: x1, x2, p, eps, keepdim -------------------------------------------------------------- */
+/* --- pairwise_distance: x1, x2, p, eps, keepdim ----------------------------------------------- */
 
 KlStatus
 shape_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
@@ -198,7 +200,7 @@ saves_pairwise_distance(const KlCall *call, const KlInferred *result, KlSaves *s
     }
 }
 
-/* --- cdist: x1 (*, p, m), x2 (*, r, m) -> (*, p, r) ----------------------------------------------------------- */
+/* --- cdist: x1 (*, p, m), x2 (*, r, m) -> (*, p, r) ------------------------------------------- */
 
 enum { LETTER_ROW = 20, LETTER_COLUMN = 21 };
 
@@ -207,8 +209,10 @@ shape_cdist(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *left = kl_rules_input(call, 0);
     const KlMeta *right = kl_rules_input(call, 1);
+    double p = 2.0;
     if (left == NULL || right == NULL || left->n_dims < 2 || right->n_dims < 2 ||
-        kl_meta_n_elements(left) == 0 || kl_meta_n_elements(right) == 0) {
+        kl_meta_n_elements(left) == 0 || kl_meta_n_elements(right) == 0 ||
+        kl_rules_float(call, 2, 2.0, &p) != KL_OK || !(p >= 0.0)) {
         return KL_DECLINED;
     }
     if (left->shape[left->n_dims - 1] != right->shape[right->n_dims - 1]) {
@@ -246,8 +250,8 @@ place_cdist(const KlCall *call, KlInferred *result, KlError *error)
     for (int i = 0; i < 2; i++) {
         int32_t n = call->inputs[i]->n_dims;
         int32_t n_points = (int32_t)out->shape[out->n_dims - 2 + i];
-        /* With many points torch goes through a matrix product, which is far less exact: a chunk of fewer
-         * points would not. */
+        /* With many points torch goes through a matrix product, which is far less exact: a chunk
+         * of fewer points would not. */
         bool is_fragile = n_points > 25 && call->args[3].kind != KL_ARG_INT;
         wiring.inputs[i] = kl_rules_letters_right(full, out->n_dims - 2, n - 2);
         wiring.inputs[i].of[n - 2] = is_fragile ? 0 : own[i];
@@ -272,7 +276,7 @@ saves_cdist(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* --- glu: input, dim; prelu: input, weight -------------------------------------------------------------------- */
+/* --- glu: input, dim; prelu: input, weight ---------------------------------------------------- */
 
 KlStatus
 shape_glu(const KlCall *call, KlInferred *result, KlError *error)

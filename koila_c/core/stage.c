@@ -68,7 +68,7 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
             needs_gradient = needs_gradient || has_gradient;
             stages->is_leaf[out] = tape->values[out].state != KL_STATE_PENDING && !has_gradient;
         }
-        if (!is_wanted_node(stages, node, is_needed)) {
+        if (node->is_done || !is_wanted_node(stages, node, is_needed)) {
             continue;
         }
         stages->node_stage[i] = 0;

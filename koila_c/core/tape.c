@@ -298,14 +298,79 @@ kl_tape_set_failed(KlTape *tape, KlNodeId id)
     }
 }
 
+/* reaches[v]: the user can reach v or something made from it. */
+static void
+find_reached(const KlTape *tape, bool *reaches)
+{
+    for (size_t i = 0; i < tape->n_values; i++) {
+        reaches[i] = tape->values[i].is_wanted;
+    }
+    for (size_t i = tape->n_nodes; i-- > 0;) {
+        const KlNode *node = &tape->nodes[i];
+        bool is_reached = node->writes != 0; /* other views of that memory may be asked for later */
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            is_reached = is_reached || reaches[node->first_out + k];
+        }
+        for (uint32_t k = 0; is_reached && k < node->n_inputs; k++) {
+            KlValueId value = tape->inputs[node->first_input + k].value;
+            if (value != KL_ID_NONE) {
+                reaches[value] = true;
+            }
+        }
+    }
+}
+
+KlStatus
+kl_tape_retire(KlTape *tape, KlError *error)
+{
+    bool *reaches = kl_alloc_zeroed(tape->n_values, sizeof(*reaches)); /* [n_values] */
+    if (reaches == NULL) {
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+    }
+    find_reached(tape, reaches);
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        const KlNode *node = &tape->nodes[i];
+        bool is_reached = node->is_done || node->writes != 0;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            is_reached = is_reached || reaches[node->first_out + k];
+        }
+        if (!is_reached) {
+            kl_tape_set_done(tape, (KlNodeId)i);
+        }
+    }
+    kl_alloc_free(reaches);
+    return KL_OK;
+}
+
+/* Whether a pending node's outputs are wanted without a gradient in their history, or it has an effect
+ * that nothing will ask for. */
+static bool
+must_run_now(const KlTape *tape, const KlNode *node, const bool *has_history, const bool *reaches)
+{
+    bool is_reached = false;
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        KlValueId out = node->first_out + k;
+        is_reached = is_reached || reaches[out];
+        if (tape->values[out].state == KL_STATE_PENDING && tape->values[out].is_wanted &&
+            !has_history[out]) {
+            return true;
+        }
+    }
+    return node->leaf_writes != 0 && !is_reached;
+}
+
 KlStatus
 kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
 {
     *has_any = false;
     bool *has_history = kl_alloc_zeroed(tape->n_values, sizeof(*has_history)); /* [n_values] */
-    if (has_history == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+    bool *reaches = kl_alloc_zeroed(tape->n_values, sizeof(*reaches));         /* [n_values] */
+    KlStatus status = KL_OK;
+    if (has_history == NULL || reaches == NULL) {
+        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+        goto done;
     }
+    find_reached(tape, reaches);
     for (size_t i = 0; i < tape->n_nodes; i++) {
         const KlNode *node = &tape->nodes[i];
         bool has_gradient = false;
@@ -316,9 +381,11 @@ kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             has_history[out] = has_gradient || tape->values[out].meta.requires_grad;
-            *has_any = *has_any || (!node->is_done && tape->values[out].is_wanted && !has_history[out]);
         }
+        *has_any = *has_any || (!node->is_done && must_run_now(tape, node, has_history, reaches));
     }
+done:
+    kl_alloc_free(reaches);
     kl_alloc_free(has_history);
-    return KL_OK;
+    return status;
 }

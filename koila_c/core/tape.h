@@ -127,6 +127,9 @@ void kl_tape_set_done(KlTape *tape, KlNodeId node);
 /* Node `node` failed: it and all that read its outputs, directly or not, are done without a number. */
 void kl_tape_set_failed(KlTape *tape, KlNodeId node);
 
+/* What has run, and leads to nothing the user can reach, is done: its leaves may change. */
+KlStatus kl_tape_retire(KlTape *tape, KlError *error);
+
 /* Whether a pending value that is wanted has no gradient in its history. */
 KlStatus kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error);
 

@@ -8,6 +8,10 @@ back first, and so sees the same numbers.
 
 from __future__ import annotations
 
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +32,32 @@ def pinned_grids() -> dict[int, list[Bounds]]:
     return dict(memo.get("grids", {})) if memo.get("cells") else {}
 
 
+def note_recorded() -> None:
+    """A random call was recorded and none was pending: remember where the generator is."""
+    _core.memo()["recorded_state"] = torch.get_rng_state()
+
+
+def check_undisturbed() -> None:
+    """Warn where something else drew between the record of a random call and its run."""
+    state = _core.memo().pop("recorded_state", None)
+    if state is not None and not torch.equal(state, torch.get_rng_state()):
+        warnings.warn(
+            f"koila: random numbers were drawn, or the generator was set, between a recorded random "
+            f"call and its run ({user_line()}); the program's own draws come later than eager's and "
+            "differ from them",
+            stacklevel=2,
+        )
+
+
+def user_line() -> str:
+    """The innermost line of the stack that is neither koila's nor torch's: "model.py:40"."""
+    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
+
+
 class Draws:
     """The generator states of one program, kept with the program."""
 
@@ -40,6 +70,7 @@ class Draws:
 
     def prepare(self) -> None:
         """Draw for every call that has not drawn yet, keeping the state before each draw."""
+        check_undisturbed()
         for run in self.replay.program.runs:
             run_nodes = [i for i in run.nodes if self.replay.program.nodes[i].is_random]
             for i in run_nodes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, enter, handlers, meta, reductions, replay
+from koila import _core, draws, enter, handlers, meta, reductions, replay
 from koila.errors import KoilaError, StaleError
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
@@ -152,6 +152,8 @@ def register_all() -> None:
         meta.infer,
         meta.is_row_range,
         meta.draw_like,
+        draws.note_recorded,
+        draws.check_undisturbed,
         enter.enter,
         replay.read,
         reductions.known(),

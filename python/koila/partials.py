@@ -1,17 +1,18 @@
 """Reductions over the batch, split: what each chunk computes, and how the results become one.
 
-A node in mode REDUCE runs on every chunk as `partial`, once for each of its parts, and `combine` makes the
-node's value from the parts of all chunks. Both are torch ops under autograd: no gradient is written by hand.
-Parts are in the accumulation type, float32 at least, so that neither a sum of halves overflows nor many small
-chunks round worse than one large one.
+A node in mode REDUCE runs on every chunk as `partial`, once for each of its parts, and `combine`
+makes the node's value from the parts of all chunks. Both are torch ops under autograd: no gradient
+is written by hand. Parts are in the accumulation type, float32 at least, so that neither a sum of
+halves overflows nor many small chunks round worse than one large one.
 
     reduction = REDUCTIONS["MEAN"]
     parts = [[reduction.partial(i, chunk) for chunk in chunks] for i in range(reduction.n_parts)]
     value = reduction.combine(parts, call)
 
-`part_reads` names the words of the call whose values a part depends on: a part that reads labels only is known
-before the model has run. `saves_parts` are the parts whose values `combine` keeps for its backward: where it
-keeps none that come from the model, the loss is linear in the chunks and one pass over them is enough.
+`part_reads` names the words of the call whose values a part depends on: a part that reads labels
+only is known before the model has run. `saves_parts` are the parts whose values `combine` keeps for
+its backward: where it keeps none that come from the model, the loss is linear in the chunks and one
+pass over them is enough.
 """
 
 from __future__ import annotations
@@ -24,13 +25,20 @@ from typing import Any
 import torch
 
 # Names numpy uses, which torch takes for its own.
-NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+NUMPY_NAMES = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "x": "input",
+    "a": "input",
+    "x1": "input",
+    "x2": "other",
+}
 NONE, MEAN, SUM = 0, 1, 2  # the word `reduction` of a loss
 
 
 @functools.cache
 def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
-    """Split a row's signature into its words, the number of positional ones, and other names of words."""
+    """Split a row's signature: its words, how many are positional, and words' other names."""
     words: list[str] = []
     n_positional = None
     others = {}
@@ -48,7 +56,8 @@ def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
 class Call:
     """One call of a torch function: a recorded one, or the same on a chunk.
 
-    >>> call = Call(torch.sum, (torch.ones(2, 3), 1), {}, "input, dim=None, keepdim=False", torch.float32)
+    >>> x = torch.ones(2, 3)
+    >>> call = Call(torch.sum, (x, 1), {}, "input, dim=None, keepdim=False", x.dtype)
     >>> call.word("dim")
     1
     >>> call.run(dim=0)
@@ -109,7 +118,7 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def count(n: int) -> torch.Tensor:
-    """Return a number of terms, as a part: on the CPU, where it costs no launch and meets any device."""
+    """Return a number of terms, as a part: on the CPU, where it meets tensors of any device."""
     return torch.tensor(n, dtype=torch.float64)
 
 
@@ -146,7 +155,7 @@ class Reduction:
         raise NotImplementedError
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
-        """Make the node's value: parts[part][chunk]. `call` is the recorded one; its tensors are not read."""
+        """Make the node's value of parts[part][chunk]; `call`'s tensors are not read."""
         raise NotImplementedError
 
 
@@ -252,8 +261,8 @@ def root(x: torch.Tensor) -> torch.Tensor:
 class Extreme(Reduction):
     """amax, amin, max and min: the value, and how many entries have it.
 
-    torch shares the gradient evenly among ties. A chunk does the same with its own; its share of the whole is
-    the share of ties that it holds.
+    torch shares the gradient evenly among ties. A chunk does the same with its own; its share of
+    the whole is the share of ties that it holds.
     """
 
     n_parts = 2
@@ -374,7 +383,12 @@ class Loss(Reduction):
     part_reads = (("*",), ())
     saves_parts = frozenset({1})
     BY_ROW = frozenset(
-        {"cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss"}
+        {
+            "cosine_embedding_loss",
+            "triplet_margin_loss",
+            "multi_margin_loss",
+            "multilabel_margin_loss",
+        }
     )
 
     def partial(self, part: int, call: Call) -> torch.Tensor:

@@ -234,7 +234,8 @@ class Program:
             node = self.nodes[i]
             is_home = node.stage == run.stage
             for value in node.outs:
-                if i in run.parts or (is_home and self._leaves(value, run)):
+                is_parts = i in run.parts and value == node.first_out
+                if is_parts or (i not in run.parts and is_home and self._leaves(value, run)):
                     run.exports.append(value)
                 if self.needs_gradient(value) and not self.is_leaf(value):
                     run.has_gradient = True

@@ -330,6 +330,13 @@ class Replay:
 
     def commit(self, is_spent: bool) -> None:
         """Write statistics, leave the generator as eager would, give the user's lazies their numbers."""
+        _core.set_busy(True)
+        try:
+            self._commit(is_spent)
+        finally:
+            _core.set_busy(False)
+
+    def _commit(self, is_spent: bool) -> None:
         done: set[int] = _core.memo().setdefault("effects", set())
         fresh = [n for n in self.program.nodes.values() if n.leaf_writes and n.id not in done]
         written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
@@ -367,14 +374,18 @@ def _attempt(program: Program, n_chunks: int, run: Callable[[Replay], Any]) -> t
     most = max(program.axes.values())
     while True:
         replay = Replay(program, n_chunks)
+        _core.set_busy(True)
         try:
-            return replay, run(replay)
+            result = run(replay)
+            return replay, result
         except BaseException as error:
             replay.draws.roll_back()
             is_pinned = bool(draws.pinned_grids())
             if not _is_out_of_memory(error) or n_chunks >= most or is_pinned:
                 raise
             error.__traceback__ = None  # its frames hold the tensors of the failed attempt
+        finally:
+            _core.set_busy(False)
         del replay
         n_chunks = min(most, 2 * n_chunks)
 
@@ -406,14 +417,16 @@ def read() -> bool:
 
 
 def flush() -> None:
-    """Run what is pending, in chunks or whole."""
+    """Run what is pending, in chunks or whole; nothing while a replay is under way."""
+    if _core.is_busy():
+        return
     if not read():
         _core.flush()
 
 
 def flush_known() -> None:
     """Run what is pending if the user can reach a pending value without a gradient in its history."""
-    if _core.has_known():
+    if not _core.is_busy() and _core.has_known():
         flush()
 
 
@@ -433,9 +446,6 @@ def differentiate(
             return NotImplemented
         if not root.requires_grad:
             return NotImplemented
-    staged = _stage(roots)
-    if staged is None:
-        return NotImplemented
     filled = []
     for root, gradient in zip(roots, gradients, strict=True):
         if gradient is None:
@@ -443,10 +453,13 @@ def differentiate(
                 return NotImplemented  # torch's own words are raised by the whole run
             gradient = torch.ones(root.shape, dtype=root.dtype, device=root.device)
         elif type(gradient) is _core.LazyTensor:
-            gradient = _core.force(gradient)
+            gradient = _core.read(gradient)
         if gradient.shape != root.shape:
             return NotImplemented
         filled.append(gradient)
+    staged = _stage(roots)
+    if staged is None:
+        return NotImplemented
     _core.check_leaves()
 
     def run(replay: Replay) -> Any:
