@@ -64,11 +64,16 @@ kl_tape_sync(Tape *tape)
 {
     KlError error;
     size_t n_nodes = tape->n_nodes_max, n_values = tape->n_values_max;
+    if (tape->core.n_nodes <= n_nodes && tape->core.n_values <= n_values) {
+        return 0;
+    }
     if (kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes,
                          sizeof(*tape->nodes), &error) != KL_OK) {
         return raise(&error);
     }
-    memset(&tape->nodes[n_nodes], 0, (tape->n_nodes_max - n_nodes) * sizeof(*tape->nodes));
+    if (tape->n_nodes_max > n_nodes) {
+        memset(&tape->nodes[n_nodes], 0, (tape->n_nodes_max - n_nodes) * sizeof(*tape->nodes));
+    }
     if (kl_alloc_reserve((void **)&tape->values, &tape->n_values_max, tape->core.n_values,
                          sizeof(*tape->values), &error) != KL_OK) {
         return raise(&error);
@@ -137,15 +142,17 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
         return -1;
     }
     KlExternal *external = find_external(tape, tensor);
-    if (external->tensor != NULL) {
+    if (external->tensor != NULL && tape->core.values[external->value].n_pending > 0) {
         *value = external->value;
         return 0;
     }
+    /* Met for the first time, or again after all that read it is done: it may have changed since. */
+    bool is_new = external->tensor == NULL;
     if (new_leaf(tape, tensor, NULL, value) < 0) {
         return -1;
     }
     *external = (KlExternal){.tensor = tensor, .value = *value};
-    tape->n_externals++;
+    tape->n_externals += is_new;
     return 0;
 }
 

@@ -298,16 +298,22 @@ kl_tape_set_failed(KlTape *tape, KlNodeId id)
     }
 }
 
-/* reaches[v]: the user can reach v or something made from it. */
-static void
-find_reached(const KlTape *tape, bool *reaches)
+/* reaches[v]: the user can reach v, or something made from it, or memory that it shares and that is
+ * written later. */
+static KlStatus
+find_reached(const KlTape *tape, bool *reaches, KlError *error)
 {
+    bool *is_held = kl_alloc_zeroed(tape->n_storages, sizeof(*is_held)); /* [n_storages] */
+    if (is_held == NULL) {
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+    }
     for (size_t i = 0; i < tape->n_values; i++) {
         reaches[i] = tape->values[i].is_wanted;
+        is_held[tape->values[i].storage] = is_held[tape->values[i].storage] || reaches[i];
     }
     for (size_t i = tape->n_nodes; i-- > 0;) {
         const KlNode *node = &tape->nodes[i];
-        bool is_reached = node->writes != 0; /* other views of that memory may be asked for later */
+        bool is_reached = node->writes != 0 && is_held[tape->values[node->first_out].storage];
         for (uint32_t k = 0; k < node->n_outs; k++) {
             is_reached = is_reached || reaches[node->first_out + k];
         }
@@ -318,6 +324,8 @@ find_reached(const KlTape *tape, bool *reaches)
             }
         }
     }
+    kl_alloc_free(is_held);
+    return KL_OK;
 }
 
 KlStatus
@@ -327,8 +335,8 @@ kl_tape_retire(KlTape *tape, KlError *error)
     if (reaches == NULL) {
         return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
     }
-    find_reached(tape, reaches);
-    for (size_t i = 0; i < tape->n_nodes; i++) {
+    KlStatus status = find_reached(tape, reaches, error);
+    for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
         const KlNode *node = &tape->nodes[i];
         bool is_reached = node->is_done || node->writes != 0;
         for (uint32_t k = 0; k < node->n_outs; k++) {
@@ -339,7 +347,7 @@ kl_tape_retire(KlTape *tape, KlError *error)
         }
     }
     kl_alloc_free(reaches);
-    return KL_OK;
+    return status;
 }
 
 /* Whether a pending node's outputs are wanted without a gradient in their history, or it has an effect
@@ -370,8 +378,8 @@ kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
         goto done;
     }
-    find_reached(tape, reaches);
-    for (size_t i = 0; i < tape->n_nodes; i++) {
+    status = find_reached(tape, reaches, error);
+    for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
         const KlNode *node = &tape->nodes[i];
         bool has_gradient = false;
         for (uint32_t k = 0; k < node->n_inputs; k++) {
