@@ -18,34 +18,41 @@ typedef struct Tape Tape;
  * where its rows are; inputs before their first use, and everything that ran. A detached value is
  * attached again as a leaf when a call is recorded with it. */
 typedef struct Value {
-    PyObject_HEAD
-    Tape *tape;        /* owned, or NULL */
-    KlValueId id;      /* attached: its value on the tape */
-    PyObject *real;    /* detached: the real tensor; attached: NULL */
-    PyObject *size;    /* torch.Size, kept once asked for; NULL */
-    KlPlace place;     /* detached: where its rows are; axis is then 0 or KL_ID_NONE */
-    uint64_t axis_key; /* detached: the batch it belongs to, good for every tape */
-    int64_t rows;      /* detached: rows of that batch */
-    uint64_t epoch;    /* backwards that had run when it became live */
-    bool is_input;     /* made by lazy(): it stays lazy for ever */
-    bool is_number;    /* detached with the number of a program that ran in chunks: it has no graph */
-    bool is_touched;   /* the dispatcher met its placeholder: the object is not used again */
+    PyObject_HEAD Tape *tape; /* owned, or NULL */
+    KlValueId id;             /* attached: its value on the tape */
+    PyObject *real;           /* detached: the real tensor; attached: NULL */
+    PyObject *size;           /* torch.Size, kept once asked for; NULL */
+    KlPlace place;            /* detached: where its rows are; axis is then 0 or KL_ID_NONE */
+    uint64_t axis_key;        /* detached: the batch it belongs to, good for every tape */
+    int64_t rows;             /* detached: rows of that batch */
+    uint64_t epoch;           /* backwards that had run when it became live */
+    bool is_input;            /* made by lazy(): it stays lazy for ever */
+    bool is_number;  /* detached with the number of a program that ran in chunks: it has no graph */
+    bool is_touched; /* the dispatcher met its placeholder: the object is not used again */
 } Value;
 
 /* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
-typedef enum { KL_SLOT_OBJECT, KL_SLOT_VALUE, KL_SLOT_LIST, KL_SLOT_TUPLE, KL_SLOT_NAMED, KL_SLOT_DICT } KlSlotKind;
+typedef enum {
+    KL_SLOT_OBJECT,
+    KL_SLOT_VALUE,
+    KL_SLOT_LIST,
+    KL_SLOT_TUPLE,
+    KL_SLOT_NAMED,
+    KL_SLOT_DICT
+} KlSlotKind;
 
 typedef struct KlSlot {
     KlSlotKind kind;
-    uint32_t n;       /* entries, or the KlValueId of a VALUE */
-    PyObject *object; /* OBJECT: the argument; NAMED: the namedtuple type; DICT: its keys; else NULL */
+    uint32_t n; /* entries, or the KlValueId of a VALUE */
+    PyObject
+        *object; /* OBJECT: the argument; NAMED: the namedtuple type; DICT: its keys; else NULL */
 } KlSlot;
 
 /* The Python call of one node. */
 typedef struct KlPyNode {
     PyObject *func;
     PyObject *kwnames; /* tuple of the last arguments' names, or NULL */
-    PyObject *code;    /* the innermost frame's code object, for the source line; NULL where unknown */
+    PyObject *code; /* the innermost frame's code object, for the source line; NULL where unknown */
     int lasti;
     uint32_t first_slot; /* into tape->slots */
     uint32_t n_slots;
@@ -54,11 +61,11 @@ typedef struct KlPyNode {
 
 /* What the binding knows of one value. */
 typedef struct KlPyValue {
-    PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
-    Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
-    PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
-    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
-    PyObject *number;   /* known: its value, without a graph; else NULL */
+    PyObject *real;    /* leaves, and what ran: the tensor; NULL while pending or dead */
+    Value *handle;     /* borrowed: the Value attached to it, or NULL when the user dropped it */
+    PyObject *pointer; /* leaves: data_ptr() when it entered; NULL where it has none */
+    int64_t version;   /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    PyObject *number;  /* known: its value, without a graph; else NULL */
 } KlPyValue;
 
 typedef struct KlExternal {
@@ -67,8 +74,7 @@ typedef struct KlExternal {
 } KlExternal;
 
 struct Tape {
-    PyObject_HEAD
-    KlTape core;
+    PyObject_HEAD KlTape core;
     KlPyNode *nodes; /* [core.n_nodes] */
     size_t n_nodes_max;
     KlPyValue *values; /* [core.n_values] */
@@ -78,11 +84,11 @@ struct Tape {
     KlExternal *externals; /* [n_externals_max] open addressing, by pointer */
     size_t n_externals, n_externals_max;
     unsigned long thread; /* the thread that records on it */
-    uint64_t *axis_keys; /* [core.n_axes] the batch each axis stands for */
+    uint64_t *axis_keys;  /* [core.n_axes] the batch each axis stands for */
     size_t n_axis_keys_max;
     KlInferred inferred; /* scratch of the recorder */
     bool is_running;     /* a replay is under way */
-    PyObject *memo;      /* dict for the replay in chunks: the random grid; NULL until it is asked for */
+    PyObject *memo; /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
 
 /* What is done with a torch callable that meets a lazy. */
@@ -95,17 +101,18 @@ typedef enum {
 } KlCallKind;
 
 typedef struct Function {
-    PyObject_HEAD
-    KlCallKind kind;
+    PyObject_HEAD KlCallKind kind;
     PyObject *name;    /* str, as torch spells it */
     PyObject *handler; /* HANDLER: callable; else NULL */
-    bool has_meta;     /* OP: its schema neither writes nor aliases: it may be asked of meta tensors */
+    bool has_meta; /* OP: its schema neither writes nor aliases: it may be asked of meta tensors */
     bool returns_list; /* its schema returns a list of tensors */
     bool is_random;
-    bool is_draw_like; /* draws a tensor of the sizes of its argument, whose numbers it does not read */
-    const KlRow *row;  /* OP: NULL where there is no row */
+    bool
+        is_draw_like; /* draws a tensor of the sizes of its argument, whose numbers it does not read */
+    const KlRow *row;         /* OP: NULL where there is no row */
     KlPySignature *signature; /* of the row, or NULL */
-    PyObject *container;      /* the type torch returns several outputs in: tuple, or one of return_types */
+    PyObject
+        *container; /* the type torch returns several outputs in: tuple, or one of return_types */
 } Function;
 
 /* The one struct of Python objects this module needs everywhere, filled once at import. A module cannot
@@ -116,20 +123,20 @@ typedef struct KlPyState {
     PyTypeObject *lazy;        /* LazyTensor */
     PyTypeObject *value_type, *tape_type, *function_type;
     PyObject *len_dispatch_stack;
-    PyObject *size_type;  /* torch.Size */
-    PyObject *functions;  /* dict: torch callable or getset descriptor -> Function */
+    PyObject *size_type; /* torch.Size */
+    PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
     PyObject *koila_error, *stale_error;
-    PyObject *meta_infer;   /* koila.meta.infer */
-    PyObject *is_row_range; /* koila.meta.is_row_range */
+    PyObject *meta_infer;              /* koila.meta.infer */
+    PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
-    PyObject *draw_like;    /* koila.meta.draw_like */
-    PyObject *read;         /* koila.replay.read: make known in chunks, or say that it must be live */
+    PyObject *draw_like;               /* koila.meta.draw_like */
+    PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;
-    PyObject *strided;      /* torch.strided */
-    PyObject *ndarray;      /* numpy.ndarray, or NULL where numpy is not there */
-    PyObject *devices;      /* list of torch.device; index = KlMeta.device */
+    PyObject *strided; /* torch.strided */
+    PyObject *ndarray; /* numpy.ndarray, or NULL where numpy is not there */
+    PyObject *devices; /* list of torch.device; index = KlMeta.device */
     PyObject *dtypes[KL_N_DTYPES];
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
@@ -163,8 +170,8 @@ Value *kl_lazy_checked(PyObject *lazy);
 /* A new LazyTensor for value `id`, which becomes wanted. */
 PyObject *kl_lazy_new(Tape *tape, KlValueId id);
 /* A new LazyTensor that has a real tensor already. `rows`: where its rows are. */
-PyObject *kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key, int64_t rows,
-                               bool is_input);
+PyObject *kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key,
+                               int64_t rows, bool is_input);
 /* Point a LazyTensor at another value (after an in-place call). */
 void kl_lazy_move(Value *value, KlValueId id);
 /* Give a value its real tensor and take it off its tape. */
@@ -233,7 +240,8 @@ int kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node,
 /* Give back what the slots from `first` on hold. */
 void kl_call_truncate(Tape *tape, size_t first);
 /* The arguments of node `id` as kl_call_run would pass them: a list of all, positional ones first. */
-PyObject *kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
+PyObject *kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId),
+                         void *env);
 /* (func, args, kwargs) of node `id` with None in place of every tensor. */
 PyObject *kl_call_describe(Tape *tape, KlNodeId id);
 /* Call node `id` with the tensors of `env` ([n_values], borrowed or NULL). */
@@ -269,7 +277,8 @@ PyObject *kl_record_torch_function(PyObject *module, PyObject *const *args, Py_s
 PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 /* Record one node for `call`; what torch's frame says is noted. -1 on failure. */
-int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id);
+int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
+                     KlNodeId *id);
 /* The outputs of a node as torch returns them: `container` None for a single tensor, else its type. */
 PyObject *kl_record_results(Tape *tape, KlNodeId id, PyObject *container);
 
@@ -277,8 +286,8 @@ PyObject *kl_record_results(Tape *tape, KlNodeId id, PyObject *container);
 
 int kl_rows_init(void);
 /* Record a call by its row. 1: recorded, `*results` is a new reference; 0: the row declines; -1. */
-int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-                   PyObject **results);
+int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
+                   PyObject *kwargs, PyObject **results);
 /* The value that stands for `value` after the last write to its storage, taking views again. */
 int kl_rows_current(Tape *tape, KlValueId value, KlValueId *current);
 
@@ -290,13 +299,16 @@ Function *kl_function_find(PyObject *func);
 /* register(func, kind, name, handler, has_meta, returns_list, is_random, row name or None, container) */
 PyObject *kl_function_register(PyObject *module, PyObject *args);
 
-/* -- py_stage.c: staging, and running nodes on a chunk, for koila.replay ------------------------- */
+/* -- py_program.c: what the tape holds, as plain numbers -------------------------------------------- */
 
-PyObject *kl_stage_describe(PyObject *module, PyObject *args);
+PyObject *kl_program_stage(PyObject *module, PyObject *args);
+PyObject *kl_program_value(PyObject *module, PyObject *args);
+PyObject *kl_program_node(PyObject *module, PyObject *args);
+
+/* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
+
 PyObject *kl_stage_run(PyObject *module, PyObject *args);
 PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
-PyObject *kl_stage_value(PyObject *module, PyObject *args);
-PyObject *kl_stage_node(PyObject *module, PyObject *args);
 
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 
@@ -308,10 +320,10 @@ int kl_live_read(Value *value);
 PyObject *kl_live_force(Value *value);
 /* What a call that runs at once needs, and what becomes of its results. */
 typedef enum {
-    KL_LIVE_LAZY,  /* real graphs; results are lazy again */
-    KL_LIVE_PLAIN, /* real graphs; results stay plain */
+    KL_LIVE_LAZY,    /* real graphs; results are lazy again */
+    KL_LIVE_PLAIN,   /* real graphs; results stay plain */
     KL_LIVE_SETTLED, /* every lazy has its number for good; results stay plain */
-    KL_LIVE_READ,  /* numbers are enough; results stay plain */
+    KL_LIVE_READ,    /* numbers are enough; results stay plain */
 } KlLiveKind;
 
 /* Run `func` now on real tensors. */

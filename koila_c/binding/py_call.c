@@ -63,8 +63,8 @@ must_open(PyObject *object)
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
         PyObject *item = PyTuple_GET_ITEM(object, i);
-        if (is_tensor(item) ||
-            ((PyTuple_Check(item) || PyList_Check(item) || PyDict_Check(item)) && must_open(item))) {
+        if (is_tensor(item) || ((PyTuple_Check(item) || PyList_Check(item) || PyDict_Check(item)) &&
+                                must_open(item))) {
             return true;
         }
     }
@@ -489,5 +489,6 @@ kl_call_real(PyObject *object, bool is_settled)
     if (PyDict_Check(object)) {
         return real_dict(object, is_settled);
     }
-    return PySlice_Check(object) ? real_slice(object, is_settled) : real_sequence(object, is_settled);
+    return PySlice_Check(object) ? real_slice(object, is_settled)
+                                 : real_sequence(object, is_settled);
 }

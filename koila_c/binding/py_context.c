@@ -53,7 +53,8 @@ read_autocast(Context *context)
     for (int i = 0; i < KL_N_DEVICES; i++) {
         int is_enabled = call_bool(state.is_autocast_enabled, state.device_names[i]);
         PyObject *dtype =
-            is_enabled < 0 ? NULL : PyObject_CallOneArg(state.get_autocast_dtype, state.device_names[i]);
+            is_enabled < 0 ? NULL
+                           : PyObject_CallOneArg(state.get_autocast_dtype, state.device_names[i]);
         if (dtype == NULL) {
             return -1;
         }

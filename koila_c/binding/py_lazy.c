@@ -181,12 +181,14 @@ kl_lazy_checked(PyObject *self)
 {
     Value *value = kl_lazy_value(self);
     if (value == NULL) {
-        PyErr_SetString(kl_py.koila_error,
-                        "this LazyTensor stands for nothing: it was made from a placeholder by code that "
-                        "koila cannot see");
+        PyErr_SetString(
+            kl_py.koila_error,
+            "this LazyTensor stands for nothing: it was made from a placeholder by code that "
+            "koila cannot see");
     } else if (value->tape == NULL && value->real == NULL) {
-        PyErr_SetString(kl_py.koila_error, "this tensor has no value: the call that makes it, or one "
-                                           "before that, raised an exception when it ran");
+        PyErr_SetString(kl_py.koila_error,
+                        "this tensor has no value: the call that makes it, or one "
+                        "before that, raised an exception when it ran");
         value = NULL;
     }
     return value;
@@ -331,9 +333,10 @@ lazy_size(PyObject *self, PyObject *const *args, Py_ssize_t n_args, PyObject *kw
         PyErr_SetString(PyExc_TypeError, "size() takes one argument: dim");
     } else if (!(i == -1 && PyErr_Occurred())) {
         if (i < -n || i >= n) {
-            PyErr_Format(PyExc_IndexError,
-                         "Dimension out of range (expected to be in range of [%zd, %zd], but got %zd)",
-                         n == 0 ? -1 : -n, n == 0 ? 0 : n - 1, i);
+            PyErr_Format(
+                PyExc_IndexError,
+                "Dimension out of range (expected to be in range of [%zd, %zd], but got %zd)",
+                n == 0 ? -1 : -n, n == 0 ? 0 : n - 1, i);
         } else {
             result = Py_NewRef(PyTuple_GET_ITEM(shape, i < 0 ? i + n : i));
         }
@@ -394,8 +397,10 @@ make_class_dict(PyObject *module)
     PyObject *dict = PyDict_New();
     if (dict == NULL || set_item_stolen(dict, "__slots__", Py_BuildValue("(s)", "_node")) < 0 ||
         set_item_stolen(dict, "__module__", PyUnicode_FromString("koila")) < 0 ||
-        set_item_stolen(dict, "__torch_function__", PyCFunction_New(&torch_function_def, module)) < 0 ||
-        set_item_stolen(dict, "__torch_dispatch__", PyCFunction_New(&torch_dispatch_def, module)) < 0) {
+        set_item_stolen(dict, "__torch_function__", PyCFunction_New(&torch_function_def, module)) <
+            0 ||
+        set_item_stolen(dict, "__torch_dispatch__", PyCFunction_New(&torch_dispatch_def, module)) <
+            0) {
         Py_CLEAR(dict);
     }
     return dict;
@@ -414,7 +419,8 @@ add_members(PyObject *class)
     }
     for (size_t i = 0; i < sizeof(methods) / sizeof(methods[0]); i++) {
         PyObject *member = PyDescr_NewMethod((PyTypeObject *)class, &methods[i]);
-        int result = member == NULL ? -1 : PyObject_SetAttrString(class, methods[i].ml_name, member);
+        int result =
+            member == NULL ? -1 : PyObject_SetAttrString(class, methods[i].ml_name, member);
         Py_XDECREF(member);
         if (result < 0) {
             return -1;
@@ -433,7 +439,8 @@ kl_lazy_init(PyObject *module)
     if (dict == NULL || kl_py.value_type == NULL) {
         goto error;
     }
-    class = PyObject_CallFunction((PyObject *)Py_TYPE(kl_py.tensor), "s(O)O", "LazyTensor", kl_py.tensor, dict);
+    class = PyObject_CallFunction((PyObject *)Py_TYPE(kl_py.tensor), "s(O)O", "LazyTensor",
+                                  kl_py.tensor, dict);
     if (class == NULL || add_members(class) < 0) {
         goto error;
     }

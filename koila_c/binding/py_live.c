@@ -17,16 +17,17 @@ raise_mismatch(Tape *tape, KlNodeId id, KlValueId value, PyObject *result)
     PyObject *where = kl_tape_where(tape, id);
     PyObject *expected = where != NULL ? kl_meta_size(promised) : NULL;
     PyObject *shape = PyObject_GetAttrString(result, "shape");
-    PyObject *requires_grad = shape != NULL ? PyObject_GetAttrString(result, "requires_grad") : NULL;
+    PyObject *requires_grad =
+        shape != NULL ? PyObject_GetAttrString(result, "requires_grad") : NULL;
     PyErr_Clear();
     if (expected != NULL) {
-        PyErr_Format(kl_py.koila_error,
-                     "%R gave %.80s of %R (requires_grad %R) where %R (requires_grad %s, %s) was expected "
-                     "(%U): a mistake in koila's inference, please report it",
-                     tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
-                     requires_grad != NULL ? requires_grad : Py_None, expected,
-                     promised->requires_grad ? "True" : "False", kl_meta_dtype_name(promised->dtype),
-                     where);
+        PyErr_Format(
+            kl_py.koila_error,
+            "%R gave %.80s of %R (requires_grad %R) where %R (requires_grad %s, %s) was expected "
+            "(%U): a mistake in koila's inference, please report it",
+            tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
+            requires_grad != NULL ? requires_grad : Py_None, expected,
+            promised->requires_grad ? "True" : "False", kl_meta_dtype_name(promised->dtype), where);
     }
     Py_XDECREF(requires_grad);
     Py_XDECREF(shape);
@@ -113,7 +114,8 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     const KlNode *node = &tape->core.nodes[id];
     if (node->review_of != KL_ID_NONE) {
         /* The view from before the write is there, and torch let it see the write. */
-        if (bind(tape, id, node->first_out + node->review_out, tape->values[node->review_of].real) < 0) {
+        if (bind(tape, id, node->first_out + node->review_out, tape->values[node->review_of].real) <
+            0) {
             return -1;
         }
     } else {
@@ -164,11 +166,13 @@ kl_live_run(Tape *tape)
     KlContextSwitch context;
     int result = 0;
     if (tape->is_running) {
-        PyErr_SetString(kl_py.koila_error, "a value was read while the program that makes it is running");
+        PyErr_SetString(kl_py.koila_error,
+                        "a value was read while the program that makes it is running");
         return -1;
     }
     if (tape->core.n_done < tape->core.n_nodes) {
-        PyObject *checked = tape->memo != NULL ? PyObject_CallNoArgs(kl_py.check_draws) : Py_NewRef(Py_None);
+        PyObject *checked =
+            tape->memo != NULL ? PyObject_CallNoArgs(kl_py.check_draws) : Py_NewRef(Py_None);
         if (checked == NULL) {
             return -1;
         }
@@ -227,8 +231,9 @@ kl_live_force(Value *value)
     }
     PyObject *real = kl_lazy_real(value);
     if (real == NULL) {
-        PyErr_SetString(kl_py.koila_error, "this tensor has no value: the call that makes it, or one "
-                                           "before that, raised an exception when it ran");
+        PyErr_SetString(kl_py.koila_error,
+                        "this tensor has no value: the call that makes it, or one "
+                        "before that, raised an exception when it ran");
     }
     return Py_XNewRef(real);
 }
@@ -281,8 +286,9 @@ find_rows(const Met *met, PyObject *real, KlPlace *place)
     }
     for (int i = 0; i < met->n; i++) {
         const Value *value = kl_lazy_value(met->lazies[i]);
-        if (!kl_place_is_rows(&value->place) || value->place.outer != 1 || value->place.inner != 1 ||
-            value->place.dim >= meta.n_dims || meta.shape[value->place.dim] != value->rows) {
+        if (!kl_place_is_rows(&value->place) || value->place.outer != 1 ||
+            value->place.inner != 1 || value->place.dim >= meta.n_dims ||
+            meta.shape[value->place.dim] != value->rows) {
             continue;
         }
         *place = value->place;
@@ -330,8 +336,9 @@ wrap_sequence(const Met *met, PyObject *object)
         return tuple;
     }
     PyObject *type = (PyObject *)Py_TYPE(object);
-    PyObject *result = PyObject_HasAttrString(type, "_make") ? PyObject_CallMethod(type, "_make", "O", tuple)
-                                                             : PyObject_CallOneArg(type, tuple);
+    PyObject *result = PyObject_HasAttrString(type, "_make")
+                           ? PyObject_CallMethod(type, "_make", "O", tuple)
+                           : PyObject_CallOneArg(type, tuple);
     Py_DECREF(tuple);
     return result;
 }

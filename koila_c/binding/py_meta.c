@@ -329,8 +329,8 @@ kl_meta_init(void)
     kl_py.get_default_dtype = PyObject_GetAttrString(torch, "get_default_dtype");
     PyObject *cpu = PyObject_CallMethod(torch, "device", "s", "cpu");
     kl_py.devices = PyList_New(0);
-    if (kl_py.strided == NULL || kl_py.get_default_dtype == NULL || cpu == NULL || kl_py.devices == NULL ||
-        PyList_Append(kl_py.devices, cpu) < 0) {
+    if (kl_py.strided == NULL || kl_py.get_default_dtype == NULL || cpu == NULL ||
+        kl_py.devices == NULL || PyList_Append(kl_py.devices, cpu) < 0) {
         Py_XDECREF(cpu);
         goto error;
     }

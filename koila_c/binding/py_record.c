@@ -2,9 +2,9 @@
  * at once, or given to a handler. Nothing is guessed: a call that is not understood runs at once. */
 #include "py.h"
 
-#include "alloc.h"
-
 #include <frameobject.h>
+
+#include "alloc.h"
 
 /* -- what the lazies of a call say ----------------------------------------------------------------- */
 
@@ -150,8 +150,8 @@ static int
 infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **container)
 {
     KlError error;
-    PyObject *answer =
-        PyObject_CallFunctionObjArgs(kl_py.meta_infer, func, args, kwargs != NULL ? kwargs : Py_None, NULL);
+    PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.meta_infer, func, args,
+                                                    kwargs != NULL ? kwargs : Py_None, NULL);
     if (answer == NULL) {
         return -1;
     }
@@ -171,7 +171,8 @@ infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyOb
         }
         tape->inferred.alias = KL_ALIAS_NONE;
         KlPlace *places = tape->inferred.split.places;
-        tape->inferred.split = (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places};
+        tape->inferred.split =
+            (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places};
         *container = Py_NewRef(PyTuple_GET_ITEM(answer, 0));
         result = 1;
     }
@@ -190,8 +191,8 @@ typedef struct Inputs {
 
 /* Record a call without a row. 0: it cannot be; 1: recorded. */
 static int
-record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-               PyObject **results)
+record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *args,
+               PyObject *kwargs, PyObject **results)
 {
     bool is_grad_enabled = false;
     int64_t context = kl_context_now(&is_grad_enabled);
@@ -347,11 +348,12 @@ kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_a
         tracked = kl_call_visit(kwargs, is_tracked, NULL);
     }
     if (is_grad_enabled && tracked != 0) {
-        return PyErr_Format(kl_py.koila_error,
-                            "%S was called where koila cannot see it, on a lazy tensor that needs a "
-                            "gradient, and the gradient would be lost; wrap that code in koila.off(), or "
-                            "give it x.detach()",
-                            args[0]);
+        return PyErr_Format(
+            kl_py.koila_error,
+            "%S was called where koila cannot see it, on a lazy tensor that needs a "
+            "gradient, and the gradient would be lost; wrap that code in koila.off(), or "
+            "give it x.detach()",
+            args[0]);
     }
     return kl_live_call(args[0], args[2], kwargs, KL_LIVE_PLAIN);
 }

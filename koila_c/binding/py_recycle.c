@@ -8,8 +8,7 @@
 
 /* torch >= 2.10: the object owns its TensorImpl, and these follow the object's header. */
 typedef struct TensorObject {
-    PyObject_HEAD
-    void *impl;
+    PyObject_HEAD void *impl;
     PyObject *backward_hooks;
     PyObject *post_accumulate_grad_hooks;
 } TensorObject;
@@ -21,7 +20,8 @@ typedef struct Impl {
 } Impl;
 
 static struct {
-    PyObject *objects[KL_FREE_MAX]; /* [n] untracked, without references to anything but their type */
+    PyObject
+        *objects[KL_FREE_MAX]; /* [n] untracked, without references to anything but their type */
     int n;
     bool works;
     destructor dealloc; /* what the class's dealloc was before */
@@ -51,8 +51,9 @@ can_keep(PyObject *object)
 {
     const TensorObject *tensor = (const TensorObject *)object;
     const Value *value = kl_lazy_value(object);
-    return state.works && state.n < KL_FREE_MAX && n_strong(object) == 1 && tensor->backward_hooks == NULL &&
-           tensor->post_accumulate_grad_hooks == NULL && value != NULL && !value->is_touched;
+    return state.works && state.n < KL_FREE_MAX && n_strong(object) == 1 &&
+           tensor->backward_hooks == NULL && tensor->post_accumulate_grad_hooks == NULL &&
+           value != NULL && !value->is_touched;
 }
 
 static void
@@ -90,7 +91,8 @@ make_object(void)
     if (is_plain) {
         return kl_py.lazy->tp_new(kl_py.lazy, kl_py.empty_tuple, NULL);
     }
-    return PyObject_CallMethod((PyObject *)kl_py.lazy, "_make_wrapper_subclass", "O(i)", kl_py.lazy, 0);
+    return PyObject_CallMethod((PyObject *)kl_py.lazy, "_make_wrapper_subclass", "O(i)", kl_py.lazy,
+                               0);
 }
 
 PyObject *

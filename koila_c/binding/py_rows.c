@@ -2,9 +2,9 @@
  * is in the row. It also takes views again after a write, so that no node reads an old version. */
 #include "py.h"
 
-#include "alloc.h"
-
 #include <string.h>
+
+#include "alloc.h"
 
 /* -- what binding asks about torch's objects --------------------------------------------------------- */
 
@@ -85,8 +85,8 @@ copy_call(Tape *tape, KlNodeId node, KlValueId before, KlValueId after, KlPyNode
 {
     const KlPyNode original = tape->nodes[node];
     KlError error;
-    if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max, tape->n_slots + original.n_slots,
-                         sizeof(*tape->slots), &error) != KL_OK) {
+    if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max,
+                         tape->n_slots + original.n_slots, sizeof(*tape->slots), &error) != KL_OK) {
         (void)kl_py_raise(&error);
         return -1;
     }
@@ -271,7 +271,8 @@ refuse_two_roles(Recording *recording)
     KlSplit *split = &recording->tape->inferred.split;
     for (uint32_t i = 0; split->mode != KL_MODE_ONCE && i < recording->bound.n_inputs; i++) {
         for (uint32_t k = 0; k < i; k++) {
-            if (recording->inputs[i] == recording->inputs[k] && recording->inputs[i] != KL_ID_NONE &&
+            if (recording->inputs[i] == recording->inputs[k] &&
+                recording->inputs[i] != KL_ID_NONE &&
                 !kl_place_is_equal(&split->places[i], &split->places[k])) {
                 split->mode = KL_MODE_ONCE;
                 split->reason = "one tensor is given twice, once by rows and once whole";
@@ -361,7 +362,8 @@ find_writes(const Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
             *leaf_writes |= 1u << arg->input; /* statistics: run on a copy, committed once */
             continue;
         }
-        if (!is_own || core->values[base].node == KL_ID_NONE || core->storages[written->storage].is_uncertain) {
+        if (!is_own || core->values[base].node == KL_ID_NONE ||
+            core->storages[written->storage].is_uncertain) {
             return -1; /* it is, or may be, memory of the user's */
         }
         *writes |= 1u << arg->input;
@@ -467,10 +469,11 @@ bind_and_append(Recording *recording, PyObject **results)
 }
 
 int
-kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-               PyObject **results)
+kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
+               PyObject *kwargs, PyObject **results)
 {
-    Recording recording = {.tape = tape, .function = function, .func = func, .args = args, .kwargs = kwargs};
+    Recording recording = {
+        .tape = tape, .function = function, .func = func, .args = args, .kwargs = kwargs};
     int64_t context = kl_context_now(&recording.is_grad_enabled);
     if (context < 0) {
         return -1;

@@ -1,285 +1,6 @@
-/* py_stage.c - what koila.replay needs of the tape: the staged program as plain numbers, and running a
- * list of nodes on one chunk. It decides nothing: stages come from stage.c, the order from koila.replay. */
+/* py_stage.c - runs a list of nodes on one chunk, and gives values their numbers. It decides nothing:
+ * which nodes, in which order and on which rows comes from koila.replay. */
 #include "py.h"
-
-#include "alloc.h"
-#include "stage.h"
-
-/* -- describing the staged program -------------------------------------------------------------------- */
-
-static PyObject *
-place_object(const KlPlace *place)
-{
-    if (!kl_place_is_rows(place)) {
-        return Py_NewRef(Py_None);
-    }
-    return Py_BuildValue("(IiLL)", place->axis, (int)place->dim, (long long)place->outer,
-                         (long long)place->inner);
-}
-
-static PyObject *
-stage_object(uint32_t stage)
-{
-    return stage == KL_STAGE_NONE ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(stage);
-}
-
-static int
-append_stolen(PyObject *list, PyObject *item)
-{
-    int result = item == NULL ? -1 : PyList_Append(list, item);
-    Py_XDECREF(item);
-    return result;
-}
-
-static PyObject *
-node_inputs(const KlTape *core, const KlStages *stages, const KlNode *node)
-{
-    PyObject *tuple = PyTuple_New(node->n_inputs);
-    for (uint32_t k = 0; tuple != NULL && k < node->n_inputs; k++) {
-        bool is_none = core->inputs[node->first_input + k].value == KL_ID_NONE;
-        long import = is_none ? -1 : (long)stages->import_of[node->first_input + k];
-        PyObject *item = PyLong_FromLong(import);
-        if (item == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, k, item);
-    }
-    return tuple;
-}
-
-/* (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes, is data,
- * inputs as imports) */
-static PyObject *
-node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
-{
-    const KlNode *node = &tape->core.nodes[id];
-    KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    return Py_BuildValue("(INNiiiIIOIION)", id, stage_object(stages->node_stage[id]),
-                         stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
-                         axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
-                         node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
-                         stages->is_data[id] ? Py_True : Py_False,
-                         node_inputs(&tape->core, stages, node));
-}
-
-static PyObject *
-describe_nodes(const Tape *tape, const KlStages *stages)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < tape->core.n_nodes; i++) {
-        if (stages->node_stage[i] != KL_STAGE_NONE &&
-            append_stolen(list, node_object(tape, stages, (KlNodeId)i)) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-static PyObject *
-describe_imports(const KlStages *stages)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < stages->n_imports; i++) {
-        const KlImport *import = &stages->imports[i];
-        PyObject *item = Py_BuildValue("(INO)", import->value, place_object(&import->place),
-                                       import->is_range ? Py_True : Py_False);
-        if (append_stolen(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-/* (value stage, is leaf, needs gradient) of each value */
-static PyObject *
-describe_values(const KlStages *stages)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < stages->n_values; i++) {
-        PyObject *item = Py_BuildValue("(IOO)", stages->value_stage[i],
-                                       stages->is_leaf[i] ? Py_True : Py_False,
-                                       stages->needs_gradient[i] ? Py_True : Py_False);
-        if (append_stolen(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-static int
-add_id(KlValueId **ids, size_t *n, size_t *n_max, KlValueId id)
-{
-    KlError error;
-    if (kl_alloc_reserve((void **)ids, n_max, *n + 1, sizeof(KlValueId), &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
-    }
-    (*ids)[(*n)++] = id;
-    return 0;
-}
-
-/* Pending values the user can reach, and outputs of nodes that must run though nobody looks. */
-static int
-find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *list)
-{
-    for (size_t i = 0; i < tape->core.n_nodes; i++) {
-        const KlNode *node = &tape->core.nodes[i];
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            KlValueId out = node->first_out + k;
-            bool is_pending = tape->core.values[out].state == KL_STATE_PENDING;
-            bool is_reached = is_pending && tape->values[out].handle != NULL;
-            bool has_effect = is_pending && (node->leaf_writes != 0 || node->is_random) && k == 0;
-            if ((is_reached || has_effect) && add_id(wanted, n, n_max, out) < 0) {
-                return -1;
-            }
-            if (is_reached && append_stolen(list, PyLong_FromUnsignedLong(out)) < 0) {
-                return -1;
-            }
-        }
-    }
-    return 0;
-}
-
-static int
-find_roots(Tape *tape, PyObject *roots, KlValueId **ids, size_t *n, size_t *n_max)
-{
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); i++) {
-        PyObject *root = PyList_GET_ITEM(roots, i);
-        KlValueId id = KL_ID_NONE;
-        if (!kl_lazy_check(root) || kl_lazy_checked(root) == NULL) {
-            if (!PyErr_Occurred()) {
-                PyErr_SetString(PyExc_TypeError, "stage: a root is not lazy");
-            }
-            return -1;
-        }
-        if (kl_tape_attach(tape, kl_lazy_value(root), &id) < 0 || add_id(ids, n, n_max, id) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static PyObject *
-describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject *wanted)
-{
-    PyObject *nodes = describe_nodes(tape, stages);
-    PyObject *imports = describe_imports(stages);
-    PyObject *values = describe_values(stages);
-    PyObject *roots = PyList_New(0);
-    for (size_t i = 0; roots != NULL && i < goal->n_roots; i++) {
-        if (append_stolen(roots, PyLong_FromUnsignedLong(goal->roots[i])) < 0) {
-            Py_CLEAR(roots);
-        }
-    }
-    PyObject *result = NULL;
-    if (nodes != NULL && imports != NULL && values != NULL && roots != NULL) {
-        result = Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N}", "nodes", nodes, "imports", imports,
-                               "values", values, "roots", roots, "wanted", wanted, "n_stages",
-                               stages->n_stages, "last_body", stage_object(stages->last_body),
-                               "is_tail_linear", stages->is_tail_linear ? Py_True : Py_False,
-                               "tail_node", stage_object(stages->tail_node));
-    }
-    Py_XDECREF(roots);
-    Py_XDECREF(values);
-    Py_XDECREF(imports);
-    Py_XDECREF(nodes);
-    return result;
-}
-
-/* stage(roots) -> dict, or None where nothing is pending: the program that computes every value the user
- * can reach and differentiates the roots. */
-PyObject *
-kl_stage_describe(PyObject *module, PyObject *args)
-{
-    (void)module;
-    PyObject *roots = NULL, *result = NULL;
-    KlValueId *wanted = NULL, *root_ids = NULL;
-    size_t n_wanted = 0, n_wanted_max = 0, n_roots = 0, n_roots_max = 0;
-    KlStages stages = {0};
-    KlError error;
-    Tape *tape = kl_tape_open();
-    PyObject *reached = PyList_New(0);
-    if (tape == NULL || reached == NULL || !PyArg_ParseTuple(args, "O!:stage", &PyList_Type, &roots) ||
-        find_roots(tape, roots, &root_ids, &n_roots, &n_roots_max) < 0 ||
-        find_wanted(tape, &wanted, &n_wanted, &n_wanted_max, reached) < 0) {
-        goto error;
-    }
-    const KlGoal goal = {.wanted = wanted, .n_wanted = n_wanted, .roots = root_ids, .n_roots = n_roots};
-    if (kl_stage_build(&tape->core, &goal, &stages, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        goto error;
-    }
-    result = describe(tape, &stages, &goal, reached);
-    kl_stage_fini(&stages);
-error:
-    Py_XDECREF(reached);
-    kl_alloc_free(root_ids);
-    kl_alloc_free(wanted);
-    return result;
-}
-
-/* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage) */
-PyObject *
-kl_stage_value(PyObject *module, PyObject *args)
-{
-    (void)module;
-    unsigned int id = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:value", &id)) {
-        return NULL;
-    }
-    if (id >= tape->core.n_values) {
-        return PyErr_Format(PyExc_IndexError, "value: there is no value %u", id);
-    }
-    const KlValue *value = &tape->core.values[id];
-    const KlPyValue *entry = &tape->values[id];
-    KlPlace place = value->meta.place;
-    place.axis = kl_tape_axis_find(&tape->core, place.axis);
-    long long rows = kl_place_is_rows(&place) ? tape->core.axis_rows[place.axis] : 0;
-    PyObject *dtype = value->meta.dtype == KL_DTYPE_OTHER ? Py_None : kl_py.dtypes[value->meta.dtype];
-    PyObject *size = kl_meta_size(&value->meta);
-    return Py_BuildValue("(ONONLOOI)", dtype, size, value->meta.requires_grad ? Py_True : Py_False,
-                         place_object(&place), rows, entry->real != NULL ? entry->real : Py_None,
-                         entry->number != NULL ? entry->number : Py_None, value->storage);
-}
-
-/* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids),
- * (inputs saved for backward, outputs saved, further bytes saved, do those grow with the rows,
- *  bytes of workspace)) */
-PyObject *
-kl_stage_node(PyObject *module, PyObject *args)
-{
-    (void)module;
-    unsigned int id = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:node", &id)) {
-        return NULL;
-    }
-    if (id >= tape->core.n_nodes) {
-        return PyErr_Format(PyExc_IndexError, "node: there is no node %u", id);
-    }
-    const KlNode *node = &tape->core.nodes[id];
-    KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    PyObject *where = kl_tape_where(tape, id);
-    PyObject *inputs = PyTuple_New(node->n_inputs);
-    if (where == NULL || inputs == NULL) {
-        Py_XDECREF(where);
-        Py_XDECREF(inputs);
-        return NULL;
-    }
-    for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = tape->core.inputs[node->first_input + k].value;
-        PyTuple_SET_ITEM(inputs, k, PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)value));
-    }
-    const KlSaves *saves = &node->saves;
-    return Py_BuildValue("(OzzNLN(KKLOL))", tape->nodes[id].func,
-                         node->row != NULL ? node->row->name : NULL, node->reason, where,
-                         (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]), inputs,
-                         (unsigned long long)saves->inputs, (unsigned long long)saves->outputs,
-                         (long long)saves->bytes_extra, saves->is_extra_rows ? Py_True : Py_False,
-                         (long long)saves->bytes_workspace);
-}
 
 /* -- running nodes -------------------------------------------------------------------------------------- */
 
@@ -333,7 +54,8 @@ static PyObject *
 rewrite_entry(PyObject *object, Py_ssize_t entry, PyObject *item)
 {
     PyObject *list = PySequence_List(object);
-    if (list == NULL || entry >= PyList_GET_SIZE(list) || PyList_SetItem(list, entry, Py_NewRef(item)) < 0) {
+    if (list == NULL || entry >= PyList_GET_SIZE(list) ||
+        PyList_SetItem(list, entry, Py_NewRef(item)) < 0) {
         Py_XDECREF(list);
         return NULL;
     }
@@ -352,7 +74,8 @@ rewrite_slice(PyObject *object, int part, PyObject *number)
         return Py_NewRef(number);
     }
     const PySliceObject *slice = (const PySliceObject *)object;
-    return PySlice_New(part == 0 ? number : slice->start, part == 1 ? number : slice->stop, slice->step);
+    return PySlice_New(part == 0 ? number : slice->start, part == 1 ? number : slice->stop,
+                       slice->step);
 }
 
 /* Put scale * rows of the chunk where the call said scale * rows of the batch. */
@@ -396,8 +119,8 @@ call_node(Run *run, KlNodeId id)
     Py_ssize_t n_named = call->kwnames != NULL ? PyTuple_GET_SIZE(call->kwnames) : 0;
     Py_ssize_t n_positional = PyList_GET_SIZE(args) - n_named;
     if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random) {
-        result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item, (size_t)n_positional,
-                                     call->kwnames);
+        result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
+                                     (size_t)n_positional, call->kwnames);
         goto error;
     }
     PyObject *positional = PyList_GetSlice(args, 0, n_positional);
@@ -412,7 +135,8 @@ call_node(Run *run, KlNodeId id)
     }
     PyObject *number = PyLong_FromUnsignedLong(id);
     if (tuple != NULL && named != NULL && number != NULL) {
-        result = PyObject_CallFunctionObjArgs(run->run_other, number, call->func, tuple, named, NULL);
+        result =
+            PyObject_CallFunctionObjArgs(run->run_other, number, call->func, tuple, named, NULL);
     }
     Py_XDECREF(number);
     Py_XDECREF(named);
@@ -439,10 +163,13 @@ keep_results(const Run *run, PyObject *result)
         KlValueId base = run->tape->core.inputs[node->first_input + node->n_inputs - 1].value;
         PyObject *made = PyList_GET_ITEM(run->env, base);
         if (made == Py_None) {
-            PyErr_SetString(PyExc_SystemError, "koila: a view of a value of another stage was written");
+            PyErr_SetString(PyExc_SystemError,
+                            "koila: a view of a value of another stage was written");
             return -1;
         }
-        return keep(run, node->first_out, result) < 0 || keep(run, node->first_out + 1, made) < 0 ? -1 : 0;
+        return keep(run, node->first_out, result) < 0 || keep(run, node->first_out + 1, made) < 0
+                   ? -1
+                   : 0;
     }
     if (node->mode == KL_MODE_REDUCE || (!PyTuple_Check(result) && !PyList_Check(result))) {
         return keep(run, node->first_out, result);

@@ -23,7 +23,7 @@ typedef enum {
     KL_ARG_TEXT,  /* a string: reduction="mean", approximate="tanh" */
     KL_ARG_DEVICE, /* a torch.device, or what a word with `:device` was given; u.i: the binding's index */
     KL_ARG_FORMAT, /* a torch.memory_format; u.i: KlFormat */
-    KL_ARG_OTHER, /* anything else: infer.c declines the call */
+    KL_ARG_OTHER,  /* anything else: infer.c declines the call */
 } KlArgKind;
 
 typedef enum {

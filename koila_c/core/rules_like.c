@@ -297,7 +297,8 @@ KlStatus
 dtype_like_real(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlStatus status = dtype_like(call, result, error);
-    return status == KL_OK && kl_meta_dtype_is_complex(result->outs[0].dtype) ? KL_DECLINED : status;
+    return status == KL_OK && kl_meta_dtype_is_complex(result->outs[0].dtype) ? KL_DECLINED
+                                                                              : status;
 }
 
 static KlStatus

@@ -2,9 +2,9 @@
  * nodes are needed, and one after it whether the tail is linear. All are linear in nodes and inputs. */
 #include "stage.h"
 
-#include "alloc.h"
-
 #include <string.h>
+
+#include "alloc.h"
 
 uint32_t
 kl_stage_n_parts(KlReduce reduce)
@@ -302,7 +302,8 @@ add_import(KlStages *stages, const KlImport *import, uint32_t *newest_of, uint32
 {
     for (uint32_t i = newest_of[import->value]; i != UINT32_MAX; i = next_of[i]) {
         const KlImport *known = &stages->imports[i];
-        if (known->is_range == import->is_range && kl_place_is_equal(&known->place, &import->place)) {
+        if (known->is_range == import->is_range &&
+            kl_place_is_equal(&known->place, &import->place)) {
             *found = i;
             return KL_OK;
         }
@@ -326,7 +327,8 @@ build_imports(const KlTape *tape, KlStages *stages, KlError *error)
     uint32_t *newest_of = kl_alloc_resize(NULL, tape->n_values, sizeof(uint32_t)); /* [n_values] */
     uint32_t *next_of = kl_alloc_resize(NULL, tape->n_inputs, sizeof(uint32_t));   /* [n_imports] */
     if (newest_of == NULL || next_of == NULL) {
-        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        status =
+            kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
         goto done;
     }
     memset(newest_of, 0xff, tape->n_values * sizeof(uint32_t));
@@ -392,7 +394,8 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
     is_needed = kl_alloc_zeroed(tape->n_values, sizeof(bool));
     depends = kl_alloc_zeroed(tape->n_values, sizeof(bool));
     if (is_needed == NULL || depends == NULL) {
-        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        status =
+            kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
         goto done;
     }
     mark_needed(tape, goal, stages, is_needed);

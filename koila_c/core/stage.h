@@ -26,13 +26,15 @@ typedef struct KlStages {
     size_t n_nodes;
     size_t n_values;
     uint32_t n_stages;
-    uint32_t *node_stage;  /* [n_nodes] where it runs; KL_STAGE_NONE: it is not needed */
-    uint32_t *late_stage;  /* [n_nodes] reductions of two parts: where part 1 runs; else KL_STAGE_NONE */
-    uint32_t *value_stage; /* [n_values] the stage after which it is there; leaves and known values: 0 */
-    bool *is_leaf;         /* [n_values] it enters with a number: a leaf, or known and not differentiated */
-    bool *is_data;         /* [n_nodes] light work on inputs alone: may be run again in any body */
-    bool *needs_gradient;  /* [n_values] a gradient flows back to it from a root */
-    KlImport *imports;     /* [n_imports] */
+    uint32_t *node_stage; /* [n_nodes] where it runs; KL_STAGE_NONE: it is not needed */
+    uint32_t
+        *late_stage; /* [n_nodes] reductions of two parts: where part 1 runs; else KL_STAGE_NONE */
+    uint32_t
+        *value_stage; /* [n_values] the stage after which it is there; leaves and known values: 0 */
+    bool *is_leaf; /* [n_values] it enters with a number: a leaf, or known and not differentiated */
+    bool *is_data; /* [n_nodes] light work on inputs alone: may be run again in any body */
+    bool *needs_gradient; /* [n_values] a gradient flows back to it from a root */
+    KlImport *imports;    /* [n_imports] */
     size_t n_imports, n_imports_max;
     uint32_t *import_of; /* [n_inputs of the tape] the import that serves this input */
     uint32_t last_body;  /* the last body with a gradient; KL_STAGE_NONE: there is none */

@@ -2,9 +2,9 @@
  * until kl_tape_clear. */
 #include "tape.h"
 
-#include "alloc.h"
-
 #include <string.h>
+
+#include "alloc.h"
 
 void
 kl_tape_init(KlTape *tape)
@@ -175,24 +175,35 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
     tape->nodes[node].n_outs = 2;
 }
 
-KlStatus
-kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error)
+/* Room for one more node and all it brings. */
+static KlStatus
+reserve_node(KlTape *tape, const KlRecord *record, KlError *error)
 {
     const KlInferred *inferred = record->inferred;
-    const KlSplit *split = &inferred->split;
     KlStatus status = reserve_values(tape, inferred->n_outs + 1, inferred->n_outs + 1, error);
     if (status == KL_OK) {
-        status = kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
-                                  tape->n_inputs + record->n_inputs + 1, sizeof(*tape->inputs), error);
+        status =
+            kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
+                             tape->n_inputs + record->n_inputs + 1, sizeof(*tape->inputs), error);
     }
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->rewrites, &tape->n_rewrites_max,
-                                  tape->n_rewrites + split->n_rewrites, sizeof(*tape->rewrites), error);
+                                  tape->n_rewrites + inferred->split.n_rewrites,
+                                  sizeof(*tape->rewrites), error);
     }
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->n_nodes + 1,
                                   sizeof(*tape->nodes), error);
     }
+    return status;
+}
+
+KlStatus
+kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error)
+{
+    const KlInferred *inferred = record->inferred;
+    const KlSplit *split = &inferred->split;
+    KlStatus status = reserve_node(tape, record, error);
     if (status != KL_OK) {
         return status;
     }
@@ -333,7 +344,8 @@ kl_tape_retire(KlTape *tape, KlError *error)
 {
     bool *reaches = kl_alloc_zeroed(tape->n_values, sizeof(*reaches)); /* [n_values] */
     if (reaches == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values",
+                            tape->n_values);
     }
     KlStatus status = find_reached(tape, reaches, error);
     for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
@@ -375,7 +387,8 @@ kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
     bool *reaches = kl_alloc_zeroed(tape->n_values, sizeof(*reaches));         /* [n_values] */
     KlStatus status = KL_OK;
     if (has_history == NULL || reaches == NULL) {
-        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+        status =
+            kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
         goto done;
     }
     status = find_reached(tape, reaches, error);

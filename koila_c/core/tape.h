@@ -10,8 +10,8 @@
 typedef enum {
     KL_STATE_PENDING, /* recorded, not run */
     KL_STATE_KNOWN,   /* has a number, and its node: it can still be differentiated */
-    KL_STATE_LIVE,    /* has a real tensor on a real autograd graph: what ran whole, and every leaf */
-    KL_STATE_SPENT,   /* has a number; its backward ran */
+    KL_STATE_LIVE,  /* has a real tensor on a real autograd graph: what ran whole, and every leaf */
+    KL_STATE_SPENT, /* has a number; its backward ran */
 } KlState;
 
 typedef struct KlInput {
@@ -21,45 +21,47 @@ typedef struct KlInput {
 
 typedef struct KlValue {
     KlMeta meta;
-    KlNodeId node;        /* KL_ID_NONE: a leaf (a real tensor that entered the program) */
-    KlStorageId storage;  /* values that share memory share it */
-    uint32_t version;     /* of the storage, when this value was made */
-    KlValueId view_of;    /* KL_ID_NONE: not a view; else the value it is a view of */
-    uint32_t n_pending;   /* pending nodes that read it */
-    uint8_t state;        /* KlState */
-    bool is_wanted;       /* the user can still reach it */
+    KlNodeId node;       /* KL_ID_NONE: a leaf (a real tensor that entered the program) */
+    KlStorageId storage; /* values that share memory share it */
+    uint32_t version;    /* of the storage, when this value was made */
+    KlValueId view_of;   /* KL_ID_NONE: not a view; else the value it is a view of */
+    uint32_t n_pending;  /* pending nodes that read it */
+    uint8_t state;       /* KlState */
+    bool is_wanted;      /* the user can still reach it */
 } KlValue;
 
 typedef struct KlNode {
-    const KlRow *row;      /* NULL: no row; shape and dtype were asked of torch */
-    uint32_t first_input;  /* into tape->inputs */
+    const KlRow *row;     /* NULL: no row; shape and dtype were asked of torch */
+    uint32_t first_input; /* into tape->inputs */
     uint32_t n_inputs;
     KlValueId first_out;
     uint32_t n_outs;
     uint32_t first_rewrite; /* into tape->rewrites */
     uint32_t n_rewrites;
-    uint32_t context;      /* the binding's id of the context it was recorded in */
-    uint32_t writes;       /* bit i: input i is written in place, and output 0 is its new version */
-    uint32_t leaf_writes;  /* bit i: input i, a leaf, is written on the side (batch_norm's statistics) */
-    uint64_t row_ranges;   /* bit i: input i counts the rows, a chunk of n rows gets its first n */
+    uint32_t context; /* the binding's id of the context it was recorded in */
+    uint32_t writes;  /* bit i: input i is written in place, and output 0 is its new version */
+    uint32_t
+        leaf_writes; /* bit i: input i, a leaf, is written on the side (batch_norm's statistics) */
+    uint64_t row_ranges; /* bit i: input i counts the rows, a chunk of n rows gets its first n */
     KlAxisId axis;
-    const char *reason;    /* why it is ONCE, or NULL */
+    const char *reason; /* why it is ONCE, or NULL */
     KlSaves saves;
-    uint8_t mode;          /* KlMode */
-    uint8_t reduce;        /* KlReduce */
+    uint8_t mode;   /* KlMode */
+    uint8_t reduce; /* KlReduce */
     bool is_random;
-    bool is_done;          /* nothing is left to do for it */
-    bool is_failed;        /* done without a number: it, or what it reads, raised */
-    KlValueId review_of;   /* a view taken again after a write: the value that stands for it from before,
+    bool is_done;   /* nothing is left to do for it */
+    bool is_failed; /* done without a number: it, or what it reads, raised */
+    KlValueId
+        review_of; /* a view taken again after a write: the value that stands for it from before,
                               whose tensor live replay uses; else KL_ID_NONE */
-    uint32_t review_out;   /* which output that is */
+    uint32_t review_out; /* which output that is */
     bool is_grad_enabled;
 } KlNode;
 
 typedef struct KlStorage {
-    uint32_t version;     /* counts writes */
-    KlValueId base;       /* the value of the whole storage at that version */
-    bool is_uncertain;    /* another storage may be the same memory: a write to it must run live */
+    uint32_t version;  /* counts writes */
+    KlValueId base;    /* the value of the whole storage at that version */
+    bool is_uncertain; /* another storage may be the same memory: a write to it must run live */
 } KlStorage;
 
 typedef struct KlTape {
@@ -100,7 +102,8 @@ KlStatus kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlErro
 /* What a call needs to become a node. */
 typedef struct KlRecord {
     const KlRow *row;
-    const KlValueId *inputs; /* [n_inputs] current values (see kl_tape_current), KL_ID_NONE for None */
+    const KlValueId
+        *inputs; /* [n_inputs] current values (see kl_tape_current), KL_ID_NONE for None */
     uint32_t n_inputs;
     const KlInferred *inferred;
     KlSaves saves;
@@ -109,7 +112,8 @@ typedef struct KlRecord {
     uint32_t leaf_writes; /* bit i: input i, a leaf, is written on the side */
     bool is_random;
     bool is_grad_enabled;
-    KlValueId review_of; /* KL_ID_NONE, or the value of which output `review_out` is a later version */
+    KlValueId
+        review_of; /* KL_ID_NONE, or the value of which output `review_out` is a later version */
     uint32_t review_out;
 } KlRecord;
 

@@ -130,18 +130,41 @@ class Program:
         return {run.axis: _core.node(run.nodes[-1])[4] for run in self.runs if run.is_body}
 
     def spread_writes(self) -> Node | None:
-        """A write whose memory other stages use too; such a program runs live."""
+        """A write that cannot run by stages, because its memory is used in others; or None.
+
+        A whole value that another stage made is given to the writing stage as a copy, and nothing else
+        sees the write. Views of such memory have no copy of their own: that program runs live.
+        """
         users: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        written: dict[int, Node] = {}
+        members: dict[int, set[int]] = defaultdict(set)
         for node in self.nodes.values():
             for value in [*node.outs, *(self.imports[i].value for i in node.imports if i >= 0)]:
-                info = self.info(value)
-                users[info.storage].add((node.stage, node.axis))
-                if self.is_leaf(value):
-                    users[info.storage].add((-1, -1))
-            if node.writes:
-                written[self.info(node.first_out).storage] = node
-        return next((node for storage, node in written.items() if len(users[storage]) > 1), None)
+                storage = self.info(value).storage
+                users[storage].add((-1, -1) if self.is_leaf(value) else (node.stage, node.axis))
+                users[storage].add((node.stage, node.axis))
+                members[storage].add(value)
+        self.copied: set[tuple[int, int, int]] = set()
+        for node in self.nodes.values():
+            storage = self.info(node.first_out).storage
+            if not node.writes or len(users[storage]) == 1:
+                continue
+            written = self.imports[node.imports[0]].value
+            maker = self.node_of(written)
+            is_here = maker is not None and (maker.stage, maker.axis) == (node.stage, node.axis)
+            is_viewed = any(
+                other.id != node.id and self.imports[i].value != written
+                for other in self.nodes.values()
+                if (other.stage, other.axis) == (node.stage, node.axis)
+                for i in other.imports
+                if i >= 0
+                and self.info(self.imports[i].value).storage == storage
+                and self.node_of(self.imports[i].value) is not None
+                and self.node_of(self.imports[i].value).stage != node.stage
+            )
+            if node.n_outs != 1 or is_here or is_viewed:
+                return node
+            self.copied.add((node.stage, node.axis, written))
+        return None
 
     def _stages_of(self, node: Node) -> set[int]:
         late = {node.late_stage} if node.late_stage is not None else set()

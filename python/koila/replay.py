@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, plan, reductions
+from koila import _core, config, draws, plan, reductions
 from koila.cross import Cross
 from koila.errors import MemoryLimitError
 from koila.program import Program, Run
@@ -93,7 +93,11 @@ class Replay:
         env: list[Any] = [None] * len(self.program.values)
         imports: list[Any] = [None] * len(self.program.imports)
         for number in run.imports:
-            imports[number] = self._given(number, run, chunk, is_graph, stand_ins)
+            given = self._given(number, run, chunk, is_graph, stand_ins)
+            if (run.stage, run.axis, self.program.imports[number].value) in self.program.copied:
+                with torch.set_grad_enabled(is_graph):
+                    given = given.clone()
+            imports[number] = given
         for number in run.shadows:
             imports[number] = self._shadow(number, run, chunk)
         if not run.is_body:
@@ -381,7 +385,8 @@ def _attempt(program: Program, n_chunks: int, run: Callable[[Replay], Any]) -> t
         except BaseException as error:
             replay.draws.roll_back()
             is_pinned = bool(draws.pinned_grids())
-            if not _is_out_of_memory(error) or n_chunks >= most or is_pinned:
+            is_forced = config.get("chunks") is not None
+            if not _is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
                 raise
             error.__traceback__ = None  # its frames hold the tensors of the failed attempt
         finally:

@@ -1,0 +1,372 @@
+/* py_core.c - the small functions of koila._core: each checks its arguments and asks one question of a
+ * lazy, of this thread's tape, or of the state. What they do is said in the table of module.c. */
+#include "py_core.h"
+
+#include <malloc.h>
+
+#include "alloc.h"
+
+static Value *
+value_argument(PyObject *object)
+{
+    if (!kl_lazy_check(object)) {
+        (void)PyErr_Format(PyExc_TypeError, "expected a LazyTensor, got %.100s",
+                           Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    return kl_lazy_checked(object);
+}
+
+PyObject *
+core_new_axis(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
+}
+
+PyObject *
+core_input(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *tensor = NULL;
+    int dim = 0;
+    unsigned long long key = 0;
+    long long rows = 0;
+    if (!PyArg_ParseTuple(args, "O!iKL:input", kl_py.tensor_base, &tensor, &dim, &key, &rows)) {
+        return NULL;
+    }
+    KlPlace place = {
+        .axis = dim < 0 ? KL_ID_NONE : 0, .dim = dim < 0 ? 0 : dim, .outer = 1, .inner = 1};
+    return kl_lazy_new_detached(tensor, &place, key, rows, true);
+}
+
+PyObject *
+core_like(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *tensor = NULL, *lazy = NULL;
+    if (!PyArg_ParseTuple(args, "O!O:like", kl_py.tensor_base, &tensor, &lazy)) {
+        return NULL;
+    }
+    const Value *value = value_argument(lazy);
+    if (value == NULL) {
+        return NULL;
+    }
+    KlPlace place = value->place;
+    uint64_t key = value->axis_key;
+    int64_t rows = value->rows;
+    if (value->tape != NULL) {
+        const KlTape *core = &value->tape->core;
+        place = core->values[value->id].meta.place;
+        place.axis = kl_tape_axis_find(core, place.axis);
+        key = kl_place_is_rows(&place) ? value->tape->axis_keys[place.axis] : 0;
+        rows = kl_place_is_rows(&place) ? core->axis_rows[place.axis] : 0;
+    }
+    place.axis = kl_place_is_rows(&place) ? 0 : KL_ID_NONE;
+    return kl_lazy_new_detached(tensor, &place, key, rows, true);
+}
+
+PyObject *
+core_force(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    return value == NULL ? NULL : kl_live_force(value);
+}
+
+PyObject *
+core_real(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    PyObject *real = value == NULL ? NULL : kl_lazy_real(value);
+    return value == NULL ? NULL : Py_NewRef(real != NULL ? real : Py_None);
+}
+
+PyObject *
+core_is_input(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    return value == NULL ? NULL : PyBool_FromLong(value->is_input);
+}
+
+/* (dtype, shape, strides or None, requires_grad, device number), or None where there is no KlMeta. */
+static PyObject *
+describe(const KlMeta *meta)
+{
+    if (meta->dtype == KL_DTYPE_OTHER) {
+        return Py_NewRef(Py_None);
+    }
+    PyObject *size = kl_meta_size(meta);
+    PyObject *strides = NULL, *result = NULL;
+    if (size != NULL) {
+        strides = meta->is_strided ? kl_meta_strides(meta) : Py_NewRef(Py_None);
+    }
+    if (strides != NULL) {
+        result = Py_BuildValue("(OOOOi)", kl_py.dtypes[meta->dtype], size, strides,
+                               meta->requires_grad ? Py_True : Py_False, (int)meta->device);
+    }
+    Py_XDECREF(strides);
+    Py_XDECREF(size);
+    return result;
+}
+
+PyObject *
+core_describe(PyObject *module, PyObject *object)
+{
+    (void)module;
+    KlMeta meta;
+    PyObject *real = object;
+    if (kl_lazy_check(object)) {
+        Value *value = value_argument(object);
+        if (value == NULL) {
+            return NULL;
+        }
+        real = kl_lazy_real(value);
+        if (real == NULL) {
+            return describe(&value->tape->core.values[value->id].meta);
+        }
+    }
+    int result = kl_meta_read(real, &meta);
+    return result == 0 ? describe(&meta) : result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *
+core_live(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *func = NULL, *call_args = NULL, *kwargs = NULL;
+    int is_plain = 0;
+    if (!PyArg_ParseTuple(args, "OO!Op:live", &func, &PyTuple_Type, &call_args, &kwargs,
+                          &is_plain)) {
+        return NULL;
+    }
+    return kl_live_call(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
+}
+
+PyObject *
+core_flush(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    return tape != NULL && kl_live_run(tape) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *
+core_has_known(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    bool has_any = false;
+    KlError error;
+    if (tape != NULL && kl_tape_find_known(&tape->core, &has_any, &error) != KL_OK) {
+        return kl_py_raise(&error);
+    }
+    return PyBool_FromLong(has_any);
+}
+
+PyObject *
+core_read(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
+}
+
+PyObject *
+core_call(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "I:call", &id)) {
+        return NULL;
+    }
+    return id < tape->core.n_nodes
+               ? kl_call_describe(tape, id)
+               : PyErr_Format(PyExc_IndexError, "call: there is no node %u", id);
+}
+
+PyObject *
+core_refresh_leaf(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "I:refresh_leaf", &id)) {
+        return NULL;
+    }
+    if (id < tape->core.n_values) {
+        kl_tape_refresh_leaf(tape, id);
+    }
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_note_backward(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    kl_py.n_backwards++;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_is_busy(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    return PyBool_FromLong(tape != NULL && tape->is_running);
+}
+
+PyObject *
+core_set_busy(PyObject *module, PyObject *flag)
+{
+    (void)module;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    tape->is_running = flag == Py_True;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_check_leaves(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open();
+    return tape == NULL || kl_tape_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *
+core_close(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        if (tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL) {
+            KlError error;
+            if (kl_tape_retire(&tape->core, &error) != KL_OK) {
+                return kl_py_raise(&error);
+            }
+            return Py_NewRef(Py_False);
+        }
+    }
+    kl_tape_close(tape);
+    return Py_NewRef(Py_True);
+}
+
+PyObject *
+core_known(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    PyObject *number = kl_lazy_real(value);
+    if (number == NULL) {
+        number = value->tape->values[value->id].number;
+    }
+    return Py_NewRef(number != NULL ? number : Py_None);
+}
+
+/* Bytes that the pending calls would make and keep, by a quick sum. */
+PyObject *
+core_pending_bytes(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    long long bytes = 0;
+    for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
+            const KlValue *value = &tape->core.values[node->first_out + k];
+            bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
+        }
+        bytes += node->saves.bytes_extra + node->saves.bytes_workspace;
+    }
+    return PyLong_FromLongLong(bytes);
+}
+
+PyObject *
+core_fix_malloc(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+#ifdef __GLIBC__
+    /* glibc raises its threshold when a large block is freed, sends later ones to the heap, and the heap
+     * does not shrink: fixed, every large block goes back to the system when it is freed. */
+    return PyBool_FromLong(mallopt(M_MMAP_THRESHOLD, 64 * 1024));
+#else
+    return Py_NewRef(Py_False);
+#endif
+}
+
+PyObject *
+core_memo(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    if (tape->memo == NULL) {
+        tape->memo = PyDict_New();
+    }
+    return Py_XNewRef(tape->memo);
+}
+
+PyObject *
+core_configure(PyObject *module, PyObject *args)
+{
+    (void)module;
+    long long chunks = 0, bytes = 0;
+    if (!PyArg_ParseTuple(args, "LL:configure", &chunks, &bytes)) {
+        return NULL;
+    }
+    kl_py.n_chunks = chunks;
+    kl_py.bytes_limit = bytes;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_recycles(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(kl_recycle_works());
+}
+
+PyObject *
+core_fail_alloc_after(PyObject *module, PyObject *n)
+{
+    (void)module;
+    long long left = PyLong_AsLongLong(n);
+    if (left == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    kl_alloc_fail_after(left);
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_n_blocks(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyLong_FromLongLong(kl_alloc_n_blocks());
+}

@@ -1,0 +1,34 @@
+/* py_core.h - the small functions of koila._core, for the table of module.c, which says what each does. */
+#ifndef KL_PY_CORE_H
+#define KL_PY_CORE_H
+
+#include "py.h"
+
+PyObject *core_new_axis(PyObject *module, PyObject *ignored);
+PyObject *core_input(PyObject *module, PyObject *args);
+PyObject *core_like(PyObject *module, PyObject *args);
+PyObject *core_force(PyObject *module, PyObject *object);
+PyObject *core_real(PyObject *module, PyObject *object);
+PyObject *core_is_input(PyObject *module, PyObject *object);
+PyObject *core_describe(PyObject *module, PyObject *object);
+PyObject *core_live(PyObject *module, PyObject *args);
+PyObject *core_flush(PyObject *module, PyObject *ignored);
+PyObject *core_has_known(PyObject *module, PyObject *ignored);
+PyObject *core_read(PyObject *module, PyObject *object);
+PyObject *core_call(PyObject *module, PyObject *args);
+PyObject *core_refresh_leaf(PyObject *module, PyObject *args);
+PyObject *core_note_backward(PyObject *module, PyObject *ignored);
+PyObject *core_is_busy(PyObject *module, PyObject *ignored);
+PyObject *core_set_busy(PyObject *module, PyObject *flag);
+PyObject *core_check_leaves(PyObject *module, PyObject *ignored);
+PyObject *core_close(PyObject *module, PyObject *ignored);
+PyObject *core_known(PyObject *module, PyObject *object);
+PyObject *core_pending_bytes(PyObject *module, PyObject *ignored);
+PyObject *core_fix_malloc(PyObject *module, PyObject *ignored);
+PyObject *core_memo(PyObject *module, PyObject *ignored);
+PyObject *core_configure(PyObject *module, PyObject *args);
+PyObject *core_recycles(PyObject *module, PyObject *ignored);
+PyObject *core_fail_alloc_after(PyObject *module, PyObject *n);
+PyObject *core_n_blocks(PyObject *module, PyObject *ignored);
+
+#endif
