@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from demo.model import GPT
+from torch import Tensor, nn
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

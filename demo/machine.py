@@ -12,7 +12,6 @@ import resource
 from pathlib import Path
 
 import torch
-
 from model import GPT
 
 _STATUS = Path("/proc/self/status")

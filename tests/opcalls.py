@@ -1,7 +1,7 @@
 """Check what the rows say of real calls: shape, dtype, strides, alias, and places by brute force.
 
-The oracle is torch itself. A place is checked without any rule: the inputs are cut as the row says, torch runs on
-every chunk, and what comes out is put together as the row says.
+The oracle is torch itself. A place is checked without any rule: the inputs are cut as the row says,
+torch runs on every chunk, and what comes out is put together as the row says.
 """
 
 from __future__ import annotations
@@ -448,9 +448,9 @@ def assignments(inputs: Sequence[torch.Tensor]) -> Iterator[tuple[list[Place | N
                     places[number] = (0, dim, outer, inner)
                     for k, other in enumerate(inputs):
                         at = dim if align == "left" else dim + other.dim() - first.dim()
-                        if k != number and align != "no" and 0 <= at < other.dim():
-                            if other.shape[at] == size:
-                                places[k] = (0, at, outer, inner)
+                        is_there = k != number and align != "no" and 0 <= at < other.dim()
+                        if is_there and other.shape[at] == size:
+                            places[k] = (0, at, outer, inner)
                     key = (tuple(places), rows)
                     if key not in seen:
                         seen.add(key)

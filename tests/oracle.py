@@ -17,11 +17,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import koila
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+import koila
 
 #: Largest difference allowed, as a share of the largest entry of the tensor it is in.
 TOLERANCE = 1e-10

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import koila
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+import koila
 from oracle import assert_same_or_refused, assert_same_story, gradients, split, unchanged
 from programs_vision import ConvBatchNorm, DropoutMlp, Mlp
 from stories import N_ROWS, each_split, make, rows, train

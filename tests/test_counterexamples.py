@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import koila
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import koila
 from oracle import (
     Lazy,
     assert_gradient_of_loss,

@@ -14,8 +14,8 @@ TABLES = sorted(KOILA_C.glob("*/*.def"))
 
 # A file includes only files of its own layer or of one before it. rules_shape.c is of layer rules.
 LAYERS = ["base", "alloc", "meta", "ops", "infer", "rules", "tape", "stage", "liveness", "plan"]
-# py_args before py: binding arguments to a signature knows nothing of lazies and tapes, and py.h, which
-# knows them all, keeps the signatures of the functions.
+# py_args before py: binding arguments to a signature knows nothing of lazies and tapes, and py.h,
+# which knows them all, keeps the signatures of the functions.
 LAYERS += ["py_args", "py", "py_*", "module"]
 LAYER_OF = {"error": "base"}
 # The header a file without one of its own may open with: of its layer, or of its family.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import koila
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import koila
 from oracle import Lazy, Outcome, assert_outcomes, eager, make_batch, run
 from programs import PROGRAMS
 from programs_kit import Program

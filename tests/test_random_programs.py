@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import koila
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import koila
 from oracle import Lazy, assert_seen, eager, plain
 
 WIDTH = 4

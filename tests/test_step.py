@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import koila
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import koila
 from oracle import Lazy, assert_same_story, gradients, split
 from programs_vision import Discriminator, Generator, Mlp
 from stories import batches, each_split, make, train

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import koila
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import koila
 from oracle import Lazy, assert_same_story, gradients, split
 from programs_vision import Mlp
 from stories import batches, each_split, make

@@ -9,7 +9,6 @@ import io
 import pickle
 from typing import Any
 
-import koila
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
+import koila
 from oracle import Lazy, assert_same_story, chunk_sizes, draws_in_order, gradients, split
 from programs_vision import DropoutMlp, Mlp
 from stories import N_ROWS, batches, each_split, make

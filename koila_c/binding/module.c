@@ -30,11 +30,11 @@ core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
-    PyObject *is_row_range = NULL, *draw_like = NULL, *note_draw = NULL, *check_draws = NULL,
+    PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL, *check_draws = NULL,
              *read = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
-                          &is_row_range, &draw_like, &note_draw, &check_draws, &skip_one_hop, &read,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
+                          &is_row_range, &checksum, &draw_like, &note_draw, &check_draws, &skip_one_hop, &read,
                           &reductions)) {
         return NULL;
     }
@@ -44,6 +44,7 @@ core_bind(PyObject *module, PyObject *args)
     kl_py.reductions = reductions;
     Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
+    Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
     Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
@@ -53,7 +54,7 @@ core_bind(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
-     "bind($module, koila_error, stale_error, meta_infer, is_row_range, draw_like, note_draw, "
+     "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, note_draw, "
      "check_draws, skip_one_hop, read, "
      "reductions, /)"
      "\n--\n\n"
@@ -119,6 +120,11 @@ static PyMethodDef functions[] = {
      "node($module, id, /)\n--\n\n(func, row, reason, where, rows, input values) of a node."},
     {"is_busy", core_is_busy, METH_NOARGS,
      "is_busy($module, /)\n--\n\nWhether a replay is under way on this thread."},
+    {"abandon", core_abandon, METH_NOARGS,
+     "abandon($module, /)\n--\n\nA run raised: what is pending waits until it is asked for by name."},
+    {"leaf_of", core_leaf_of, METH_O,
+     "leaf_of($module, tensor, /)\n--\n\n"
+     "The number of a real tensor that pending calls read, or None."},
     {"set_busy", core_set_busy, METH_O,
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"check_leaves", core_check_leaves, METH_NOARGS,

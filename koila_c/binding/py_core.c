@@ -225,6 +225,28 @@ core_is_busy(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
+core_abandon(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    if (tape != NULL) {
+        kl_tape_abandon(&tape->core, true);
+    }
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_leaf_of(PyObject *module, PyObject *tensor)
+{
+    (void)module;
+    const Tape *tape = kl_tape_open_or_null();
+    KlValueId id = tape != NULL ? kl_tape_find(tape, tensor) : KL_ID_NONE;
+    bool is_read = id != KL_ID_NONE && tape->core.values[id].n_pending > 0;
+    return is_read ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
+}
+
+PyObject *
 core_set_busy(PyObject *module, PyObject *flag)
 {
     (void)module;

@@ -19,6 +19,8 @@ PyObject *core_call(PyObject *module, PyObject *args);
 PyObject *core_refresh_leaf(PyObject *module, PyObject *args);
 PyObject *core_note_backward(PyObject *module, PyObject *ignored);
 PyObject *core_is_busy(PyObject *module, PyObject *ignored);
+PyObject *core_abandon(PyObject *module, PyObject *ignored);
+PyObject *core_leaf_of(PyObject *module, PyObject *tensor);
 PyObject *core_set_busy(PyObject *module, PyObject *flag);
 PyObject *core_check_leaves(PyObject *module, PyObject *ignored);
 PyObject *core_close(PyObject *module, PyObject *ignored);

@@ -208,6 +208,10 @@ kl_live_read(Value *value)
         return 0;
     }
     if (value->tape == kl_tape_open_or_null() && !value->tape->is_running) {
+        KlNodeId node = value->tape->core.values[value->id].node;
+        if (node != KL_ID_NONE && value->tape->core.nodes[node].is_abandoned) {
+            kl_tape_abandon(&value->tape->core, false); /* somebody asks for it after all */
+        }
         PyObject *answer = PyObject_CallNoArgs(kl_py.read);
         bool is_known = answer == Py_True;
         Py_XDECREF(answer);

@@ -123,7 +123,7 @@ find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *
 {
     for (size_t i = 0; i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        for (uint32_t k = 0; k < node->n_outs; k++) {
+        for (uint32_t k = 0; k < node->n_outs && !node->is_abandoned; k++) {
             KlValueId out = node->first_out + k;
             bool is_pending = tape->core.values[out].state == KL_STATE_PENDING;
             bool is_reached = is_pending && tape->values[out].handle != NULL;
@@ -150,6 +150,12 @@ find_roots(Tape *tape, PyObject *roots, KlValueId **ids, size_t *n, size_t *n_ma
                 PyErr_SetString(PyExc_TypeError, "stage: a root is not lazy");
             }
             return -1;
+        }
+        KlNodeId node = kl_lazy_value(root)->tape == tape
+                            ? tape->core.values[kl_lazy_value(root)->id].node
+                            : KL_ID_NONE;
+        if (node != KL_ID_NONE && tape->core.nodes[node].is_abandoned) {
+            kl_tape_abandon(&tape->core, false); /* somebody asks for it after all */
         }
         if (kl_tape_attach(tape, kl_lazy_value(root), &id) < 0 || add_id(ids, n, n_max, id) < 0) {
             return -1;

@@ -339,6 +339,14 @@ find_reached(const KlTape *tape, bool *reaches, KlError *error)
     return KL_OK;
 }
 
+void
+kl_tape_abandon(KlTape *tape, bool is_abandoned)
+{
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        tape->nodes[i].is_abandoned = is_abandoned && !tape->nodes[i].is_done;
+    }
+}
+
 KlStatus
 kl_tape_retire(KlTape *tape, KlError *error)
 {
@@ -403,7 +411,7 @@ kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
             KlValueId out = node->first_out + k;
             has_history[out] = has_gradient || tape->values[out].meta.requires_grad;
         }
-        *has_any = *has_any || (!node->is_done && must_run_now(tape, node, has_history, reaches));
+        *has_any = *has_any || (!node->is_done && !node->is_abandoned && must_run_now(tape, node, has_history, reaches));
     }
 done:
     kl_alloc_free(reaches);

@@ -56,6 +56,7 @@ typedef struct KlNode {
                               whose tensor live replay uses; else KL_ID_NONE */
     uint32_t review_out; /* which output that is */
     bool is_grad_enabled;
+    bool is_abandoned; /* a run of it raised, and nobody has asked for it since */
 } KlNode;
 
 typedef struct KlStorage {
@@ -130,6 +131,9 @@ void kl_tape_set_done(KlTape *tape, KlNodeId node);
 
 /* Node `node` failed: it and all that read its outputs, directly or not, are done without a number. */
 void kl_tape_set_failed(KlTape *tape, KlNodeId node);
+
+/* A run raised: what is pending now waits until somebody asks for it by name. */
+void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 
 /* What has run, and leads to nothing the user can reach, is done: its leaves may change. */
 KlStatus kl_tape_retire(KlTape *tape, KlError *error);

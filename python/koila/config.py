@@ -29,7 +29,9 @@ def parse_bytes(limit: int | str | None) -> int | None:
     if isinstance(limit, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", limit)
         if match is None or match[2].lower() not in _UNITS:
-            raise ValueError(f'config: memory_limit={limit!r} is no size; write for example "512MiB"')
+            raise ValueError(
+                f'config: memory_limit={limit!r} is no size; write for example "512MiB"'
+            )
         limit = int(float(match[1]) * _UNITS[match[2].lower()])
     if limit <= 0:
         raise ValueError(f"config: memory_limit must be positive, not {limit}")

@@ -16,19 +16,19 @@ OP, LIVE, READ, ENTER, HANDLER = range(5)
 
 # Their answer is a Python object, or a tensor that leaves torch: the number is needed now.
 READS = frozenset(
-    """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __long__ __nonzero__
-    is_nonzero equal allclose _is_all_true _is_any_true data_ptr untyped_storage storage _typed_storage
-    storage_type __reduce_ex__ __reduce__ __deepcopy__ __copy__ __format__ __dlpack__ __dlpack_device__
-    __cuda_array_interface__ is_set_to is_shared share_memory_ __dir__ __setstate__
-    __array_wrap__ __array_priority__ _update_names _indices _values is_pinned
-    has_names is_coalesced q_scale q_zero_point q_per_channel_scales qscheme module_load
-    ipc_handle is_inference map_ map2_ apply_ new type get_device""".split()
+    """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __long__
+    __nonzero__ is_nonzero equal allclose _is_all_true _is_any_true data_ptr
+    untyped_storage storage _typed_storage storage_type __reduce_ex__ __reduce__ __deepcopy__
+    __copy__ __format__ __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared
+    share_memory_ __dir__ __setstate__ __array_wrap__ __array_priority__ _update_names _indices
+    _values is_pinned has_names is_coalesced q_scale q_zero_point q_per_channel_scales qscheme
+    module_load ipc_handle is_inference map_ map2_ apply_ new type get_device""".split()
 )
 
 # Their answer follows from metadata: a stand-in without memory gives it.
 QUERIES = frozenset(
-    """is_floating_point is_complex is_signed is_contiguous stride storage_offset element_size itemsize
-    nbytes layout is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_conj is_neg
+    """is_floating_point is_complex is_signed is_contiguous stride storage_offset element_size
+    itemsize nbytes layout is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_conj is_neg
     is_distributed is_same_size numel nelement dim ndimension size shape dtype ndim names
     _is_view dim_order __len__ is_tensor""".split()
 )
@@ -41,12 +41,7 @@ NAMESPACES = (
     torch.Tensor,
     torch._C.TensorBase,
     torch._C._VariableFunctions,
-    torch._C._nn,
-    torch._C._linalg,
-    torch._C._fft,
-    torch._C._special,
-    torch._C._nested,
-    torch._C._sparse,
+    *(getattr(torch._C, name) for name in "_nn _linalg _fft _special _nested _sparse".split()),
     torch.nn.functional,
     torch.functional,
     torch.linalg,
@@ -151,6 +146,7 @@ def register_all() -> None:
         StaleError,
         meta.infer,
         meta.is_row_range,
+        meta.checksum,
         meta.draw_like,
         draws.note_recorded,
         draws.check_undisturbed,
@@ -161,9 +157,8 @@ def register_all() -> None:
     for name, func in _overridable():
         if callable(func) and not isinstance(func, type):
             _register(func, getattr(func, "__name__", name))
-    _core.register(
-        torch.autograd.grad, HANDLER, "grad", handlers.autograd_grad, False, False, False, None, None
-    )
+    grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
+    _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
         if name in handlers.HANDLERS:

@@ -57,7 +57,9 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
     if isinstance(obj, torch.Tensor):
         return fn(obj, batch, path)
     if isinstance(obj, Mapping):
-        items = {key: _map(fn, item, _entry(batch, key), f"{path}[{key!r}]") for key, item in obj.items()}
+        items = {
+            key: _map(fn, item, _entry(batch, key), f"{path}[{key!r}]") for key, item in obj.items()
+        }
         return _rebuild_mapping(obj, items)
     if isinstance(obj, torch.nn.utils.rnn.PackedSequence):
         raise TypeError(
@@ -89,7 +91,9 @@ def _entry(batch: Any, key: Any) -> Any:
         return batch[key]
     if isinstance(batch, tuple | list) and isinstance(key, int):
         if key >= len(batch):
-            raise ValueError(f"lazy: batch= has {len(batch)} entries, there is none for number {key}")
+            raise ValueError(
+                f"lazy: batch= has {len(batch)} entries, there is none for number {key}"
+            )
         return batch[key]
     if dataclasses.is_dataclass(batch):
         return getattr(batch, key)

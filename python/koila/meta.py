@@ -11,8 +11,8 @@ import torch
 from koila import _core
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, _core.LazyTensor})
-_LITERALS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.layout)
-_LITERALS += (torch.memory_format, type(Ellipsis))
+_LITERALS: tuple[type, ...] = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis))
+_LITERALS += (torch.dtype, torch.layout, torch.memory_format)
 
 _Description = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
 _Out = tuple[torch.dtype, tuple[int, ...], bool, int]
@@ -174,7 +174,7 @@ def infer(
 
 
 def is_row_range(index: torch.Tensor) -> bool:
-    """Tell whether an index tensor counts 0, 1, 2, ... along its first dim, its other dims being 1."""
+    """Tell whether an index tensor counts 0, 1, 2, ... along its first dim, the others being 1."""
     if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != index.shape[0]:
         return False
     return torch.equal(index.reshape(-1), torch.arange(index.shape[0], device=index.device))
@@ -186,12 +186,21 @@ def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     Returns:
         NotImplemented where the strides, and with them the order of the draws, are not known.
     """
-    lazy, *rest = args if args else (kwargs.get("input"), )
+    lazy, *rest = args if args else (kwargs.get("input"),)
     if type(lazy) is not _core.LazyTensor or not args:
         return NotImplemented
     description = _core.describe(lazy)
-    if description is None or description[2] is None:
+    if description is None:
         return NotImplemented
     dtype, shape, strides, _, _ = description
+    if strides is None:
+        return NotImplemented
     stand_in = torch.empty_strided(shape, strides, dtype=dtype, device=lazy.device)
     return _core.like(func(stand_in, *rest, **kwargs), lazy)
+
+
+def checksum(tensor: torch.Tensor) -> tuple[float, float]:
+    """Two numbers that a write to a tensor changes: its sum, and its sum weighted by position."""
+    flat = tensor.detach().reshape(-1).to(torch.float64)
+    ramp = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return float(flat.sum()), float((flat * ramp).sum())

@@ -83,7 +83,7 @@ class Call:
     def word(self, name: str, fallback: Any = None) -> Any:
         return self.words.get(name, fallback)
 
-    def run(self, **changes: Any) -> Any:
+    def run(self, **changes: Any) -> torch.Tensor:
         """Call the function with some words replaced, or given where they were not."""
         names, n_positional, _ = parse(self.signature)
         words = {**self.words, **changes}
@@ -92,7 +92,8 @@ class Call:
             if name not in words:
                 break
             args.append(words.pop(name))
-        return self.func(*args, **words)
+        result: torch.Tensor = self.func(*args, **words)
+        return result
 
     @property
     def wide(self) -> torch.dtype:
@@ -211,7 +212,7 @@ class Var(Reduction):
         return dim, call.word("keepdim", False), correction
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
-        x = call.word("input")
+        x: torch.Tensor = call.word("input")
         dim, keepdim, _ = self.options(call)
         over = dims(x, dim)
         if part == 0:
@@ -274,7 +275,7 @@ class Extreme(Reduction):
         return call.func.__name__.endswith("max")
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
-        x = call.word("input")
+        x: torch.Tensor = call.word("input")
         if part == 0:
             return call.run()
         over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
@@ -319,7 +320,7 @@ class LogSumExp(Reduction):
         return torch.where(x.isinf(), instead, x)
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
-        x = call.word("input")
+        x: torch.Tensor = call.word("input")
         x = x.to(call.wide)  # ints too
         over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
         most = x.detach().amax(over, True)
@@ -348,7 +349,8 @@ class Norm(Reduction):
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
         norms = torch.stack(parts[0])
-        return torch.linalg.vector_norm(norms, call.word("ord", 2), 0).to(call.dtype)
+        norm: torch.Tensor = torch.linalg.vector_norm(norms, call.word("ord", 2), 0)
+        return norm.to(call.dtype)
 
 
 class Prod(Reduction):
@@ -380,7 +382,7 @@ class Loss(Reduction):
     """Losses averaged over their terms: the sum, and the number of terms."""
 
     n_parts = 2
-    part_reads = (("*",), ())
+    part_reads: tuple[tuple[str, ...], ...] = (("*",), ())
     saves_parts = frozenset({1})
     BY_ROW = frozenset(
         {
@@ -402,7 +404,8 @@ class Loss(Reduction):
         given = [t for t in call.words.values() if isinstance(t, torch.Tensor)]
         if call.func.__name__ in self.BY_ROW:
             return given[0].shape[0] if given[0].dim() > 1 else 1
-        return torch.broadcast_shapes(*(t.shape for t in given)).numel()
+        shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in given))
+        return shape.numel()
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
         if call.word("reduction", MEAN) == SUM:
@@ -418,10 +421,12 @@ class CrossEntropy(Loss):
     def partial(self, part: int, call: Call) -> torch.Tensor:
         if part == 0:
             return super().partial(0, call)
-        x, target, weight = call.word("input"), call.word("target"), call.word("weight")
+        x: torch.Tensor = call.word("input")
+        target: torch.Tensor = call.word("target")
+        weight: torch.Tensor | None = call.word("weight")
         if target.dim() == x.dim():
             return count(x.numel() // x.shape[1])  # probabilities count 1 each
-        counts = target != call.word("ignore_index", -100)
+        counts: torch.Tensor = target != call.word("ignore_index", -100)
         if weight is None:
             return counts.sum()
         labels = torch.where(counts, target, 0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila import _core, budget, handlers, replay
+from koila import _core, budget, handlers, meta, replay
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -123,6 +123,23 @@ def _patch_fast_paths() -> None:
         _replace(module, "forward", forward)
 
 
+def _patch_data() -> None:
+    """x.data hands out memory behind autograd's back: writes through it leave no trace but the numbers."""
+    original = torch._C.TensorBase.data  # type: ignore[attr-defined]
+
+    def get(self: torch.Tensor) -> Any:
+        leaf = _core.leaf_of(self)
+        if leaf is not None and not _core.is_busy():
+            replay.flush_known()
+            leaf = _core.leaf_of(self)
+            if leaf is not None:
+                watched = _core.memo().setdefault("watched", {})
+                watched.setdefault(leaf, meta.checksum(self))
+        return original.__get__(self)
+
+    _replace(torch.Tensor, "data", property(get, original.__set__))
+
+
 def _patch_defaults() -> None:
     for name in ("set_default_dtype", "set_default_device"):
         _replace(torch, name, _flush_first(getattr(torch, name)))
@@ -164,6 +181,7 @@ def install() -> None:
     _patch_functorch()
     _patch_grad_modes()
     _patch_fast_paths()
+    _patch_data()
     _patch_defaults()
     _patch_scripts()
     _hooks.append(register_optimizer_step_pre_hook(_before_step))

@@ -1,4 +1,4 @@
-"""Reductions of a program: partials on a chunk, combined at the joint, by the table of partials.py."""
+"""Reductions of a program: partials on a chunk, combined at the joint, by partials.py's table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from koila import _core
 from koila.partials import REDUCTIONS, Call, Reduction
 from koila.program import REDUCTION_NAMES as NAMES
 from koila.program import Node, Program
+
 
 @functools.cache
 def _signatures() -> dict[str, str]:
@@ -39,6 +40,7 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Call:
     row = _core.node(node.id)[1]
+    assert row is not None  # only a row says that a call is a reduction
     return Call(func, args, kwargs, _signatures()[row], program.info(node.first_out).dtype)
 
 

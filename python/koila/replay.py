@@ -387,6 +387,7 @@ def _attempt(program: Program, n_chunks: int, run: Callable[[Replay], Any]) -> t
             is_pinned = bool(draws.pinned_grids())
             is_forced = config.get("chunks") is not None
             if not _is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
+                _core.abandon()
                 raise
             error.__traceback__ = None  # its frames hold the tensors of the failed attempt
         finally:

@@ -71,7 +71,7 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
         if _is_outermost(tensor, dim) or not _is_dense(tensor):
             return part
         return _in_order_of(part, tensor)
-    digits = tensor.unflatten(dim, (outer, rows, inner))
+    digits: torch.Tensor = tensor.unflatten(dim, (outer, rows, inner))
     return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
 
 
@@ -82,7 +82,9 @@ def gather(parts: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
         return parts[0]
     if outer == 1:
         return torch.cat(list(parts), dim)
-    digits = [part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts]
+    digits = [
+        part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts
+    ]
     return torch.cat(digits, dim + 1).flatten(dim, dim + 2)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 _SECOND_TIME = (
-    "Trying to backward through the graph a second time (or directly access saved tensors after they "
-    "have already been freed). Saved intermediate values of the graph are freed when you call "
-    ".backward() or autograd.grad(). Specify retain_graph=True if you need to backward through the "
-    "graph a second time or if you need to access saved tensors after calling backward."
+    "Trying to backward through the graph a second time (or directly access saved tensors after "
+    "they have already been freed). Saved intermediate values of the graph are freed when you "
+    "call .backward() or autograd.grad(). Specify retain_graph=True if you need to backward "
+    "through the graph a second time or if you need to access saved tensors after calling "
+    "backward."
 )
 
 
@@ -35,5 +36,5 @@ def spent(number: torch.Tensor) -> torch.Tensor:
     """
     anchor = torch.empty((), dtype=number.dtype, device=number.device, requires_grad=True)
     with torch.enable_grad():
-        result: torch.Tensor = _Spent.apply(anchor, number)
+        result: torch.Tensor = _Spent.apply(anchor, number)  # type: ignore[no-untyped-call]
     return result

@@ -1,0 +1,174 @@
+"""The recorder, planner and replayer behind koila: the types of the C module."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NotRequired, TypedDict, type_check_only
+
+import torch
+
+# (axis, dim, outer, inner), see koila.rows
+_Place = tuple[int, int, int, int]
+# (dtype, shape, strides, requires_grad, number of the device)
+_Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
+# (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
+#  is data, imports)
+_StagedNode = tuple[
+    int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
+]
+# (inputs, outputs, bytes_extra, is_extra_rows, bytes_workspace)
+_NodeSaves = tuple[int, int, int, bool, int]
+# Where an argument is in a call, by position or by keyword
+_Where = int | str
+
+@type_check_only
+class _Staged(TypedDict):
+    nodes: list[_StagedNode]
+    imports: list[tuple[int, _Place | None, bool]]  # value, place, whether it counts the rows
+    values: list[tuple[int, bool, bool]]  # stage, is leaf, needs gradient
+    roots: list[int]
+    wanted: list[int]
+    n_stages: int
+    last_body: int | None
+    is_tail_linear: bool
+    tail_node: int | None
+
+@type_check_only
+class _Row(TypedDict):
+    name: str
+    call: str
+    kind: str
+    aliases: list[str]
+    light: bool
+
+@type_check_only
+class _Saves(TypedDict):
+    inputs: int
+    outputs: int
+    bytes_extra: int
+    is_extra_rows: bool
+    bytes_workspace: int
+
+@type_check_only
+class _Inferred(TypedDict):
+    status: str
+    text: str
+    # The rest where the status is "OK".
+    mode: NotRequired[str]
+    reason: NotRequired[str | None]
+    reduce: NotRequired[str | None]
+    random: NotRequired[bool]
+    effects: NotRequired[int]
+    alias: NotRequired[tuple[str, int | None]]
+    saves: NotRequired[_Saves]
+    # dtype, shape, strides, requires_grad, place
+    outs: NotRequired[
+        list[tuple[str, tuple[int, ...], tuple[int, ...] | None, bool, _Place | None]]
+    ]
+    in_places: NotRequired[list[_Place | None]]
+    inputs: NotRequired[list[tuple[_Where, int | None, bool]]]
+    rewrites: NotRequired[list[tuple[_Where, int | None, str | None, int]]]
+
+# What it has of its own beside what a tensor has; the texts are koila.patches'.
+class LazyTensor(torch.Tensor):
+    _node: Any
+    def __repr__(self) -> str: ...  # type: ignore[override]
+    def __str__(self) -> str: ...
+    @staticmethod
+    def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
+    @staticmethod
+    def __torch_dispatch__(func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
+
+def bind(
+    koila_error: type[Exception],
+    stale_error: type[Exception],
+    meta_infer: Callable[..., Any],
+    is_row_range: Callable[[torch.Tensor], bool],
+    draw_like: Callable[..., Any],
+    note_draw: Callable[[], None],
+    check_draws: Callable[[], None],
+    skip_one_hop: Callable[..., Any],
+    read: Callable[..., Any],
+    reductions: int,
+    /,
+) -> None: ...
+def register(
+    func: Any,
+    kind: int,
+    name: str,
+    handler: Callable[..., Any] | None,
+    has_meta: bool,
+    returns_list: bool,
+    is_random: bool,
+    row: str | None,
+    container: type | None,
+    /,
+) -> None: ...
+def configure(chunks: int, memory_limit: int, /) -> None: ...
+def new_axis() -> int: ...
+def input(tensor: torch.Tensor, dim: int, axis: int, rows: int, /) -> LazyTensor: ...
+def like(tensor: torch.Tensor, lazy: LazyTensor, /) -> LazyTensor: ...
+def force(lazy: LazyTensor, /) -> torch.Tensor: ...
+def read(lazy: LazyTensor, /) -> torch.Tensor: ...
+def real(lazy: LazyTensor, /) -> torch.Tensor | None: ...
+def known(lazy: LazyTensor, /) -> torch.Tensor | None: ...
+def is_input(lazy: LazyTensor, /) -> bool: ...
+def describe(tensor: torch.Tensor, /) -> _Description | None: ...
+def live(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    is_plain: bool,
+    /,
+) -> Any: ...
+def flush() -> None: ...
+def has_known() -> bool: ...
+def note_backward() -> None: ...
+def is_busy() -> bool: ...
+def set_busy(flag: bool, /) -> None: ...
+def check_leaves() -> None: ...
+def refresh_leaf(value: int, /) -> None: ...
+def close() -> bool: ...
+def pending_bytes() -> int: ...
+def memo() -> dict[str, Any]: ...
+def stage(roots: list[torch.Tensor], /) -> _Staged: ...
+def run(
+    nodes: list[int],
+    drops: Sequence[tuple[int, ...]],
+    env: list[torch.Tensor | None],
+    imports: list[torch.Tensor | None],
+    import_of: dict[int, tuple[int, ...]],
+    rows: int,
+    is_grad_off: bool,
+    run_other: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+    cut: Callable[[torch.Tensor, int], torch.Tensor],
+    /,
+) -> None: ...
+def deliver(value: int, tensor: torch.Tensor, is_final: bool, /) -> None: ...
+def call(node: int, /) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]: ...
+def value(
+    id: int, /
+) -> tuple[
+    torch.dtype,
+    torch.Size,
+    bool,
+    _Place | None,
+    int,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    int,
+]: ...
+def node(
+    id: int, /
+) -> tuple[Callable[..., Any], str | None, str | None, str, int, tuple[int, ...], _NodeSaves]: ...
+def infer(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    places: Iterable[_Place | None] | None = None,
+    rows: Sequence[int] | None = None,
+    /,
+) -> _Inferred: ...
+def op_table() -> list[_Row]: ...
+def recycles() -> bool: ...
+def fix_malloc() -> bool: ...
+def fail_alloc_after(n: int, /) -> None: ...
+def n_blocks() -> int: ...
