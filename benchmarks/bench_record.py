@@ -40,7 +40,7 @@ HANDLER = 4  # of koila._core.register: a Python callable answers
 class Nothing(torch.Tensor):
     """torch dispatches to a builtin that does next to nothing: what no handler can go below."""
 
-    __torch_function__ = "".format  # type: ignore[assignment]
+    __torch_function__ = "".format
 
 
 class Spy(torch.Tensor):
@@ -49,7 +49,7 @@ class Spy(torch.Tensor):
     seen: tuple[Any, ...] = ()
 
     @classmethod
-    def __torch_function__(cls, *call: Any) -> None:  # type: ignore[override]
+    def __torch_function__(cls, *call: Any) -> None:
         cls.seen = call
 
 
@@ -161,14 +161,14 @@ def parts_table(args: Any, spaces: Mapping[str, dict[str, Any]]) -> str:
     look_up = max(median("look-up", "call"), 0.0)
     dispatch = median("dispatch", "loop")
     recorder = median("recorder", "call")
-    rows = [
-        ["torch's dispatch to a handler that does nothing", dispatch],
-        ["the recorder, called without torch's dispatch", recorder],
-        ["- finding out what is done with the callable", look_up],
-        ["- bind, infer, append, make the result", recorder - look_up],
-        ["one inside the other, beyond the sum of both", whole - dispatch - recorder],
-        ["`x + w` in all", whole],
-        ["a result that is kept: a new object, not a recycled one", median("kept", "keep") - whole],
+    rows: list[tuple[str, float]] = [
+        ("torch's dispatch to a handler that does nothing", dispatch),
+        ("the recorder, called without torch's dispatch", recorder),
+        ("- finding out what is done with the callable", look_up),
+        ("- bind, infer, append, make the result", recorder - look_up),
+        ("one inside the other, beyond the sum of both", whole - dispatch - recorder),
+        ("`x + w` in all", whole),
+        ("a result that is kept: a new object, not a recycled one", median("kept", "keep") - whole),
     ]
     return table(["part of recording `x + w`", "ns"], [[name, f"{ns:.0f}"] for name, ns in rows])
 

@@ -28,7 +28,7 @@ MIB = 2**20
 UNITS = {"MiB": MIB, "GiB": 2**30}
 
 # Freed memory goes back to the system at once, in all three runs: what is then measured is tensors,
-# and the limit is not exceeded earlier than it must be, by memory that is free but scattered.
+# and no run exceeds the limit earlier than it must, by memory that is free but scattered.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 # What float32 sums in another order may differ by after a few steps.

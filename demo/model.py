@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next character at every position; one table of characters is at both ends."""
+    """Predicts the next character everywhere; the table of characters is used at both ends."""
 
     def __init__(
         self,

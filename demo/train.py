@@ -46,7 +46,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", metavar="FILE", help="write the final parameters here")
-    parser.add_argument("--by-hand", type=int)
     return parser.parse_args()
 
 
@@ -55,8 +54,6 @@ def main() -> None:
     if args.koila:
         import koila
     machine = Machine(args.device, args.memory_limit)
-    if args.koila:
-        koila.config(memory_limit=args.memory_limit)
 
     torch.manual_seed(args.seed)
     text = Text(args.device)
@@ -69,23 +66,15 @@ def main() -> None:
         if args.koila:
             x, y = koila.lazy(x, y, batch=0)  # the one line
         optimizer.zero_grad()
-        if args.by_hand:
-            loss = torch.zeros(())
-            for part, following in zip(x.chunk(args.by_hand), y.chunk(args.by_hand), strict=True):
-                piece = model.loss(part, following) * (len(part) / len(x))
-                piece.backward()
-                loss += piece.detach()
-                del piece
-        else:
-            loss = model.loss(x, y)
-            loss.backward()
+        loss = model.loss(x, y)
+        loss.backward()
         optimizer.step()
         line = {
             "step": step + 1,
             "loss": loss.item(),
             "seconds": time.perf_counter() - start,
             "bytes_peak": machine.bytes_peak(),
-            "chunks": args.by_hand or 1,
+            "chunks": None if args.koila else 1,
         }
         print(json.dumps(line), flush=True)
 
