@@ -77,6 +77,9 @@ void kl_rules_set_channels_last(KlMeta *meta);
 bool kl_rules_is_like_channels_last(const KlMeta *meta);
 /* Every element of `meta` has its own place in a block without holes. */
 bool kl_rules_is_dense(const KlMeta *meta);
+/* `input` expanded to `sizes`, where -1 keeps a size: shape and strides of Tensor.expand. */
+KlStatus kl_rules_expand(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t n,
+                         KlError *error);
 /* Strides of a view of `meta` with `out`'s shape (same number of elements), or false: not viewable. */
 bool kl_rules_view_strides(const KlMeta *meta, KlMeta *out);
 
@@ -142,9 +145,12 @@ bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t 
 
 /* elementwise: rules_shape.c */
 KL_SHAPE(broadcast); /* all tensors broadcast, numbers in words 0 and 1 as 0-dim tensors */
+KL_SHAPE(tensor_pair);       /* broadcast, and both words are tensors */
 KL_SHAPE(tensors);   /* all tensors broadcast, numbers are parameters */
 KL_SHAPE(swapped);   /* broadcast, the first two operands in the other order */
 KL_SHAPE(same);      /* that of the first input, fresh memory in its order */
+KL_SHAPE(isinf);
+KL_SHAPE(preserve);    /* that of the first input, strides as empty_like's */
 KL_SHAPE(row_major); /* that of the first input, row-major */
 KL_SHAPE(pow);
 KL_SHAPE(where);

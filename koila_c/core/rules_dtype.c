@@ -285,6 +285,9 @@ dtype_clamp(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     KlDtype dtype = KL_DTYPE_OTHER;
+    if (!kl_rules_is_given(call, 1) && !kl_rules_is_given(call, 2)) {
+        return KL_DECLINED;
+    }
     KlStatus status = kl_rules_result_type(call, 0, 3, &dtype);
     if (status != KL_OK || kl_meta_dtype_is_complex(dtype)) {
         return KL_DECLINED;

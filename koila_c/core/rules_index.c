@@ -5,8 +5,8 @@
 
 /* torch runs an index as an elementwise op over the value, with stride 0 where it is indexed, and the
  * index tensors. */
-static void
-index_strides(const KlOutline *outline, KlMeta *out)
+static KlStatus
+index_strides(const KlOutline *outline, KlMeta *out, KlError *error)
 {
     KlMeta source = *out; /* its strides are the value's so far */
     const KlMeta *operands[KL_OUTLINE_TENSORS_MAX + 1] = {&source};
@@ -15,21 +15,26 @@ index_strides(const KlOutline *outline, KlMeta *out)
     for (int32_t i = 0; i < outline->n_tensors; i++) {
         const KlMeta *meta = &outline->tensors[i].meta;
         KlMeta *index = &indices[i];
-        index->is_strided = meta->is_strided;
-        index->n_dims = out->n_dims;
-        for (int32_t dim = 0; dim < out->n_dims; dim++) {
-            int32_t own = dim - outline->block_start - (outline->block.n_dims - meta->n_dims);
-            bool is_own = own >= 0 && own < meta->n_dims;
-            bool is_in_block =
-                dim >= outline->block_start && dim < outline->block_start + outline->block.n_dims;
-            index->shape[dim] = is_in_block ? out->shape[dim] : 1;
-            index->strides[dim] =
-                is_own && meta->shape[own] == out->shape[dim] ? meta->strides[own] : 0;
+        KlMeta block = {.is_strided = true};
+        KlStatus status =
+            kl_rules_expand(meta, &block, outline->block.shape, outline->block.n_dims, error);
+        if (status != KL_OK) {
+            return status;
         }
+        *index = (KlMeta){.n_dims = out->n_dims};
+        for (int32_t dim = 0; dim < out->n_dims; dim++) {
+            int32_t own = dim - outline->block_start;
+            index->shape[dim] = own >= 0 && own < block.n_dims ? block.shape[own] : 1;
+        }
+        bool is_view = kl_rules_view_strides(&block, index);
+        /* other ints are converted first, which changes strides with holes */
+        index->is_strided = is_view && meta->is_strided &&
+                            (meta->dtype == KL_DTYPE_INT64 || kl_rules_is_dense(meta));
         operands[i + 1] = index;
     }
     kl_rules_iterate(out, operands, (uint32_t)outline->n_tensors + 1, false);
     out->is_strided = out->is_strided && kl_meta_n_elements(out) > 0;
+    return KL_OK;
 }
 
 KlStatus
@@ -46,11 +51,10 @@ shape_getitem(const KlCall *call, KlInferred *result, KlError *error)
     KlMeta *out = &result->outs[0];
     kl_outline_result_shape(&outline, out);
     if (outline.n_tensors > 0) {
-        index_strides(&outline, out);
-    } else {
-        out->is_strided = outline.basic.is_strided;
-        kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+        return index_strides(&outline, out, error);
     }
+    out->is_strided = outline.basic.is_strided;
+    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
     return KL_OK;
 }
 

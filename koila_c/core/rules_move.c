@@ -209,9 +209,8 @@ place_squeeze(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? place_moved(call, result, error) : status;
 }
 
-/* Strides of `input` expanded to `sizes`, where -1 keeps a size (Tensor.expand). */
-static KlStatus
-expand_to(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t n, KlError *error)
+KlStatus
+kl_rules_expand(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t n, KlError *error)
 {
     int32_t shift = n - input->n_dims;
     if (shift < 0) {
@@ -252,7 +251,7 @@ shape_expand(const KlCall *call, KlInferred *result, KlError *error)
     }
     status = begin_view(call, result, error);
     if (status == KL_OK) {
-        status = expand_to(input, &result->outs[0], sizes, (int32_t)n, error);
+        status = kl_rules_expand(input, &result->outs[0], sizes, (int32_t)n, error);
     }
     for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
         result->dim_map[dim] = (int8_t)(dim + (int32_t)n - input->n_dims);
@@ -291,7 +290,7 @@ shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
     if (status != KL_OK) {
         return status;
     }
-    return expand_to(call->inputs[0], &result->outs[0], other->shape, other->n_dims, error);
+    return kl_rules_expand(call->inputs[0], &result->outs[0], other->shape, other->n_dims, error);
 }
 
 /* An input that has the common shape already is given back itself. */
@@ -311,7 +310,7 @@ shape_broadcast_tensors(const KlCall *call, KlInferred *result, KlError *error)
         result->outs[i].is_strided = input->is_strided;
         result->outs[i].requires_grad = input->requires_grad;
         result->outs_no_grad |= input->requires_grad || i >= 64 ? 0 : UINT64_C(1) << i;
-        status = expand_to(input, &result->outs[i], shape.shape, shape.n_dims, error);
+        status = kl_rules_expand(input, &result->outs[i], shape.shape, shape.n_dims, error);
     }
     KlAlias alias = n_same == 0               ? KL_ALIAS_VIEW
                     : n_same < call->n_inputs ? KL_ALIAS_MAYBE

@@ -275,15 +275,12 @@ shape_cummax(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* sort keeps the layout of a dense input; of others it makes what the kernel likes. */
 static KlStatus
 sort_like(const KlCall *call, KlInferred *result, uint32_t n_outs, KlError *error)
 {
     KlStatus status = along_dim(call, result, 1, n_outs, error);
     for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
-        if (kl_meta_is_contiguous(call->inputs[0])) {
-            kl_meta_set_contiguous(&result->outs[i]);
-        }
+        kl_rules_preserve(&result->outs[i], call->inputs[0]);
     }
     return status;
 }

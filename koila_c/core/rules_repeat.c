@@ -159,6 +159,9 @@ move_within(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error
     if (status == KL_OK) {
         status = kl_rules_out(result, input, error);
     }
+    if (status == KL_OK && n > 0 && input->n_dims == 0) {
+        return KL_DECLINED;
+    }
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         int32_t dim = 0;
         status = kl_rules_wrap(dims[i], input->n_dims, &dim, error);
@@ -208,7 +211,8 @@ shape_roll(const KlCall *call, KlInferred *result, KlError *error)
     for (int32_t i = 0; status == KL_OK && n_dims == 0 && i < call->inputs[0]->n_dims; i++) {
         result->dim_map[i] = -1;
     }
-    if (status == KL_OK && kl_meta_is_contiguous(call->inputs[0])) {
+    if (status == KL_OK && kl_meta_is_contiguous(call->inputs[0]) &&
+        kl_meta_n_elements(call->inputs[0]) > 0) {
         kl_meta_set_contiguous(&result->outs[0]);
     }
     return status;

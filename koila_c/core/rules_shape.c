@@ -89,6 +89,13 @@ shape_broadcast(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
+KlStatus
+shape_tensor_pair(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool is_pair = call->args[0].kind == KL_ARG_VALUE && call->args[1].kind == KL_ARG_VALUE;
+    return is_pair ? shape_broadcast(call, result, error) : KL_DECLINED;
+}
+
 /* Numbers are mere parameters. */
 KlStatus
 shape_tensors(const KlCall *call, KlInferred *result, KlError *error)
@@ -174,6 +181,30 @@ shape_same(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
     if (status == KL_OK) {
         kl_rules_iterate(&result->outs[0], call->inputs, 1, false);
+    }
+    return status;
+}
+
+KlStatus
+shape_preserve(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, call->inputs[0], error);
+    if (status == KL_OK) {
+        kl_rules_preserve(&result->outs[0], call->inputs[0]);
+    }
+    return status;
+}
+
+/* isinf runs abs, and compares with a number: two layouts one after the other. */
+KlStatus
+shape_isinf(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = shape_same(call, result, error);
+    if (status == KL_OK) {
+        KlMeta between = result->outs[0];
+        const KlMeta *operand = &between;
+        kl_rules_iterate(&result->outs[0], &operand, 1, true);
+        result->outs[0].is_strided &= kl_meta_n_elements(&between) > 0;
     }
     return status;
 }
