@@ -2,8 +2,10 @@
 
     python -m benchmarks.bench_plan
 
-Programs are chains of small layers, recorded once for each measurement and planned under a limit that
-makes koila cut them, never run while the clock is on. The exponent is that of time = c * calls ** e,
+Programs are chains of small layers, recorded once for each measurement and planned under a
+limit that
+makes koila cut them, never run while the clock is on. The exponent is that of time = c * calls
+** e,  # noqa: E501
 fitted to all sizes: 1 is linear.
 """
 

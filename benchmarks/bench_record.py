@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.bench import interleave, parser, prepare, publish, ratio, sync, table
 
 import koila
+from benchmarks.bench import interleave, parser, prepare, publish, ratio, sync, table
 from koila import _core
 
 CALLS = {

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from benchmarks.bench import interleave, parser, prepare, publish, ratio, seconds_of, table
-from benchmarks.programs import PROGRAMS, Program, make
 
 import koila
+from benchmarks.bench import interleave, parser, prepare, publish, ratio, seconds_of, table
+from benchmarks.programs import PROGRAMS, Program, make
 
 
 def clear(program: Program) -> None:

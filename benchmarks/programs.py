@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from demo.model import GPT
 from torch import Tensor, nn
+
+from demo.model import GPT
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

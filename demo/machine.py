@@ -12,6 +12,7 @@ import resource
 from pathlib import Path
 
 import torch
+
 from model import GPT
 
 _STATUS = Path("/proc/self/status")

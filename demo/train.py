@@ -11,9 +11,10 @@ import time
 from pydoc_data.topics import topics
 
 import torch
+from torch import Tensor
+
 from machine import Machine
 from model import GPT
-from torch import Tensor
 
 
 class Text:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import opcalls
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import opcalls
 from test_ops import CALLABLES
 
 CHECKER = opcalls.Checker()
@@ -80,7 +81,16 @@ def test_elementwise(xs: list[torch.Tensor]) -> None:
 @many
 @given(tensors())
 def test_copies(x: torch.Tensor) -> None:
-    for row in ("clone", "contiguous", "double", "float", "zeros_like", "ravel", "flatten", "detach"):
+    for row in (
+        "clone",
+        "contiguous",
+        "double",
+        "float",
+        "zeros_like",
+        "ravel",
+        "flatten",
+        "detach",
+    ):
         check(row, x)
     for memory_format in (torch.channels_last, torch.contiguous_format, torch.preserve_format):
         for row in ("clone", "contiguous", "float", "double", "zeros_like"):
@@ -115,7 +125,9 @@ def test_views(data: st.DataObject) -> None:
     n = x.numel()
     sizes = []
     for _ in range(data.draw(st.integers(0, 4))):
-        size = data.draw(st.sampled_from([k for k in range(1, max(n, 1) + 1) if max(n, 1) % k == 0]))
+        size = data.draw(
+            st.sampled_from([k for k in range(1, max(n, 1) + 1) if max(n, 1) % k == 0])
+        )
         sizes.append(size)
         n //= size
     sizes.append(n)

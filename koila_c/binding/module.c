@@ -30,12 +30,12 @@ core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
-    PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL, *check_draws = NULL,
-             *read = NULL;
+    PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
+             *check_draws = NULL, *read = NULL;
     unsigned int reductions = 0;
     if (!PyArg_ParseTuple(args, "OOOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
-                          &is_row_range, &checksum, &draw_like, &note_draw, &check_draws, &skip_one_hop, &read,
-                          &reductions)) {
+                          &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
+                          &skip_one_hop, &read, &reductions)) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
@@ -54,7 +54,8 @@ core_bind(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
-     "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, note_draw, "
+     "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
+     "note_draw, "
      "check_draws, skip_one_hop, read, "
      "reductions, /)"
      "\n--\n\n"
@@ -123,7 +124,8 @@ static PyMethodDef functions[] = {
     {"forget", core_forget, METH_NOARGS,
      "forget($module, /)\n--\n\nForget the program of this thread; what was pending has no value."},
     {"abandon", core_abandon, METH_NOARGS,
-     "abandon($module, /)\n--\n\nA run raised: what is pending waits until it is asked for by name."},
+     "abandon($module, /)\n--\n\nA run raised: what is pending waits until it is asked for by "
+     "name."},
     {"leaf_of", core_leaf_of, METH_O,
      "leaf_of($module, tensor, /)\n--\n\n"
      "The number of a real tensor that pending calls read, or None."},

@@ -27,7 +27,7 @@ typedef struct Value {
     int64_t rows;             /* detached: rows of that batch */
     uint64_t epoch;           /* backwards that had run when it became live */
     bool is_input;            /* made by lazy(): it stays lazy for ever */
-    bool is_touched; /* the dispatcher met its placeholder: the object is not used again */
+    bool is_touched;          /* the dispatcher met its placeholder: the object is not used again */
 } Value;
 
 /* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
@@ -206,6 +206,10 @@ int kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value);
 int kl_tape_sync(Tape *tape);
 /* The Value of value `id` died. */
 void kl_tape_forget(Tape *tape, KlValueId id);
+/* _version of a tensor; -1 where it keeps none. */
+int64_t kl_stale_version(PyObject *tensor);
+/* New reference: data_ptr() of a tensor, or NULL without an exception where it has none. */
+PyObject *kl_stale_pointer(PyObject *tensor);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
@@ -322,9 +326,9 @@ int kl_live_read(Value *value);
 PyObject *kl_live_force(Value *value);
 /* What a call that runs at once needs, and what becomes of its results. */
 typedef enum {
-    KL_LIVE_LAZY,    /* real graphs; results are lazy again */
-    KL_LIVE_PLAIN,   /* real graphs; results stay plain */
-    KL_LIVE_READ,    /* numbers are enough; results stay plain */
+    KL_LIVE_LAZY,  /* real graphs; results are lazy again */
+    KL_LIVE_PLAIN, /* real graphs; results stay plain */
+    KL_LIVE_READ,  /* numbers are enough; results stay plain */
 } KlLiveKind;
 
 /* Run `func` now on real tensors. */

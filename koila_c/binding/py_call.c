@@ -487,6 +487,5 @@ kl_call_real(PyObject *object)
     if (PyDict_Check(object)) {
         return real_dict(object);
     }
-    return PySlice_Check(object) ? real_slice(object)
-                                 : real_sequence(object);
+    return PySlice_Check(object) ? real_slice(object) : real_sequence(object);
 }

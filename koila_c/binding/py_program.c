@@ -127,8 +127,8 @@ find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *
             KlValueId out = node->first_out + k;
             bool is_pending = tape->core.values[out].state == KL_STATE_PENDING;
             bool is_reached = is_pending && tape->values[out].handle != NULL;
-            bool is_known = tape->core.values[out].state == KL_STATE_KNOWN &&
-                            tape->values[out].handle != NULL;
+            bool is_known =
+                tape->core.values[out].state == KL_STATE_KNOWN && tape->values[out].handle != NULL;
             bool has_effect = is_pending && (node->leaf_writes != 0 || node->is_random) && k == 0;
             if ((is_reached || has_effect) && add_id(wanted, n, n_max, out) < 0) {
                 return -1;

@@ -144,13 +144,13 @@ bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t 
     void saves_##word(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* elementwise: rules_shape.c */
-KL_SHAPE(broadcast); /* all tensors broadcast, numbers in words 0 and 1 as 0-dim tensors */
-KL_SHAPE(tensor_pair);       /* broadcast, and both words are tensors */
-KL_SHAPE(tensors);   /* all tensors broadcast, numbers are parameters */
-KL_SHAPE(swapped);   /* broadcast, the first two operands in the other order */
-KL_SHAPE(same);      /* that of the first input, fresh memory in its order */
+KL_SHAPE(broadcast);   /* all tensors broadcast, numbers in words 0 and 1 as 0-dim tensors */
+KL_SHAPE(tensor_pair); /* broadcast, and both words are tensors */
+KL_SHAPE(tensors);     /* all tensors broadcast, numbers are parameters */
+KL_SHAPE(swapped);     /* broadcast, the first two operands in the other order */
+KL_SHAPE(same);        /* that of the first input, fresh memory in its order */
 KL_SHAPE(isinf);
-KL_SHAPE(preserve);    /* that of the first input, strides as empty_like's */
+KL_SHAPE(preserve);  /* that of the first input, strides as empty_like's */
 KL_SHAPE(row_major); /* that of the first input, row-major */
 KL_SHAPE(pow);
 KL_SHAPE(where);

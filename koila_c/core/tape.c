@@ -316,7 +316,8 @@ find_reached(const KlTape *tape, bool *reaches, KlError *error)
 {
     bool *is_held = kl_alloc_zeroed(tape->n_storages, sizeof(*is_held)); /* [n_storages] */
     if (is_held == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values",
+                            tape->n_values);
     }
     for (size_t i = 0; i < tape->n_values; i++) {
         reaches[i] = tape->values[i].is_wanted;
@@ -411,7 +412,8 @@ kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
             KlValueId out = node->first_out + k;
             has_history[out] = has_gradient || tape->values[out].meta.requires_grad;
         }
-        *has_any = *has_any || (!node->is_done && !node->is_abandoned && must_run_now(tape, node, has_history, reaches));
+        *has_any = *has_any || (!node->is_done && !node->is_abandoned &&
+                                must_run_now(tape, node, has_history, reaches));
     }
 done:
     kl_alloc_free(reaches);

@@ -6,7 +6,16 @@ from koila.errors import KoilaError, MemoryLimitError, StaleError
 from koila.explain import explain
 from koila.lazy import is_lazy, lazy, off
 
-__all__ = ["KoilaError", "MemoryLimitError", "StaleError", "config", "explain", "is_lazy", "lazy", "off"]
+__all__ = [
+    "KoilaError",
+    "MemoryLimitError",
+    "StaleError",
+    "config",
+    "explain",
+    "is_lazy",
+    "lazy",
+    "off",
+]
 
 functions.register_all()
 patches.install()

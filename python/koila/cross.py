@@ -1,4 +1,5 @@
-"""A value that crosses from stage to stage: a detached alias on each side that reads it, so that its
+"""A value that crosses from stage to stage: a detached alias on each side that reads it, so
+that its
 gradient gathers there, and is sent back when the stage that made it runs backward."""
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Cross:
     def cut(tensor: torch.Tensor, place: Place, n_rows: int, bounds: Bounds) -> torch.Tensor:
         return rows.cut(tensor, place, n_rows, bounds)
 
-    # -- what the making stage leaves ------------------------------------------------------------------
+    # -- what the making stage leaves -------------------------------------------------------------
 
     def add_chunk(self, chunk: int, tensor: torch.Tensor) -> None:
         if self.info.place is None:
@@ -64,15 +65,21 @@ class Cross:
         else:
             self.chunks[chunk] = tensor.detach()
 
-    def add_parts(self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def add_parts(
+        self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> None:
         parts = self.parts.setdefault(chunk, {})
         for number, tensor in zip(numbers, tensors, strict=True):
             parts[number] = tensor.detach()
 
-    # -- what a reading stage is given -------------------------------------------------------------------
+    # -- what a reading stage is given ------------------------------------------------------------
 
     def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
-        if not (is_graph and self.needs_gradient and tensor.dtype.is_floating_point | tensor.dtype.is_complex):
+        if not (
+            is_graph
+            and self.needs_gradient
+            and tensor.dtype.is_floating_point | tensor.dtype.is_complex
+        ):
             return tensor.detach() if tensor.requires_grad else tensor
         if key not in self.aliases:
             self.aliases[key] = alias_of(tensor)
@@ -107,7 +114,7 @@ class Cross:
             for p in range(n_parts)
         ]
 
-    # -- gradients -----------------------------------------------------------------------------------------
+    # -- gradients --------------------------------------------------------------------------------
 
     def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
         """The gradient of what a body left for one chunk."""
@@ -131,7 +138,8 @@ class Cross:
         return pairs
 
     def total_gradient(self) -> torch.Tensor | None:
-        """The gradient of a value that is there whole: whole reads, and reads by rows put together."""
+        """The gradient of a value that is there whole: whole reads, and reads by rows put
+        together."""
         alias = self.aliases.get(("whole",))
         total = alias.grad if alias is not None else None
         if self.seeds.get(("whole",)) is not None:
@@ -151,10 +159,11 @@ class Cross:
             total = _add(total, rows.gather(filled, place))
         return total
 
-    # -- stand-ins for a linear tail ------------------------------------------------------------------------
+    # -- stand-ins for a linear tail --------------------------------------------------------------
 
     def zero_whole(self) -> list[tuple[Cross, Key, torch.Tensor]]:
-        """Stand in for a value that will be gathered; returns the leaf whose gradient is the seed."""
+        """Stand in for a value that will be gathered; returns the leaf whose gradient is the
+        seed."""
         device = "cpu" if self.info.real is None else self.info.real.device
         zeros = torch.zeros(self.info.shape, dtype=self.info.dtype, device=device)
         self.whole = zeros.requires_grad_() if self.needs_gradient else zeros

@@ -1,8 +1,11 @@
 """Random numbers of a program in chunks: one grid for every run, one generator state for each draw.
 
-The first run of a program pins the grid of its random calls. Their draws are then set up in program order,
-call by call over all chunks, before anything runs: where the kernel draws in order, a program in chunks
-draws eager's own numbers and leaves eager's generator state. Each later run of a chunk puts the state
+The first run of a program pins the grid of its random calls. Their draws are then set up in
+program order,
+call by call over all chunks, before anything runs: where the kernel draws in order, a program
+in chunks
+draws eager's own numbers and leaves eager's generator state. Each later run of a chunk puts the
+state
 back first, and so sees the same numbers.
 """
 
@@ -17,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from koila import _core, rows
-from koila.cross import Cross
 from koila.rows import Bounds
 
 if TYPE_CHECKING:
@@ -42,8 +44,9 @@ def check_undisturbed() -> None:
     state = _core.memo().pop("recorded_state", None)
     if state is not None and not torch.equal(state, torch.get_rng_state()):
         warnings.warn(
-            f"koila: random numbers were drawn, or the generator was set, between a recorded random "
-            f"call and its run ({user_line()}); the program's own draws come later than eager's and "
+            "koila: random numbers were drawn, or the generator was set, between a recorded "
+            f"random call and its run ({user_line()}); the program's own draws come later than "
+            "eager's and "
             "differ from them",
             stacklevel=2,
         )
@@ -56,6 +59,10 @@ def user_line() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
+
+
+def _never_cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    raise AssertionError("a random call alone cuts nothing that was made in its run")
 
 
 class Draws:
@@ -119,7 +126,7 @@ class Draws:
         def run_other(_: int, func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
 
-        _core.run([i], [()], env, imports, program.import_of, n_rows, True, run_other, Cross.cut)
+        _core.run([i], [()], env, imports, program.import_of, n_rows, True, run_other, _never_cut)
 
     def restore(self, i: int, chunk: int | None) -> None:
         """Put the generator where it was before this call drew for this chunk."""

@@ -28,14 +28,16 @@ def _line(program: Program, node: Node) -> str:
     why = ""
     if node.mode == 2:
         why = f"; {reason}" if reason else ("" if row else f"; no row for {name}")
-    return f"    {node.id:4d} {name:24s} {_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}  ({where})"
+    return f"    {node.id:4d} {name:24s} {_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}  ({where})"  # noqa: E501
 
 
 def _passes(program: Program, run: Run) -> str:
     if not run.has_gradient:
         return "1 forward"
     is_last = run.stage == program.last_body
-    return "1 forward, 1 backward" if is_last and program.is_tail_linear else "2 forwards, 1 backward"
+    return (
+        "1 forward, 1 backward" if is_last and program.is_tail_linear else "2 forwards, 1 backward"
+    )
 
 
 def _head(program: Program, run: Run) -> str:
@@ -52,7 +54,8 @@ def explain(*losses: Any) -> str:
         losses: lazy tensors that backward() would be called on.
 
     Returns:
-        A text: each stage with its nodes (shape, place, mode), each call that runs once with its reason
+        A text: each stage with its nodes (shape, place, mode), each call that runs once with
+        its reason
         and line, and how often each body is run.
 
     Example:
@@ -85,5 +88,6 @@ def explain(*losses: Any) -> str:
 
 
 def plan_of(loss: torch.Tensor) -> plan.Plan:
-    """The number of chunks that the program behind `loss` would run in, with the bytes predicted."""
+    """The number of chunks that the program behind `loss` would run in, with the bytes
+    predicted."""
     return plan.plan(Program([loss]), True)

@@ -94,11 +94,19 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
 
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.backward and torch.autograd.backward."""
+    names: tuple[str, ...]
     if func is torch.Tensor.backward:
         names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
         done = _backward_in_chunks(_words(names, args, kwargs), "self", "gradient")
     else:
-        names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+        names = (
+            "tensors",
+            "grad_tensors",
+            "retain_graph",
+            "create_graph",
+            "grad_variables",
+            "inputs",
+        )
         done = _backward_in_chunks(_words(names, args, kwargs), "tensors", "grad_tensors")
     if done is not NotImplemented:
         return
@@ -108,7 +116,14 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         _core.note_backward()
 
 
-_GRAD_WORDS = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs")
+_GRAD_WORDS: tuple[str, ...] = (
+    "outputs",
+    "inputs",
+    "grad_outputs",
+    "retain_graph",
+    "create_graph",
+    "only_inputs",
+)
 _GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
 
 
@@ -177,7 +192,9 @@ def repr_lazy(lazy: Any) -> str:
         return f"LazyTensor({real!r})"
     shape = tuple(lazy.shape)
     grad_text = ", requires_grad=True" if lazy.requires_grad else ""
-    return f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text})"
+    return (
+        f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text})"
+    )
 
 
 def str_lazy(lazy: Any) -> str:

@@ -1,7 +1,8 @@
 """A byte model of a staged program: what a chunk of so many rows needs at its worst moment.
 
 Each value is counted once for its storage. In a body, the bytes live at any moment are
-fixed + per_row * rows: forward, what later calls and the backward still read; backward, what is still
+fixed + per_row * rows: forward, what later calls and the backward still read; backward, what is
+still
 saved and the gradients on their way. What crosses to other stages is counted whole.
 """
 
@@ -72,7 +73,9 @@ class _Sizes:
         return self._known[value]
 
 
-def _saved(program: Program, node: Node) -> tuple[set[int], tuple[float, float], tuple[float, float]]:
+def _saved(
+    program: Program, node: Node
+) -> tuple[set[int], tuple[float, float], tuple[float, float]]:
     """Values that torch keeps for the backward of a node; further bytes; workspace."""
     detail = _core.node(node.id)
     rows, inputs = detail[4], detail[5]

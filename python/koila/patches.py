@@ -1,4 +1,5 @@
-"""Every patch of torch that koila makes: what torch does not dispatch. Reversible, each with its test."""
+"""Every patch of torch that koila makes: what torch does not dispatch. Reversible, each with
+its test."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_function_apply() -> None:
-    base = torch.autograd.function._SingleLevelFunction
+    base: Any = torch.autograd.function._SingleLevelFunction
     inherited = base.apply.__func__ if hasattr(base.apply, "__func__") else None
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +79,7 @@ def _patch_factories() -> None:
 
 def _patch_functorch() -> None:
     """vmap and the transforms of torch.func wrap the placeholder before anything is dispatched."""
-    vmap = torch._functorch.vmap
+    vmap: Any = torch._functorch.vmap
     _replace(vmap, "_add_batch_dim", _live_if_lazy(vmap._add_batch_dim, True))
     transforms = torch._functorch.eager_transforms
     for name in ("grad_impl", "grad_and_value_impl", "vjp_impl", "_vjp_with_argnums", "jvp_impl"):
@@ -106,7 +107,8 @@ def _patch_grad_modes() -> None:
 
 
 def _patch_fast_paths() -> None:
-    """In eval without gradients these modules take a path of their own, unless a subclass is met."""
+    """In eval without gradients these modules take a path of their own, unless a subclass is
+    met."""
     for module in (
         torch.nn.MultiheadAttention,
         torch.nn.TransformerEncoderLayer,
@@ -124,8 +126,9 @@ def _patch_fast_paths() -> None:
 
 
 def _patch_data() -> None:
-    """x.data hands out memory behind autograd's back: writes through it leave no trace but the numbers."""
-    original = torch._C.TensorBase.data  # type: ignore[attr-defined]
+    """x.data hands out memory behind autograd's back: writes through it leave no trace but the
+    numbers."""
+    original: Any = vars(torch._C.TensorBase)["data"]
 
     def get(self: torch.Tensor) -> Any:
         leaf = _core.leaf_of(self)
@@ -148,7 +151,9 @@ def _patch_defaults() -> None:
 def _patch_scripts() -> None:
     """A TorchScript function sees only the placeholder."""
     _replace(
-        torch.jit.ScriptFunction, "__call__", _live_if_lazy(torch.jit.ScriptFunction.__call__, False)
+        torch.jit.ScriptFunction,
+        "__call__",
+        _live_if_lazy(torch.jit.ScriptFunction.__call__, False),
     )
     if hasattr(torch.jit, "_script"):
         script_method = torch._C.ScriptMethod
@@ -174,8 +179,9 @@ def install() -> None:
     """Make every patch; called once, when koila is imported."""
     if _undo:
         return
-    _core.LazyTensor.__repr__ = handlers.repr_lazy
-    _core.LazyTensor.__str__ = handlers.str_lazy
+    lazy_type: Any = _core.LazyTensor
+    lazy_type.__repr__ = handlers.repr_lazy
+    lazy_type.__str__ = handlers.str_lazy
     _patch_function_apply()
     _patch_factories()
     _patch_functorch()

@@ -61,7 +61,7 @@ def _refuse(program: Program, estimate: memory.Estimate, allowed: float) -> Memo
     name = detail[1] or getattr(detail[0], "__name__", "a call")
     return MemoryLimitError(
         f"{name}: one row at a time needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) and "
-        f"{max(allowed, 0) / 2**20:.1f} MiB are left ({detail[3]}); raise memory_limit, or make the "
+        f"{max(allowed, 0) / 2**20:.1f} MiB are left ({detail[3]}); raise memory_limit, or make the "  # noqa: E501
         "model or the sequence smaller"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,8 +86,8 @@ class Run:
 class Program:
     """What the thread's tape holds now, staged for a goal."""
 
-    def __init__(self, roots: list[torch.Tensor]) -> None:
-        staged: dict[str, Any] = _core.stage(roots)
+    def __init__(self, roots: Sequence[torch.Tensor]) -> None:
+        staged: Any = _core.stage(list(roots))
         self.nodes = {node[0]: Node(*node) for node in staged["nodes"]}
         self.imports = [Import(*entry) for entry in staged["imports"]]
         self.import_of = {node.id: node.imports for node in self.nodes.values()}
@@ -132,7 +133,8 @@ class Program:
     def spread_writes(self) -> Node | None:
         """A write that cannot run by stages, because its memory is used in others; or None.
 
-        A whole value that another stage made is given to the writing stage as a copy, and nothing else
+        A whole value that another stage made is given to the writing stage as a copy, and
+        nothing else
         sees the write. Views of such memory have no copy of their own: that program runs live.
         """
         users: dict[int, set[tuple[int, int]]] = defaultdict(set)
@@ -158,13 +160,16 @@ class Program:
                 for i in other.imports
                 if i >= 0
                 and self.info(self.imports[i].value).storage == storage
-                and self.node_of(self.imports[i].value) is not None
-                and self.node_of(self.imports[i].value).stage != node.stage
+                and self._is_made_elsewhere(self.imports[i].value, node.stage)
             )
             if node.n_outs != 1 or is_here or is_viewed:
                 return node
             self.copied.add((node.stage, node.axis, written))
         return None
+
+    def _is_made_elsewhere(self, value: int, stage: int) -> bool:
+        maker = self.node_of(value)
+        return maker is not None and maker.stage != stage
 
     def _stages_of(self, node: Node) -> set[int]:
         late = {node.late_stage} if node.late_stage is not None else set()
@@ -173,7 +178,9 @@ class Program:
     def _build(self, stage: int) -> list[Run]:
         if stage % 2 == 0:
             return [self._build_joint(stage)]
-        axes = {n.axis for n in self.nodes.values() if n.mode != ONCE and stage in self._stages_of(n)}
+        axes = {
+            n.axis for n in self.nodes.values() if n.mode != ONCE and stage in self._stages_of(n)
+        }
         runs = [self._build_body(stage, axis) for axis in sorted(axes)]
         return [run for run in runs if run.nodes]
 
@@ -223,7 +230,8 @@ class Program:
         return run
 
     def _numbers(self, node: Node, stage: int) -> list[int]:
-        """The imports a node reads at a stage: an early part of a reduction sees only the scores' sizes."""
+        """The imports a node reads at a stage: an early part of a reduction sees only the
+        scores' sizes."""
         numbers = [number for number in node.imports if number >= 0]
         return numbers[1:] if node.mode == REDUCE and node.stage != stage else numbers
 
@@ -252,7 +260,9 @@ class Program:
                 else:
                     imports[number] = None
         run.imports = list(imports)
-        run.shadows = [self.nodes[i].imports[0] for i in run.parts if self.nodes[i].stage != run.stage]
+        run.shadows = [
+            self.nodes[i].imports[0] for i in run.parts if self.nodes[i].stage != run.stage
+        ]
         for i in run.nodes:
             node = self.nodes[i]
             is_home = node.stage == run.stage
@@ -286,4 +296,6 @@ class Program:
         }
         if not storages:
             return set()
-        return {v for i in run.nodes for v in self.nodes[i].outs if self.info(v).storage in storages}
+        return {
+            v for i in run.nodes for v in self.nodes[i].outs if self.info(v).storage in storages
+        }

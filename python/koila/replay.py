@@ -1,6 +1,8 @@
-"""Run a staged program in chunks: forward through the stages, back through them, one commit at the end.
+"""Run a staged program in chunks: forward through the stages, back through them, one commit at
+the end.
 
-Until the commit nothing that the user can see has changed: gradients are summed in detached aliases,
+Until the commit nothing that the user can see has changed: gradients are summed in detached
+aliases,
 statistics are written on copies, the generator is put back if anything raises.
 """
 
@@ -33,7 +35,7 @@ class Replay:
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
-        copies = {}
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for node in self.program.nodes.values():
             for k, number in enumerate(node.imports):
                 if node.leaf_writes >> k & 1 and number >= 0:
@@ -80,7 +82,7 @@ class Replay:
             shape = chunk_shape(shape, place, stop - start)
         return torch.empty((), dtype=info.dtype).expand(shape)
 
-    # -- running one stage --------------------------------------------------------------------------
+    # -- running one stage ------------------------------------------------------------------------
 
     def run_nodes(
         self,
@@ -121,7 +123,15 @@ class Replay:
             return Cross.cut(tensor, entry.place, self.grids[run.axis][-1][1], bounds)
 
         _core.run(
-            run.nodes, run.drops, env, imports, self.program.import_of, rows, not is_graph, run_other, cut
+            run.nodes,
+            run.drops,
+            env,
+            imports,
+            self.program.import_of,
+            rows,
+            not is_graph,
+            run_other,
+            cut,
         )
         return env
 
@@ -141,7 +151,7 @@ class Replay:
     def _runs_at(self, stage: int) -> list[Run]:
         return [run for run in self.program.runs if run.stage == stage]
 
-    # -- forward ---------------------------------------------------------------------------------------
+    # -- forward ----------------------------------------------------------------------------------
 
     def _collect(self, run: Run, env: Sequence[Any], chunk: int) -> None:
         """Keep what leaves the stage, without its graph."""
@@ -177,10 +187,11 @@ class Replay:
                 graph[value] = tensor
         return graph
 
-    # -- backward -----------------------------------------------------------------------------------------
+    # -- backward ---------------------------------------------------------------------------------
 
     def backward_chunk(self, run: Run, chunk: int) -> None:
-        """Run a chunk again with its graph and send the gradients of what left it back through it."""
+        """Run a chunk again with its graph and send the gradients of what left it back through
+        it."""
         env = self.run_nodes(run, chunk, True)
         self._send_back(run, env, chunk)
 
@@ -216,7 +227,9 @@ class Replay:
             cross = Cross(self.program.info(value), self.program.needs_gradient(value))
             if node.id in run.parts:
                 early = self.cross[value].parts
-                leaves += cross.zero_parts(run.parts[node.id], env[value], self.grids[run.axis], early)
+                leaves += cross.zero_parts(
+                    run.parts[node.id], env[value], self.grids[run.axis], early
+                )
             else:
                 leaves += cross.zero_whole()
             stand_ins[value] = cross
@@ -245,7 +258,7 @@ class Replay:
                 made[value] = Cross(info, False, whole=env[value], is_graph=True)
         return [made[root].read_whole(True) for root in self.program.roots]
 
-    # -- the whole step -------------------------------------------------------------------------------------
+    # -- the whole step ---------------------------------------------------------------------------
 
     def _is_fused(self, run: Run) -> bool:
         """Whether the run's backward can follow each chunk's forward at once."""
@@ -306,7 +319,9 @@ class Replay:
         if outputs:
             torch.autograd.backward(outputs, seeds)
 
-    def differentiate(self, gradients: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def differentiate(
+        self, gradients: list[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run everything forward and back; the gradients of the real tensors that entered."""
         self.draws.prepare()
         graphs = self._go_forward(gradients)
@@ -330,10 +345,11 @@ class Replay:
             else:
                 self.run_joint(run, False)
 
-    # -- commit ------------------------------------------------------------------------------------------------
+    # -- commit -----------------------------------------------------------------------------------
 
     def commit(self, is_spent: bool) -> None:
-        """Write statistics, leave the generator as eager would, give the user's lazies their numbers."""
+        """Write statistics, leave the generator as eager would, give the user's lazies their
+        numbers."""
         _core.set_busy(True)
         try:
             self._commit(is_spent)
@@ -434,7 +450,8 @@ def flush() -> None:
 
 
 def flush_known() -> None:
-    """Run what is pending if the user can reach a pending value without a gradient in its history."""
+    """Run what is pending if the user can reach a pending value without a gradient in its
+    history."""
     if not _core.is_busy() and _core.has_known():
         flush()
 

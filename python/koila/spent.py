@@ -16,7 +16,8 @@ def _anchor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def spent(number: torch.Tensor) -> torch.Tensor:
     """`number` with a graph behind it that was used up: torch refuses to go through it again.
 
-    It is multiplied by a leaf of value one, which changes no bit, and that product is differentiated,
+    It is multiplied by a leaf of value one, which changes no bit, and that product is
+    differentiated,
     which frees what it saved.
 
     Example:

@@ -1,0 +1,140 @@
+/* py_stale.c - whether a leaf is still what it was when it was recorded: its version, its memory, and its
+ * numbers where its .data was handed out. A difference is an error that names the reader, never a stale
+ * read. */
+#include "py.h"
+
+int64_t
+kl_stale_version(PyObject *tensor)
+{
+    PyObject *version = PyObject_GetAttrString(tensor, "_version");
+    if (version == NULL) {
+        PyErr_Clear(); /* inference tensors do not track one: only the pointer guards them */
+        return -1;
+    }
+    int64_t result = PyLong_AsLongLong(version);
+    Py_DECREF(version);
+    return result;
+}
+
+/* New reference, or NULL without an exception where a tensor has no memory of its own to point to. */
+PyObject *
+kl_stale_pointer(PyObject *tensor)
+{
+    PyObject *pointer = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    if (pointer == NULL) {
+        PyErr_Clear();
+    }
+    return pointer;
+}
+
+static int
+is_changed(const KlPyValue *entry)
+{
+    if (kl_stale_version(entry->real) != entry->version) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
+    PyObject *pointer = kl_stale_pointer(entry->real);
+    int is_same = entry->pointer == pointer;
+    if (entry->pointer != NULL && pointer != NULL) {
+        is_same = PyObject_RichCompareBool(entry->pointer, pointer, Py_EQ);
+    }
+    Py_XDECREF(pointer);
+    return is_same < 0 ? -1 : !is_same;
+}
+
+/* The first pending node that reads the leaf; they all fail, for the value they were recorded with is
+ * gone. KL_ID_NONE: none does. */
+static KlNodeId
+fail_readers(KlTape *core, KlValueId leaf)
+{
+    KlNodeId first = KL_ID_NONE;
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        for (uint32_t k = 0; !node->is_done && k < node->n_inputs; k++) {
+            if (core->inputs[node->first_input + k].value == leaf) {
+                first = first == KL_ID_NONE ? (KlNodeId)i : first;
+                kl_tape_set_failed(core, (KlNodeId)i);
+            }
+        }
+    }
+    return first;
+}
+
+static int
+raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
+{
+    PyObject *where = kl_tape_where(tape, reader);
+    PyObject *size = where != NULL ? kl_meta_size(&tape->core.values[leaf].meta) : NULL;
+    PyObject *name =
+        size != NULL ? PyObject_GetAttrString(tape->nodes[reader].func, "__name__") : NULL;
+    if (name != NULL) {
+        PyErr_Format(
+            kl_py.stale_error,
+            "%U: a %s of shape %S was changed in place after it was recorded (%U) and before "
+            "the call ran; change it after backward(), or read the result first",
+            name,
+            PyObject_HasAttrString(tape->values[leaf].real, "_is_param") ? "parameter" : "tensor",
+            size, where);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(size);
+    Py_XDECREF(where);
+    return -1;
+}
+
+/* Tensors whose .data was handed out while calls that read them were pending: nothing but their numbers
+ * tells whether they were written. */
+static int
+check_watched(Tape *tape)
+{
+    PyObject *watched = tape->memo != NULL ? PyDict_GetItemString(tape->memo, "watched") : NULL;
+    PyObject *key = NULL, *item = NULL;
+    Py_ssize_t position = 0;
+    while (watched != NULL && PyDict_Next(watched, &position, &key, &item)) {
+        KlValueId leaf = (KlValueId)PyLong_AsUnsignedLong(key);
+        if (leaf >= tape->core.n_values || tape->core.values[leaf].n_pending == 0) {
+            continue;
+        }
+        PyObject *sum = PyObject_CallOneArg(kl_py.checksum, tape->values[leaf].real);
+        int is_same = sum != NULL ? PyObject_RichCompareBool(sum, item, Py_EQ) : -1;
+        Py_XDECREF(sum);
+        if (is_same < 0) {
+            return -1;
+        }
+        KlNodeId reader = is_same ? KL_ID_NONE : fail_readers(&tape->core, leaf);
+        if (reader != KL_ID_NONE) {
+            return raise_stale(tape, leaf, reader);
+        }
+    }
+    return 0;
+}
+
+int
+kl_tape_check_leaves(Tape *tape)
+{
+    if (check_watched(tape) < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
+            continue;
+        }
+        int changed = is_changed(&tape->values[i]);
+        if (changed < 0) {
+            return -1;
+        }
+        KlNodeId reader = changed ? fail_readers(&tape->core, (KlValueId)i) : KL_ID_NONE;
+        if (reader != KL_ID_NONE) {
+            return raise_stale(tape, (KlValueId)i, reader);
+        }
+    }
+    return 0;
+}
+
+void
+kl_tape_refresh_leaf(Tape *tape, KlValueId id)
+{
+    KlPyValue *entry = &tape->values[id];
+    entry->version = kl_stale_version(entry->real);
+    Py_XSETREF(entry->pointer, kl_stale_pointer(entry->real));
+}
