@@ -39,7 +39,7 @@ OPEN = (
     "test_precision.py::test_as_near_as_eager[mlp-ce_weights-torch.float16",
     "test_gradients.py::test_equals_eager[same_object",
     "test_not_intercepted.py::test_equals_eager[vmap_over_a_lazy",
-    "test_programs.py::test_same_as_eager[lstm_time-several-1]",
+    "lstm_time-several",
 )
 
 
