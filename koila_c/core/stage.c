@@ -86,12 +86,14 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
 
 /* -- stages ------------------------------------------------------------------------------------------- */
 
-/* Light work by rows on leaves without gradient and on other such work. */
+/* Light work by rows on leaves without gradient and on other such work. A reduction need not be light:
+ * its result is kept, so it is never run again. */
 static bool
 is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
-    if (node->mode == KL_MODE_ONCE || node->row == NULL || !kl_ops_is_light(node->row) ||
-        node->is_random || node->writes != 0 || node->review_of != KL_ID_NONE) {
+    bool is_light = node->mode == KL_MODE_REDUCE || (node->row != NULL && kl_ops_is_light(node->row));
+    if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->writes != 0 ||
+        node->review_of != KL_ID_NONE) {
         return false;
     }
     for (uint32_t k = 0; k < node->n_outs; k++) {

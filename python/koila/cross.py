@@ -24,6 +24,27 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anything else holds the memory of a tensor; the question itself holds it twice."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
+
+
+def send_back(
+    outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], fresh: list[torch.Tensor]
+) -> None:
+    """Send gradients back, and give each leaf in `fresh` that got its first one memory of its own.
+
+    torch lets a leaf keep a view of a gradient that others still read (a seed, another leaf's), and
+    then adds the next chunk's gradient to it in place.
+    """
+    torch.autograd.backward(outputs, seeds)
+    waiting = [alias for alias in fresh if alias.grad is None]
+    for alias in fresh:
+        if alias.grad is not None and _is_shared(alias.grad):
+            alias.grad = alias.grad.clone()
+    fresh[:] = waiting
+
+
 def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
     if left is None or right is None:
         return right if left is None else left
@@ -41,11 +62,13 @@ class Cross:
         self,
         info: Info,
         needs_gradient: bool,
+        fresh: list[torch.Tensor],
         whole: torch.Tensor | None = None,
         is_graph: bool = False,
     ) -> None:
         self.info = info
         self.needs_gradient = needs_gradient
+        self.fresh = fresh
         self.whole = whole
         self.is_graph = is_graph
         self.chunks: dict[int, torch.Tensor] = {}
@@ -83,6 +106,7 @@ class Cross:
             return tensor.detach() if tensor.requires_grad else tensor
         if key not in self.aliases:
             self.aliases[key] = alias_of(tensor)
+            self.fresh.append(self.aliases[key])
         return self.aliases[key]
 
     def read_whole(self, is_graph: bool) -> torch.Tensor:

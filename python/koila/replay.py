@@ -2,8 +2,7 @@
 the end.
 
 Until the commit nothing that the user can see has changed: gradients are summed in detached
-aliases,
-statistics are written on copies, the generator is put back if anything raises.
+aliases, statistics are written on copies, the generator is put back if anything raises.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from koila import _core, config, draws, plan, reductions
-from koila.cross import Cross
+from koila.cross import Cross, send_back
 from koila.errors import MemoryLimitError
 from koila.program import Program, Run
 from koila.rows import Bounds, chunk_shape, grid
@@ -30,6 +29,7 @@ class Replay:
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, n_chunks))
         self.cross: dict[int, Cross] = {}
+        self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.scratch = self._copy_statistics()
         self.draws = draws.Draws(self)
 
@@ -55,7 +55,7 @@ class Replay:
             assert tensor is not None, f"value {value} has neither a tensor nor a number"
             if value in self.scratch:
                 tensor = self.scratch[value][1]
-            self.cross[value] = Cross(info, self.program.needs_gradient(value), whole=tensor)
+            self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh, tensor)
         return self.cross[value]
 
     def _given(
@@ -160,7 +160,7 @@ class Replay:
             assert node is not None
             if value not in self.cross:
                 info = self.program.info(value)
-                self.cross[value] = Cross(info, self.program.needs_gradient(value))
+                self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
             if node.id in run.parts:
                 self.cross[value].add_parts(chunk, run.parts[node.id], env[value])
             else:
@@ -179,7 +179,7 @@ class Replay:
             tensor = env[value]
             info = self.program.info(value)
             parts = self.cross.get(value)
-            whole = Cross(info, self.program.needs_gradient(value), whole=tensor.detach())
+            whole = Cross(info, self.program.needs_gradient(value), self.fresh, tensor.detach())
             if parts is not None:
                 whole.parts, whole.aliases = parts.parts, parts.aliases
             self.cross[value] = whole
@@ -210,7 +210,7 @@ class Replay:
                     outputs.append(output)
                     seeds.append(seed)
         if outputs:
-            torch.autograd.backward(outputs, seeds)
+            send_back(outputs, seeds, self.fresh)
 
     def _tail_runs(self) -> list[Run]:
         """The joints after the last body through which the gradient comes."""
@@ -224,7 +224,7 @@ class Replay:
         for value in run.exports:
             node = self.program.node_of(value)
             assert node is not None
-            cross = Cross(self.program.info(value), self.program.needs_gradient(value))
+            cross = Cross(self.program.info(value), self.program.needs_gradient(value), self.fresh)
             if node.id in run.parts:
                 early = self.cross[value].parts
                 leaves += cross.zero_parts(
@@ -255,7 +255,7 @@ class Replay:
             combined = [out for node in run.combined for out in node.outs]
             for value in [*combined, *run.exports]:
                 info = self.program.info(value)
-                made[value] = Cross(info, False, whole=env[value], is_graph=True)
+                made[value] = Cross(info, False, self.fresh, env[value], True)
         return [made[root].read_whole(True) for root in self.program.roots]
 
     # -- the whole step ---------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class Replay:
                 outputs.append(tensor)
                 seeds.append(seed)
         if outputs:
-            torch.autograd.backward(outputs, seeds)
+            send_back(outputs, seeds, self.fresh)
 
     def differentiate(
         self, gradients: list[torch.Tensor]
