@@ -228,8 +228,10 @@ int kl_meta_read(PyObject *tensor, KlMeta *meta);
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
-/* Index of a torch.device, or -1 for one not met yet. */
+/* Index of a torch.device or its name, or -1 for one not met yet. */
 int kl_meta_device_from(PyObject *device);
+/* 0: the CPU. Other devices get the next number the first time they are met. 0, or -1. */
+int kl_meta_read_device(PyObject *tensor, KlMeta *meta);
 /* torch.get_default_dtype() */
 KlDtype kl_meta_default_dtype(void);
 /* Index of a torch.dtype; KL_DTYPE_OTHER for one without a name here. */
@@ -273,6 +275,9 @@ int kl_context_switch(KlContextSwitch *context, uint32_t id);
 /* Restores what was in force; keeps an exception that is already set, and then returns -1. */
 int kl_context_end(KlContextSwitch *context);
 bool kl_context_is_autocast(uint32_t id);
+/* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
+KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
+                          KlError *error);
 
 /* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
 

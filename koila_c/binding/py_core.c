@@ -330,7 +330,7 @@ core_pending_bytes(PyObject *module, PyObject *ignored)
             const KlValue *value = &tape->core.values[node->first_out + k];
             bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
         }
-        bytes += node->saves.bytes_extra + node->saves.bytes_workspace;
+        bytes += node->saves.bytes_extra + node->saves.bytes_fixed + node->saves.bytes_workspace;
     }
     return PyLong_FromLongLong(bytes);
 }

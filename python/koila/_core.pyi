@@ -15,7 +15,7 @@ _StagedNode = tuple[
     int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
 ]
 # (inputs, outputs, bytes_extra, is_extra_rows, bytes_workspace)
-_NodeSaves = tuple[int, int, int, bool, int]
+_NodeSaves = tuple[int, int, int, bool, int, int]
 # Where an argument is in a call, by position or by keyword
 _Where = int | str
 
@@ -45,6 +45,7 @@ class _Saves(TypedDict):
     outputs: int
     bytes_extra: int
     is_extra_rows: bool
+    bytes_fixed: int
     bytes_workspace: int
 
 @type_check_only

@@ -79,13 +79,13 @@ def _saved(
     """Values that torch keeps for the backward of a node; further bytes; workspace."""
     detail = _core.node(node.id)
     rows, inputs = detail[4], detail[5]
-    saved_inputs, saved_outputs, extra, is_rows, workspace = detail[6]
+    saved_inputs, saved_outputs, extra, is_rows, whole, workspace = detail[6]
     kept = {v for k, v in enumerate(inputs) if v >= 0 and (k >= 64 or saved_inputs >> k & 1)}
     kept |= {v for k, v in enumerate(node.outs) if saved_outputs >> k & 1}
     if detail[1] is None:
         kept |= {v for v in inputs if v >= 0} | set(node.outs)
     by_rows = is_rows and rows > 0
-    further = (0.0, extra / rows) if by_rows else (float(extra), 0.0)
+    further = (float(whole), extra / rows) if by_rows else (float(extra + whole), 0.0)
     scratch = (0.0, workspace / rows) if rows > 0 else (float(workspace), 0.0)
     return kept, further, scratch
 
