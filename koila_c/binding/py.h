@@ -294,8 +294,11 @@ int kl_rows_init(void);
  * KL_ROWS_ILLEGAL: torch refuses such a call, and its own words are wanted. */
 int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                    PyObject *kwargs, PyObject **results);
+
+/* -- py_review.c: views after a write --------------------------------------------------------------- */
+
 /* The value that stands for `value` after the last write to its storage, taking views again. */
-int kl_rows_current(Tape *tape, KlValueId value, KlValueId *current);
+int kl_review_current(Tape *tape, KlValueId value, KlValueId *current);
 
 /* -- py_function.c: what is known of torch's callables ------------------------------------------- */
 

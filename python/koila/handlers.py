@@ -46,6 +46,14 @@ def _device_type(name: str) -> Callable[..., Any]:
     return answer
 
 
+def matrix_transpose(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """x.mT, which is recorded as what it stands for."""
+    is_matrix = args[0].dim() >= 2
+    return args[0].transpose(-2, -1) if is_matrix else _core.live(func, args, kwargs, True)
+
+
 def is_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     real = _core.real(args[0])
     return bool(real.is_leaf) if real is not None else not args[0].requires_grad
@@ -216,6 +224,7 @@ HANDLERS: dict[str, Handler] = {
     "__repr__": represent,
     "backward": backward,
     "grad": grad,
+    "mT": matrix_transpose,
     "is_leaf": is_leaf,
     "requires_grad_": requires_grad_,
     "is_cpu": _device_type("cpu"),
