@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import koila
-from oracle import Lazy, Outcome, assert_outcomes, eager, make_batch, run
+from oracle import Lazy, Outcome, assert_outcomes, eager, run
 from programs import PROGRAMS
 from programs_kit import Program
 
@@ -39,7 +39,7 @@ each_limited = pytest.mark.parametrize(
 
 
 class PeakBytes(TorchDispatchMode):
-    """Count the bytes of the storages that operators make, and the most there were at once."""
+    """Count the bytes of all storages that are met, each once, and the most there were at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,19 @@ class PeakBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count(args, kwargs)
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.device.type != "meta":
-                self.count(value.untyped_storage())
-        self.peak = max(self.peak, self.now)
+        self.count(result)
         return result
 
-    def count(self, storage: torch.UntypedStorage) -> None:
+    def count(self, *objects: Any) -> None:
+        """Add the storages of all tensors in some objects."""
+        for value in tree_leaves(objects):
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                self.count_storage(value.untyped_storage())
+        self.peak = max(self.peak, self.now)
+
+    def count_storage(self, storage: torch.UntypedStorage) -> None:
         """Add a storage once, and take it off when it dies."""
         key, n_bytes = id(storage), storage.nbytes()
 
@@ -71,9 +76,15 @@ class PeakBytes(TorchDispatchMode):
 def measure(program: Program, n_rows: int, lazy: Lazy) -> tuple[Outcome, int]:
     """Run a step and return what can be seen, and the bytes it took at its peak."""
     memory = PeakBytes()
-    held = [*program.build(0).parameters(), *make_batch(program, n_rows)]
-    memory.now = sum(tensor.nbytes for tensor in held)
-    outcome = run(program, n_rows, lazy, watch=(memory, memory))
+
+    def count_model(model: nn.Module) -> None:
+        memory.count(list(model.parameters()), list(model.buffers()))
+
+    def count_batch(*batch: Any, **options: Any) -> Any:
+        memory.count(batch)
+        return lazy(*batch, **options)
+
+    outcome = run(program, n_rows, count_batch, change=count_model, watch=(memory, memory))
     return outcome, memory.peak
 
 
