@@ -13,7 +13,7 @@ from koila.program import Program
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
 WHOLE_SHARE = 0.9
 # The model does not know an allocator's rounding, nor buffers inside kernels.
-CHUNK_SHARE = 0.85
+CHUNK_SHARE = 0.9
 
 
 @dataclass(frozen=True)

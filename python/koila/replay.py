@@ -148,9 +148,6 @@ class Replay:
                 for out, tensor in zip(node.outs, combined, strict=True):
                     env[out] = tensor
 
-    def _runs_at(self, stage: int) -> list[Run]:
-        return [run for run in self.program.runs if run.stage == stage]
-
     # -- forward ----------------------------------------------------------------------------------
 
     def _collect(self, run: Run, env: Sequence[Any], chunk: int) -> None:
@@ -212,11 +209,6 @@ class Replay:
         if outputs:
             send_back(outputs, seeds, self.fresh)
 
-    def _tail_runs(self) -> list[Run]:
-        """The joints after the last body through which the gradient comes."""
-        assert self.program.last_body is not None
-        return [r for r in self.program.runs if not r.is_body and r.stage > self.program.last_body]
-
     def _seed_linear(self, run: Run, env: Sequence[Any], gradients: list[torch.Tensor]) -> None:
         """Run the tail on zeros: its gradients do not depend on values, so they are known first."""
         stand_ins: dict[int, Cross] = {}
@@ -250,7 +242,7 @@ class Replay:
     def _run_tail(self, stand_ins: dict[int, Cross]) -> list[torch.Tensor]:
         """Run the joints of the tail on stand-ins for what the body will make; the roots."""
         made = dict(stand_ins)
-        for run in self._tail_runs():
+        for run in self.program.tail_runs():
             env = self.run_nodes(run, 0, True, made)
             combined = [out for node in run.combined for out in node.outs]
             for value in [*combined, *run.exports]:
@@ -260,13 +252,6 @@ class Replay:
 
     # -- the whole step ---------------------------------------------------------------------------
 
-    def _is_fused(self, run: Run) -> bool:
-        """Whether the run's backward can follow each chunk's forward at once."""
-        program = self.program
-        if not program.is_tail_linear or run.stage != program.last_body:
-            return False
-        return len([other for other in self._runs_at(run.stage) if other.has_gradient]) == 1
-
     def _run_fused(self, run: Run, gradients: list[torch.Tensor]) -> None:
         for chunk in range(len(self.grids[run.axis])):
             env = self.run_nodes(run, chunk, True)
@@ -274,6 +259,7 @@ class Replay:
             if chunk == 0:
                 self._seed_linear(run, env, gradients)
             self._send_back(run, env, chunk)
+            del env  # or the next chunk would run beside what is left of this one
         for value in run.exports:
             # Their gradient is sent back already: the tail's own run must not make another.
             self.cross[value].needs_gradient = False
@@ -283,7 +269,7 @@ class Replay:
         for run in self.program.runs:
             if not run.is_body:
                 graphs[run.stage] = self.run_joint(run, True)
-            elif run.has_gradient and self._is_fused(run):
+            elif run.has_gradient and self.program.is_fused(run):
                 self._run_fused(run, gradients)
             else:
                 self.forward_body(run)
@@ -298,7 +284,7 @@ class Replay:
         for run in reversed(self.program.runs):
             if not run.is_body:
                 self._go_back_joint(graphs[run.stage], roots)
-            elif run.has_gradient and not self._is_fused(run):
+            elif run.has_gradient and not self.program.is_fused(run):
                 for value in run.exports:
                     if value in roots:
                         self.cross[value].seeds["whole",] = roots[value]

@@ -60,6 +60,12 @@ def _in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return part.permute(order).contiguous().permute(back)
 
 
+def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:
+    """Whether a chunk of a whole tensor is a view of it, and takes no memory."""
+    _, dim, outer, _ = place
+    return outer == 1 and (_is_outermost(tensor, dim) or not _is_dense(tensor))
+
+
 def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:
     """Take the rows in `bounds` of a whole tensor, which has `rows` of them."""
     _, dim, outer, inner = place
@@ -68,9 +74,7 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
         return tensor
     if outer == 1:
         part = tensor.narrow(dim, start * inner, (stop - start) * inner)
-        if _is_outermost(tensor, dim) or not _is_dense(tensor):
-            return part
-        return _in_order_of(part, tensor)
+        return part if is_cut_in_place(tensor, place) else _in_order_of(part, tensor)
     digits: torch.Tensor = tensor.unflatten(dim, (outer, rows, inner))
     return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
 
