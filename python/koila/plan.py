@@ -9,18 +9,25 @@ import torch
 from koila import _core, budget, config, memory
 from koila.errors import MemoryLimitError
 from koila.program import Program
+from koila.rows import largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
 WHOLE_SHARE = 0.9
 # The model does not know an allocator's rounding, nor buffers inside kernels.
 CHUNK_SHARE = 0.9
+# Kernels are fastest, and matrix products of two passes the same, on multiples of so many rows.
+UNIT = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed."""
+    """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed.
+
+    Chunks are of whole `unit`s of rows, the last may be short.
+    """
 
     n_chunks: int
+    unit: int = 1
     predicted: float | None = None
     allowed: float | None = None
 
@@ -81,13 +88,11 @@ def plan(program: Program, is_graph: bool) -> Plan:
     allowed = float(budget.free_bytes(_device(program), _held(program)))
     whole, _ = estimate.peak(estimate.rows)
     if whole <= WHOLE_SHARE * allowed:
-        return Plan(1, whole, allowed)
+        return Plan(1, 1, whole, allowed)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
     if rows == 0:
         raise _refuse(program, estimate, allowed)
     n_chunks = -(-estimate.rows // rows)
-    size = -(-estimate.rows // n_chunks)
-    if size % 8 and size > 8 and -(-size // 8) * 8 <= rows:
-        size = -(-size // 8) * 8  # whole multiples of 8 rows cost nothing here
-        n_chunks = -(-estimate.rows // size)
-    return Plan(n_chunks, estimate.peak(size)[0], allowed)
+    unit = UNIT if largest(estimate.rows, n_chunks, UNIT) <= rows else 1
+    predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
+    return Plan(n_chunks, unit, predicted, allowed)

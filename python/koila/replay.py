@@ -23,11 +23,11 @@ from koila.spent import spent
 class Replay:
     """One step: a program, its grid, and what crosses from stage to stage."""
 
-    def __init__(self, program: Program, n_chunks: int) -> None:
+    def __init__(self, program: Program, n_chunks: int, unit: int = 1) -> None:
         self.program = program
         self.grids: dict[int, list[Bounds]] = draws.pinned_grids()
         for axis, rows in program.axes.items():
-            self.grids.setdefault(axis, grid(rows, n_chunks))
+            self.grids.setdefault(axis, grid(rows, n_chunks, unit))
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.scratch = self._copy_statistics()
@@ -378,11 +378,14 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-def _attempt(program: Program, n_chunks: int, run: Callable[[Replay], Any]) -> tuple[Replay, Any]:
+def _attempt(
+    program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
+) -> tuple[Replay, Any]:
     """Run a program; where memory runs out, undo everything and try with twice the chunks."""
     most = max(program.axes.values())
+    n_chunks = planned.n_chunks
     while True:
-        replay = Replay(program, n_chunks)
+        replay = Replay(program, n_chunks, planned.unit)
         _core.set_busy(True)
         try:
             result = run(replay)
@@ -401,15 +404,15 @@ def _attempt(program: Program, n_chunks: int, run: Callable[[Replay], Any]) -> t
         n_chunks = min(most, 2 * n_chunks)
 
 
-def _stage(roots: list[torch.Tensor]) -> tuple[Program, int] | None:
-    """The program and its number of chunks; None where it runs whole."""
+def _stage(roots: list[torch.Tensor]) -> tuple[Program, plan.Plan] | None:
+    """The program and its plan; None where it runs whole."""
     if plan.is_whole():
         return None
     program = Program(roots)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
-    n_chunks = plan.plan(program, bool(roots)).n_chunks
-    return (program, n_chunks) if n_chunks > 1 else None
+    planned = plan.plan(program, bool(roots))
+    return (program, planned) if planned.n_chunks > 1 else None
 
 
 def read() -> bool:
