@@ -14,7 +14,7 @@ import torch
 
 from koila import _core, config, draws, plan, reductions
 from koila.cross import Cross, send_back
-from koila.errors import MemoryLimitError
+from koila.errors import is_out_of_memory
 from koila.program import Program, Run
 from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
@@ -80,7 +80,7 @@ class Replay:
         if place is not None:
             start, stop = self.grids[run.axis][chunk]
             shape = chunk_shape(shape, place, stop - start)
-        return torch.empty((), dtype=info.dtype).expand(shape)
+        return torch.empty((), dtype=info.dtype, device=info.device).expand(shape)
 
     # -- running one stage ------------------------------------------------------------------------
 
@@ -366,18 +366,6 @@ class Replay:
         _core.close()
 
 
-# torch's and oneDNN's words for it, where the type does not say so.
-_OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive", "out of memory")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryLimitError):
-        return False
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
 def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
 ) -> tuple[Replay, Any]:
@@ -394,7 +382,7 @@ def _attempt(
             replay.draws.roll_back()
             is_pinned = bool(draws.pinned_grids())
             is_forced = config.get("chunks") is not None
-            if not _is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
+            if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
                 _core.abandon()
                 raise
             error.__traceback__ = None  # its frames hold the tensors of the failed attempt
@@ -404,24 +392,29 @@ def _attempt(
         n_chunks = min(most, 2 * n_chunks)
 
 
-def _stage(roots: list[torch.Tensor]) -> tuple[Program, plan.Plan] | None:
+def _stage(
+    roots: list[torch.Tensor], is_known_only: bool = False
+) -> tuple[Program, plan.Plan] | None:
     """The program and its plan; None where it runs whole."""
     if plan.is_whole():
         return None
-    program = Program(roots)
+    program = Program(roots, is_known_only)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
     planned = plan.plan(program, bool(roots))
     return (program, planned) if planned.n_chunks > 1 else None
 
 
-def read() -> bool:
+def read(is_known_only: bool = False) -> bool:
     """Give every pending value that the user can reach its number, in chunks.
+
+    Args:
+        is_known_only: leave those with a gradient in their history for later.
 
     Returns:
         False where the program has to run whole.
     """
-    staged = _stage([])
+    staged = _stage([], is_known_only)
     if staged is None:
         return False
     _core.check_leaves()
@@ -441,8 +434,8 @@ def flush() -> None:
 def flush_known() -> None:
     """Run what is pending if the user can reach a pending value without a gradient in its
     history."""
-    if not _core.is_busy() and _core.has_known():
-        flush()
+    if not _core.is_busy() and _core.has_known() and not read(True):
+        _core.flush()
 
 
 def differentiate(
