@@ -143,12 +143,12 @@ class _Step:
         if not (is_after and self.program.is_tail_linear):
             self._gather_gradients(run)
             self.held -= live  # what is live at the start of its backward is counted there
-            put_together = {entry.value for entry in self.program.imports if entry.place is not None}
-            self._note(sweep.back(v for v in run.exports if v in self.gathering & put_together))
+            cut = {entry.value for entry in self.program.imports if entry.place is not None}
+            self._note(sweep.back(v for v in run.exports if v in self.gathering & cut))
             self.held += live - sweep.freed
 
     def deliver(self) -> None:
-        """Gradients of leaves that were cut are put together; narrow ones were summed in float32."""
+        """Gradients of leaves that were cut are put together; those of half precision cast."""
         more = 0.0
         for value in self.gathering:
             if self.program.is_leaf(value):

@@ -62,14 +62,20 @@ def _held(program: Program) -> list[torch.Tensor]:
     return held + budget.optimizer_state()
 
 
-def _refuse(program: Program, estimate: memory.Estimate, allowed: float) -> MemoryLimitError:
-    needed, node = estimate.peak(1)
+def _allowed(program: Program) -> float:
+    return float(budget.free_bytes(_device(program), _held(program)))
+
+
+def refusal(program: Program, is_graph: bool) -> MemoryLimitError:
+    """What is raised where not even one row at a time fits: the call that needs most, and why."""
+    needed, node = memory.estimate(program, is_graph).peak(1)
     detail = _core.node(node)
     name = detail[1] or getattr(detail[0], "__name__", "a call")
+    left = max(_allowed(program), 0.0)
     return MemoryLimitError(
-        f"{name}: one row at a time needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) and "
-        f"{max(allowed, 0) / 2**20:.1f} MiB are left ({detail[3]}); raise memory_limit, or make the "  # noqa: E501
-        "model or the sequence smaller"
+        f"{name}: one row at a time needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside "
+        f"what is there, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left ({detail[3]}); "
+        "raise memory_limit, or make the model or the sequence smaller"
     )
 
 
@@ -85,13 +91,13 @@ def plan(program: Program, is_graph: bool) -> Plan:
     if not program.axes:
         return Plan(1)
     estimate = memory.estimate(program, is_graph)
-    allowed = float(budget.free_bytes(_device(program), _held(program)))
+    allowed = _allowed(program)
     whole, _ = estimate.peak(estimate.rows)
     if whole <= WHOLE_SHARE * allowed:
         return Plan(1, 1, whole, allowed)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
     if rows == 0:
-        raise _refuse(program, estimate, allowed)
+        raise refusal(program, is_graph)
     n_chunks = -(-estimate.rows // rows)
     unit = UNIT if largest(estimate.rows, n_chunks, UNIT) <= rows else 1
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))

@@ -384,6 +384,8 @@ def _attempt(
             is_forced = config.get("chunks") is not None
             if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
                 _core.abandon()
+                if is_out_of_memory(error) and not is_pinned and not is_forced:
+                    raise plan.refusal(program, bool(program.roots)) from error
                 raise
             error.__traceback__ = None  # its frames hold the tensors of the failed attempt
         finally:
