@@ -38,7 +38,7 @@ def is_whole() -> bool:
         return config.get("chunks") == 1
     if config.get("memory_limit") is not None:
         return False
-    return 4 * int(_core.pending_bytes()) <= budget.quick_free()
+    return budget.is_ample(int(_core.pending_bytes()))
 
 
 def _device(program: Program) -> torch.device:
