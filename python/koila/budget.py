@@ -142,7 +142,7 @@ def free_on_cuda(device: torch.device) -> int:
     taken = stats.get("active_bytes.all.current", 0)
     taken += stats.get("inactive_split_bytes.all.current", 0)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(index))
-    return max(0, min(free + max(0, reserved - taken), allowed - taken))
+    return int(max(0, min(free + max(0, reserved - taken), allowed - taken)))
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
