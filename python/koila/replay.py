@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, draws, plan, reductions
+from koila import _core, config, draws, plan, reductions, reports
 from koila.cross import Cross, send_back
 from koila.errors import is_out_of_memory
 from koila.program import Program, Run
@@ -331,6 +331,13 @@ class Replay:
             else:
                 self.run_joint(run, False)
 
+    def report(self, planned: plan.Plan, n_tries: int) -> reports.Report:
+        """What the user is told of this run."""
+        grids = [self.grids[axis] for axis in self.program.axes]
+        n_rows = max(stop - start for grid_ in grids for start, stop in grid_)
+        n_chunks = max(map(len, grids))
+        return reports.Report(n_chunks, n_rows, n_tries, planned.predicted, planned.allowed)
+
     # -- commit -----------------------------------------------------------------------------------
 
     def commit(self, is_spent: bool) -> None:
@@ -371,12 +378,13 @@ def _attempt(
 ) -> tuple[Replay, Any]:
     """Run a program; where memory runs out, undo everything and try with twice the chunks."""
     most = max(program.axes.values())
-    n_chunks = planned.n_chunks
+    n_chunks, n_tries = planned.n_chunks, 1
     while True:
         replay = Replay(program, n_chunks, planned.unit)
         _core.set_busy(True)
         try:
             result = run(replay)
+            reports.note(replay.report(planned, n_tries))
             return replay, result
         except BaseException as error:
             replay.draws.roll_back()
@@ -391,20 +399,25 @@ def _attempt(
         finally:
             _core.set_busy(False)
         del replay
-        n_chunks = min(most, 2 * n_chunks)
+        n_chunks, n_tries = min(most, 2 * n_chunks), n_tries + 1
 
 
 def _stage(
     roots: list[torch.Tensor], is_known_only: bool = False
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan; None where it runs whole."""
+    if _core.pending_bytes() > 0:  # else an optimizer that steps has nothing to report
+        reports.note(None)
     if plan.is_whole():
         return None
     program = Program(roots, is_known_only)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
     planned = plan.plan(program, bool(roots))
-    return (program, planned) if planned.n_chunks > 1 else None
+    if planned.n_chunks > 1:
+        return program, planned
+    reports.note(reports.Report(1, None, 1, planned.predicted, planned.allowed))
+    return None
 
 
 def read(is_known_only: bool = False) -> bool:
@@ -418,6 +431,7 @@ def read(is_known_only: bool = False) -> bool:
     """
     staged = _stage([], is_known_only)
     if staged is None:
+        reports.note_whole()
         return False
     _core.check_leaves()
     replay, _ = _attempt(*staged, Replay.compute)
