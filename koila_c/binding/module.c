@@ -170,9 +170,10 @@ import_torch(void)
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
+    kl_py.requires_grad = PyUnicode_InternFromString("requires_grad");
     if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
         kl_py.len_dispatch_stack == NULL || kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL ||
-        kl_py.zero == NULL) {
+        kl_py.zero == NULL || kl_py.requires_grad == NULL) {
         goto error;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");

@@ -60,11 +60,12 @@ typedef struct KlPyNode {
 
 /* What the binding knows of one value. */
 typedef struct KlPyValue {
-    PyObject *real;    /* leaves, and what ran: the tensor; NULL while pending or dead */
-    Value *handle;     /* borrowed: the Value attached to it, or NULL when the user dropped it */
-    PyObject *pointer; /* leaves: data_ptr() when it entered; NULL where it has none */
-    int64_t version;   /* leaves: _version when it entered; -1: it has none (inference tensor) */
-    PyObject *number;  /* known: its value, without a graph; else NULL */
+    PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
+    Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
+    PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
+    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    PyObject *number;   /* known: its value, without a graph; else NULL */
+    PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
 } KlPyValue;
 
 typedef struct KlExternal {
@@ -125,6 +126,7 @@ typedef struct KlPyState {
     PyObject *size_type; /* torch.Size */
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
+    PyObject *requires_grad; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
@@ -210,6 +212,8 @@ void kl_tape_forget(Tape *tape, KlValueId id);
 int64_t kl_stale_version(PyObject *tensor);
 /* New reference: data_ptr() of a tensor, or NULL without an exception where it has none. */
 PyObject *kl_stale_pointer(PyObject *tensor);
+/* Whether `tensor` requires a gradient exactly if it did when `meta` was read; -1 on failure. */
+int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
@@ -299,8 +303,11 @@ int kl_rows_init(void);
  * KL_ROWS_ILLEGAL: torch refuses such a call, and its own words are wanted. */
 int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                    PyObject *kwargs, PyObject **results);
+
+/* -- py_review.c: views after a write --------------------------------------------------------------- */
+
 /* The value that stands for `value` after the last write to its storage, taking views again. */
-int kl_rows_current(Tape *tape, KlValueId value, KlValueId *current);
+int kl_review_current(Tape *tape, KlValueId value, KlValueId *current);
 
 /* -- py_function.c: what is known of torch's callables ------------------------------------------- */
 

@@ -119,10 +119,14 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
     }
     KlExternal *external = find_external(tape, tensor);
     if (external->tensor != NULL && tape->core.values[external->value].n_pending > 0) {
+        int is_same = kl_stale_is_flagged(tensor, &tape->core.values[external->value].meta);
         *value = external->value;
-        return 0;
+        if (is_same != 0) {
+            return is_same < 0 ? -1 : 0;
+        }
     }
-    /* Met for the first time, or again after all that read it is done: it may have changed since. */
+    /* Met for the first time, or again after all that read it is done: it may have changed since. Or its
+     * requires_grad was switched between two calls, and each is to see what it saw. */
     bool is_new = external->tensor == NULL;
     if (new_leaf(tape, tensor, NULL, value) < 0) {
         return -1;
@@ -166,7 +170,7 @@ int
 kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
 {
     if (lazy->tape == tape) {
-        if (kl_rows_current(tape, lazy->id, value) < 0) {
+        if (kl_review_current(tape, lazy->id, value) < 0) {
             return -1;
         }
         if (*value != lazy->id) {
@@ -268,6 +272,7 @@ clear_tape(Tape *tape)
         Py_CLEAR(values[i].real);
         Py_CLEAR(values[i].pointer);
         Py_CLEAR(values[i].number);
+        Py_CLEAR(values[i].recorded);
     }
     for (size_t i = 0; i < n_slots; i++) {
         Py_CLEAR(slots[i].object);
@@ -298,6 +303,7 @@ Tape_traverse(Tape *tape, visitproc visit, void *arg)
     for (size_t i = 0; i < tape->n_values_max && i < tape->core.n_values; i++) {
         Py_VISIT(tape->values[i].real);
         Py_VISIT(tape->values[i].number);
+        Py_VISIT(tape->values[i].recorded);
     }
     for (size_t i = 0; i < tape->n_slots; i++) {
         Py_VISIT(tape->slots[i].object);

@@ -168,3 +168,5 @@ def register_all() -> None:
             _core.register(getter, READ, name, None, False, False, False, None, None)
         elif name in QUERIES:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
+        elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
+            _core.register(getter, OP, name, None, False, False, False, "t", tuple)
