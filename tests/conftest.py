@@ -27,7 +27,6 @@ collect_ignore = [
     "test_opdb.py",  # about 20 of 702 entries differ
     "test_opdb_chunks.py",
     "test_ops.py",
-    "test_random_programs.py",  # one example ends in a crash of the live replay
 ]
 OPEN = (
     "test_programs.py::test_one_pass[lstm_time-",

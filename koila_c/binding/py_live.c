@@ -42,6 +42,10 @@ check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
     const KlMeta *promised = &tape->core.values[value].meta;
     KlMeta meta;
+    if (real == NULL) {
+        PyErr_Format(PyExc_SystemError, "koila: value %u stands for one that has no tensor", value);
+        return -1;
+    }
     if (!PyObject_TypeCheck(real, kl_py.tensor_base)) {
         return raise_mismatch(tape, id, value, real);
     }
