@@ -31,13 +31,6 @@ collect_ignore = [
 OPEN = (
     "test_programs.py::test_one_pass[lstm_time-",
     "test_programs.py::test_one_pass[diffusion",
-    "test_reads.py::test_equals_eager[wrong_label",
-    "test_writes.py::test_equals_eager[add_into_plain",
-    "test_writes.py::test_equals_eager[add_method_into_plain",
-    "test_writes.py::test_equals_eager[out_plain",
-    "test_precision.py::test_as_near_as_eager[mlp-ce_weights-torch.float16",
-    "test_gradients.py::test_equals_eager[same_object",
-    "test_not_intercepted.py::test_equals_eager[vmap_over_a_lazy",
     "lstm_time-several",
 )
 

@@ -22,6 +22,7 @@ typedef struct Value {
     KlValueId id;             /* attached: its value on the tape */
     PyObject *real;           /* detached: the real tensor; attached: NULL */
     PyObject *size;           /* torch.Size, kept once asked for; NULL */
+    PyObject *error;          /* detached, real NULL: why (py_failure.c); else NULL */
     KlPlace place;            /* detached: where its rows are; axis is then 0 or KL_ID_NONE */
     uint64_t axis_key;        /* detached: the batch it belongs to, good for every tape */
     int64_t rows;             /* detached: rows of that batch */
@@ -51,6 +52,7 @@ typedef struct KlSlot {
 typedef struct KlPyNode {
     PyObject *func;
     PyObject *kwnames; /* tuple of the last arguments' names, or NULL */
+    PyObject *error; /* why it has no number: (type, args, notes) of what it raised; else NULL */
     PyObject *code; /* the innermost frame's code object, for the source line; NULL where unknown */
     int lasti;
     uint32_t first_slot; /* into tape->slots */
@@ -202,8 +204,8 @@ int kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value);
 KlValueId kl_tape_find(const Tape *tape, PyObject *tensor);
 /* The value of a lazy on `tape`, attaching it as a leaf where it is detached. */
 int kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value);
-/* Make room on the binding's side for what the core holds now; new entries are empty. */
-int kl_tape_sync(Tape *tape);
+/* Make room on the binding's side for nodes and values that the core will append; they are empty. */
+int kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values);
 /* The Value of value `id` died. */
 void kl_tape_forget(Tape *tape, KlValueId id);
 /* _version of a tensor; -1 where it keeps none. */
@@ -254,6 +256,17 @@ PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlV
 PyObject *kl_call_real(PyObject *object);
 /* Call `visit` for each lazy that stands anywhere in `object`; stops at a non-zero return. */
 int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
+
+/* -- py_failure.c: why a value has no number ----------------------------------------------------- */
+
+/* The exception in flight, which stays, is why node `id` and what reads it have no number. */
+void kl_failure_keep(Tape *tape, KlNodeId id);
+/* Raise what was kept; NULL: in words of our own. */
+void kl_failure_raise(PyObject *error);
+/* Borrowed: what was kept for a value whose call failed, or NULL. */
+PyObject *kl_failure_find(const Tape *tape, KlValueId value, bool *is_failed);
+/* -1 with the exception where the call that makes `value` failed. */
+int kl_failure_check(const Tape *tape, KlValueId value);
 
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
@@ -326,9 +339,10 @@ int kl_live_read(Value *value);
 PyObject *kl_live_force(Value *value);
 /* What a call that runs at once needs, and what becomes of its results. */
 typedef enum {
-    KL_LIVE_LAZY,  /* real graphs; results are lazy again */
-    KL_LIVE_PLAIN, /* real graphs; results stay plain */
-    KL_LIVE_READ,  /* numbers are enough; results stay plain */
+    KL_LIVE_LAZY,    /* real graphs; results are lazy again */
+    KL_LIVE_SETTLED, /* real graphs; results stay plain, but for an argument itself, written */
+    KL_LIVE_PLAIN,   /* real graphs; results stay plain */
+    KL_LIVE_READ,    /* numbers are enough; results stay plain */
 } KlLiveKind;
 
 /* Run `func` now on real tensors. */

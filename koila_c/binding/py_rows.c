@@ -94,6 +94,7 @@ copy_call(Tape *tape, KlNodeId node, KlValueId before, KlValueId after, KlPyNode
     call->first_slot = (uint32_t)tape->n_slots;
     call->kwnames = Py_XNewRef(original.kwnames);
     call->code = NULL;
+    call->error = NULL;
     for (uint32_t i = 0; i < original.n_slots; i++) {
         KlSlot slot = tape->slots[original.first_slot + i];
         if (slot.kind == KL_SLOT_VALUE && slot.n == before) {
@@ -149,6 +150,10 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     int result = copy_call(tape, old.node, old.view_of, source, &call);
     if (result == 0) {
         result = kl_record_append(tape, &record, tape->nodes[old.node].func, &call, &id);
+        if (result < 0) {
+            Py_CLEAR(call.kwnames);
+            kl_call_truncate(tape, call.first_slot);
+        }
     }
     inferred->split.places = places;
     if (result == 0) {

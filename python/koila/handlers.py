@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from koila import _core, meta, replay
-from koila.errors import KoilaError
 
 LazyTensor = _core.LazyTensor
 
@@ -186,7 +185,7 @@ def repr_lazy(lazy: Any) -> str:
     """What debuggers show: the number where it is there, and never a computation."""
     try:
         real = _core.real(lazy)
-    except KoilaError:
+    except Exception:  # what its call raised
         return "LazyTensor(failed)"
     if real is not None:
         return f"LazyTensor({real!r})"
