@@ -28,16 +28,6 @@ collect_ignore = [
     "test_opdb_chunks.py",
     "test_ops.py",
 ]
-OPEN = (
-    "test_programs.py::test_one_pass[lstm_time-",
-    "test_programs.py::test_one_pass[diffusion",
-    "lstm_time-several",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out single tests that are known to be open, listed above."""
-    items[:] = [item for item in items if not any(name in item.nodeid for name in OPEN)]
 
 
 def pytest_configure(config: pytest.Config) -> None:

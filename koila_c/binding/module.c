@@ -105,9 +105,9 @@ static PyMethodDef functions[] = {
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
-     "stage($module, roots, /)\n--\n\n"
-     "The staged program that makes every reachable value and differentiates the roots, as a "
-     "dict."},
+     "stage($module, roots, is_known_only, /)\n--\n\n"
+     "The staged program that makes every reachable value (or only those without a gradient in "
+     "their history) and differentiates the roots, as a dict."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
      "/)\n--\n\n"

@@ -52,7 +52,7 @@ typedef struct KlSlot {
 typedef struct KlPyNode {
     PyObject *func;
     PyObject *kwnames; /* tuple of the last arguments' names, or NULL */
-    PyObject *error; /* why it has no number: (type, args, notes) of what it raised; else NULL */
+    PyObject *error;   /* why it has no number: (type, args, notes) of what it raised; else NULL */
     PyObject *code; /* the innermost frame's code object, for the source line; NULL where unknown */
     int lasti;
     uint32_t first_slot; /* into tape->slots */
@@ -307,8 +307,11 @@ int kl_rows_init(void);
  * KL_ROWS_ILLEGAL: torch refuses such a call, and its own words are wanted. */
 int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                    PyObject *kwargs, PyObject **results);
+
+/* -- py_view.c: views after a write ---------------------------------------------------------------- */
+
 /* The value that stands for `value` after the last write to its storage, taking views again. */
-int kl_rows_current(Tape *tape, KlValueId value, KlValueId *current);
+int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
 
 /* -- py_function.c: what is known of torch's callables ------------------------------------------- */
 

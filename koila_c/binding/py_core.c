@@ -163,7 +163,7 @@ core_has_known(PyObject *module, PyObject *ignored)
     Tape *tape = kl_tape_open_or_null();
     bool has_any = false;
     KlError error;
-    if (tape != NULL && kl_tape_find_known(&tape->core, &has_any, &error) != KL_OK) {
+    if (tape != NULL && kl_tape_find_known(&tape->core, NULL, &has_any, &error) != KL_OK) {
         return kl_py_raise(&error);
     }
     return PyBool_FromLong(has_any);

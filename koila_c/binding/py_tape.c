@@ -167,7 +167,7 @@ int
 kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
 {
     if (lazy->tape == tape) {
-        if (kl_rows_current(tape, lazy->id, value) < 0) {
+        if (kl_view_current(tape, lazy->id, value) < 0) {
             return -1;
         }
         if (*value != lazy->id) {

@@ -190,7 +190,7 @@ extern const uint32_t kl_ops_n_rows;
 /* The row of that name or alias, or NULL. Linear: for set-up, not for recording. */
 const KlRow *kl_ops_find(const char *name);
 
-/* Cheap enough to run again rather than keep: elementwise ops and views. */
+/* Cheap enough to run again rather than keep: not made of products. */
 bool kl_ops_is_light(const KlRow *row);
 
 /* The n-th alias and the row it stands for; false past the end. */

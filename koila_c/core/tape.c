@@ -402,7 +402,7 @@ must_run_now(const KlTape *tape, const KlNode *node, const bool *has_history, co
 }
 
 KlStatus
-kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
+kl_tape_find_known(const KlTape *tape, bool *must_run, bool *has_any, KlError *error)
 {
     *has_any = false;
     bool *has_history = kl_alloc_zeroed(tape->n_values, sizeof(*has_history)); /* [n_values] */
@@ -425,8 +425,12 @@ kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
             KlValueId out = node->first_out + k;
             has_history[out] = has_gradient || tape->values[out].meta.requires_grad;
         }
-        *has_any = *has_any || (!node->is_done && !node->is_abandoned &&
-                                must_run_now(tape, node, has_history, reaches));
+        bool is_found =
+            !node->is_done && !node->is_abandoned && must_run_now(tape, node, has_history, reaches);
+        *has_any = *has_any || is_found;
+        if (must_run != NULL) {
+            must_run[i] = is_found;
+        }
     }
 done:
     kl_alloc_free(reaches);

@@ -139,8 +139,9 @@ void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 /* What has run, and leads to nothing the user can reach, is done: its leaves may change. */
 KlStatus kl_tape_retire(KlTape *tape, KlError *error);
 
-/* Whether a pending value that is wanted has no gradient in its history. */
-KlStatus kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error);
+/* Find the nodes that can be known for good: pending, wanted, no gradient in their history. They are
+ * marked in `must_run` [n_nodes], which may be NULL. */
+KlStatus kl_tape_find_known(const KlTape *tape, bool *must_run, bool *has_any, KlError *error);
 
 /* Whether nobody needs the number of `value` any more: not the user, not a pending node. */
 static inline bool

@@ -188,8 +188,7 @@ class Cross:
     def zero_whole(self) -> list[tuple[Cross, Key, torch.Tensor]]:
         """Stand in for a value that will be gathered; returns the leaf whose gradient is the
         seed."""
-        device = "cpu" if self.info.real is None else self.info.real.device
-        zeros = torch.zeros(self.info.shape, dtype=self.info.dtype, device=device)
+        zeros = torch.zeros(self.info.shape, dtype=self.info.dtype, device=self.info.device)
         self.whole = zeros.requires_grad_() if self.needs_gradient else zeros
         self.is_graph = True
         return [(self, ("whole",), self.whole)]

@@ -1,16 +1,16 @@
 """Random numbers of a program in chunks: one grid for every run, one generator state for each draw.
 
-The first run of a program pins the grid of its random calls. Their draws are then set up in
-program order,
-call by call over all chunks, before anything runs: where the kernel draws in order, a program
-in chunks
-draws eager's own numbers and leaves eager's generator state. Each later run of a chunk puts the
-state
-back first, and so sees the same numbers.
+The first run of a program pins the grid of its random calls. Their draws are then set up in program
+order, call by call over all chunks, before anything runs: where the kernel draws in the order of
+memory, as dropout on the CPU does, a program in chunks draws eager's own numbers and leaves its
+generator state. Where it does not (in attention or a recurrent layer, on CUDA) each call and
+chunk gets a seed of its own, drawn from the generator: reproducible, no two the same. Each later
+run of a chunk puts the state back first, and so sees the same numbers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
 from pathlib import Path
@@ -23,6 +23,7 @@ from koila import _core, rows
 from koila.rows import Bounds
 
 if TYPE_CHECKING:
+    from koila.program import Run
     from koila.replay import Replay
 
 Cell = tuple[int, int | None]
@@ -34,20 +35,45 @@ def pinned_grids() -> dict[int, list[Bounds]]:
     return dict(memo.get("grids", {})) if memo.get("cells") else {}
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that calls on a device draw from where none is named."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _seed_from(generator: torch.Generator) -> int:
+    """Draw a seed from a generator. On CUDA no kernel runs: the generator's place is hashed."""
+    if generator.device.type != "cuda":
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)  # in fours, as CUDA's generator asks
+    text = f"{generator.initial_seed()} {offset}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _states() -> dict[torch.device, torch.Tensor]:
+    """The states of the generators that a plain call may draw from."""
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    return {device: generator_of(device).get_state() for device in devices}
+
+
 def note_recorded() -> None:
-    """A random call was recorded and none was pending: remember where the generator is."""
-    _core.memo()["recorded_state"] = torch.get_rng_state()
+    """A random call was recorded and none was pending: remember where the generators are."""
+    _core.memo()["recorded_states"] = _states()
 
 
 def check_undisturbed() -> None:
     """Warn where something else drew between the record of a random call and its run."""
-    state = _core.memo().pop("recorded_state", None)
-    if state is not None and not torch.equal(state, torch.get_rng_state()):
+    states = _core.memo().pop("recorded_states", {})
+    if any(not torch.equal(state, generator_of(d).get_state()) for d, state in states.items()):
         warnings.warn(
             "koila: random numbers were drawn, or the generator was set, between a recorded "
             f"random call and its run ({user_line()}); the program's own draws come later than "
-            "eager's and "
-            "differ from them",
+            "eager's and differ from them",
             stacklevel=2,
         )
 
@@ -66,44 +92,49 @@ def _never_cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class Draws:
-    """The generator states of one program, kept with the program."""
+    """The draws of one program, kept with the program: a state, or a seed, for each cell."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
-        self.before = torch.get_rng_state()
-        self.cells: dict[Cell, torch.Tensor] = _core.memo().setdefault("cells", {})
+        self.before: dict[torch.device, torch.Tensor] = {}
+        self.after: dict[torch.device, torch.Tensor] = {}
+        self.cells: dict[Cell, torch.Tensor | int] = _core.memo().setdefault("cells", {})
         self.new_cells: list[Cell] = []
-        self.after: torch.Tensor | None = None
+        self.run_of: dict[int, Run] = {}
+
+    def _device(self, i: int) -> torch.device:
+        program = self.replay.program
+        return program.info(program.nodes[i].first_out).device
 
     def prepare(self) -> None:
-        """Draw for every call that has not drawn yet, keeping the state before each draw."""
+        """Set up every draw that has not been made yet."""
         check_undisturbed()
         for run in self.replay.program.runs:
-            run_nodes = [i for i in run.nodes if self.replay.program.nodes[i].is_random]
-            for i in run_nodes:
-                self._runs[i] = run
-        for i in sorted(self._runs):
-            self._draw(i)
-        self.after = torch.get_rng_state()
+            self.run_of.update(
+                (i, run) for i in run.nodes if self.replay.program.nodes[i].is_random
+            )
+        for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
+            self.before[device] = generator_of(device).get_state()
+        for i in sorted(self.run_of):
+            self._draw(i, self.run_of[i])
+        self.after = {device: generator_of(device).get_state() for device in self.before}
 
-    @property
-    def _runs(self) -> dict[int, Any]:
-        if not hasattr(self, "_run_of"):
-            self._run_of: dict[int, Any] = {}
-        return self._run_of
-
-    def _draw(self, i: int) -> None:
-        run = self._runs[i]
-        n_chunks = len(self.replay.grids[run.axis]) if run.is_body else 1
-        for chunk in range(n_chunks):
+    def _draw(self, i: int, run: Run) -> None:
+        device = self._device(i)
+        generator = generator_of(device)
+        is_in_order = device.type == "cpu" and not self.replay.program.nodes[i].is_fused
+        for chunk in range(len(self.replay.grids[run.axis]) if run.is_body else 1):
             cell = (i, chunk if run.is_body else None)
             if cell in self.cells:
                 continue
-            self.cells[cell] = torch.get_rng_state()
             self.new_cells.append(cell)
-            self._advance(i, run, chunk)
+            if is_in_order:
+                self.cells[cell] = generator.get_state()
+                self._advance(i, run, chunk)
+            else:
+                self.cells[cell] = _seed_from(generator)
 
-    def _advance(self, i: int, run: Any, chunk: int) -> None:
+    def _advance(self, i: int, run: Run, chunk: int) -> None:
         """Let one call draw, on stand-ins: only sizes and types matter."""
         program = self.replay.program
         node = program.nodes[i]
@@ -130,18 +161,25 @@ class Draws:
 
     def restore(self, i: int, chunk: int | None) -> None:
         """Put the generator where it was before this call drew for this chunk."""
-        torch.set_rng_state(self.cells[i, chunk])
+        cell = self.cells[i, chunk]
+        generator = generator_of(self._device(i))
+        if isinstance(cell, int):
+            generator.manual_seed(cell)
+        else:
+            generator.set_state(cell)
 
     def commit(self) -> None:
-        """Leave the generator as the last draw of the program left it."""
-        if self.after is not None and self.new_cells:
-            torch.set_rng_state(self.after)
-        else:
-            torch.set_rng_state(self.before)
+        """Leave the generators as the last draw of the program left them."""
+        self._put(self.after if self.new_cells else self.before)
         if self.cells:
             _core.memo()["grids"] = dict(self.replay.grids)
 
     def roll_back(self) -> None:
         for cell in self.new_cells:
             self.cells.pop(cell, None)
-        torch.set_rng_state(self.before)
+        self._put(self.before)
+
+    @staticmethod
+    def _put(states: dict[torch.device, torch.Tensor]) -> None:
+        for device, state in states.items():
+            generator_of(device).set_state(state)

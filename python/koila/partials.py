@@ -433,7 +433,8 @@ class CrossEntropy(Loss):
         if not has_labels:
             return count(x.numel() // x.shape[1])
         if weight is None:
-            return (target != call.word("ignore_index", -100)).sum()
+            counts: torch.Tensor = target != call.word("ignore_index", -100)
+            return counts.sum()
         return self.weights(call, weight).sum()
 
     def weights(self, call: Call, weight: torch.Tensor) -> torch.Tensor:

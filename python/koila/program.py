@@ -35,6 +35,7 @@ class Node(NamedTuple):
     writes: int
     leaf_writes: int
     is_data: bool
+    is_fused: bool  # it draws inside a larger operator: attention, a recurrent layer
     imports: tuple[int, ...]
 
     @property
@@ -61,6 +62,7 @@ class Info(NamedTuple):
     real: torch.Tensor | None
     number: torch.Tensor | None
     storage: int
+    device: torch.device
 
 
 @dataclass
@@ -86,8 +88,8 @@ class Run:
 class Program:
     """What the thread's tape holds now, staged for a goal."""
 
-    def __init__(self, roots: Sequence[torch.Tensor]) -> None:
-        staged: Any = _core.stage(list(roots))
+    def __init__(self, roots: Sequence[torch.Tensor], is_known_only: bool = False) -> None:
+        staged: Any = _core.stage(list(roots), is_known_only)
         self.nodes = {node[0]: Node(*node) for node in staged["nodes"]}
         self.imports = [Import(*entry) for entry in staged["imports"]]
         self.import_of = {node.id: node.imports for node in self.nodes.values()}

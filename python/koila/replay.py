@@ -14,7 +14,7 @@ import torch
 
 from koila import _core, config, draws, plan, reductions, tail
 from koila.cross import Cross, send_back
-from koila.errors import MemoryLimitError, NotInChunksError
+from koila.errors import NotInChunksError, is_out_of_memory
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
@@ -83,7 +83,8 @@ class Replay:
 
     def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Stand in for a value, with no memory to speak of."""
-        return torch.zeros((), dtype=self.program.info(value).dtype).expand(shape)
+        info = self.program.info(value)
+        return torch.zeros((), dtype=info.dtype, device=info.device).expand(shape)
 
     # -- running one stage ------------------------------------------------------------------------
 
@@ -350,18 +351,6 @@ class Replay:
         _core.close()
 
 
-# torch's and oneDNN's words for it, where the type does not say so.
-_OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive", "out of memory")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryLimitError):
-        return False
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
 def _attempt(
     program: Program, n_chunks: int, run: Callable[[Replay], Any]
 ) -> tuple[Replay, Any] | None:
@@ -384,7 +373,7 @@ def _attempt(
             replay.draws.roll_back()
             is_pinned = bool(draws.pinned_grids())
             is_forced = config.get("chunks") is not None
-            if not _is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
+            if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
                 _core.abandon()
                 raise
             error.__traceback__ = None  # its frames hold the tensors of the failed attempt
@@ -394,24 +383,27 @@ def _attempt(
         n_chunks = min(most, 2 * n_chunks)
 
 
-def _stage(roots: list[torch.Tensor]) -> tuple[Program, int] | None:
+def _stage(roots: list[torch.Tensor], is_known_only: bool = False) -> tuple[Program, int] | None:
     """The program and its number of chunks; None where it runs whole."""
     if plan.is_whole():
         return None
-    program = Program(roots)
+    program = Program(roots, is_known_only)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
     n_chunks = plan.plan(program, bool(roots)).n_chunks
     return (program, n_chunks) if n_chunks > 1 else None
 
 
-def read() -> bool:
+def read(is_known_only: bool = False) -> bool:
     """Give every pending value that the user can reach its number, in chunks.
+
+    Args:
+        is_known_only: leave those with a gradient in their history for later.
 
     Returns:
         False where the program has to run whole.
     """
-    staged = _stage([])
+    staged = _stage([], is_known_only)
     if staged is None:
         return False
     _core.check_leaves()
@@ -433,8 +425,8 @@ def flush() -> None:
 def flush_known() -> None:
     """Run what is pending if the user can reach a pending value without a gradient in its
     history."""
-    if not _core.is_busy() and _core.has_known():
-        flush()
+    if not _core.is_busy() and _core.has_known() and not read(True):
+        _core.flush()
 
 
 def differentiate(
