@@ -134,6 +134,7 @@ typedef struct KlPyState {
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
+    PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;
     PyObject *strided; /* torch.strided */
@@ -143,6 +144,7 @@ typedef struct KlPyState {
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;   /* batches made */
+    int64_t n_transforms;   /* of torch.func, under way on any thread */
     uint32_t reductions;    /* bit i: KlReduce i can be split */
     int64_t n_chunks;       /* config(chunks=); 0: as few as fit */
     int64_t bytes_limit;    /* config(memory_limit=); 0: what is free */

@@ -299,6 +299,14 @@ kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_a
     }
     PyObject *func = args[0], *types = args[1], *call_args = args[2];
     PyObject *kwargs = n_args == 4 && args[3] != Py_None ? args[3] : NULL;
+    if (kl_py.n_transforms > 0) {
+        PyObject *result = PyObject_CallFunctionObjArgs(
+            kl_py.in_transform, func, call_args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+        if (result != Py_NotImplemented) {
+            return result;
+        }
+        Py_DECREF(result);
+    }
     Function *function = kl_function_find(func);
     if (function == NULL) {
         return kl_live_call(func, call_args, kwargs, KL_LIVE_LAZY);

@@ -152,6 +152,7 @@ def register_all() -> None:
         draws.check_undisturbed,
         enter.enter,
         replay.read,
+        handlers.in_transform,
         reductions.known(),
     )
     for name, func in _overridable():
