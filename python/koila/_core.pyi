@@ -89,6 +89,7 @@ def bind(
     skip_one_hop: Callable[..., Any],
     read: Callable[..., Any],
     in_transform: Callable[..., Any],
+    draw_again: Callable[[int], Callable[[], None] | None],
     reductions: int,
     /,
 ) -> None: ...

@@ -153,6 +153,7 @@ def register_all() -> None:
         enter.enter,
         replay.read,
         handlers.in_transform,
+        draws.again,
         reductions.known(),
     )
     for name, func in _overridable():
