@@ -378,6 +378,18 @@ core_configure(PyObject *module, PyObject *args)
 }
 
 PyObject *
+core_count_transforms(PyObject *module, PyObject *n)
+{
+    (void)module;
+    long long more = PyLong_AsLongLong(n);
+    if (more == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    kl_py.n_transforms += more;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
 core_recycles(PyObject *module, PyObject *ignored)
 {
     (void)module;

@@ -53,7 +53,7 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    bool is_fused = node->is_random && node->row != NULL && node->row->kind != KL_ROW_RANDOM;
+    bool is_fused = node->is_random && node->row != NULL && node->row->kind == KL_ROW_OP;
     return Py_BuildValue("(INNiiiIIOIIOON)", id, stage_object(stages->node_stage[id]),
                          stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
                          axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,

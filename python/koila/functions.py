@@ -152,6 +152,8 @@ def register_all() -> None:
         draws.check_undisturbed,
         enter.enter,
         replay.read,
+        handlers.in_transform,
+        draws.again,
         reductions.known(),
     )
     for name, func in _overridable():

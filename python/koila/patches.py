@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx.experimental.proxy_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from koila import _core, budget, handlers, meta, replay
@@ -92,6 +93,27 @@ def _patch_functorch() -> None:
                 _replace(transforms, name, _live_if_lazy(original, True))
 
 
+def _counting(original: Callable[..., Any], step: int) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        _core.count_transforms(step)
+        return result
+
+    return patched
+
+
+def _patch_transforms() -> None:
+    """Inside a transform a lazy that is not among its inputs is run at once: let the recorder
+    know."""
+    for owner in (torch._functorch.vmap, torch._functorch.eager_transforms):
+        for kind in ("vmap", "grad", "jvp", "func"):
+            for name, step in (("increment", 1), ("decrement", -1)):
+                full = f"_{kind}_{name}_nesting"
+                if hasattr(owner, full):
+                    _replace(owner, full, _counting(getattr(owner, full), step))
+
+
 def _patch_grad_modes() -> None:
     """The end of a block without gradients makes known what was recorded in it."""
     for mode in (torch.no_grad, torch.inference_mode):
@@ -160,6 +182,19 @@ def _patch_scripts() -> None:
         _replace(script_method, "__call__", _live_if_lazy(script_method.__call__, False))
 
 
+def _patch_tracers() -> None:
+    """A tracer would take the placeholder for a constant, and keep it in what it makes."""
+    for owner, name in (
+        (torch._C, "_create_function_from_trace"),
+        (torch._C, "_create_function_from_trace_with_dict"),
+        (torch._C, "_create_graph_by_tracing"),
+        (torch._C.ScriptModule, "_create_method_from_trace"),
+        (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
+        (torch.fx.experimental.proxy_tensor._MakefxTracer, "trace"),
+    ):
+        _replace(owner, name, _live_if_lazy(getattr(owner, name), True))
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
     budget.note_optimizer(optimizer)
@@ -185,11 +220,13 @@ def install() -> None:
     _patch_function_apply()
     _patch_factories()
     _patch_functorch()
+    _patch_transforms()
     _patch_grad_modes()
     _patch_fast_paths()
     _patch_data()
     _patch_defaults()
     _patch_scripts()
+    _patch_tracers()
     _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
