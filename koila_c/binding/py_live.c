@@ -119,7 +119,8 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     } else {
-        PyObject *result = kl_call_run(tape, id, real_of, tape);
+        PyObject *result =
+            node->is_drawn ? kl_program_draw_again(tape, id) : kl_call_run(tape, id, real_of, tape);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
         Py_XDECREF(result);
         if (status < 0) {

@@ -91,7 +91,8 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
 static bool
 is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
-    bool is_light = node->mode == KL_MODE_REDUCE || (node->row != NULL && kl_ops_is_light(node->row));
+    bool is_light =
+        node->mode == KL_MODE_REDUCE || (node->row != NULL && kl_ops_is_light(node->row));
     if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->writes != 0 ||
         node->review_of != KL_ID_NONE) {
         return false;

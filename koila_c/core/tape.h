@@ -49,6 +49,7 @@ typedef struct KlNode {
     uint8_t mode;   /* KlMode */
     uint8_t reduce; /* KlReduce */
     bool is_random;
+    bool is_drawn;  /* it drew in a run in chunks: every later run must draw the same */
     bool is_done;   /* nothing is left to do for it */
     bool is_failed; /* done without a number: it, or what it reads, raised */
     KlValueId
@@ -137,6 +138,9 @@ void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 
 /* What has run, and leads to nothing the user can reach, is done: its leaves may change. */
 KlStatus kl_tape_retire(KlTape *tape, KlError *error);
+
+/* Whether a random call waits: a draw made now, or the generator asked now, would come before it. */
+bool kl_tape_has_draw(const KlTape *tape);
 
 /* Whether a pending value that is wanted has no gradient in its history. */
 KlStatus kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error);

@@ -1,18 +1,16 @@
 """Random numbers of a program in chunks: one grid for every run, one generator state for each draw.
 
-The first run of a program pins the grid of its random calls. Their draws are then set up in
-program order,
-call by call over all chunks, before anything runs: where the kernel draws in order, a program
-in chunks
-draws eager's own numbers and leaves eager's generator state. Each later run of a chunk puts the
-state
-back first, and so sees the same numbers.
+The first run of a program pins the grid of its random calls. Their draws are then set up in program
+order, call by call over all chunks, before anything runs: where the kernel draws in order, a
+program in chunks draws eager's own numbers and leaves eager's generator state. Each later run of a
+chunk puts the state back first, and so sees the same numbers; a live run too.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,19 @@ if TYPE_CHECKING:
 
 Cell = tuple[int, int | None]
 
+# Taken before they are patched: for all others, what waits is drawn before the generator answers.
+_get_state = torch._C.Generator.get_state
+_set_state = torch._C.Generator.set_state
+
+
+def state() -> torch.Tensor:
+    """Where the default generator is now."""
+    return _get_state(torch.default_generator)
+
+
+def set_state(wanted: torch.Tensor) -> None:
+    _set_state(torch.default_generator, wanted)
+
 
 def pinned_grids() -> dict[int, list[Bounds]]:
     """The grids that earlier runs of this program drew with."""
@@ -36,18 +47,17 @@ def pinned_grids() -> dict[int, list[Bounds]]:
 
 def note_recorded() -> None:
     """A random call was recorded and none was pending: remember where the generator is."""
-    _core.memo()["recorded_state"] = torch.get_rng_state()
+    _core.memo()["recorded_state"] = state()
 
 
 def check_undisturbed() -> None:
     """Warn where something else drew between the record of a random call and its run."""
-    state = _core.memo().pop("recorded_state", None)
-    if state is not None and not torch.equal(state, torch.get_rng_state()):
+    before = _core.memo().pop("recorded_state", None)
+    if before is not None and not torch.equal(before, state()):
         warnings.warn(
-            "koila: random numbers were drawn, or the generator was set, between a recorded "
-            f"random call and its run ({user_line()}); the program's own draws come later than "
-            "eager's and "
-            "differ from them",
+            "koila: random numbers were drawn between a recorded random call and its run "
+            f"({user_line()}); the program's own draws come later than eager's and differ from "
+            "them",
             stacklevel=2,
         )
 
@@ -61,8 +71,87 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
 
 
-def _never_cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    raise AssertionError("a random call alone cuts nothing that was made in its run")
+def _call(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _as_it_is(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    return tensor
+
+
+def _run_alone(
+    i: int, n_rows: int, given: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
+) -> list[Any]:
+    """Run one call on the tensors given for its inputs; all values after it, by number."""
+    env: list[Any] = [None] * n_values
+    for value, tensor in given.items():
+        env[value] = tensor
+    import_of = {i: (0,) * len(_core.node(i)[5])}  # not looked at: env has all inputs
+    _core.run([i], [()], env, [], import_of, n_rows, is_grad_off, _call, _as_it_is)
+    return env
+
+
+def draw_again(
+    i: int,
+    axis: int,
+    inputs: list[tuple[int, rows.Place | None, torch.Tensor]],
+    first_out: int,
+    n_outs: int,
+    is_written: bool,
+    n_values: int,
+) -> Any:
+    """Run a call live that drew in chunks before: its numbers may be known, and must stay theirs.
+
+    Returns:
+        What the call returns.
+    """
+    memo = _core.memo()
+    cells: dict[Cell, torch.Tensor] = memo["cells"]
+    before = state()
+    outs = range(first_out, first_out + n_outs)
+
+    def run(chunk: int | None, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
+        set_state(cells[i, chunk])
+        env = _run_alone(i, n_rows, given, n_values, False)
+        return [env[out] for out in outs]
+
+    try:
+        if (i, None) in cells:
+            results = run(None, -1, {value: tensor for value, _, tensor in inputs})
+            return results[0] if is_written or n_outs == 1 else tuple(results)
+        bounds: list[Bounds] = memo["grids"][axis]
+        parts = [
+            run(chunk, one[1] - one[0], _cut_inputs(inputs, bounds, one, is_written))
+            for chunk, one in enumerate(bounds)
+        ]
+    finally:
+        set_state(before)
+    results = [_gather([part[k] for part in parts], out) for k, out in enumerate(outs)]
+    if is_written:
+        return inputs[0][2].copy_(results[0])
+    return results[0] if n_outs == 1 else tuple(results)
+
+
+def _cut_inputs(
+    inputs: list[tuple[int, rows.Place | None, torch.Tensor]],
+    bounds: list[Bounds],
+    one: Bounds,
+    is_written: bool,
+) -> dict[int, torch.Tensor]:
+    found = {
+        value: tensor if place is None else rows.cut(tensor, place, bounds[-1][1], one)
+        for value, place, tensor in inputs
+    }
+    if is_written:
+        found[inputs[0][0]] = found[inputs[0][0]].clone()
+    return found
+
+
+def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
+    place = _core.value(value)[3]
+    if place is None:
+        return parts[0]
+    return rows.in_order_of(rows.gather(parts, place), parts[0])
 
 
 class Draws:
@@ -70,7 +159,7 @@ class Draws:
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
-        self.before = torch.get_rng_state()
+        self.before = state()
         self.cells: dict[Cell, torch.Tensor] = _core.memo().setdefault("cells", {})
         self.new_cells: list[Cell] = []
         self.after: torch.Tensor | None = None
@@ -84,7 +173,7 @@ class Draws:
                 self._runs[i] = run
         for i in sorted(self._runs):
             self._draw(i)
-        self.after = torch.get_rng_state()
+        self.after = state()
 
     @property
     def _runs(self) -> dict[int, Any]:
@@ -99,16 +188,16 @@ class Draws:
             cell = (i, chunk if run.is_body else None)
             if cell in self.cells:
                 continue
-            self.cells[cell] = torch.get_rng_state()
+            self.cells[cell] = state()
             self.new_cells.append(cell)
             self._advance(i, run, chunk)
 
     def _advance(self, i: int, run: Any, chunk: int) -> None:
-        """Let one call draw, on stand-ins: only sizes and types matter."""
+        """Let one call draw, on stand-ins: a row is RANDOM only where no value decides how much it
+        draws. Ones, for they are legal as weights, as probabilities and as deviations."""
         program = self.replay.program
         node = program.nodes[i]
-        env: list[Any] = [None] * len(program.values)
-        imports: list[Any] = [None] * len(program.imports)
+        stand_ins: dict[int, torch.Tensor] = {}
         n_rows = -1
         if run.is_body:
             start, stop = self.replay.grids[run.axis][chunk]
@@ -121,27 +210,25 @@ class Draws:
             shape = info.shape
             if run.is_body and entry.place is not None:
                 shape = rows.chunk_shape(shape, entry.place, n_rows)
-            imports[number] = torch.zeros(shape, dtype=info.dtype)
-
-        def run_other(_: int, func: Any, args: Any, kwargs: Any) -> Any:
-            return func(*args, **kwargs)
-
-        _core.run([i], [()], env, imports, program.import_of, n_rows, True, run_other, _never_cut)
+            stand_ins[entry.value] = torch.ones(shape, dtype=info.dtype)
+        _run_alone(i, n_rows, stand_ins, len(program.values), True)
 
     def restore(self, i: int, chunk: int | None) -> None:
         """Put the generator where it was before this call drew for this chunk."""
-        torch.set_rng_state(self.cells[i, chunk])
+        set_state(self.cells[i, chunk])
 
     def commit(self) -> None:
         """Leave the generator as the last draw of the program left it."""
         if self.after is not None and self.new_cells:
-            torch.set_rng_state(self.after)
+            set_state(self.after)
         else:
-            torch.set_rng_state(self.before)
+            set_state(self.before)
+        for i, _ in self.new_cells:
+            _core.note_drawn(i)
         if self.cells:
             _core.memo()["grids"] = dict(self.replay.grids)
 
     def roll_back(self) -> None:
         for cell in self.new_cells:
             self.cells.pop(cell, None)
-        torch.set_rng_state(self.before)
+        set_state(self.before)

@@ -155,6 +155,7 @@ def register_all() -> None:
         meta.draw_like,
         draws.note_recorded,
         draws.check_undisturbed,
+        draws.draw_again,
         enter.enter,
         replay.read,
         reductions.known(),

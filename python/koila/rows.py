@@ -50,7 +50,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """A copy of `part` with its dims in memory in the order of `whole`.
 
     What is legal for the whole, such as a view, is then legal for the part.
@@ -70,7 +70,7 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
         part = tensor.narrow(dim, start * inner, (stop - start) * inner)
         if _is_outermost(tensor, dim) or not _is_dense(tensor):
             return part
-        return _in_order_of(part, tensor)
+        return in_order_of(part, tensor)
     digits: torch.Tensor = tensor.unflatten(dim, (outer, rows, inner))
     return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
 
