@@ -21,7 +21,6 @@ hypothesis.settings.load_profile("koila")
 # Written ahead of the code, and not yet all green: they are run by name until they are.
 collect_ignore = [
     "test_memory_limit.py",  # the byte model is still a few per cent short
-    "test_opdb_chunks.py",
     "test_random_programs.py",  # one example ends in a crash of the live replay
 ]
 OPEN = (
