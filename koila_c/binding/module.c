@@ -133,6 +133,13 @@ static PyMethodDef functions[] = {
     {"leaf_of", core_leaf_of, METH_O,
      "leaf_of($module, tensor, /)\n--\n\n"
      "The number of a real tensor that pending calls read, or None."},
+    {"has_draw", core_has_draw, METH_NOARGS,
+     "has_draw($module, /)\n--\n\nWhether a random call waits that has not drawn yet."},
+    {"note_drawn", core_note_drawn, METH_O,
+     "note_drawn($module, node, /)\n--\n\nA node drew in chunks: every run draws the same."},
+    {"set_type_attribute", core_set_type_attribute, METH_VARARGS,
+     "set_type_attribute($module, type, name, value, /)\n--\n\n"
+     "As setattr, also for types in C that are closed to it."},
     {"set_busy", core_set_busy, METH_O,
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"check_leaves", core_check_leaves, METH_NOARGS,

@@ -83,7 +83,17 @@ kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
     return 0;
 }
 
-/* A leaf for `tensor`, of which a reference is kept. */
+/* Whether the rows can be where `place` says: t_(), squeeze_() and their kin move the dims of a tensor
+ * that a lazy stands for. */
+static bool
+is_place_of(const Tape *tape, const KlPlace *place, const KlMeta *meta)
+{
+    return kl_place_is_rows(place) && place->dim < meta->n_dims &&
+           meta->shape[place->dim] ==
+               place->outer * tape->core.axis_rows[place->axis] * place->inner;
+}
+
+/* A leaf for `tensor`, of which a reference is kept. It is whole if its rows are not at `place`. */
 static int
 new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
 {
@@ -96,7 +106,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     if (result > 0) {
         meta.dtype = KL_DTYPE_OTHER; /* every row declines it */
     }
-    if (place != NULL) {
+    if (place != NULL && is_place_of(tape, place, &meta)) {
         meta.place = *place;
     }
     if (kl_tape_reserve(tape, 0, 1) < 0) {
