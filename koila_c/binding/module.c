@@ -31,11 +31,14 @@ core_bind(PyObject *module, PyObject *args)
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
-             *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL;
+             *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL,
+             *folders = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOO!I:bind", &koila_error, &stale_error, &meta_infer,
                           &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
-                          &skip_one_hop, &read, &in_transform, &draw_again, &reductions)) {
+                          &skip_one_hop, &read, &in_transform, &draw_again, &PyTuple_Type, &folders,
+                          &reductions) ||
+        kl_source_init(folders) < 0) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
@@ -59,7 +62,7 @@ static PyMethodDef functions[] = {
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, "
      "check_draws, skip_one_hop, read, in_transform, "
-     "draw_again, reductions, /)"
+     "draw_again, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,

@@ -91,6 +91,7 @@ def bind(
     read: Callable[..., Any],
     in_transform: Callable[..., Any],
     draw_again: Callable[[int], Callable[[], None] | None],
+    folders: tuple[str, ...],
     reductions: int,
     /,
 ) -> None: ...

@@ -159,6 +159,7 @@ def register_all() -> None:
         replay.read,
         handlers.in_transform,
         draws.again,
+        draws.INSIDE,
         reductions.known(),
     )
     for name, func in _overridable():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, draws, plan, reductions, reports, tail
+from koila import _core, config, draws, explain, plan, reductions, reports, tail
 from koila.cross import Cross, send_back
 from koila.errors import NotInChunksError, is_out_of_memory
 from koila.program import Node, Program, Run
@@ -394,6 +394,7 @@ def _stage(
     if plan.is_whole():
         return None
     program = Program(roots, is_known_only)
+    explain.log_whole(program)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
     planned = plan.plan(program, bool(roots))
