@@ -134,6 +134,7 @@ typedef struct KlPyState {
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
     PyObject *draw_again;              /* koila.draws.again: before a live run of what has drawn */
+    PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */

@@ -100,7 +100,12 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
         return -1;
     }
     tape->values[value].real = Py_NewRef(real);
-    return 0;
+    if (!tape->core.values[value].is_hooked) {
+        return 0;
+    }
+    PyObject *result = PyObject_CallFunction(kl_py.bind_hooks, "IO", (unsigned int)value, real);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
 }
 
 static int
