@@ -19,29 +19,7 @@ hypothesis.settings.load_profile("koila")
 
 
 # Written ahead of the code, and not yet all green: they are run by name until they are.
-collect_ignore = [
-    "test_infer.py",
-    "test_infer_opdb.py",
-    "test_infer_random.py",
-    "test_opdb.py",  # about 20 of 702 entries differ
-    "test_opdb_chunks.py",
-    "test_ops.py",
-    "test_random_programs.py",  # one example ends in a crash of the live replay
-]
-OPEN = (
-    "test_reads.py::test_equals_eager[wrong_label",
-    "test_writes.py::test_equals_eager[add_into_plain",
-    "test_writes.py::test_equals_eager[add_method_into_plain",
-    "test_writes.py::test_equals_eager[out_plain",
-    "test_precision.py::test_as_near_as_eager[mlp-ce_weights-torch.float16",
-    "test_gradients.py::test_equals_eager[same_object",
-    "test_not_intercepted.py::test_equals_eager[vmap_over_a_lazy",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out single tests that are known to be open, listed above."""
-    items[:] = [item for item in items if not any(name in item.nodeid for name in OPEN)]
+collect_ignore = []
 
 
 def pytest_configure(config: pytest.Config) -> None:

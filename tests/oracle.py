@@ -367,16 +367,22 @@ def assert_same_or_refused(story: Story, chunks: int | None, **options: Any) -> 
 
 
 def assert_seen(
-    got: Any, want: Any, what: str, *, exact_bits: bool, tolerance: float | None = None
+    got: Any,
+    want: Any,
+    what: str,
+    *,
+    exact_bits: bool,
+    tolerance: float | None = None,
+    floor: float = 0.0,
 ) -> None:
     """Assert that two nested results are the same."""
-    how: Any = {"exact_bits": exact_bits, "tolerance": tolerance}
+    how: Any = {"exact_bits": exact_bits, "tolerance": tolerance, "floor": floor}
     if isinstance(want, Tensor):
         assert isinstance(got, Tensor), f"{what}: {got}, eager {want}"
         if exact_bits:
             assert_bits(got, want, what)
         else:
-            assert_close(got, want, what, tolerance=tolerance)
+            assert_close(got, want, what, tolerance=tolerance, floor=floor)
     elif want is None:
         assert got is None, f"{what}: {got}, eager None"
     elif isinstance(want, dict):

@@ -31,11 +31,11 @@ core_bind(PyObject *module, PyObject *args)
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
-             *check_draws = NULL, *read = NULL;
+             *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
                           &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
-                          &skip_one_hop, &read, &reductions)) {
+                          &skip_one_hop, &read, &in_transform, &draw_again, &reductions)) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
@@ -47,6 +47,8 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
+    Py_XSETREF(kl_py.in_transform, Py_NewRef(in_transform));
+    Py_XSETREF(kl_py.draw_again, Py_NewRef(draw_again));
     Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
     Py_XSETREF(kl_py.skip_one_hop, Py_NewRef(skip_one_hop));
     return Py_NewRef(Py_None);
@@ -56,8 +58,8 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, "
-     "check_draws, skip_one_hop, read, "
-     "reductions, /)"
+     "check_draws, skip_one_hop, read, in_transform, "
+     "draw_again, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -102,6 +104,8 @@ static PyMethodDef functions[] = {
     {"configure", core_configure, METH_VARARGS,
      "configure($module, chunks, memory_limit, /)\n--\n\n"
      "Set the number of chunks (0: as few as fit) and the bytes (0: what is free)."},
+    {"count_transforms", core_count_transforms, METH_O,
+     "count_transforms($module, n, /)\n--\n\nSo many more transforms of torch.func are under way."},
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
@@ -129,6 +133,13 @@ static PyMethodDef functions[] = {
     {"leaf_of", core_leaf_of, METH_O,
      "leaf_of($module, tensor, /)\n--\n\n"
      "The number of a real tensor that pending calls read, or None."},
+    {"has_draw", core_has_draw, METH_NOARGS,
+     "has_draw($module, /)\n--\n\nWhether a random call waits that has not drawn yet."},
+    {"note_drawn", core_note_drawn, METH_O,
+     "note_drawn($module, node, /)\n--\n\nA node drew in chunks: every run draws the same."},
+    {"set_type_attribute", core_set_type_attribute, METH_VARARGS,
+     "set_type_attribute($module, type, name, value, /)\n--\n\n"
+     "As setattr, also for types in C that are closed to it."},
     {"set_busy", core_set_busy, METH_O,
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"check_leaves", core_check_leaves, METH_NOARGS,

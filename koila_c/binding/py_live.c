@@ -74,6 +74,10 @@ check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
     const KlMeta *promised = &tape->core.values[value].meta;
     KlMeta meta;
+    if (real == NULL) {
+        PyErr_Format(PyExc_SystemError, "koila: value %u stands for one that has no tensor", value);
+        return -1;
+    }
     if (!PyObject_TypeCheck(real, kl_py.tensor_base)) {
         return raise_mismatch(tape, id, value, real);
     }
@@ -137,6 +141,33 @@ release_if_dead(Tape *tape, KlValueId value)
     }
 }
 
+/* Call a node. One that drew its random numbers in an earlier run, in chunks, must draw the same. */
+static PyObject *
+call_node(Tape *tape, KlNodeId id)
+{
+    if (!tape->core.nodes[id].is_random || tape->memo == NULL) {
+        return kl_call_run(tape, id, real_of, tape);
+    }
+    PyObject *finish = PyObject_CallFunction(kl_py.draw_again, "I", (unsigned int)id);
+    if (finish == NULL || finish == Py_None) {
+        Py_XDECREF(finish);
+        return finish == NULL ? NULL : kl_call_run(tape, id, real_of, tape);
+    }
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyObject *result = kl_call_run(tape, id, real_of, tape);
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *finished = PyObject_CallNoArgs(finish);
+    if (finished == NULL) {
+        Py_CLEAR(result);
+    }
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_XDECREF(finished);
+    Py_DECREF(finish);
+    return result;
+}
+
 static int
 run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
 {
@@ -151,7 +182,7 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     } else {
-        PyObject *result = kl_call_run(tape, id, real_of, tape);
+        PyObject *result = call_node(tape, id);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
         Py_XDECREF(result);
         if (status < 0) {
@@ -220,6 +251,7 @@ kl_live_run(Tape *tape)
                 if (result < 0) {
                     /* As in eager, what depends on a call that raised does not exist; the rest does. */
                     add_note(tape, (KlNodeId)i);
+                    kl_failure_keep(tape, (KlNodeId)i);
                     kl_tape_set_failed(&tape->core, (KlNodeId)i);
                 }
             }
@@ -268,9 +300,7 @@ kl_live_force(Value *value)
     }
     PyObject *real = kl_lazy_real(value);
     if (real == NULL) {
-        PyErr_SetString(kl_py.koila_error,
-                        "this tensor has no value: the call that makes it, or one "
-                        "before that, raised an exception when it ran");
+        kl_failure_raise(value->error);
     }
     return Py_XNewRef(real);
 }
@@ -283,7 +313,8 @@ kl_live_force(Value *value)
 typedef struct Met {
     PyObject *lazies[KL_MET_MAX]; /* borrowed from the call's arguments */
     int n;
-    bool is_number_enough;
+    KlLiveKind kind;
+    PyObject *args, *kwargs; /* what was really passed */
 } Met;
 
 static int
@@ -294,7 +325,7 @@ force_one(PyObject *lazy, void *context)
     if (value == NULL) {
         return -1;
     }
-    if (met->is_number_enough) {
+    if (met->kind == KL_LIVE_READ) {
         if (kl_live_read(value) < 0) {
             return -1;
         }
@@ -334,6 +365,28 @@ find_rows(const Met *met, PyObject *real, KlPlace *place)
     return NULL;
 }
 
+static bool
+is_among(PyObject *object, PyObject *tensor)
+{
+    if (object == tensor) {
+        return true;
+    }
+    bool is_found = false;
+    if (object != NULL && PyDict_Check(object)) {
+        PyObject *key = NULL, *item = NULL;
+        Py_ssize_t position = 0;
+        while (!is_found && PyDict_Next(object, &position, &key, &item)) {
+            is_found = is_among(item, tensor);
+        }
+    } else if (object != NULL && (PyTuple_Check(object) || PyList_Check(object))) {
+        for (Py_ssize_t i = 0; !is_found && i < PySequence_Fast_GET_SIZE(object); i++) {
+            is_found = is_among(PySequence_Fast_GET_ITEM(object, i), tensor);
+        }
+    }
+    return is_found;
+}
+
+/* What comes back is the very object that went in, where it was written or needed no change. */
 static PyObject *
 wrap_tensor(const Met *met, PyObject *real)
 {
@@ -341,6 +394,9 @@ wrap_tensor(const Met *met, PyObject *real)
         if (kl_lazy_real(kl_lazy_value(met->lazies[i])) == real) {
             return Py_NewRef(met->lazies[i]);
         }
+    }
+    if (met->kind == KL_LIVE_SETTLED || is_among(met->args, real) || is_among(met->kwargs, real)) {
+        return Py_NewRef(real);
     }
     KlPlace place;
     const Value *source = find_rows(met, real, &place);
@@ -411,7 +467,7 @@ wrap(const Met *met, PyObject *object)
 PyObject *
 kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
-    Met met = {.n = 0, .is_number_enough = kind == KL_LIVE_READ};
+    Met met = {.kind = kind};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
     if (kl_call_visit(args, force_one, &met) < 0 ||
@@ -424,7 +480,9 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         goto error;
     }
     result = PyObject_Call(func, real_args, real_kwargs);
-    if (result != NULL && kind == KL_LIVE_LAZY) {
+    met.args = real_args;
+    met.kwargs = real_kwargs;
+    if (result != NULL && (kind == KL_LIVE_LAZY || kind == KL_LIVE_SETTLED)) {
         Py_SETREF(result, wrap(&met, result));
     }
 error:

@@ -53,7 +53,7 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    bool is_fused = node->is_random && node->row != NULL && node->row->kind != KL_ROW_RANDOM;
+    bool is_fused = node->is_random && node->row != NULL && node->row->kind == KL_ROW_OP;
     return Py_BuildValue("(INNiiiIIOIIOON)", id, stage_object(stages->node_stage[id]),
                          stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
                          axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
@@ -334,7 +334,7 @@ kl_program_value(PyObject *module, PyObject *args)
 
 /* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids),
  * (inputs saved for backward, outputs saved, further bytes saved, do those grow with the rows,
- *  bytes of workspace)) */
+ *  bytes saved that do not, bytes of workspace)) */
 PyObject *
 kl_program_node(PyObject *module, PyObject *args)
 {
@@ -361,10 +361,10 @@ kl_program_node(PyObject *module, PyObject *args)
         PyTuple_SET_ITEM(inputs, k, PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)value));
     }
     const KlSaves *saves = &node->saves;
-    return Py_BuildValue("(OzzNLN(KKLOL))", tape->nodes[id].func,
+    return Py_BuildValue("(OzzNLN(KKLOLL))", tape->nodes[id].func,
                          node->row != NULL ? node->row->name : NULL, node->reason, where,
                          (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]), inputs,
                          (unsigned long long)saves->inputs, (unsigned long long)saves->outputs,
                          (long long)saves->bytes_extra, saves->is_extra_rows ? Py_True : Py_False,
-                         (long long)saves->bytes_workspace);
+                         (long long)saves->bytes_fixed, (long long)saves->bytes_workspace);
 }

@@ -106,11 +106,7 @@ infer(Recording *recording, KlError *error)
                          .is_grad_enabled = recording->is_grad_enabled,
                          .axis_rows = tape->core.axis_rows,
                          .n_axes = (uint32_t)tape->core.n_axes};
-    KlStatus status = kl_infer_call(&call, &tape->inferred, error);
-    if (status == KL_OK) {
-        kl_infer_saves(&call, &tape->inferred, &recording->saves);
-    }
-    return status;
+    return kl_context_infer(&call, recording->context, &tape->inferred, &recording->saves, error);
 }
 
 /* Batches of equal size that meet in one call, where the row finds them aligned, are one batch: try it,
@@ -391,9 +387,6 @@ kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *a
     int64_t context = kl_context_now(&recording.is_grad_enabled);
     if (context < 0) {
         return -1;
-    }
-    if (kl_context_is_autocast((uint32_t)context)) {
-        return 0;
     }
     recording.context = (uint32_t)context;
     if (kl_call_encode(tape, args, kwargs, &recording.call, NULL, NULL, NULL) < 0) {

@@ -94,6 +94,7 @@ raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
     Py_XDECREF(name);
     Py_XDECREF(size);
     Py_XDECREF(where);
+    kl_failure_keep(tape, reader);
     return -1;
 }
 

@@ -60,29 +60,40 @@ reserve_externals(Tape *tape)
 }
 
 int
-kl_tape_sync(Tape *tape)
+kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
 {
     KlError error;
-    size_t n_nodes = tape->n_nodes_max, n_values = tape->n_values_max;
-    if (tape->core.n_nodes <= n_nodes && tape->core.n_values <= n_values) {
-        return 0;
-    }
-    if (kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes,
+    size_t nodes_before = tape->n_nodes_max, values_before = tape->n_values_max;
+    if (kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes + n_nodes,
                          sizeof(*tape->nodes), &error) != KL_OK) {
         return raise(&error);
     }
-    if (tape->n_nodes_max > n_nodes) {
-        memset(&tape->nodes[n_nodes], 0, (tape->n_nodes_max - n_nodes) * sizeof(*tape->nodes));
+    if (tape->n_nodes_max > nodes_before) {
+        memset(&tape->nodes[nodes_before], 0,
+               (tape->n_nodes_max - nodes_before) * sizeof(*tape->nodes));
     }
-    if (kl_alloc_reserve((void **)&tape->values, &tape->n_values_max, tape->core.n_values,
-                         sizeof(*tape->values), &error) != KL_OK) {
+    if (kl_alloc_reserve((void **)&tape->values, &tape->n_values_max,
+                         tape->core.n_values + n_values, sizeof(*tape->values), &error) != KL_OK) {
         return raise(&error);
     }
-    memset(&tape->values[n_values], 0, (tape->n_values_max - n_values) * sizeof(*tape->values));
+    if (tape->n_values_max > values_before) {
+        memset(&tape->values[values_before], 0,
+               (tape->n_values_max - values_before) * sizeof(*tape->values));
+    }
     return 0;
 }
 
-/* A leaf for `tensor`, of which a reference is kept. */
+/* Whether the rows can be where `place` says: t_(), squeeze_() and their kin move the dims of a tensor
+ * that a lazy stands for. */
+static bool
+is_place_of(const Tape *tape, const KlPlace *place, const KlMeta *meta)
+{
+    return kl_place_is_rows(place) && place->dim < meta->n_dims &&
+           meta->shape[place->dim] ==
+               place->outer * tape->core.axis_rows[place->axis] * place->inner;
+}
+
+/* A leaf for `tensor`, of which a reference is kept. It is whole if its rows are not at `place`. */
 static int
 new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
 {
@@ -95,14 +106,14 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     if (result > 0) {
         meta.dtype = KL_DTYPE_OTHER; /* every row declines it */
     }
-    if (place != NULL) {
+    if (place != NULL && is_place_of(tape, place, &meta)) {
         meta.place = *place;
+    }
+    if (kl_tape_reserve(tape, 0, 1) < 0) {
+        return -1;
     }
     if (kl_tape_leaf(&tape->core, &meta, value, &error) != KL_OK) {
         return raise(&error);
-    }
-    if (kl_tape_sync(tape) < 0) {
-        return -1;
     }
     KlPyValue *entry = &tape->values[*value];
     entry->real = Py_NewRef(tensor);
@@ -170,7 +181,7 @@ int
 kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
 {
     if (lazy->tape == tape) {
-        if (kl_review_current(tape, lazy->id, value) < 0) {
+        if (kl_view_current(tape, lazy->id, value) < 0) {
             return -1;
         }
         if (*value != lazy->id) {
@@ -232,6 +243,7 @@ clear_node(KlPyNode *node)
     Py_CLEAR(node->func);
     Py_CLEAR(node->kwnames);
     Py_CLEAR(node->code);
+    Py_CLEAR(node->error);
 }
 
 static void
@@ -299,6 +311,7 @@ Tape_traverse(Tape *tape, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(tape));
     for (size_t i = 0; i < tape->n_nodes_max && i < tape->core.n_nodes; i++) {
         Py_VISIT(tape->nodes[i].func);
+        Py_VISIT(tape->nodes[i].error);
     }
     for (size_t i = 0; i < tape->n_values_max && i < tape->core.n_values; i++) {
         Py_VISIT(tape->values[i].real);

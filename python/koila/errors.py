@@ -11,6 +11,10 @@ class StaleError(KoilaError):
     """A tensor was changed between the moment a call was recorded and the moment it ran."""
 
 
+class NotInChunksError(KoilaError):
+    """A run in chunks found that it cannot be right; the program is then run whole."""
+
+
 class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
     """Not even one row at a time fits into the memory there is."""
 

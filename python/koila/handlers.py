@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from koila import _core, meta, replay, reports
-from koila.errors import KoilaError
 
 LazyTensor = _core.LazyTensor
 
@@ -191,6 +191,22 @@ def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return _core.live(func, args, kwargs, True)
 
 
+def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call inside a transform of torch.func: its tensors mean nothing outside, so it runs now.
+
+    What was recorded before runs first, as if it had been outside.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return NotImplemented  # the transform is another thread's
+    with temporarily_clear_interpreter_stack():
+        _core.live(_nothing, (args, kwargs), {}, True)
+    return _core.live(func, args, kwargs, True)
+
+
+def _nothing(*_: Any) -> None:
+    """A call that needs its arguments and does nothing with them."""
+
+
 def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return repr_lazy(args[0])
 
@@ -199,7 +215,7 @@ def repr_lazy(lazy: Any) -> str:
     """What debuggers show: the number where it is there, and never a computation."""
     try:
         real = _core.real(lazy)
-    except KoilaError:
+    except Exception:  # what its call raised
         return "LazyTensor(failed)"
     if real is not None:
         return f"LazyTensor({real!r})"

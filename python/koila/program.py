@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -294,6 +294,19 @@ class Program:
             if value not in kept:
                 drops[position].append(value)
         run.drops = [tuple(drops[position]) for position in range(len(run.nodes))]
+
+    def gradient_part(self, run: Run, combined: Container[int]) -> Run:
+        """The part of a joint that gradients go through, after the combined reductions given."""
+        part = Run(run.stage, run.axis)
+        part.nodes = [i for i in run.nodes if any(map(self.needs_gradient, self.nodes[i].outs))]
+        part.combined = [node for node in run.combined if node.first_out in combined]
+        made = {v for i in part.nodes for v in self.nodes[i].outs}
+        part.exports = [value for value in run.exports if value in made]
+        made.update(v for node in part.combined for v in node.outs)
+        numbers = {n for i in part.nodes for n in self.nodes[i].imports if n >= 0}
+        part.imports = sorted(n for n in numbers if self.imports[n].value not in made)
+        part.drops = [()] * len(part.nodes)
+        return part
 
     def _combined_at(self, stage: int) -> list[Node]:
         """Reductions whose partials become values at this joint."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, draws, plan, reductions, reports
+from koila import _core, config, draws, plan, reductions, reports, tail
 from koila.cross import Cross, send_back
-from koila.errors import is_out_of_memory
-from koila.program import Program, Run
+from koila.errors import NotInChunksError, is_out_of_memory
+from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
 
@@ -73,14 +73,18 @@ class Replay:
         return cross.read_rows(entry.place, self.grids[run.axis], chunk, is_graph)
 
     def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
-        """A tensor with the sizes of a value that is not there yet, and no memory to speak of."""
+        """A tensor with the sizes of a value that is not there yet."""
         value, place, _ = self.program.imports[number]
-        info = self.program.info(value)
-        shape = info.shape
+        shape = self.program.info(value).shape
         if place is not None:
             start, stop = self.grids[run.axis][chunk]
             shape = chunk_shape(shape, place, stop - start)
-        return torch.empty((), dtype=info.dtype, device=info.device).expand(shape)
+        return self.zeros(value, shape)
+
+    def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Stand in for a value, with no memory to speak of."""
+        info = self.program.info(value)
+        return torch.zeros((), dtype=info.dtype, device=info.device).expand(shape)
 
     # -- running one stage ------------------------------------------------------------------------
 
@@ -115,7 +119,8 @@ class Replay:
                 self.draws.restore(i, chunk if run.is_body else None)
             if i in run.parts:
                 return reductions.run_parts(self.program, node, run.parts[i], func, args, kwargs)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return result if node.is_random else self._settle_view(node, result, args)
 
         def cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
             entry = self.program.imports[number]
@@ -134,6 +139,18 @@ class Replay:
             cut,
         )
         return env
+
+    def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
+        """What was recorded as a copy must be one, and what was recorded as a view too: a write
+        tells them apart."""
+        if not isinstance(result, torch.Tensor) or not args:
+            return result
+        source = self.program.info(self.program.imports[node.imports[0]].value)
+        is_view = self.program.info(node.first_out).storage == source.storage
+        is_shared = result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+        if is_view and not is_shared:
+            raise NotInChunksError(f"{_core.node(node.id)[3]}: a chunk is laid out otherwise")
+        return result.clone() if is_shared and not is_view else result
 
     def _combine(
         self, run: Run, env: list[Any], is_graph: bool, stand_ins: dict[int, Cross] | None
@@ -209,47 +226,6 @@ class Replay:
         if outputs:
             send_back(outputs, seeds, self.fresh)
 
-    def _seed_linear(self, run: Run, env: Sequence[Any], gradients: list[torch.Tensor]) -> None:
-        """Run the tail on zeros: its gradients do not depend on values, so they are known first."""
-        stand_ins: dict[int, Cross] = {}
-        leaves: list[tuple[Cross, Any, torch.Tensor]] = []
-        for value in run.exports:
-            node = self.program.node_of(value)
-            assert node is not None
-            cross = Cross(self.program.info(value), self.program.needs_gradient(value), self.fresh)
-            if node.id in run.parts:
-                early = self.cross[value].parts
-                leaves += cross.zero_parts(
-                    run.parts[node.id], env[value], self.grids[run.axis], early
-                )
-            else:
-                leaves += cross.zero_whole()
-            stand_ins[value] = cross
-        outputs = self._run_tail(stand_ins)
-        inputs = [leaf for _, _, leaf in leaves if leaf.requires_grad]
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
-        if not pairs or not inputs:
-            return
-        found = torch.autograd.grad(
-            [o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True
-        )
-        grads = dict(zip(map(id, inputs), found, strict=True))
-        for cross, key, leaf in leaves:
-            cross.seeds[key] = grads.get(id(leaf))
-        for value, cross in stand_ins.items():
-            self.cross[value].seeds.update(cross.seeds)
-
-    def _run_tail(self, stand_ins: dict[int, Cross]) -> list[torch.Tensor]:
-        """Run the joints of the tail on stand-ins for what the body will make; the roots."""
-        made = dict(stand_ins)
-        for run in self.program.tail_runs():
-            env = self.run_nodes(run, 0, True, made)
-            combined = [out for node in run.combined for out in node.outs]
-            for value in [*combined, *run.exports]:
-                info = self.program.info(value)
-                made[value] = Cross(info, False, self.fresh, env[value], True)
-        return [made[root].read_whole(True) for root in self.program.roots]
-
     # -- the whole step ---------------------------------------------------------------------------
 
     def _run_fused(self, run: Run, gradients: list[torch.Tensor]) -> None:
@@ -257,7 +233,7 @@ class Replay:
             env = self.run_nodes(run, chunk, True)
             self._collect(run, env, chunk)
             if chunk == 0:
-                self._seed_linear(run, env, gradients)
+                tail.seed(self, run, env, gradients)
             self._send_back(run, env, chunk)
             del env  # or the next chunk would run beside what is left of this one
         for value in run.exports:
@@ -375,8 +351,12 @@ class Replay:
 
 def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
-) -> tuple[Replay, Any]:
-    """Run a program; where memory runs out, undo everything and try with twice the chunks."""
+) -> tuple[Replay, Any] | None:
+    """Run a program; where memory runs out, undo everything and try with twice the chunks.
+
+    Returns:
+        None where it turned out that the program has to run whole; nothing has changed then.
+    """
     most = max(program.axes.values())
     n_chunks, n_tries = planned.n_chunks, 1
     while True:
@@ -386,6 +366,9 @@ def _attempt(
             result = run(replay)
             reports.note(replay.report(planned, n_tries))
             return replay, result
+        except NotInChunksError:
+            replay.draws.roll_back()
+            return None
         except BaseException as error:
             replay.draws.roll_back()
             is_pinned = bool(draws.pinned_grids())
@@ -434,8 +417,10 @@ def read(is_known_only: bool = False) -> bool:
         reports.note_whole()
         return False
     _core.check_leaves()
-    replay, _ = _attempt(*staged, Replay.compute)
-    replay.commit(False)
+    done = _attempt(*staged, Replay.compute)
+    if done is None:
+        return False
+    done[0].commit(False)
     return True
 
 
@@ -492,7 +477,10 @@ def differentiate(
             cuts = [real.view_as(real) for real, _ in found]
         return finish(cuts, [gradient for _, gradient in found])
 
-    replay, result = _attempt(*staged, run)
+    done = _attempt(*staged, run)
+    if done is None:
+        return NotImplemented
+    replay, result = done
     replay.commit(not is_retained)
     _core.note_backward()
     return result

@@ -62,7 +62,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """A copy of `part` with its dims in memory in the order of `whole`.
 
     What is legal for the whole, such as a view, is then legal for the part.
@@ -86,7 +86,7 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
         return tensor
     if outer == 1:
         part = tensor.narrow(dim, start * inner, (stop - start) * inner)
-        return part if is_cut_in_place(tensor, place) else _in_order_of(part, tensor)
+        return part if is_cut_in_place(tensor, place) else in_order_of(part, tensor)
     digits: torch.Tensor = tensor.unflatten(dim, (outer, rows, inner))
     return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
 

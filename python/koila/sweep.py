@@ -128,13 +128,14 @@ class Sweep:
     def _kept_for(self, node: Node) -> _Kept:
         detail = _core.node(node.id)
         rows, inputs = detail[4], detail[5]
-        saved_inputs, saved_outputs, extra, is_rows, workspace = detail[6]
+        saved_inputs, saved_outputs, extra, is_rows, whole, workspace = detail[6]
         values = {v for k, v in enumerate(inputs) if v >= 0 and (k >= 64 or saved_inputs >> k & 1)}
         values |= {v for k, v in enumerate(node.outs) if saved_outputs >> k & 1}
         if detail[1] is None:
             values |= {v for v in inputs if v >= 0} | set(node.outs)
         by_rows = self.run.is_body and rows > 0
-        further = (0.0, extra / rows) if by_rows and is_rows else (float(extra), 0.0)
+        split = by_rows and is_rows
+        further = (float(whole), extra / rows) if split else (float(extra + whole), 0.0)
         scratch = (0.0, workspace / rows) if by_rows else (float(workspace), 0.0)
         if not self._has_gradient(node):
             return _Kept(detail[1], set(), (0.0, 0.0), scratch)

@@ -1,5 +1,5 @@
-/* py_review.c - views after a write: a view that was taken before is taken again from the new version, so
- * that no node reads an old one. */
+/* py_view.c - takes views again after a write, so that no node reads an old version: staging could not
+ * order such a read and the write. */
 #include "py.h"
 
 #include <string.h>
@@ -21,6 +21,7 @@ copy_call(Tape *tape, KlNodeId node, KlValueId before, KlValueId after, KlPyNode
     call->first_slot = (uint32_t)tape->n_slots;
     call->kwnames = Py_XNewRef(original.kwnames);
     call->code = NULL;
+    call->error = NULL;
     for (uint32_t i = 0; i < original.n_slots; i++) {
         KlSlot slot = tape->slots[original.first_slot + i];
         if (slot.kind == KL_SLOT_VALUE && slot.n == before) {
@@ -76,6 +77,10 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     int result = copy_call(tape, old.node, old.view_of, source, &call);
     if (result == 0) {
         result = kl_record_append(tape, &record, tape->nodes[old.node].func, &call, &id);
+        if (result < 0) {
+            Py_CLEAR(call.kwnames);
+            kl_call_truncate(tape, call.first_slot);
+        }
     }
     inferred->split.places = places;
     if (result == 0) {
@@ -85,7 +90,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
 }
 
 int
-kl_review_current(Tape *tape, KlValueId value, KlValueId *current)
+kl_view_current(Tape *tape, KlValueId value, KlValueId *current)
 {
     const KlValue *core = &tape->core.values[value];
     if (!kl_tape_is_stale(&tape->core, value)) {
@@ -97,7 +102,7 @@ kl_review_current(Tape *tape, KlValueId value, KlValueId *current)
         return 0;
     }
     KlValueId source = KL_ID_NONE;
-    if (kl_review_current(tape, core->view_of, &source) < 0) {
+    if (kl_view_current(tape, core->view_of, &source) < 0) {
         return -1;
     }
     return take_again(tape, value, source, current);
