@@ -14,7 +14,7 @@ import torch
 
 from koila import _core, config, draws, explain, hooks, plan, reductions, reports, tail
 from koila.cross import Cross, send_back
-from koila.errors import NotInChunksError, is_out_of_memory
+from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
@@ -410,7 +410,11 @@ def _stage(
     explain.log_whole(program)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
-    planned = plan.plan(program, bool(roots))
+    try:
+        planned = plan.plan(program, bool(roots))
+    except MemoryLimitError:
+        _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
+        raise
     if planned.n_chunks > 1:
         return program, planned
     reports.note(reports.Report(1, None, 1, planned.predicted, planned.allowed))
