@@ -19,15 +19,7 @@ hypothesis.settings.load_profile("koila")
 
 
 # Written ahead of the code, and not yet all green: they are run by name until they are.
-collect_ignore = [
-    "test_infer.py",
-    "test_infer_opdb.py",
-    "test_infer_random.py",
-    "test_memory_limit.py",  # the byte model is still a few per cent short
-    "test_opdb.py",  # about 20 of 702 entries differ
-    "test_opdb_chunks.py",
-    "test_ops.py",
-]
+collect_ignore = []
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,9 +7,12 @@ there, counted from the left or from the right, as broadcasting suggests.
 
 from __future__ import annotations
 
+import contextlib
+import unittest.mock
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.testing._internal.opinfo.core import OpInfo
@@ -17,12 +20,9 @@ from torch.testing._internal.opinfo.core import OpInfo
 import koila
 import opdb
 from brute import Cuts, alignments, can_cut
+from koila.replay import Replay
 from opdb import Case
 from outcome import SEED, How, Outcome, Program, assert_same_numbers, observe
-
-# Pooling alone has ten thousand runs, much alike; these are taken evenly from an op's.
-N_RUNS_MAX = 150
-
 
 KINDS = ("function", "in-place method")
 
@@ -33,6 +33,7 @@ class ChunkReport:
 
     same: int = 0
     same_error: int = 0
+    in_chunks: int = 0  # of all these: the program was cut
     differing: list[str] = field(default_factory=list)  # name: what differs
 
 
@@ -90,38 +91,47 @@ def cases_of(op: OpInfo) -> Iterator[Case]:
             yield case
 
 
-def runs_of(op: OpInfo) -> list[tuple[Case, Cuts, int]]:
-    """Return every run there is: a case, how it is cut, the number of chunks."""
-    runs = []
-    for case in cases_of(op):
-        tensors = case.program().tensors
-        if can_cut(tensors):
-            for cuts in alignments(tensors):
-                number, dim = next(iter(cuts.items()))
-                counts = chunk_counts(tensors[number].shape[dim])
-                runs += [(case, cuts, count) for count in counts]
-    return runs
+@contextlib.contextmanager
+def counted_replays() -> Iterator[list[int]]:
+    """Count how often a program is cut: a list of that one number."""
+    count, begin = [0], Replay.__init__
+
+    def init(self: Replay, *args: Any) -> None:
+        count[0] += 1
+        begin(self, *args)
+
+    with unittest.mock.patch.object(Replay, "__init__", init):
+        yield count
 
 
-def check_op(op: OpInfo, n_runs_max: int | None = N_RUNS_MAX) -> ChunkReport:
-    """Run an op's samples in chunks: all ways, or as many, evenly taken, as are allowed."""
+def check_op(op: OpInfo) -> ChunkReport:
+    """Run an op's samples cut in every way."""
     report = ChunkReport()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), counted_replays() as replays:
         warnings.simplefilter("ignore")
-        runs = runs_of(op)
-        if n_runs_max is not None and len(runs) > n_runs_max:
-            runs = [runs[i * len(runs) // n_runs_max] for i in range(n_runs_max)]
-        wholes: dict[str, tuple[Outcome, How]] = {}
-        for case, cuts, count in runs:
-            is_read_first = case.number % 2 == 0
-            if case.name not in wholes:
-                whole = observe(case.program(), is_read_first=is_read_first)
-                wholes[case.name] = whole, _how(case, opdb.full_name(op))
-            wanted, how = wholes[case.name]
+        for case in cases_of(op):
+            tensors = case.program().tensors
+            if can_cut(tensors):
+                _check_case(report, case, tensors, opdb.full_name(op), replays)
+    return report
+
+
+def _check_case(
+    report: ChunkReport, case: Case, tensors: list[torch.Tensor], op: str, replays: list[int]
+) -> None:
+    is_read_first = case.number % 2 == 0
+    wanted = observe(case.program(), is_read_first=is_read_first)
+    how = _how(case, op)
+    for cuts in alignments(tensors):
+        number, dim = next(iter(cuts.items()))
+        for count in chunk_counts(tensors[number].shape[dim]):
+            before = replays[0]
             got = run_in_chunks(case, cuts, count, is_read_first)
             name = f"{case.name} cut at {dict(cuts)} in {count} chunks"
             _compare(report, name, wanted, got, how)
-    return report
+            if replays[0] == before:
+                break  # it ran whole, and would with any other number of chunks
+            report.in_chunks += 1
 
 
 def _compare(report: ChunkReport, name: str, wanted: Outcome, got: Outcome, how: How) -> None:

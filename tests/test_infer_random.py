@@ -73,6 +73,7 @@ def test_elementwise(xs: list[torch.Tensor]) -> None:
     check("masked_fill", x, y > 0, 1.0)
     check("isinf", x)
     check("isfinite", x)
+    check("isfinite", x.view(torch.int64))
     check("nan_to_num", x)
     check("log_sigmoid", x)
     check("broadcast_tensors", xs)

@@ -73,3 +73,25 @@ def test_without_grad_mode_nothing_new_requires_grad(row: str) -> None:
             outs = opcalls.tensors(CALLABLES[row](*args, **kwargs)) or [args[0]]
         assert [out[3] for out in said["outs"]] == [t.requires_grad for t in outs]
         assert said["saves"]["inputs"] == said["saves"]["bytes_extra"] == 0
+
+
+@pytest.mark.parametrize("row", sorted(set(SAMPLES) & set(TABLE)))
+def test_no_value_decides_how_much_is_drawn(row: str) -> None:
+    """Where each chunk's draws begin is found on stand-ins, before there are values."""
+
+    def end_of(args: Any, kwargs: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            CALLABLES[row](*args, **kwargs)
+        return torch.get_rng_state()
+
+    for args, kwargs in samples_of(row):
+        if _core.infer(row, args, kwargs)["random"]:
+            ones = opcalls.changed((args, kwargs), torch.ones_like)
+            assert torch.equal(end_of(args, kwargs), end_of(*ones)), opcalls.describe(
+                row, args, kwargs
+            )
+        else:
+            before = end_of(args, kwargs)
+            torch.manual_seed(0)
+            assert torch.equal(before, torch.get_rng_state()), f"{row} draws"

@@ -133,6 +133,13 @@ static PyMethodDef functions[] = {
     {"leaf_of", core_leaf_of, METH_O,
      "leaf_of($module, tensor, /)\n--\n\n"
      "The number of a real tensor that pending calls read, or None."},
+    {"has_draw", core_has_draw, METH_NOARGS,
+     "has_draw($module, /)\n--\n\nWhether a random call waits that has not drawn yet."},
+    {"note_drawn", core_note_drawn, METH_O,
+     "note_drawn($module, node, /)\n--\n\nA node drew in chunks: every run draws the same."},
+    {"set_type_attribute", core_set_type_attribute, METH_VARARGS,
+     "set_type_attribute($module, type, name, value, /)\n--\n\n"
+     "As setattr, also for types in C that are closed to it."},
     {"set_busy", core_set_busy, METH_O,
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"check_leaves", core_check_leaves, METH_NOARGS,
@@ -174,9 +181,10 @@ import_torch(void)
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
+    kl_py.requires_grad = PyUnicode_InternFromString("requires_grad");
     if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
         kl_py.len_dispatch_stack == NULL || kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL ||
-        kl_py.zero == NULL) {
+        kl_py.zero == NULL || kl_py.requires_grad == NULL) {
         goto error;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");

@@ -62,11 +62,12 @@ typedef struct KlPyNode {
 
 /* What the binding knows of one value. */
 typedef struct KlPyValue {
-    PyObject *real;    /* leaves, and what ran: the tensor; NULL while pending or dead */
-    Value *handle;     /* borrowed: the Value attached to it, or NULL when the user dropped it */
-    PyObject *pointer; /* leaves: data_ptr() when it entered; NULL where it has none */
-    int64_t version;   /* leaves: _version when it entered; -1: it has none (inference tensor) */
-    PyObject *number;  /* known: its value, without a graph; else NULL */
+    PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
+    Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
+    PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
+    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    PyObject *number;   /* known: its value, without a graph; else NULL */
+    PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
 } KlPyValue;
 
 typedef struct KlExternal {
@@ -127,6 +128,7 @@ typedef struct KlPyState {
     PyObject *size_type; /* torch.Size */
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
+    PyObject *requires_grad; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
@@ -215,6 +217,8 @@ void kl_tape_forget(Tape *tape, KlValueId id);
 int64_t kl_stale_version(PyObject *tensor);
 /* New reference: data_ptr() of a tensor, or NULL without an exception where it has none. */
 PyObject *kl_stale_pointer(PyObject *tensor);
+/* Whether `tensor` requires a gradient exactly if it did when `meta` was read; -1 on failure. */
+int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
@@ -233,8 +237,10 @@ int kl_meta_read(PyObject *tensor, KlMeta *meta);
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
-/* Index of a torch.device, or -1 for one not met yet. */
+/* Index of a torch.device or its name, or -1 for one not met yet. */
 int kl_meta_device_from(PyObject *device);
+/* 0: the CPU. Other devices get the next number the first time they are met. 0, or -1. */
+int kl_meta_read_device(PyObject *tensor, KlMeta *meta);
 /* torch.get_default_dtype() */
 KlDtype kl_meta_default_dtype(void);
 /* Index of a torch.dtype; KL_DTYPE_OTHER for one without a name here. */
@@ -289,6 +295,9 @@ int kl_context_switch(KlContextSwitch *context, uint32_t id);
 /* Restores what was in force; keeps an exception that is already set, and then returns -1. */
 int kl_context_end(KlContextSwitch *context);
 bool kl_context_is_autocast(uint32_t id);
+/* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
+KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
+                          KlError *error);
 
 /* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
 

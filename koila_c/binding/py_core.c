@@ -259,6 +259,45 @@ core_leaf_of(PyObject *module, PyObject *tensor)
 }
 
 PyObject *
+core_has_draw(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    return PyBool_FromLong(tape != NULL && kl_tape_has_draw(&tape->core));
+}
+
+PyObject *
+core_note_drawn(PyObject *module, PyObject *id)
+{
+    (void)module;
+    Tape *tape = kl_tape_open();
+    unsigned long node = PyLong_AsUnsignedLong(id);
+    if (tape == NULL || PyErr_Occurred()) {
+        return NULL;
+    }
+    if (node >= tape->core.n_nodes) {
+        return PyErr_Format(PyExc_IndexError, "note_drawn: there is no node %lu", node);
+    }
+    tape->core.nodes[node].is_drawn = true;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_set_type_attribute(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyTypeObject *type = NULL;
+    PyObject *name = NULL, *value = NULL;
+    if (!PyArg_ParseTuple(args, "O!UO:set_type_attribute", &PyType_Type, &type, &name, &value) ||
+        PyDict_SetItem(type->tp_dict, name, value) < 0) {
+        return NULL;
+    }
+    PyType_Modified(type);
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
 core_set_busy(PyObject *module, PyObject *flag)
 {
     (void)module;
@@ -330,7 +369,7 @@ core_pending_bytes(PyObject *module, PyObject *ignored)
             const KlValue *value = &tape->core.values[node->first_out + k];
             bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
         }
-        bytes += node->saves.bytes_extra + node->saves.bytes_workspace;
+        bytes += node->saves.bytes_extra + node->saves.bytes_fixed + node->saves.bytes_workspace;
     }
     return PyLong_FromLongLong(bytes);
 }

@@ -7,7 +7,39 @@
 static PyObject *
 real_of(void *env, KlValueId value)
 {
-    return ((Tape *)env)->values[value].real;
+    const KlPyValue *entry = &((Tape *)env)->values[value];
+    return entry->recorded != NULL ? entry->recorded : entry->real;
+}
+
+/* requires_grad says what a call sees when it is made, not when it runs: a leaf that was switched since is
+ * replaced by an alias that is as it was. What should not get a gradient gets none, and the other way
+ * round torch drops it. */
+static int
+keep_flags(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        KlPyValue *entry = &tape->values[i];
+        const KlMeta *meta = &tape->core.values[i].meta;
+        if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
+            continue;
+        }
+        int is_same = kl_stale_is_flagged(entry->real, meta);
+        if (is_same < 0) {
+            return -1;
+        }
+        if (is_same || entry->recorded != NULL) {
+            continue;
+        }
+        PyObject *alias = PyObject_CallMethod(entry->real, "detach", NULL);
+        if (alias != NULL && meta->requires_grad) {
+            Py_SETREF(alias, PyObject_CallMethod(alias, "requires_grad_", NULL));
+        }
+        if (alias == NULL) {
+            return -1;
+        }
+        entry->recorded = alias;
+    }
+    return 0;
 }
 
 static int
@@ -208,7 +240,8 @@ kl_live_run(Tape *tape)
             return -1;
         }
         Py_DECREF(checked);
-        if (kl_tape_check_leaves(tape) < 0 || kl_context_begin(&context) < 0) {
+        if (kl_tape_check_leaves(tape) < 0 || keep_flags(tape) < 0 ||
+            kl_context_begin(&context) < 0) {
             return -1;
         }
         tape->is_running = true;

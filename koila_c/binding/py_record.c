@@ -85,20 +85,6 @@ note_source(KlPyNode *call)
     }
 }
 
-/* Whether a random call waits on the tape: a draw made now would come before it. */
-static bool
-has_pending_draw(const KlTape *core)
-{
-    for (size_t i = core->n_done; i < core->n_nodes; i++) {
-        const KlNode *node = &core->nodes[i];
-        if (node->is_random && !node->is_done &&
-            core->values[node->first_out].state == KL_STATE_PENDING) {
-            return true;
-        }
-    }
-    return false;
-}
-
 int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
 {
@@ -108,7 +94,7 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
             return -1;
         }
     }
-    if (record->is_random && !has_pending_draw(&tape->core)) {
+    if (record->is_random && !kl_tape_has_draw(&tape->core)) {
         PyObject *noted = PyObject_CallNoArgs(kl_py.note_draw);
         if (noted == NULL) {
             return -1;
@@ -267,7 +253,7 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
     if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;
         int recorded = 0;
-        if (function->is_draw_like && !has_pending_draw(&met.tape->core)) {
+        if (function->is_draw_like && !kl_tape_has_draw(&met.tape->core)) {
             PyObject *drawn = draw_now(func, args, kwargs);
             if (drawn != Py_NotImplemented) {
                 return drawn;

@@ -106,11 +106,7 @@ infer(Recording *recording, KlError *error)
                          .is_grad_enabled = recording->is_grad_enabled,
                          .axis_rows = tape->core.axis_rows,
                          .n_axes = (uint32_t)tape->core.n_axes};
-    KlStatus status = kl_infer_call(&call, &tape->inferred, error);
-    if (status == KL_OK) {
-        kl_infer_saves(&call, &tape->inferred, &recording->saves);
-    }
-    return status;
+    return kl_context_infer(&call, recording->context, &tape->inferred, &recording->saves, error);
 }
 
 /* Batches of equal size that meet in one call, where the row finds them aligned, are one batch: try it,
@@ -270,6 +266,22 @@ find_writes(const Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
     return 0;
 }
 
+/* A call whose results are its arguments makes no node: broadcast_tensors gives all of them back. */
+static PyObject *
+give_back(const Recording *recording)
+{
+    const KlPyInput *origins = recording->bound.input_origins;
+    const KlInferred *inferred = &recording->tape->inferred;
+    if (inferred->alias_input != KL_ID_NONE) {
+        return Py_NewRef(origins[inferred->alias_input].object);
+    }
+    PyObject *same = PyTuple_New(inferred->n_outs);
+    for (uint32_t i = 0; same != NULL && i < inferred->n_outs; i++) {
+        PyTuple_SET_ITEM(same, i, Py_NewRef(origins[i].object));
+    }
+    return same;
+}
+
 static int
 append(Recording *recording, PyObject **results)
 {
@@ -281,11 +293,8 @@ append(Recording *recording, PyObject **results)
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) {
-        if (inferred->alias_input == KL_ID_NONE) {
-            return 0; /* a list of its own arguments: it is run at once */
-        }
-        *results = Py_NewRef(recording->bound.input_origins[inferred->alias_input].object);
-        return 1;
+        *results = give_back(recording);
+        return *results == NULL ? -1 : 1;
     }
     refuse_unknown_reduction(recording);
     refuse_two_roles(recording);
@@ -378,9 +387,6 @@ kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *a
     int64_t context = kl_context_now(&recording.is_grad_enabled);
     if (context < 0) {
         return -1;
-    }
-    if (kl_context_is_autocast((uint32_t)context)) {
-        return 0;
     }
     recording.context = (uint32_t)context;
     if (kl_call_encode(tape, args, kwargs, &recording.call, NULL, NULL, NULL) < 0) {

@@ -83,7 +83,17 @@ kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
     return 0;
 }
 
-/* A leaf for `tensor`, of which a reference is kept. */
+/* Whether the rows can be where `place` says: t_(), squeeze_() and their kin move the dims of a tensor
+ * that a lazy stands for. */
+static bool
+is_place_of(const Tape *tape, const KlPlace *place, const KlMeta *meta)
+{
+    return kl_place_is_rows(place) && place->dim < meta->n_dims &&
+           meta->shape[place->dim] ==
+               place->outer * tape->core.axis_rows[place->axis] * place->inner;
+}
+
+/* A leaf for `tensor`, of which a reference is kept. It is whole if its rows are not at `place`. */
 static int
 new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
 {
@@ -96,7 +106,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     if (result > 0) {
         meta.dtype = KL_DTYPE_OTHER; /* every row declines it */
     }
-    if (place != NULL) {
+    if (place != NULL && is_place_of(tape, place, &meta)) {
         meta.place = *place;
     }
     if (kl_tape_reserve(tape, 0, 1) < 0) {
@@ -120,10 +130,14 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
     }
     KlExternal *external = find_external(tape, tensor);
     if (external->tensor != NULL && tape->core.values[external->value].n_pending > 0) {
+        int is_same = kl_stale_is_flagged(tensor, &tape->core.values[external->value].meta);
         *value = external->value;
-        return 0;
+        if (is_same != 0) {
+            return is_same < 0 ? -1 : 0;
+        }
     }
-    /* Met for the first time, or again after all that read it is done: it may have changed since. */
+    /* Met for the first time, or again after all that read it is done: it may have changed since. Or its
+     * requires_grad was switched between two calls, and each is to see what it saw. */
     bool is_new = external->tensor == NULL;
     if (new_leaf(tape, tensor, NULL, value) < 0) {
         return -1;
@@ -270,6 +284,7 @@ clear_tape(Tape *tape)
         Py_CLEAR(values[i].real);
         Py_CLEAR(values[i].pointer);
         Py_CLEAR(values[i].number);
+        Py_CLEAR(values[i].recorded);
     }
     for (size_t i = 0; i < n_slots; i++) {
         Py_CLEAR(slots[i].object);
@@ -301,6 +316,7 @@ Tape_traverse(Tape *tape, visitproc visit, void *arg)
     for (size_t i = 0; i < tape->n_values_max && i < tape->core.n_values; i++) {
         Py_VISIT(tape->values[i].real);
         Py_VISIT(tape->values[i].number);
+        Py_VISIT(tape->values[i].recorded);
     }
     for (size_t i = 0; i < tape->n_slots; i++) {
         Py_VISIT(tape->slots[i].object);

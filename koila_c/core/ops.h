@@ -119,6 +119,7 @@ typedef struct KlSaves {
     uint64_t outputs;        /* bit i: output i is saved */
     int64_t bytes_extra;     /* new tensors saved, bytes for the whole call */
     bool is_extra_rows;      /* bytes_extra grows with the rows */
+    int64_t bytes_fixed;     /* new tensors saved that do not: weights in another dtype */
     int64_t bytes_workspace; /* needed only while the op runs */
 } KlSaves;
 

@@ -149,6 +149,7 @@ KL_SHAPE(tensor_pair); /* broadcast, and both words are tensors */
 KL_SHAPE(tensors);     /* all tensors broadcast, numbers are parameters */
 KL_SHAPE(swapped);     /* broadcast, the first two operands in the other order */
 KL_SHAPE(same);        /* that of the first input, fresh memory in its order */
+KL_SHAPE(isfinite);
 KL_SHAPE(isinf);
 KL_SHAPE(preserve);  /* that of the first input, strides as empty_like's */
 KL_SHAPE(row_major); /* that of the first input, row-major */

@@ -195,6 +195,24 @@ shape_preserve(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
+/* isfinite multiplies a comparison with another: their layout goes through the rule twice. What is
+ * always finite gets ones_like. */
+KlStatus
+shape_isfinite(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlDtype dtype = call->inputs[0]->dtype;
+    if (!kl_meta_dtype_is_float(dtype) && !kl_meta_dtype_is_complex(dtype)) {
+        return shape_preserve(call, result, error);
+    }
+    KlStatus status = shape_same(call, result, error);
+    if (status == KL_OK) {
+        KlMeta between = result->outs[0];
+        const KlMeta *operands[2] = {&between, &between};
+        kl_rules_iterate(&result->outs[0], operands, 2, false);
+    }
+    return status;
+}
+
 /* isinf runs abs, and compares with a number: two layouts one after the other. */
 KlStatus
 shape_isinf(const KlCall *call, KlInferred *result, KlError *error)

@@ -69,7 +69,7 @@ kl_rules_set_channels_last(KlMeta *meta)
     int64_t stride = 1;
     for (int i = 0; i < 4; i++) {
         meta->strides[order[i]] = stride;
-        stride *= meta->shape[order[i]] > 1 ? meta->shape[order[i]] : 1;
+        stride *= meta->shape[order[i]]; /* of an empty value 0, where row-major strides count 1 */
     }
     meta->is_strided = true;
 }

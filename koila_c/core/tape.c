@@ -283,6 +283,18 @@ kl_tape_set_done(KlTape *tape, KlNodeId id)
     }
 }
 
+bool
+kl_tape_has_draw(const KlTape *tape)
+{
+    for (size_t i = tape->n_done; i < tape->n_nodes; i++) {
+        const KlNode *node = &tape->nodes[i];
+        if (node->is_random && !node->is_done && !node->is_drawn && !node->is_abandoned) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static bool
 is_failed(const KlTape *tape, KlValueId value)
 {

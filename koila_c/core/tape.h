@@ -49,9 +49,10 @@ typedef struct KlNode {
     uint8_t mode;   /* KlMode */
     uint8_t reduce; /* KlReduce */
     bool is_random;
-    bool is_done;   /* nothing is left to do for it */
-    bool is_failed; /* done without a number: it, or what it reads, raised */
+    bool is_done;       /* nothing is left to do for it */
+    bool is_failed;     /* done without a number: it, or what it reads, raised */
     KlNodeId failed_by; /* failed: the node that raised */
+    bool is_drawn;      /* it drew in a run in chunks, and every later run draws the same */
     KlValueId
         review_of; /* a view taken again after a write: the value that stands for it from before,
                               whose tensor live replay uses; else KL_ID_NONE */
@@ -138,6 +139,9 @@ void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 
 /* What has run, and leads to nothing the user can reach, is done: its leaves may change. */
 KlStatus kl_tape_retire(KlTape *tape, KlError *error);
+
+/* Whether a random call waits: a draw made now, or the generator asked now, would come before it. */
+bool kl_tape_has_draw(const KlTape *tape);
 
 /* Find the nodes that can be known for good: pending, wanted, no gradient in their history. They are
  * marked in `must_run` [n_nodes], which may be NULL. */

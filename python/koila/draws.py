@@ -32,6 +32,11 @@ Cell = tuple[int, int | None]
 # How often they draw depends on values, not on sizes alone. None: an operator without a row.
 BY_VALUE = {None, "multinomial", "poisson", "rrelu"}
 
+# Taken before they are patched: for all others, what waits is drawn before the generator answers.
+_get_state = torch._C.Generator.get_state
+_set_state = torch._C.Generator.set_state
+_manual_seed = torch._C.Generator.manual_seed
+
 
 def pinned_grids() -> dict[int, list[Bounds]]:
     """The grids that earlier runs of this program drew with."""
@@ -62,7 +67,7 @@ def _states() -> dict[torch.device, torch.Tensor]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
-    return {device: generator_of(device).get_state() for device in devices}
+    return {device: _get_state(generator_of(device)) for device in devices}
 
 
 def note_recorded() -> None:
@@ -73,7 +78,7 @@ def note_recorded() -> None:
 def check_undisturbed() -> None:
     """Warn where something else drew between the record of a random call and its run."""
     states = _core.memo().pop("recorded_states", {})
-    if any(not torch.equal(state, generator_of(d).get_state()) for d, state in states.items()):
+    if any(not torch.equal(state, _get_state(generator_of(d))) for d, state in states.items()):
         warnings.warn(
             "koila: random numbers were drawn, or the generator was set, between a recorded "
             f"random call and its run ({user_line()}); the program's own draws come later than "
@@ -124,12 +129,12 @@ def again(i: int) -> Callable[[], None] | None:
     if not drawn.is_in_order:
         raise KoilaError(text)
     generator = generator_of(drawn.device)
-    resume = generator.get_state()
+    resume = _get_state(generator)
     _set(generator, drawn.first)
 
     def finish() -> None:
-        is_same = drawn.last is None or torch.equal(generator.get_state(), drawn.last)
-        generator.set_state(resume)
+        is_same = drawn.last is None or torch.equal(_get_state(generator), drawn.last)
+        _set_state(generator, resume)
         if not is_same:
             raise KoilaError(text)
 
@@ -138,9 +143,9 @@ def again(i: int) -> Callable[[], None] | None:
 
 def _set(generator: torch.Generator, cell: torch.Tensor | int) -> None:
     if isinstance(cell, int):
-        generator.manual_seed(cell)
+        _manual_seed(generator, cell)
     else:
-        generator.set_state(cell)
+        _set_state(generator, cell)
 
 
 class Draws:
@@ -168,10 +173,10 @@ class Draws:
                 (i, run) for i in run.nodes if self.replay.program.nodes[i].is_random
             )
         for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
-            self.before[device] = generator_of(device).get_state()
+            self.before[device] = _get_state(generator_of(device))
         for i in sorted(self.run_of):
             self._draw(i, self.run_of[i])
-        self.after = {device: generator_of(device).get_state() for device in self.before}
+        self.after = {device: _get_state(generator_of(device)) for device in self.before}
 
     def _draw(self, i: int, run: Run) -> None:
         device = self._device(i)
@@ -184,7 +189,7 @@ class Draws:
                 continue
             self.new_cells.append(cell)
             if is_in_order:
-                self.cells[cell] = generator.get_state()
+                self.cells[cell] = _get_state(generator)
                 self._advance(i, run, chunk)
             else:
                 self.cells[cell] = _seed_from(generator)
@@ -199,7 +204,7 @@ class Draws:
             return Drawn(device, first, None, True)
         # Few normal numbers are made from the same uniform ones in another way than many.
         is_normal = "norm" in str(_core.node(i)[1]) or "randn" in str(_core.node(i)[1])
-        last = generator_of(device).get_state()
+        last = _get_state(generator_of(device))
         return Drawn(device, self.cells[i, 0], last, is_in_order and not is_normal)
 
     def _advance(self, i: int, run: Run, chunk: int) -> None:
@@ -237,6 +242,8 @@ class Draws:
     def commit(self) -> None:
         """Leave the generators as the last draw of the program left them."""
         self._put(self.after if self.new_cells else self.before)
+        for i in self.run_of:
+            _core.note_drawn(i)
         if self.cells:
             _core.memo()["grids"] = dict(self.replay.grids)
 
@@ -250,4 +257,4 @@ class Draws:
     @staticmethod
     def _put(states: dict[torch.device, torch.Tensor]) -> None:
         for device, state in states.items():
-            generator_of(device).set_state(state)
+            _set_state(generator_of(device), state)

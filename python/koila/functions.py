@@ -66,10 +66,15 @@ def _is_out(schema: Any) -> bool:
     return any(argument.is_out for argument in schema.arguments)
 
 
+def _takes_tensor(schema: Any) -> bool:
+    return any("Tensor" in str(argument.type) for argument in schema.arguments)
+
+
 def _schemas(name: str) -> list[Any]:
-    """torch's schemas of a C-level callable, those that write to out= left aside."""
+    """torch's schemas of a C-level callable that a lazy can meet: aten::split is also for str, and
+    those that write to out= are live."""
     found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return [schema for schema in found if not _is_out(schema)]
+    return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
 
 
 def _has_effect(schema: Any) -> bool:
@@ -170,3 +175,5 @@ def register_all() -> None:
             _core.register(getter, READ, name, None, False, False, False, None, None)
         elif name in QUERIES:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
+        elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
+            _core.register(getter, OP, name, None, False, False, False, "t", tuple)

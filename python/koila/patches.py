@@ -28,10 +28,17 @@ def _holds_lazy(obj: Any) -> bool:
     return False
 
 
+def _assign(owner: Any, name: str, value: Any) -> None:
+    if owner is torch._C.Generator:
+        _core.set_type_attribute(owner, name, value)
+    else:
+        setattr(owner, name, value)
+
+
 def _replace(owner: Any, name: str, replacement: Any) -> None:
     is_own = name in vars(owner)
     _undo.append((owner, name, vars(owner).get(name), is_own))
-    setattr(owner, name, replacement)
+    _assign(owner, name, replacement)
 
 
 def _live_if_lazy(original: Callable[..., Any], is_plain: bool) -> Callable[..., Any]:
@@ -165,6 +172,29 @@ def _patch_data() -> None:
     _replace(torch.Tensor, "data", property(get, original.__set__))
 
 
+def _patch_generator() -> None:
+    """The generator answers, and is set, after the draws that were recorded before."""
+    generator: Any = torch._C.Generator
+    for name in (
+        "get_state",
+        "set_state",
+        "manual_seed",
+        "seed",
+        "clone_state",
+        "graphsafe_get_state",
+        "graphsafe_set_state",
+    ):
+        original = vars(generator)[name]
+
+        @functools.wraps(original)
+        def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if self is torch.default_generator and not _core.is_busy() and _core.has_draw():
+                replay.flush()
+            return _original(self, *args, **kwargs)
+
+        _replace(generator, name, patched)
+
+
 def _patch_defaults() -> None:
     for name in ("set_default_dtype", "set_default_device"):
         _replace(torch, name, _flush_first(getattr(torch, name)))
@@ -224,6 +254,7 @@ def install() -> None:
     _patch_grad_modes()
     _patch_fast_paths()
     _patch_data()
+    _patch_generator()
     _patch_defaults()
     _patch_scripts()
     _patch_tracers()
@@ -235,7 +266,7 @@ def uninstall() -> None:
     while _undo:
         owner, name, original, is_own = _undo.pop()
         if is_own:
-            setattr(owner, name, original)
+            _assign(owner, name, original)
         else:
             delattr(owner, name)
     while _hooks:

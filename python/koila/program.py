@@ -100,6 +100,7 @@ class Program:
         self.is_tail_linear: bool = staged["is_tail_linear"]
         self.tail_node: int | None = staged["tail_node"]
         self.n_stages: int = staged["n_stages"]
+        self.copied: set[tuple[int, int, int]] = set()  # found by spread_writes()
         self._info: dict[int, Info] = {}
         self._readers: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes.values():
@@ -132,6 +133,18 @@ class Program:
         """Rows of each axis that a body runs over."""
         return {run.axis: _core.node(run.nodes[-1])[4] for run in self.runs if run.is_body}
 
+    def tail_runs(self) -> list[Run]:
+        """The joints after the last body through which the gradient comes."""
+        assert self.last_body is not None
+        return [run for run in self.runs if not run.is_body and run.stage > self.last_body]
+
+    def is_fused(self, run: Run) -> bool:
+        """Whether the run's backward can follow each chunk's forward at once."""
+        if not self.is_tail_linear or run.stage != self.last_body:
+            return False
+        same = [r for r in self.runs if r.stage == run.stage and r.has_gradient]
+        return len(same) == 1
+
     def spread_writes(self) -> Node | None:
         """A write that cannot run by stages, because its memory is used in others; or None.
 
@@ -147,7 +160,7 @@ class Program:
                 users[storage].add((-1, -1) if self.is_leaf(value) else (node.stage, node.axis))
                 users[storage].add((node.stage, node.axis))
                 members[storage].add(value)
-        self.copied: set[tuple[int, int, int]] = set()
+        self.copied = set()
         for node in self.nodes.values():
             storage = self.info(node.first_out).storage
             if not node.writes or len(users[storage]) == 1:
@@ -274,7 +287,7 @@ class Program:
                     run.exports.append(value)
                 if self.needs_gradient(value) and not self.is_leaf(value):
                     run.has_gradient = True
-        kept = set(run.exports) | self._written_storage(run)
+        kept = set(run.exports) | self.written_in(run)
         kept.update(v for node in run.combined for v in node.outs)
         drops: dict[int, list[int]] = defaultdict(list)
         for value, position in last_reader.items():
@@ -304,7 +317,7 @@ class Program:
             return True
         return self._is_read_elsewhere(value, run)
 
-    def _written_storage(self, run: Run) -> set[int]:
+    def written_in(self, run: Run) -> set[int]:
         """Values whose memory a node of the run writes: they are kept to the end of the run."""
         storages = {
             self.info(self.nodes[i].first_out).storage for i in run.nodes if self.nodes[i].writes

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, draws, plan, reductions, tail
+from koila import _core, config, draws, plan, reductions, reports, tail
 from koila.cross import Cross, send_back
 from koila.errors import NotInChunksError, is_out_of_memory
 from koila.program import Node, Program, Run
@@ -23,11 +23,11 @@ from koila.spent import spent
 class Replay:
     """One step: a program, its grid, and what crosses from stage to stage."""
 
-    def __init__(self, program: Program, n_chunks: int) -> None:
+    def __init__(self, program: Program, n_chunks: int, unit: int = 1) -> None:
         self.program = program
         self.grids: dict[int, list[Bounds]] = draws.pinned_grids()
         for axis, rows in program.axes.items():
-            self.grids.setdefault(axis, grid(rows, n_chunks))
+            self.grids.setdefault(axis, grid(rows, n_chunks, unit))
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.scratch = self._copy_statistics()
@@ -165,9 +165,6 @@ class Replay:
                 for out, tensor in zip(node.outs, combined, strict=True):
                     env[out] = tensor
 
-    def _runs_at(self, stage: int) -> list[Run]:
-        return [run for run in self.program.runs if run.stage == stage]
-
     # -- forward ----------------------------------------------------------------------------------
 
     def _collect(self, run: Run, env: Sequence[Any], chunk: int) -> None:
@@ -231,13 +228,6 @@ class Replay:
 
     # -- the whole step ---------------------------------------------------------------------------
 
-    def _is_fused(self, run: Run) -> bool:
-        """Whether the run's backward can follow each chunk's forward at once."""
-        program = self.program
-        if not program.is_tail_linear or run.stage != program.last_body:
-            return False
-        return len([other for other in self._runs_at(run.stage) if other.has_gradient]) == 1
-
     def _run_fused(self, run: Run, gradients: list[torch.Tensor]) -> None:
         for chunk in range(len(self.grids[run.axis])):
             env = self.run_nodes(run, chunk, True)
@@ -245,6 +235,7 @@ class Replay:
             if chunk == 0:
                 tail.seed(self, run, env, gradients)
             self._send_back(run, env, chunk)
+            del env  # or the next chunk would run beside what is left of this one
         for value in run.exports:
             # Their gradient is sent back already: the tail's own run must not make another.
             self.cross[value].needs_gradient = False
@@ -254,7 +245,7 @@ class Replay:
         for run in self.program.runs:
             if not run.is_body:
                 graphs[run.stage] = self.run_joint(run, True)
-            elif run.has_gradient and self._is_fused(run):
+            elif run.has_gradient and self.program.is_fused(run):
                 self._run_fused(run, gradients)
             else:
                 self.forward_body(run)
@@ -269,7 +260,7 @@ class Replay:
         for run in reversed(self.program.runs):
             if not run.is_body:
                 self._go_back_joint(graphs[run.stage], roots)
-            elif run.has_gradient and not self._is_fused(run):
+            elif run.has_gradient and not self.program.is_fused(run):
                 for value in run.exports:
                     if value in roots:
                         self.cross[value].seeds["whole",] = roots[value]
@@ -316,6 +307,13 @@ class Replay:
             else:
                 self.run_joint(run, False)
 
+    def report(self, planned: plan.Plan, n_tries: int) -> reports.Report:
+        """What the user is told of this run."""
+        grids = [self.grids[axis] for axis in self.program.axes]
+        n_rows = max(stop - start for grid_ in grids for start, stop in grid_)
+        n_chunks = max(map(len, grids))
+        return reports.Report(n_chunks, n_rows, n_tries, planned.predicted, planned.allowed)
+
     # -- commit -----------------------------------------------------------------------------------
 
     def commit(self, is_spent: bool) -> None:
@@ -352,7 +350,7 @@ class Replay:
 
 
 def _attempt(
-    program: Program, n_chunks: int, run: Callable[[Replay], Any]
+    program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
 ) -> tuple[Replay, Any] | None:
     """Run a program; where memory runs out, undo everything and try with twice the chunks.
 
@@ -360,11 +358,13 @@ def _attempt(
         None where it turned out that the program has to run whole; nothing has changed then.
     """
     most = max(program.axes.values())
+    n_chunks, n_tries = planned.n_chunks, 1
     while True:
-        replay = Replay(program, n_chunks)
+        replay = Replay(program, n_chunks, planned.unit)
         _core.set_busy(True)
         try:
             result = run(replay)
+            reports.note(replay.report(planned, n_tries))
             return replay, result
         except NotInChunksError:
             replay.draws.roll_back()
@@ -375,23 +375,32 @@ def _attempt(
             is_forced = config.get("chunks") is not None
             if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
                 _core.abandon()
+                if is_out_of_memory(error) and not is_pinned and not is_forced:
+                    raise plan.refusal(program, bool(program.roots)) from error
                 raise
             error.__traceback__ = None  # its frames hold the tensors of the failed attempt
         finally:
             _core.set_busy(False)
         del replay
-        n_chunks = min(most, 2 * n_chunks)
+        n_chunks, n_tries = min(most, 2 * n_chunks), n_tries + 1
 
 
-def _stage(roots: list[torch.Tensor], is_known_only: bool = False) -> tuple[Program, int] | None:
-    """The program and its number of chunks; None where it runs whole."""
+def _stage(
+    roots: list[torch.Tensor], is_known_only: bool = False
+) -> tuple[Program, plan.Plan] | None:
+    """The program and its plan; None where it runs whole."""
+    if _core.pending_bytes() > 0:  # else an optimizer that steps has nothing to report
+        reports.note(None)
     if plan.is_whole():
         return None
     program = Program(roots, is_known_only)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
-    n_chunks = plan.plan(program, bool(roots)).n_chunks
-    return (program, n_chunks) if n_chunks > 1 else None
+    planned = plan.plan(program, bool(roots))
+    if planned.n_chunks > 1:
+        return program, planned
+    reports.note(reports.Report(1, None, 1, planned.predicted, planned.allowed))
+    return None
 
 
 def read(is_known_only: bool = False) -> bool:
@@ -405,6 +414,7 @@ def read(is_known_only: bool = False) -> bool:
     """
     staged = _stage([], is_known_only)
     if staged is None:
+        reports.note_whole()
         return False
     _core.check_leaves()
     done = _attempt(*staged, Replay.compute)
