@@ -242,18 +242,19 @@ def assert_same(
     n_rows: int,
     *,
     chunks: int | None,
-    exact_bits: bool = False,
+    exact_bits: bool | None = None,
     generator: bool = True,
     **options: Any,
 ) -> None:
     """Assert that a program gives eager's numbers in this many chunks.
 
-    In one chunk every bit is compared, and the state of the generator.
+    In one chunk every bit is compared, unless told otherwise, and the state of the generator.
     """
     want = run(program, n_rows, **options)
     got = run_lazy(program, n_rows, chunks=chunks, **options)
     whole = is_whole(chunks)
-    assert_outcomes(got, want, exact_bits=exact_bits or whole, generator=generator or whole)
+    exact_bits = whole if exact_bits is None else exact_bits
+    assert_outcomes(got, want, exact_bits=exact_bits, generator=generator or whole)
 
 
 def assert_passes(program: Any, n_rows: int, *, chunks: int) -> None:
@@ -366,16 +367,22 @@ def assert_same_or_refused(story: Story, chunks: int | None, **options: Any) -> 
 
 
 def assert_seen(
-    got: Any, want: Any, what: str, *, exact_bits: bool, tolerance: float | None = None
+    got: Any,
+    want: Any,
+    what: str,
+    *,
+    exact_bits: bool,
+    tolerance: float | None = None,
+    floor: float = 0.0,
 ) -> None:
     """Assert that two nested results are the same."""
-    how: Any = {"exact_bits": exact_bits, "tolerance": tolerance}
+    how: Any = {"exact_bits": exact_bits, "tolerance": tolerance, "floor": floor}
     if isinstance(want, Tensor):
         assert isinstance(got, Tensor), f"{what}: {got}, eager {want}"
         if exact_bits:
             assert_bits(got, want, what)
         else:
-            assert_close(got, want, what, tolerance=tolerance)
+            assert_close(got, want, what, tolerance=tolerance, floor=floor)
     elif want is None:
         assert got is None, f"{what}: {got}, eager None"
     elif isinstance(want, dict):

@@ -1,20 +1,365 @@
-"""How much memory koila believes there is."""
+"""How much memory koila believes there is: the system's, its groups', the process's, the GPU's."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import koila
+from koila import budget
+from koila.config import parse_bytes
+
+MIB = 2**20
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+# A system made of files ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A system with 8 GiB available, no control group, and no limit of the process."""
+    monkeypatch.setattr(budget, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(budget, "_CGROUPS", tmp_path / "cgroup")
+    unlimited = (budget.resource.RLIM_INFINITY, budget.resource.RLIM_INFINITY)
+    monkeypatch.setattr(budget, "_limits", lambda: unlimited)
+    write(tmp_path / "proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
+    return tmp_path
+
+
+def write(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def write_group(group: Path, limit: object, used: int, cache: int = 0) -> None:
+    """A control group of version 2."""
+    write(group / "memory.max", limit)
+    write(group / "memory.current", used)
+    write(group / "memory.stat", f"anon 1\ninactive_file {cache}\nactive_file 5")
+
+
+def test_what_the_system_has_available(system: Path) -> None:
+    assert budget.free_on_cpu() == 8 * GIB
+
+
+def test_no_files_at_all(system: Path) -> None:
+    """Where nothing says how much there is, nothing is refused."""
+    (system / "proc/meminfo").unlink()
+    assert budget.free_on_cpu() >= 2**60
+
+
+def test_group_of_a_container(system: Path) -> None:
+    """Inside a container its own group is at the root, whatever path the host has for it."""
+    write(system / "proc/self/cgroup", "0::/")
+    write_group(system / "cgroup", 2 * GIB, GIB)
+    assert budget.free_on_cpu() == GIB
+    write(system / "proc/self/cgroup", "0::/docker/0123")
+    assert budget.free_on_cpu() == GIB
+
+
+def test_group_without_a_limit(system: Path) -> None:
+    write(system / "proc/self/cgroup", "0::/")
+    write_group(system / "cgroup", "max", GIB)
+    assert budget.free_on_cpu() == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "left"), [(4 * GIB, 2 * GIB, GIB), (GIB + MIB, 4 * GIB, MIB)]
+)
+def test_groups_above_count(system: Path, inner: int, outer: int, left: int) -> None:
+    """The limit of a group holds for all groups in it."""
+    write(system / "proc/self/cgroup", "0::/user.slice/job.scope")
+    write_group(system / "cgroup/user.slice/job.scope", inner, GIB)
+    write_group(system / "cgroup/user.slice", outer, GIB)
+    assert budget.free_on_cpu() == left
+
+
+def test_cached_files_of_a_group_can_be_dropped(system: Path) -> None:
+    """A group that read its data set is full of pages, and not of memory."""
+    write(system / "proc/self/cgroup", "0::/")
+    write_group(system / "cgroup", 2 * GIB, 2 * GIB - MIB, cache=GIB)
+    assert budget.free_on_cpu() == GIB + MIB
+
+
+def test_groups_of_version_1(system: Path) -> None:
+    write(system / "proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/jobs/7\n0::/")
+    group = system / "cgroup/memory/jobs/7"
+    write(group / "memory.limit_in_bytes", 3 * GIB)
+    write(group / "memory.usage_in_bytes", 2 * GIB)
+    write(group / "memory.stat", f"inactive_file 1\ntotal_inactive_file {GIB // 2}")
+    root = system / "cgroup/memory"
+    write(root / "memory.limit_in_bytes", 9223372036854771712)  # version 1's way to say max
+    write(root / "memory.usage_in_bytes", 5 * GIB)
+    assert budget.free_on_cpu() == GIB + GIB // 2
+
+
+def test_more_used_than_allowed(system: Path) -> None:
+    write(system / "proc/self/cgroup", "0::/")
+    write_group(system / "cgroup", GIB, 2 * GIB)
+    assert budget.free_on_cpu() == 0
+
+
+@pytest.mark.parametrize(("name", "which"), [("VmData", 0), ("VmSize", 1)])
+def test_limits_of_the_process(
+    system: Path, monkeypatch: pytest.MonkeyPatch, name: str, which: int
+) -> None:
+    """RLIMIT_DATA bounds private memory, RLIMIT_AS all addresses; some is left for others."""
+    limits = [budget.resource.RLIM_INFINITY] * 2
+    limits[which] = GIB
+    monkeypatch.setattr(budget, "_limits", lambda: tuple(limits))
+    monkeypatch.setattr(budget, "fix_malloc", lambda: None)
+    write(system / "proc/self/status", f"Name: python\n{name}:\t{600 * 1024} kB")
+    assert budget.free_on_cpu() == GIB - 600 * MIB - budget.SLACK
+
+
+# A process with limits of its own -----------------------------------------------------------------
 
 LIMIT_SET_LATE = """
-import resource
+import resource, sys
 from koila import budget
 
-before = budget.quick_free()
-limit = budget._status()["VmData"] + 100 * 2**20
+limit, field = getattr(resource, sys.argv[1]), sys.argv[2]
+assert budget.is_ample(200 * 2**20), budget.free_on_cpu()
+bytes_limit = budget._status()[field] + 100 * 2**20
+resource.setrlimit(limit, (bytes_limit, bytes_limit))
+assert budget.free_on_cpu() <= 100 * 2**20 - budget.SLACK
+assert not budget.is_ample(40 * 2**20)
+assert budget.is_ample(10 * 2**20)
+"""
+
+FITS = """
+import resource
+import torch
+import koila
+from koila import budget
+
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(256, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 8))
+x = torch.randn(20_000, 256)
+
+def step(x):
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+want = step(koila.lazy(x[:64])).item()  # libraries and threads are there for good
+gradients = [p.grad.zero_() for p in model.parameters()]
+limit = budget._status()["VmData"] + 160 * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-assert budget.quick_free() <= 100 * 2**20 < before, (before, budget.quick_free())
+try:
+    step(x)
+except RuntimeError as error:
+    assert "allocate memory" in str(error), error
+else:
+    raise AssertionError("the plain step fits: the limit is too high to show anything")
+for p in model.parameters():
+    p.grad = None
+step(koila.lazy(x))
+assert all(p.grad.isfinite().all() for p in model.parameters())
 """
 
 
-def test_a_limit_of_the_process_counts_at_once() -> None:
-    subprocess.run([sys.executable, "-c", LIMIT_SET_LATE], check=True)
+def run_python(code: str, *args: str) -> None:
+    subprocess.run([sys.executable, "-c", code, *args], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("limit", "field"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
+def test_a_limit_of_the_process_counts_at_once(limit: str, field: str) -> None:
+    run_python(LIMIT_SET_LATE, limit, field)
+
+
+def test_a_step_fits_into_a_limit_that_eager_breaks() -> None:
+    run_python(FITS)
+
+
+# What is believed without looking again -----------------------------------------------------------
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What is free, and how often it was asked for."""
+    asked = SimpleNamespace(bytes=GIB, times=0, now=100.0)
+
+    def look() -> float:
+        asked.times += 1
+        return float(asked.bytes)
+
+    monkeypatch.setattr(budget, "_free_anywhere", look)
+    monkeypatch.setattr(budget, "_quick", (0.0, -1.0, (0, 0)))
+    monkeypatch.setattr(budget, "_limits", lambda: (1, 2))
+    monkeypatch.setattr(budget.time, "monotonic", lambda: asked.now)
+    return asked
+
+
+def test_small_programs_ask_twice_a_second(free: SimpleNamespace) -> None:
+    for _ in range(5):
+        assert budget.is_ample(MIB)
+    assert free.times == 1
+    free.now += 0.6
+    assert budget.is_ample(MIB)
+    assert free.times == 2
+
+
+def test_large_programs_ask_each_time(free: SimpleNamespace) -> None:
+    """A model may have been made since: half a second is enough for gigabytes."""
+    assert budget.is_ample(GIB // 8)
+    free.bytes = GIB // 4
+    assert not budget.is_ample(GIB // 8)
+
+
+def test_other_limits_are_looked_at(free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert budget.is_ample(MIB)
+    free.bytes = MIB
+    monkeypatch.setattr(budget, "_limits", lambda: (1, 3))
+    assert not budget.is_ample(MIB)
+
+
+# memory_limit= ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        (None, None),
+        (4096, 4096),
+        ("512MiB", 512 * MIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("2gb", 2 * 10**9),
+        ("100", 100),
+        ("7KB", 7000),
+        ("1TiB", 2**40),
+    ],
+)
+def test_sizes(text: int | str | None, n_bytes: int | None) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "-1MiB", "1e9", 0, -5, "0"])
+def test_no_sizes(text: int | str) -> None:
+    with pytest.raises(ValueError, match="memory_limit"):
+        koila.config(memory_limit=text)
+
+
+@pytest.mark.parametrize("limit", [1.5, True, b"1MiB", [1]])
+def test_no_kinds_of_size(limit: Any) -> None:
+    with pytest.raises(TypeError, match="memory_limit"):
+        koila.config(memory_limit=limit)
+
+
+def test_limit_less_what_is_held(system: Path) -> None:
+    """Views count once; what is on another device is not counted."""
+    x = torch.zeros(MIB, dtype=torch.float32)
+    held = [x, x[:10], x.view(-1, 2), torch.empty(MIB, device="meta")]
+    with koila.config(memory_limit="64MiB"):
+        assert budget.free_bytes(CPU, held) == 60 * MIB
+    assert budget.free_bytes(CPU, held) == 8 * GIB
+
+
+def test_limit_is_never_more_than_is_free(system: Path) -> None:
+    with koila.config(memory_limit="1TiB"):
+        assert budget.free_bytes(CPU, []) == 8 * GIB
+
+
+def test_limit_that_is_taken_up_already(system: Path) -> None:
+    with koila.config(memory_limit="1MiB"):
+        assert budget.free_bytes(CPU, [torch.zeros(MIB)]) == 0
+
+
+def test_optimizer_state_is_held() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    found = {id(t) for t in budget.optimizer_state()}
+    assert {id(optimizer.state[p]["exp_avg"]) for p in model.parameters()} <= found
+
+
+# A GPU that is not there --------------------------------------------------------------------------
+
+
+class Gpu:
+    """What torch.cuda would say of two devices, the second of which has not been used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.info = {0: (6 * GIB, 16 * GIB), 1: (GIB, 16 * GIB)}
+        self.stats: dict[int, dict[str, int]] = {0: {}, 1: {}}
+        self.fraction = 1.0
+        self.asked: list[int] = []
+        fakes = {
+            "mem_get_info": self.mem_get_info,
+            "memory_stats": lambda index: self.stats[index],
+            "memory_reserved": lambda i: self.stats[i].get("reserved_bytes.all.current", 0),
+            "get_per_process_memory_fraction": lambda index: self.fraction,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "device_count": lambda: 2,
+            "current_device": lambda: 0,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        self.asked.append(index)
+        return self.info[index]
+
+    def hold(self, reserved: int, active: int, split: int = 0) -> None:
+        self.stats[0] = {
+            "reserved_bytes.all.current": reserved,
+            "active_bytes.all.current": active,
+            "inactive_split_bytes.all.current": split,
+        }
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_gpu_before_its_first_tensor(gpu: Gpu) -> None:
+    assert budget.free_on_cuda(CUDA) == 6 * GIB
+    assert budget.free_on_cuda(torch.device("cuda")) == 6 * GIB
+
+
+def test_gpu_cache_is_free(gpu: Gpu) -> None:
+    """Of 5 GiB that the allocator holds 2 are in use, and 1 is the rest of blocks in use."""
+    gpu.hold(reserved=5 * GIB, active=2 * GIB, split=GIB)
+    assert budget.free_on_cuda(CUDA) == 8 * GIB
+
+
+def test_gpu_fraction(gpu: Gpu) -> None:
+    """A quarter of 16 GiB, of which 1 GiB is in use and half of one in pieces."""
+    gpu.fraction = 0.25
+    gpu.hold(reserved=2 * GIB, active=GIB, split=GIB // 2)
+    assert budget.free_on_cuda(CUDA) == 4 * GIB - GIB - GIB // 2
+
+
+def test_gpu_fraction_that_is_used_up(gpu: Gpu) -> None:
+    gpu.fraction = 0.0625
+    gpu.hold(reserved=2 * GIB, active=2 * GIB)
+    assert budget.free_on_cuda(CUDA) == 0
+
+
+def test_limit_on_a_gpu(gpu: Gpu) -> None:
+    with koila.config(memory_limit="4GiB"):
+        assert budget.free_bytes(CUDA, [torch.zeros(MIB)]) == 4 * GIB
+    assert budget.free_bytes(CUDA, []) == 6 * GIB
+
+
+def test_quick_look_at_gpus_in_use(gpu: Gpu, system: Path) -> None:
+    """A device without tensors is not asked: that alone would take memory on it."""
+    gpu.hold(reserved=GIB, active=GIB)
+    assert budget._free_anywhere() == 6 * GIB
+    assert gpu.asked == [0]
+    gpu.stats[1] = {"reserved_bytes.all.current": 1, "active_bytes.all.current": 1}
+    assert budget._free_anywhere() == GIB

@@ -121,6 +121,38 @@ def test_gradients_switched_off_and_on_again(chunks: int | None) -> None:
     assert_same_story(story, chunks)
 
 
+@each_split
+def test_gradients_switched_between_two_calls(chunks: int | None) -> None:
+    """A frozen use and a free use of the same parameters in one program."""
+
+    def story(lazy: Lazy) -> Any:
+        g, d = Generator().double(), Discriminator().double()
+        x, z = lazy(rows(6), rows(4))
+        loss = F.softplus(d(x)).mean()
+        d.requires_grad_(False)
+        loss = loss + F.softplus(-d(g(z))).mean()
+        d.requires_grad_(True)
+        loss.backward()
+        return loss, gradients(g, d)
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_gradients_switched_off_before_backward(chunks: int | None) -> None:
+    """What is frozen when backward() runs gets no gradient; what it was used for does."""
+
+    def story(lazy: Lazy) -> Any:
+        d = Discriminator().double()
+        x = lazy(rows(6)).requires_grad_()
+        loss = F.softplus(d(x)).mean()
+        d.requires_grad_(False)
+        loss.backward()
+        return loss, x.grad, gradients(d)
+
+    assert_same_story(story, chunks)
+
+
 # What does not come by torch functions ----------------------------------------------------------
 
 

@@ -13,7 +13,19 @@ C_FILES = sorted(KOILA_C.glob("*/*.[ch]"))
 TABLES = sorted(KOILA_C.glob("*/*.def"))
 
 # A file includes only files of its own layer or of one before it. rules_shape.c is of layer rules.
-LAYERS = ["base", "alloc", "meta", "ops", "infer", "rules", "tape", "stage", "liveness", "plan"]
+LAYERS = [
+    "base",
+    "alloc",
+    "meta",
+    "ops",
+    "infer",
+    "rules",
+    "autocast",
+    "tape",
+    "stage",
+    "liveness",
+    "plan",
+]
 # py_args before py: binding arguments to a signature knows nothing of lazies and tapes, and py.h,
 # which knows them all, keeps the signatures of the functions.
 LAYERS += ["py_args", "py", "py_*", "module"]
@@ -21,7 +33,7 @@ LAYER_OF = {"error": "base"}
 # The header a file without one of its own may open with: of its layer, or of its family.
 FAMILY_HEADERS = ["base.h", "rules.h", "rules_outline.h", "py_args.h", "py.h"]
 # What makes the table and what applies it; rules.h is their private affair.
-READERS_OF_RULES = {"ops.c", "infer.c"}
+READERS_OF_RULES = {"ops.c", "infer.c", "autocast.c"}
 
 N_LINES_OF_A_FILE = 500
 N_LINES_OF_A_FUNCTION = 60

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import proxy_tensor
 from torch.utils import dlpack
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from small import Smalls
+from small import Smalls, linear, ones
 
 SMALLS = Smalls()
 
@@ -196,9 +197,30 @@ def vmap_over_columns(x: Tensor) -> Any:
     return torch.vmap(torch.cumsum, in_dims=(1, None), out_dims=1)(x, 0)
 
 
-@SMALLS.add_refusable
+@SMALLS.add
 def vmap_over_a_lazy(x: Tensor) -> Any:
     return torch.vmap(lambda number: x.sin() * number)(torch.arange(2.0, dtype=x.dtype))
+
+
+@SMALLS.add
+def transforms_around_a_lazy(x: Tensor) -> Any:
+    """The lazy is no input of what is transformed, and was recorded on before."""
+    step, weight = x * 2, ones(3)
+
+    def product(weight: Tensor) -> Tensor:
+        return ((weight * step) ** 2).sum(1)
+
+    return [
+        torch.func.grad(lambda weight: product(weight).sum())(weight),
+        torch.func.vjp(product, weight)[0],
+        torch.func.jvp(product, (weight,), (weight,)),
+        torch.func.jacrev(product)(weight),
+        torch.func.jacfwd(product)(weight),
+        torch.func.hessian(lambda weight: product(weight).sum())(weight),
+        torch.func.linearize(product, weight)[0],
+        torch.func.functionalize(product)(weight),
+        step,
+    ]
 
 
 @SMALLS.add_refusable
@@ -260,9 +282,32 @@ def jit_script_module(x: Tensor) -> Any:
     return torch.jit.script(ScriptedModule())(x)
 
 
-@SMALLS.add_refusable
+# What a tracer makes is called with another tensor, which shows whether it kept the example.
+
+
+@SMALLS.add
 def jit_trace(x: Tensor) -> Any:
-    return torch.jit.trace(scripted_body, (x,), check_trace=False)(x)
+    return torch.jit.trace(scripted_body, (x,), check_trace=False)(x[:2] + 1)
+
+
+@SMALLS.add
+def jit_trace_on_a_step(x: Tensor, z: Tensor) -> Any:
+    return torch.jit.trace(scripted_body, (x * 2,))(z)
+
+
+@SMALLS.add
+def jit_trace_by_name(x: Tensor) -> Any:
+    return torch.jit.trace(scripted_body, example_kwarg_inputs={"x": x})(x + 1)
+
+
+@SMALLS.add
+def jit_trace_of_a_module(x: Tensor, z: Tensor) -> Any:
+    return torch.jit.trace(linear(), (x,))(z[1:])
+
+
+@SMALLS.add_refusable
+def jit_trace_around_a_lazy(x: Tensor) -> Any:
+    return torch.jit.trace(lambda plain: plain * x, (ones(4, 3),), check_trace=False)(ones(4, 3))
 
 
 @SMALLS.add_refusable
@@ -271,11 +316,9 @@ def jit_traced_before(x: Tensor) -> Any:
     return traced(x)
 
 
-@SMALLS.add_refusable
-def make_fx(x: Tensor) -> Any:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    return make_fx(scripted_body)(x)(x)
+@SMALLS.add
+def make_fx(x: Tensor, z: Tensor) -> Any:
+    return proxy_tensor.make_fx(scripted_body)(x)(z)
 
 
 @SMALLS.add

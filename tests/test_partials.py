@@ -348,8 +348,8 @@ def test_halves(dtype: torch.dtype) -> None:
 def gradients_of_parts(
     reduction: Reduction, call: Call, parts: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gradients of two chunks' parts, where a chunk has any."""
-    chunks = [[p.detach().clone().requires_grad_(p.requires_grad) for _ in "ab"] for p in parts]
+    """Gradients of two chunks' parts, which are not alike, where a chunk has any."""
+    chunks = [[(p.detach() + n).requires_grad_(p.requires_grad) for n in (0, 1)] for p in parts]
     value = as_tuple(reduction.combine(chunks, call))[0].sum()
     leaves = [p for part in chunks for p in part if p.requires_grad]
     return list(torch.autograd.grad(value, leaves))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from oracle import Lazy, assert_seen, eager, plain
 
 WIDTH = 4
 TOO_MANY = 4096
+#: What cancels to nothing is compared with the largest number of the program.
+NOISE = 1e-13
 
 #: How an operator may fail in eager; then the lazy one must fail at the same call.
 FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
@@ -208,6 +210,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(OPERATORS), NUMBERS), min_size=1, max
 
 def run(calls: list[Any], n_rows: int, seed: int, lazy: Lazy) -> list[Any]:
     """Write a program call by call, run it backward, and return all that can be seen."""
+    koila._core.forget()  # an example that failed must not run again in the next
     torch.manual_seed(seed)
     weights = {
         "matrix": torch.randn(8, WIDTH, dtype=torch.float64, requires_grad=True),
@@ -238,6 +241,18 @@ def run(calls: list[Any], n_rows: int, seed: int, lazy: Lazy) -> list[Any]:
     ]
 
 
+#: Programs that were wrong once, in their smallest form.
+A_VIEW_TAKEN_AGAIN = [(reduce_mean, (0, 0, 0)), (write, (1, 0, 0)), *[(linear, (0, 0, 0))] * 2]
+A_WRITE_OF_ANOTHER_STAGE = [(write, (0, 0, 5))]
+A_TAIL_WITH_OTHERS = [(pool, (0, 0, 0)), (reduce_mean, (0, 0, 0)), (linear, (2, 0, 0))]
+A_TAIL_WITH_OTHERS += [(linear, (0, 0, 0))] * 2
+A_COPY_THAT_IS_A_VIEW = [(permute, (0, 1, 0)), *[(linear, (0, 0, 0))] * 2, (write, (2, 0, 3))]
+
+
+@example(calls=A_VIEW_TAKEN_AGAIN, n_rows=1, chunks=2, seed=0)
+@example(calls=A_WRITE_OF_ANOTHER_STAGE, n_rows=1, chunks=2, seed=0)
+@example(calls=A_TAIL_WITH_OTHERS, n_rows=1, chunks=2, seed=0)
+@example(calls=A_COPY_THAT_IS_A_VIEW, n_rows=2, chunks=2, seed=0)
 @settings(max_examples=300, derandomize=True, deadline=None, database=None)
 @given(calls=CALLS, n_rows=st.integers(1, 9), chunks=st.integers(1, 10), seed=st.integers(0, 9))
 def test_random_programs(calls: list[Any], n_rows: int, chunks: int, seed: int) -> None:
@@ -251,7 +266,9 @@ def test_random_programs(calls: list[Any], n_rows: int, chunks: int, seed: int) 
     assume(float(want[2].abs()) < 1e6)
     with koila.config(chunks=chunks):
         got = run(calls, n_rows, seed, koila.lazy)
-    assert_seen(got, want, "seen", exact_bits=chunks == 1, tolerance=1e-8)
+    seen = [t for t in [*want[3], *want[4]] if t is not None and t.numel()]
+    floor = NOISE * max(float(t.abs().max()) for t in seen)
+    assert_seen(got, want, "seen", exact_bits=chunks == 1, tolerance=1e-8, floor=floor)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)

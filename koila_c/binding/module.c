@@ -31,11 +31,11 @@ core_bind(PyObject *module, PyObject *args)
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
-             *check_draws = NULL, *draw_again = NULL, *read = NULL;
+             *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
                           &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
-                          &draw_again, &skip_one_hop, &read, &reductions)) {
+                          &skip_one_hop, &read, &in_transform, &draw_again, &reductions)) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
@@ -44,10 +44,11 @@ core_bind(PyObject *module, PyObject *args)
     kl_py.reductions = reductions;
     Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
-    Py_XSETREF(kl_py.draw_again, Py_NewRef(draw_again));
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
+    Py_XSETREF(kl_py.in_transform, Py_NewRef(in_transform));
+    Py_XSETREF(kl_py.draw_again, Py_NewRef(draw_again));
     Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
     Py_XSETREF(kl_py.skip_one_hop, Py_NewRef(skip_one_hop));
     return Py_NewRef(Py_None);
@@ -56,7 +57,7 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, check_draws, draw_again, skip_one_hop, read, reductions, /)"
+     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -101,12 +102,14 @@ static PyMethodDef functions[] = {
     {"configure", core_configure, METH_VARARGS,
      "configure($module, chunks, memory_limit, /)\n--\n\n"
      "Set the number of chunks (0: as few as fit) and the bytes (0: what is free)."},
+    {"count_transforms", core_count_transforms, METH_O,
+     "count_transforms($module, n, /)\n--\n\nSo many more transforms of torch.func are under way."},
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
-     "stage($module, roots, /)\n--\n\n"
-     "The staged program that makes every reachable value and differentiates the roots, as a "
-     "dict."},
+     "stage($module, roots, is_known_only, /)\n--\n\n"
+     "The staged program that makes every reachable value (or only those without a gradient in "
+     "their history) and differentiates the roots, as a dict."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
      "/)\n--\n\n"
@@ -176,9 +179,10 @@ import_torch(void)
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
+    kl_py.requires_grad = PyUnicode_InternFromString("requires_grad");
     if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
         kl_py.len_dispatch_stack == NULL || kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL ||
-        kl_py.zero == NULL) {
+        kl_py.zero == NULL || kl_py.requires_grad == NULL) {
         goto error;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");

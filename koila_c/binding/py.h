@@ -22,6 +22,7 @@ typedef struct Value {
     KlValueId id;             /* attached: its value on the tape */
     PyObject *real;           /* detached: the real tensor; attached: NULL */
     PyObject *size;           /* torch.Size, kept once asked for; NULL */
+    PyObject *error;          /* detached, real NULL: why (py_failure.c); else NULL */
     KlPlace place;            /* detached: where its rows are; axis is then 0 or KL_ID_NONE */
     uint64_t axis_key;        /* detached: the batch it belongs to, good for every tape */
     int64_t rows;             /* detached: rows of that batch */
@@ -51,6 +52,7 @@ typedef struct KlSlot {
 typedef struct KlPyNode {
     PyObject *func;
     PyObject *kwnames; /* tuple of the last arguments' names, or NULL */
+    PyObject *error;   /* why it has no number: (type, args, notes) of what it raised; else NULL */
     PyObject *code; /* the innermost frame's code object, for the source line; NULL where unknown */
     int lasti;
     uint32_t first_slot; /* into tape->slots */
@@ -60,11 +62,12 @@ typedef struct KlPyNode {
 
 /* What the binding knows of one value. */
 typedef struct KlPyValue {
-    PyObject *real;    /* leaves, and what ran: the tensor; NULL while pending or dead */
-    Value *handle;     /* borrowed: the Value attached to it, or NULL when the user dropped it */
-    PyObject *pointer; /* leaves: data_ptr() when it entered; NULL where it has none */
-    int64_t version;   /* leaves: _version when it entered; -1: it has none (inference tensor) */
-    PyObject *number;  /* known: its value, without a graph; else NULL */
+    PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
+    Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
+    PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
+    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    PyObject *number;   /* known: its value, without a graph; else NULL */
+    PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
 } KlPyValue;
 
 typedef struct KlExternal {
@@ -125,6 +128,7 @@ typedef struct KlPyState {
     PyObject *size_type; /* torch.Size */
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
+    PyObject *requires_grad; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
@@ -133,6 +137,7 @@ typedef struct KlPyState {
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
+    PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;
     PyObject *strided; /* torch.strided */
@@ -142,6 +147,7 @@ typedef struct KlPyState {
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;   /* batches made */
+    int64_t n_transforms;   /* of torch.func, under way on any thread */
     uint32_t reductions;    /* bit i: KlReduce i can be split */
     int64_t n_chunks;       /* config(chunks=); 0: as few as fit */
     int64_t bytes_limit;    /* config(memory_limit=); 0: what is free */
@@ -203,14 +209,16 @@ int kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value);
 KlValueId kl_tape_find(const Tape *tape, PyObject *tensor);
 /* The value of a lazy on `tape`, attaching it as a leaf where it is detached. */
 int kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value);
-/* Make room on the binding's side for what the core holds now; new entries are empty. */
-int kl_tape_sync(Tape *tape);
+/* Make room on the binding's side for nodes and values that the core will append; they are empty. */
+int kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values);
 /* The Value of value `id` died. */
 void kl_tape_forget(Tape *tape, KlValueId id);
 /* _version of a tensor; -1 where it keeps none. */
 int64_t kl_stale_version(PyObject *tensor);
 /* New reference: data_ptr() of a tensor, or NULL without an exception where it has none. */
 PyObject *kl_stale_pointer(PyObject *tensor);
+/* Whether `tensor` requires a gradient exactly if it did when `meta` was read; -1 on failure. */
+int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
@@ -229,8 +237,10 @@ int kl_meta_read(PyObject *tensor, KlMeta *meta);
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
-/* Index of a torch.device, or -1 for one not met yet. */
+/* Index of a torch.device or its name, or -1 for one not met yet. */
 int kl_meta_device_from(PyObject *device);
+/* 0: the CPU. Other devices get the next number the first time they are met. 0, or -1. */
+int kl_meta_read_device(PyObject *tensor, KlMeta *meta);
 /* torch.get_default_dtype() */
 KlDtype kl_meta_default_dtype(void);
 /* Index of a torch.dtype; KL_DTYPE_OTHER for one without a name here. */
@@ -256,6 +266,17 @@ PyObject *kl_call_real(PyObject *object);
 /* Call `visit` for each lazy that stands anywhere in `object`; stops at a non-zero return. */
 int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
 
+/* -- py_failure.c: why a value has no number ----------------------------------------------------- */
+
+/* The exception in flight, which stays, is why node `id` and what reads it have no number. */
+void kl_failure_keep(Tape *tape, KlNodeId id);
+/* Raise what was kept; NULL: in words of our own. */
+void kl_failure_raise(PyObject *error);
+/* Borrowed: what was kept for a value whose call failed, or NULL. */
+PyObject *kl_failure_find(const Tape *tape, KlValueId value, bool *is_failed);
+/* -1 with the exception where the call that makes `value` failed. */
+int kl_failure_check(const Tape *tape, KlValueId value);
+
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
 int kl_context_init(void);
@@ -274,6 +295,9 @@ int kl_context_switch(KlContextSwitch *context, uint32_t id);
 /* Restores what was in force; keeps an exception that is already set, and then returns -1. */
 int kl_context_end(KlContextSwitch *context);
 bool kl_context_is_autocast(uint32_t id);
+/* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
+KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
+                          KlError *error);
 
 /* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
 
@@ -295,8 +319,11 @@ int kl_rows_init(void);
  * KL_ROWS_ILLEGAL: torch refuses such a call, and its own words are wanted. */
 int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                    PyObject *kwargs, PyObject **results);
+
+/* -- py_view.c: views after a write ---------------------------------------------------------------- */
+
 /* The value that stands for `value` after the last write to its storage, taking views again. */
-int kl_rows_current(Tape *tape, KlValueId value, KlValueId *current);
+int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
 
 /* -- py_function.c: what is known of torch's callables ------------------------------------------- */
 
@@ -330,9 +357,10 @@ int kl_live_read(Value *value);
 PyObject *kl_live_force(Value *value);
 /* What a call that runs at once needs, and what becomes of its results. */
 typedef enum {
-    KL_LIVE_LAZY,  /* real graphs; results are lazy again */
-    KL_LIVE_PLAIN, /* real graphs; results stay plain */
-    KL_LIVE_READ,  /* numbers are enough; results stay plain */
+    KL_LIVE_LAZY,    /* real graphs; results are lazy again */
+    KL_LIVE_SETTLED, /* real graphs; results stay plain, but for an argument itself, written */
+    KL_LIVE_PLAIN,   /* real graphs; results stay plain */
+    KL_LIVE_READ,    /* numbers are enough; results stay plain */
 } KlLiveKind;
 
 /* Run `func` now on real tensors. */

@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include "autocast.h"
+
 #define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
 
 typedef struct Context {
@@ -103,6 +105,84 @@ kl_context_is_autocast(uint32_t id)
 {
     return state.contexts[id].is_autocast;
 }
+
+/* -- inference ----------------------------------------------------------------------------------- */
+
+/* What autocast does to calls on a device. 1: it is described; 0: nothing; -1: koila does not know. */
+static int
+autocast_on(const Context *context, uint8_t device, KlAutocast *autocast)
+{
+    int type = 0;
+    if (device != 0) {
+        PyObject *name = PyObject_GetAttrString(PyList_GET_ITEM(kl_py.devices, device), "type");
+        bool is_cuda = name != NULL && PyUnicode_CompareWithASCIIString(name, "cuda") == 0;
+        Py_XDECREF(name);
+        PyErr_Clear();
+        if (!is_cuda) {
+            return -1;
+        }
+        type = 1;
+    }
+    *autocast = (KlAutocast){.is_cuda = type == 1};
+    if (context->is_enabled[type]) {
+        autocast->lower = kl_meta_dtype_from(context->dtype[type]);
+    }
+    return context->is_enabled[type];
+}
+
+#define KL_CAST_INPUTS 64
+
+/* The call as torch makes it after autocast has cast its inputs. */
+static KlStatus
+infer_cast(const KlCall *call, const Context *context, KlInferred *inferred, KlSaves *saves,
+           KlError *error)
+{
+    KlMeta cast[KL_CAST_INPUTS];
+    const KlMeta *seen[KL_CAST_INPUTS];
+    KlAutocast autocast;
+    uint8_t device = 0;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        if (call->inputs[i] != NULL && call->inputs[i]->device != 0) {
+            device = call->inputs[i]->device;
+        }
+    }
+    int is_on = autocast_on(context, device, &autocast);
+    if (is_on < 0 || call->n_inputs > KL_CAST_INPUTS) {
+        return KL_DECLINED;
+    }
+    KlCall as_cast = *call;
+    if (is_on > 0) {
+        KlStatus known = kl_autocast_inputs(&autocast, call, cast, seen);
+        if (known != KL_OK) {
+            return known;
+        }
+        as_cast.inputs = seen;
+    }
+    KlStatus status = kl_infer_call(&as_cast, inferred, error);
+    if (status == KL_OK) {
+        kl_infer_saves(&as_cast, inferred, saves);
+        if (is_on > 0) {
+            kl_autocast_saves(call, seen, saves);
+        }
+    }
+    return status;
+}
+
+KlStatus
+kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
+                 KlError *error)
+{
+    if (state.contexts[id].is_autocast) {
+        return infer_cast(call, &state.contexts[id], inferred, saves, error);
+    }
+    KlStatus status = kl_infer_call(call, inferred, error);
+    if (status == KL_OK) {
+        kl_infer_saves(call, inferred, saves);
+    }
+    return status;
+}
+
+/* -- replay -------------------------------------------------------------------------------------- */
 
 static int
 call_ignoring(PyObject *callable, PyObject *first, PyObject *second)

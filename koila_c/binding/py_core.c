@@ -163,7 +163,7 @@ core_has_known(PyObject *module, PyObject *ignored)
     Tape *tape = kl_tape_open_or_null();
     bool has_any = false;
     KlError error;
-    if (tape != NULL && kl_tape_find_known(&tape->core, &has_any, &error) != KL_OK) {
+    if (tape != NULL && kl_tape_find_known(&tape->core, NULL, &has_any, &error) != KL_OK) {
         return kl_py_raise(&error);
     }
     return PyBool_FromLong(has_any);
@@ -369,7 +369,7 @@ core_pending_bytes(PyObject *module, PyObject *ignored)
             const KlValue *value = &tape->core.values[node->first_out + k];
             bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
         }
-        bytes += node->saves.bytes_extra + node->saves.bytes_workspace;
+        bytes += node->saves.bytes_extra + node->saves.bytes_fixed + node->saves.bytes_workspace;
     }
     return PyLong_FromLongLong(bytes);
 }
@@ -413,6 +413,18 @@ core_configure(PyObject *module, PyObject *args)
     }
     kl_py.n_chunks = chunks;
     kl_py.bytes_limit = bytes;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_count_transforms(PyObject *module, PyObject *n)
+{
+    (void)module;
+    long long more = PyLong_AsLongLong(n);
+    if (more == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    kl_py.n_transforms += more;
     return Py_NewRef(Py_None);
 }
 

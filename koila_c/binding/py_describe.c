@@ -134,7 +134,7 @@ describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound,
 }
 
 static int
-describe_call(PyObject *dict, const KlCall *call, const KlInferred *result)
+describe_call(PyObject *dict, const KlInferred *result, const KlSaves *saves)
 {
     static const char *const modes[] = {"ROWS", "REDUCE", "ONCE"};
     static const char *const aliases[] = {"NONE", "VIEW", "SAME", "MAYBE"};
@@ -153,8 +153,6 @@ describe_call(PyObject *dict, const KlCall *call, const KlInferred *result)
         [KL_REDUCE_LOSS] = "LOSS",
         [KL_REDUCE_COUNT] = "COUNT",
     };
-    KlSaves saves;
-    kl_infer_saves(call, result, &saves);
     PyObject *alias_input = result->alias_input == KL_ID_NONE
                                 ? Py_NewRef(Py_None)
                                 : PyLong_FromUnsignedLong(result->alias_input);
@@ -167,20 +165,20 @@ describe_call(PyObject *dict, const KlCall *call, const KlInferred *result)
             0) {
         return -1;
     }
-    return kl_py_set_new(dict, "saves",
-                         Py_BuildValue("{s:K,s:K,s:L,s:N,s:L}", "inputs",
-                                       (unsigned long long)saves.inputs, "outputs",
-                                       (unsigned long long)saves.outputs, "bytes_extra",
-                                       (long long)saves.bytes_extra, "is_extra_rows",
-                                       PyBool_FromLong(saves.is_extra_rows), "bytes_workspace",
-                                       (long long)saves.bytes_workspace));
+    return kl_py_set_new(
+        dict, "saves",
+        Py_BuildValue(
+            "{s:K,s:K,s:L,s:N,s:L,s:L}", "inputs", (unsigned long long)saves->inputs, "outputs",
+            (unsigned long long)saves->outputs, "bytes_extra", (long long)saves->bytes_extra,
+            "is_extra_rows", PyBool_FromLong(saves->is_extra_rows), "bytes_fixed",
+            (long long)saves->bytes_fixed, "bytes_workspace", (long long)saves->bytes_workspace));
 }
 
 int
-kl_py_describe(PyObject *dict, const KlCall *call, const KlInferred *result, const KlPyBound *bound,
-               Py_ssize_t n_args, PyObject *kwargs)
+kl_py_describe(PyObject *dict, const KlInferred *result, const KlSaves *saves,
+               const KlPyBound *bound, Py_ssize_t n_args, PyObject *kwargs)
 {
-    if (describe_call(dict, call, result) < 0) {
+    if (describe_call(dict, result, saves) < 0) {
         return -1;
     }
     return describe_lists(dict, result, bound, n_args, kwargs);

@@ -8,7 +8,7 @@
 
 /* Add to `dict` what `result` says of a call: outs, mode, reason, reduce, random, effects, alias, saves,
  * inputs, in_places, rewrites. 0, or -1 with an exception. */
-int kl_py_describe(PyObject *dict, const KlCall *call, const KlInferred *result,
+int kl_py_describe(PyObject *dict, const KlInferred *result, const KlSaves *saves,
                    const KlPyBound *bound, Py_ssize_t n_args, PyObject *kwargs);
 
 /* Add an object, and drop the caller's reference to it; NULL is passed on. 0 or -1. */

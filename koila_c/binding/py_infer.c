@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "infer.h"
+#include "py.h"
 #include "py_describe.h"
 
 enum { METAS_MAX = 64, AXES_MAX = 16 };
@@ -66,6 +67,7 @@ read_meta(const Desk *desk, PyObject *object, KlMeta *meta)
                   read_ints(strides, meta->strides, meta->n_dims);
         meta->is_strided = true;
         meta->requires_grad = read_true(object, "requires_grad");
+        is_read = is_read && kl_meta_read_device(object, meta) == 0;
     }
     for (int i = 0; is_read && i < KL_N_DTYPES; i++) {
         if (dtype == desk->types->dtypes[i]) {
@@ -99,10 +101,7 @@ static int
 desk_device_of(void *context, PyObject *object)
 {
     (void)context;
-    PyObject *text = PyObject_Str(object);
-    const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
-    int device = name != NULL && strcmp(name, "cpu") == 0 ? 0 : -1;
-    Py_XDECREF(text);
+    int device = kl_meta_device_from(object);
     PyErr_Clear();
     return device;
 }
@@ -212,20 +211,22 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *des
            PyObject *kwargs)
 {
     KlInferred result = {0};
+    KlSaves saves = {0};
     KlError error = {.text = ""};
+    int64_t context = kl_context_now(NULL);
     call->args = bound->args;
     call->n_args = bound->n_args;
     call->inputs = (const KlMeta *const *)bound->inputs;
     call->n_inputs = bound->n_inputs;
-    int failed = set_context(call, desk);
+    int failed = context < 0 ? -1 : set_context(call, desk);
     if (failed == 0) {
-        KlStatus status = kl_infer_call(call, &result, &error);
+        KlStatus status = kl_context_infer(call, (uint32_t)context, &result, &saves, &error);
         failed = kl_py_set_new(dict, "status", PyUnicode_FromString(status_name(status))) < 0 ||
                          kl_py_set_new(dict, "text", PyUnicode_FromString(error.text)) < 0
                      ? -1
                      : 0;
         if (failed == 0 && status == KL_OK) {
-            failed = kl_py_describe(dict, call, &result, bound, PyTuple_GET_SIZE(args), kwargs);
+            failed = kl_py_describe(dict, &result, &saves, bound, PyTuple_GET_SIZE(args), kwargs);
         }
     }
     kl_infer_fini(&result);

@@ -27,6 +27,7 @@ Value_traverse(Value *value, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(value));
     Py_VISIT(value->tape);
     Py_VISIT(value->real);
+    Py_VISIT(value->error);
     return 0;
 }
 
@@ -47,6 +48,7 @@ Value_clear(Value *value)
     leave_tape(value);
     Py_CLEAR(value->real);
     Py_CLEAR(value->size);
+    Py_CLEAR(value->error);
     return 0;
 }
 
@@ -98,6 +100,8 @@ kl_lazy_detach(Value *value, PyObject *real)
         value->place.axis = 0;
     }
     value->real = Py_XNewRef(real); /* NULL: its program failed */
+    bool is_failed = false;
+    value->error = Py_XNewRef(kl_failure_find(tape, value->id, &is_failed));
     if (core->node != KL_ID_NONE) {
         value->epoch = kl_py.n_backwards;
     }
@@ -186,9 +190,10 @@ kl_lazy_checked(PyObject *self)
             "this LazyTensor stands for nothing: it was made from a placeholder by code that "
             "koila cannot see");
     } else if (value->tape == NULL && value->real == NULL) {
-        PyErr_SetString(kl_py.koila_error,
-                        "this tensor has no value: the call that makes it, or one "
-                        "before that, raised an exception when it ran");
+        kl_failure_raise(value->error);
+        value = NULL;
+    } else if (value->tape != NULL && value->id < value->tape->core.n_values &&
+               kl_failure_check(value->tape, value->id) < 0) {
         value = NULL;
     }
     return value;

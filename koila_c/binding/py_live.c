@@ -7,7 +7,39 @@
 static PyObject *
 real_of(void *env, KlValueId value)
 {
-    return ((Tape *)env)->values[value].real;
+    const KlPyValue *entry = &((Tape *)env)->values[value];
+    return entry->recorded != NULL ? entry->recorded : entry->real;
+}
+
+/* requires_grad says what a call sees when it is made, not when it runs: a leaf that was switched since is
+ * replaced by an alias that is as it was. What should not get a gradient gets none, and the other way
+ * round torch drops it. */
+static int
+keep_flags(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        KlPyValue *entry = &tape->values[i];
+        const KlMeta *meta = &tape->core.values[i].meta;
+        if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
+            continue;
+        }
+        int is_same = kl_stale_is_flagged(entry->real, meta);
+        if (is_same < 0) {
+            return -1;
+        }
+        if (is_same || entry->recorded != NULL) {
+            continue;
+        }
+        PyObject *alias = PyObject_CallMethod(entry->real, "detach", NULL);
+        if (alias != NULL && meta->requires_grad) {
+            Py_SETREF(alias, PyObject_CallMethod(alias, "requires_grad_", NULL));
+        }
+        if (alias == NULL) {
+            return -1;
+        }
+        entry->recorded = alias;
+    }
+    return 0;
 }
 
 static int
@@ -42,6 +74,10 @@ check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
     const KlMeta *promised = &tape->core.values[value].meta;
     KlMeta meta;
+    if (real == NULL) {
+        PyErr_Format(PyExc_SystemError, "koila: value %u stands for one that has no tensor", value);
+        return -1;
+    }
     if (!PyObject_TypeCheck(real, kl_py.tensor_base)) {
         return raise_mismatch(tape, id, value, real);
     }
@@ -178,7 +214,8 @@ kl_live_run(Tape *tape)
             return -1;
         }
         Py_DECREF(checked);
-        if (kl_tape_check_leaves(tape) < 0 || kl_context_begin(&context) < 0) {
+        if (kl_tape_check_leaves(tape) < 0 || keep_flags(tape) < 0 ||
+            kl_context_begin(&context) < 0) {
             return -1;
         }
         tape->is_running = true;
@@ -188,6 +225,7 @@ kl_live_run(Tape *tape)
                 if (result < 0) {
                     /* As in eager, what depends on a call that raised does not exist; the rest does. */
                     add_note(tape, (KlNodeId)i);
+                    kl_failure_keep(tape, (KlNodeId)i);
                     kl_tape_set_failed(&tape->core, (KlNodeId)i);
                 }
             }
@@ -236,9 +274,7 @@ kl_live_force(Value *value)
     }
     PyObject *real = kl_lazy_real(value);
     if (real == NULL) {
-        PyErr_SetString(kl_py.koila_error,
-                        "this tensor has no value: the call that makes it, or one "
-                        "before that, raised an exception when it ran");
+        kl_failure_raise(value->error);
     }
     return Py_XNewRef(real);
 }
@@ -251,7 +287,8 @@ kl_live_force(Value *value)
 typedef struct Met {
     PyObject *lazies[KL_MET_MAX]; /* borrowed from the call's arguments */
     int n;
-    bool is_number_enough;
+    KlLiveKind kind;
+    PyObject *args, *kwargs; /* what was really passed */
 } Met;
 
 static int
@@ -262,7 +299,7 @@ force_one(PyObject *lazy, void *context)
     if (value == NULL) {
         return -1;
     }
-    if (met->is_number_enough) {
+    if (met->kind == KL_LIVE_READ) {
         if (kl_live_read(value) < 0) {
             return -1;
         }
@@ -302,6 +339,28 @@ find_rows(const Met *met, PyObject *real, KlPlace *place)
     return NULL;
 }
 
+static bool
+is_among(PyObject *object, PyObject *tensor)
+{
+    if (object == tensor) {
+        return true;
+    }
+    bool is_found = false;
+    if (object != NULL && PyDict_Check(object)) {
+        PyObject *key = NULL, *item = NULL;
+        Py_ssize_t position = 0;
+        while (!is_found && PyDict_Next(object, &position, &key, &item)) {
+            is_found = is_among(item, tensor);
+        }
+    } else if (object != NULL && (PyTuple_Check(object) || PyList_Check(object))) {
+        for (Py_ssize_t i = 0; !is_found && i < PySequence_Fast_GET_SIZE(object); i++) {
+            is_found = is_among(PySequence_Fast_GET_ITEM(object, i), tensor);
+        }
+    }
+    return is_found;
+}
+
+/* What comes back is the very object that went in, where it was written or needed no change. */
 static PyObject *
 wrap_tensor(const Met *met, PyObject *real)
 {
@@ -309,6 +368,9 @@ wrap_tensor(const Met *met, PyObject *real)
         if (kl_lazy_real(kl_lazy_value(met->lazies[i])) == real) {
             return Py_NewRef(met->lazies[i]);
         }
+    }
+    if (met->kind == KL_LIVE_SETTLED || is_among(met->args, real) || is_among(met->kwargs, real)) {
+        return Py_NewRef(real);
     }
     KlPlace place;
     const Value *source = find_rows(met, real, &place);
@@ -379,7 +441,7 @@ wrap(const Met *met, PyObject *object)
 PyObject *
 kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
-    Met met = {.n = 0, .is_number_enough = kind == KL_LIVE_READ};
+    Met met = {.kind = kind};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
     if (kl_call_visit(args, force_one, &met) < 0 ||
@@ -392,7 +454,9 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         goto error;
     }
     result = PyObject_Call(func, real_args, real_kwargs);
-    if (result != NULL && kind == KL_LIVE_LAZY) {
+    met.args = real_args;
+    met.kwargs = real_kwargs;
+    if (result != NULL && (kind == KL_LIVE_LAZY || kind == KL_LIVE_SETTLED)) {
         Py_SETREF(result, wrap(&met, result));
     }
 error:

@@ -48,13 +48,19 @@ kl_meta_dtype_from(PyObject *dtype)
 int
 kl_meta_device_from(PyObject *device)
 {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kl_py.devices); i++) {
-        int is_equal = PyObject_RichCompareBool(PyList_GET_ITEM(kl_py.devices, i), device, Py_EQ);
-        if (is_equal != 0) {
-            return is_equal < 0 ? -1 : (int)i;
+    PyObject *type = (PyObject *)Py_TYPE(PyList_GET_ITEM(kl_py.devices, 0));
+    PyObject *made = PyUnicode_Check(device) ? PyObject_CallOneArg(type, device) : NULL;
+    int found = -1;
+    for (Py_ssize_t i = 0; found < 0 && i < PyList_GET_SIZE(kl_py.devices); i++) {
+        int is_equal = PyObject_RichCompareBool(PyList_GET_ITEM(kl_py.devices, i),
+                                                made != NULL ? made : device, Py_EQ);
+        if (is_equal < 0) {
+            break;
         }
+        found = is_equal ? (int)i : -1;
     }
-    return -1;
+    Py_XDECREF(made);
+    return found;
 }
 
 KlDtype
@@ -152,9 +158,8 @@ read_by_handle(PyObject *tensor, KlMeta *meta)
     return 0;
 }
 
-/* 0: the CPU. Other devices get the next number the first time they are met. */
-static int
-read_device(PyObject *tensor, KlMeta *meta)
+int
+kl_meta_read_device(PyObject *tensor, KlMeta *meta)
 {
     PyObject *device = PyObject_GetAttrString(tensor, "device");
     if (device == NULL) {
@@ -203,7 +208,7 @@ kl_meta_read(PyObject *tensor, KlMeta *meta)
     }
     meta->requires_grad = requires_grad == Py_True;
     Py_DECREF(requires_grad);
-    return read_device(tensor, meta);
+    return kl_meta_read_device(tensor, meta);
 }
 
 static PyObject *

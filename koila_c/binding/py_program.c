@@ -47,17 +47,18 @@ node_inputs(const KlTape *core, const KlStages *stages, const KlNode *node)
 }
 
 /* (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes, is data,
- * inputs as imports) */
+ * does it draw inside a larger op, inputs as imports) */
 static PyObject *
 node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    return Py_BuildValue("(INNiiiIIOIION)", id, stage_object(stages->node_stage[id]),
+    bool is_fused = node->is_random && node->row != NULL && node->row->kind == KL_ROW_OP;
+    return Py_BuildValue("(INNiiiIIOIIOON)", id, stage_object(stages->node_stage[id]),
                          stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
                          axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
                          node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
-                         stages->is_data[id] ? Py_True : Py_False,
+                         stages->is_data[id] ? Py_True : Py_False, is_fused ? Py_True : Py_False,
                          node_inputs(&tape->core, stages, node));
 }
 
@@ -141,6 +142,80 @@ find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *
     return 0;
 }
 
+/* Whether computing `wanted` draws: then what was to draw before it must be set up too. */
+static int
+is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
+{
+    bool *is_needed = kl_alloc_zeroed(core->n_values, sizeof(*is_needed)); /* [n_values] */
+    if (is_needed == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    int result = 0;
+    for (size_t i = 0; i < n; i++) {
+        is_needed[wanted[i]] = true;
+    }
+    for (size_t i = core->n_nodes; i-- > 0 && result == 0;) {
+        const KlNode *node = &core->nodes[i];
+        bool is_run = false;
+        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
+            is_run = is_run || is_needed[node->first_out + k];
+        }
+        result = is_run && node->is_random;
+        for (uint32_t k = 0; k < node->n_inputs && is_run; k++) {
+            KlValueId value = core->inputs[node->first_input + k].value;
+            if (value != KL_ID_NONE) {
+                is_needed[value] = true;
+            }
+        }
+    }
+    kl_alloc_free(is_needed);
+    return result;
+}
+
+/* Pending values the user can reach and that have no gradient in their history, which later calls must
+ * not change; and what has to draw before them. */
+static int
+find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *list)
+{
+    KlError error;
+    bool has_any = false;
+    int result = -1;
+    bool *must_run = kl_alloc_zeroed(tape->core.n_nodes, sizeof(*must_run)); /* [n_nodes] */
+    if (must_run == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    if (kl_tape_find_known(&tape->core, must_run, &has_any, &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        goto done;
+    }
+    for (size_t i = 0; i < tape->core.n_nodes; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        for (uint32_t k = 0; k < node->n_outs && must_run[i]; k++) {
+            KlValueId out = node->first_out + k;
+            bool is_reached = tape->core.values[out].state == KL_STATE_PENDING &&
+                              tape->values[out].handle != NULL;
+            if (((is_reached || k == 0) && add_id(wanted, n, n_max, out) < 0) ||
+                (is_reached && append_stolen(list, PyLong_FromUnsignedLong(out)) < 0)) {
+                goto done;
+            }
+        }
+    }
+    int draws = is_drawing(&tape->core, *wanted, *n);
+    for (size_t i = 0; i < tape->core.n_nodes && draws > 0; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        bool is_due = node->is_random && !node->is_done && !node->is_abandoned;
+        if (is_due && add_id(wanted, n, n_max, node->first_out) < 0) {
+            goto done;
+        }
+    }
+    result = draws < 0 ? -1 : 0;
+done:
+    kl_alloc_free(must_run);
+    return result;
+}
+
 static int
 find_roots(Tape *tape, PyObject *roots, KlValueId **ids, size_t *n, size_t *n_max)
 {
@@ -194,13 +269,14 @@ describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject 
     return result;
 }
 
-/* stage(roots) -> dict, or None where nothing is pending: the program that computes every value the user
- * can reach and differentiates the roots. */
+/* stage(roots, is_known_only) -> dict: the program that computes every value the user can reach, or only
+ * those that have no gradient in their history, and differentiates the roots. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *roots = NULL, *result = NULL;
+    int is_known_only = 0;
     KlValueId *wanted = NULL, *root_ids = NULL;
     size_t n_wanted = 0, n_wanted_max = 0, n_roots = 0, n_roots_max = 0;
     KlStages stages = {0};
@@ -208,9 +284,10 @@ kl_program_stage(PyObject *module, PyObject *args)
     Tape *tape = kl_tape_open();
     PyObject *reached = PyList_New(0);
     if (tape == NULL || reached == NULL ||
-        !PyArg_ParseTuple(args, "O!:stage", &PyList_Type, &roots) ||
+        !PyArg_ParseTuple(args, "O!p:stage", &PyList_Type, &roots, &is_known_only) ||
         find_roots(tape, roots, &root_ids, &n_roots, &n_roots_max) < 0 ||
-        find_wanted(tape, &wanted, &n_wanted, &n_wanted_max, reached) < 0) {
+        (is_known_only ? find_known : find_wanted)(tape, &wanted, &n_wanted, &n_wanted_max,
+                                                   reached) < 0) {
         goto error;
     }
     const KlGoal goal = {
@@ -228,7 +305,7 @@ error:
     return result;
 }
 
-/* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage) */
+/* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage, device) */
 PyObject *
 kl_program_value(PyObject *module, PyObject *args)
 {
@@ -249,14 +326,15 @@ kl_program_value(PyObject *module, PyObject *args)
     PyObject *dtype =
         value->meta.dtype == KL_DTYPE_OTHER ? Py_None : kl_py.dtypes[value->meta.dtype];
     PyObject *size = kl_meta_size(&value->meta);
-    return Py_BuildValue("(ONONLOOI)", dtype, size, value->meta.requires_grad ? Py_True : Py_False,
+    return Py_BuildValue("(ONONLOOIO)", dtype, size, value->meta.requires_grad ? Py_True : Py_False,
                          place_object(&place), rows, entry->real != NULL ? entry->real : Py_None,
-                         entry->number != NULL ? entry->number : Py_None, value->storage);
+                         entry->number != NULL ? entry->number : Py_None, value->storage,
+                         PyList_GET_ITEM(kl_py.devices, value->meta.device));
 }
 
 /* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids),
  * (inputs saved for backward, outputs saved, further bytes saved, do those grow with the rows,
- *  bytes of workspace)) */
+ *  bytes saved that do not, bytes of workspace)) */
 PyObject *
 kl_program_node(PyObject *module, PyObject *args)
 {
@@ -283,12 +361,12 @@ kl_program_node(PyObject *module, PyObject *args)
         PyTuple_SET_ITEM(inputs, k, PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)value));
     }
     const KlSaves *saves = &node->saves;
-    return Py_BuildValue("(OzzNLN(KKLOL))", tape->nodes[id].func,
+    return Py_BuildValue("(OzzNLN(KKLOLL))", tape->nodes[id].func,
                          node->row != NULL ? node->row->name : NULL, node->reason, where,
                          (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]), inputs,
                          (unsigned long long)saves->inputs, (unsigned long long)saves->outputs,
                          (long long)saves->bytes_extra, saves->is_extra_rows ? Py_True : Py_False,
-                         (long long)saves->bytes_workspace);
+                         (long long)saves->bytes_fixed, (long long)saves->bytes_workspace);
 }
 
 /* [(value, place it is read at or None, tensor or None)] of a node's inputs */
@@ -298,7 +376,10 @@ describe_inputs(const Tape *tape, const KlNode *node)
     PyObject *list = PyList_New(0);
     for (uint32_t k = 0; list != NULL && k < node->n_inputs; k++) {
         const KlInput *input = &tape->core.inputs[node->first_input + k];
-        PyObject *real = input->value != KL_ID_NONE ? tape->values[input->value].real : NULL;
+        const KlPyValue *entry = input->value != KL_ID_NONE ? &tape->values[input->value] : NULL;
+        PyObject *real = entry != NULL && entry->recorded != NULL ? entry->recorded
+                         : entry != NULL                          ? entry->real
+                                                                  : NULL;
         if (real != NULL &&
             append_stolen(list, Py_BuildValue("(INO)", input->value, place_object(&input->place),
                                               real)) < 0) {

@@ -89,6 +89,11 @@ int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
 {
     KlError error;
+    for (uint32_t i = 0; i < record->n_inputs; i++) {
+        if (kl_failure_check(tape, record->inputs[i]) < 0) {
+            return -1;
+        }
+    }
     if (record->is_random && !kl_tape_has_draw(&tape->core)) {
         PyObject *noted = PyObject_CallNoArgs(kl_py.note_draw);
         if (noted == NULL) {
@@ -96,11 +101,11 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         }
         Py_DECREF(noted);
     }
-    if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
+    if (kl_tape_reserve(tape, 1, record->inferred->n_outs + 1) < 0) {
         return -1;
     }
-    if (kl_tape_sync(tape) < 0) {
+    if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
+        (void)kl_py_raise(&error);
         return -1;
     }
     call->func = Py_NewRef(func);
@@ -243,7 +248,7 @@ record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kw
         return NULL;
     }
     if (!met.is_any_lazy) {
-        return kl_live_call(func, args, kwargs, KL_LIVE_PLAIN);
+        return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
     }
     if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;
@@ -280,6 +285,14 @@ kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_a
     }
     PyObject *func = args[0], *types = args[1], *call_args = args[2];
     PyObject *kwargs = n_args == 4 && args[3] != Py_None ? args[3] : NULL;
+    if (kl_py.n_transforms > 0) {
+        PyObject *result = PyObject_CallFunctionObjArgs(
+            kl_py.in_transform, func, call_args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+        if (result != Py_NotImplemented) {
+            return result;
+        }
+        Py_DECREF(result);
+    }
     Function *function = kl_function_find(func);
     if (function == NULL) {
         return kl_live_call(func, call_args, kwargs, KL_LIVE_LAZY);

@@ -1,8 +1,6 @@
 /* py_rows.c - calls that have a row: bind the arguments, infer, append. It knows no op: what a call means
- * is in the row. It also takes views again after a write, so that no node reads an old version. */
+ * is in the row. */
 #include "py.h"
-
-#include <string.h>
 
 #include "alloc.h"
 
@@ -77,105 +75,6 @@ kl_rows_init(void)
     return kl_py_types_init(&types);
 }
 
-/* -- views after a write ------------------------------------------------------------------------------- */
-
-/* The call of `node` again, on a later version of what it views. */
-static int
-copy_call(Tape *tape, KlNodeId node, KlValueId before, KlValueId after, KlPyNode *call)
-{
-    const KlPyNode original = tape->nodes[node];
-    KlError error;
-    if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max,
-                         tape->n_slots + original.n_slots, sizeof(*tape->slots), &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
-    }
-    *call = original;
-    call->first_slot = (uint32_t)tape->n_slots;
-    call->kwnames = Py_XNewRef(original.kwnames);
-    call->code = NULL;
-    for (uint32_t i = 0; i < original.n_slots; i++) {
-        KlSlot slot = tape->slots[original.first_slot + i];
-        if (slot.kind == KL_SLOT_VALUE && slot.n == before) {
-            slot.n = after;
-        }
-        Py_XINCREF(slot.object);
-        tape->slots[tape->n_slots++] = slot;
-    }
-    return 0;
-}
-
-/* Append the view `value` again, on `source`, the current version of what it views. */
-static int
-take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
-{
-    const KlValue old = tape->core.values[value];
-    const KlNode node = tape->core.nodes[old.node];
-    KlInferred *inferred = &tape->inferred;
-    KlError error;
-    KlPyNode call = {0};
-    KlNodeId id = KL_ID_NONE;
-    if (kl_infer_reserve_outs(inferred, node.n_outs, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
-    }
-    for (uint32_t i = 0; i < node.n_outs; i++) {
-        inferred->outs[i] = tape->core.values[node.first_out + i].meta;
-        inferred->outs[i].requires_grad =
-            inferred->outs[i].requires_grad || tape->core.values[source].meta.requires_grad;
-    }
-    KlPlace place = tape->core.inputs[node.first_input].place;
-    KlPlace *places = inferred->split.places;
-    inferred->alias = KL_ALIAS_VIEW;
-    inferred->alias_input = 0;
-    inferred->split = (KlSplit){.mode = (KlMode)node.mode,
-                                .axis = node.axis,
-                                .reason = node.reason,
-                                .places = &place,
-                                .n_rewrites = node.n_rewrites};
-    if (node.n_rewrites > 0) {
-        memcpy(inferred->split.rewrites, &tape->core.rewrites[node.first_rewrite],
-               node.n_rewrites * sizeof(KlRewrite));
-    }
-    const KlRecord record = {.row = node.row,
-                             .inputs = &source,
-                             .n_inputs = 1,
-                             .inferred = inferred,
-                             .saves = node.saves,
-                             .context = node.context,
-                             .is_grad_enabled = node.is_grad_enabled,
-                             .review_of = value,
-                             .review_out = value - node.first_out};
-    int result = copy_call(tape, old.node, old.view_of, source, &call);
-    if (result == 0) {
-        result = kl_record_append(tape, &record, tape->nodes[old.node].func, &call, &id);
-    }
-    inferred->split.places = places;
-    if (result == 0) {
-        *current = tape->core.nodes[id].first_out + record.review_out;
-    }
-    return result;
-}
-
-int
-kl_rows_current(Tape *tape, KlValueId value, KlValueId *current)
-{
-    const KlValue *core = &tape->core.values[value];
-    if (!kl_tape_is_stale(&tape->core, value)) {
-        *current = value;
-        return 0;
-    }
-    if (core->view_of == KL_ID_NONE || core->node == KL_ID_NONE) {
-        *current = tape->core.storages[core->storage].base;
-        return 0;
-    }
-    KlValueId source = KL_ID_NONE;
-    if (kl_rows_current(tape, core->view_of, &source) < 0) {
-        return -1;
-    }
-    return take_again(tape, value, source, current);
-}
-
 /* -- recording ------------------------------------------------------------------------------------------- */
 
 #define KL_ROW_INPUTS 64
@@ -207,11 +106,7 @@ infer(Recording *recording, KlError *error)
                          .is_grad_enabled = recording->is_grad_enabled,
                          .axis_rows = tape->core.axis_rows,
                          .n_axes = (uint32_t)tape->core.n_axes};
-    KlStatus status = kl_infer_call(&call, &tape->inferred, error);
-    if (status == KL_OK) {
-        kl_infer_saves(&call, &tape->inferred, &recording->saves);
-    }
-    return status;
+    return kl_context_infer(&call, recording->context, &tape->inferred, &recording->saves, error);
 }
 
 /* Batches of equal size that meet in one call, where the row finds them aligned, are one batch: try it,
@@ -371,6 +266,22 @@ find_writes(const Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
     return 0;
 }
 
+/* A call whose results are its arguments makes no node: broadcast_tensors gives all of them back. */
+static PyObject *
+give_back(const Recording *recording)
+{
+    const KlPyInput *origins = recording->bound.input_origins;
+    const KlInferred *inferred = &recording->tape->inferred;
+    if (inferred->alias_input != KL_ID_NONE) {
+        return Py_NewRef(origins[inferred->alias_input].object);
+    }
+    PyObject *same = PyTuple_New(inferred->n_outs);
+    for (uint32_t i = 0; same != NULL && i < inferred->n_outs; i++) {
+        PyTuple_SET_ITEM(same, i, Py_NewRef(origins[i].object));
+    }
+    return same;
+}
+
 static int
 append(Recording *recording, PyObject **results)
 {
@@ -382,11 +293,8 @@ append(Recording *recording, PyObject **results)
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) {
-        if (inferred->alias_input == KL_ID_NONE) {
-            return 0; /* a list of its own arguments: it is run at once */
-        }
-        *results = Py_NewRef(recording->bound.input_origins[inferred->alias_input].object);
-        return 1;
+        *results = give_back(recording);
+        return *results == NULL ? -1 : 1;
     }
     refuse_unknown_reduction(recording);
     refuse_two_roles(recording);
@@ -479,9 +387,6 @@ kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *a
     int64_t context = kl_context_now(&recording.is_grad_enabled);
     if (context < 0) {
         return -1;
-    }
-    if (kl_context_is_autocast((uint32_t)context)) {
-        return 0;
     }
     recording.context = (uint32_t)context;
     if (kl_call_encode(tape, args, kwargs, &recording.call, NULL, NULL, NULL) < 0) {

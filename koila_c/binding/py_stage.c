@@ -10,7 +10,9 @@ typedef struct Run {
     PyObject *env;       /* list [n_values] */
     PyObject *imports;   /* list [n_imports] */
     PyObject *import_of; /* dict: node -> tuple of import numbers */
-    PyObject *run_other; /* callable(node, args, kwargs): reductions, random draws */
+    PyObject *run_other; /* callable(node, args, kwargs): reductions, random draws, views of what
+                            is written */
+    bool has_writes;     /* some node of the tape writes in place */
     PyObject *cut;       /* callable(tensor, import number): rows of a value made in this run */
     long long rows;      /* of the chunk; -1: whole */
     const KlNode *node;  /* the one that runs */
@@ -118,7 +120,10 @@ call_node(Run *run, KlNodeId id)
     }
     Py_ssize_t n_named = call->kwnames != NULL ? PyTuple_GET_SIZE(call->kwnames) : 0;
     Py_ssize_t n_positional = PyList_GET_SIZE(args) - n_named;
-    if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random) {
+    /* Whether a reshape shares memory depends on the layout, which a chunk need not share with the
+     * whole; where nothing is written, nothing can tell. */
+    bool is_view = run->has_writes && run->node->row != NULL && run->node->row->kind == KL_ROW_VIEW;
+    if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random && !is_view) {
         result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
                                      (size_t)n_positional, call->kwnames);
         goto error;
@@ -152,12 +157,24 @@ keep(const Run *run, KlValueId value, PyObject *result)
     return PyList_SetItem(run->env, value, Py_NewRef(result));
 }
 
+/* Borrowed: what the node wrote, which was made in this run or given to it. */
+static PyObject *
+written(const Run *run)
+{
+    KlValueId value = run->tape->core.inputs[run->node->first_input].value;
+    PyObject *made = PyList_GET_ITEM(run->env, value);
+    if (made != Py_None) {
+        return made;
+    }
+    return PyList_GET_ITEM(run->imports, PyLong_AsSsize_t(PyTuple_GET_ITEM(run->node_imports, 0)));
+}
+
 static int
 keep_results(const Run *run, PyObject *result)
 {
     const KlNode *node = run->node;
     if (result == Py_None) { /* __setitem__ gives nothing back */
-        result = PyList_GET_ITEM(run->env, run->tape->core.inputs[node->first_input].value);
+        result = written(run);
     }
     if (node->writes != 0 && node->n_outs == 2) {
         KlValueId base = run->tape->core.inputs[node->first_input + node->n_inputs - 1].value;
@@ -238,6 +255,9 @@ kl_stage_run(PyObject *module, PyObject *args)
         return NULL;
     }
     context.is_grad_off = is_grad_off;
+    for (size_t i = 0; i < run.tape->core.n_nodes; i++) {
+        run.has_writes = run.has_writes || run.tape->core.nodes[i].writes != 0;
+    }
     int status = 0;
     for (Py_ssize_t i = 0; status == 0 && i < PyList_GET_SIZE(nodes); i++) {
         PyObject *key = PyList_GET_ITEM(nodes, i);

@@ -27,6 +27,21 @@ kl_stale_pointer(PyObject *tensor)
     return pointer;
 }
 
+int
+kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta)
+{
+    if (meta->dtype == KL_DTYPE_OTHER) {
+        return 1; /* it was not read of these, and all that use them run at once */
+    }
+    PyObject *requires_grad = PyObject_GetAttr(tensor, kl_py.requires_grad);
+    if (requires_grad == NULL) {
+        return -1;
+    }
+    int result = (requires_grad == Py_True) == meta->requires_grad;
+    Py_DECREF(requires_grad);
+    return result;
+}
+
 static int
 is_changed(const KlPyValue *entry)
 {
@@ -79,6 +94,7 @@ raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
     Py_XDECREF(name);
     Py_XDECREF(size);
     Py_XDECREF(where);
+    kl_failure_keep(tape, reader);
     return -1;
 }
 

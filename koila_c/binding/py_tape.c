@@ -60,25 +60,26 @@ reserve_externals(Tape *tape)
 }
 
 int
-kl_tape_sync(Tape *tape)
+kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
 {
     KlError error;
-    size_t n_nodes = tape->n_nodes_max, n_values = tape->n_values_max;
-    if (tape->core.n_nodes <= n_nodes && tape->core.n_values <= n_values) {
-        return 0;
-    }
-    if (kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes,
+    size_t nodes_before = tape->n_nodes_max, values_before = tape->n_values_max;
+    if (kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes + n_nodes,
                          sizeof(*tape->nodes), &error) != KL_OK) {
         return raise(&error);
     }
-    if (tape->n_nodes_max > n_nodes) {
-        memset(&tape->nodes[n_nodes], 0, (tape->n_nodes_max - n_nodes) * sizeof(*tape->nodes));
+    if (tape->n_nodes_max > nodes_before) {
+        memset(&tape->nodes[nodes_before], 0,
+               (tape->n_nodes_max - nodes_before) * sizeof(*tape->nodes));
     }
-    if (kl_alloc_reserve((void **)&tape->values, &tape->n_values_max, tape->core.n_values,
-                         sizeof(*tape->values), &error) != KL_OK) {
+    if (kl_alloc_reserve((void **)&tape->values, &tape->n_values_max,
+                         tape->core.n_values + n_values, sizeof(*tape->values), &error) != KL_OK) {
         return raise(&error);
     }
-    memset(&tape->values[n_values], 0, (tape->n_values_max - n_values) * sizeof(*tape->values));
+    if (tape->n_values_max > values_before) {
+        memset(&tape->values[values_before], 0,
+               (tape->n_values_max - values_before) * sizeof(*tape->values));
+    }
     return 0;
 }
 
@@ -108,11 +109,11 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     if (place != NULL && is_place_of(tape, place, &meta)) {
         meta.place = *place;
     }
+    if (kl_tape_reserve(tape, 0, 1) < 0) {
+        return -1;
+    }
     if (kl_tape_leaf(&tape->core, &meta, value, &error) != KL_OK) {
         return raise(&error);
-    }
-    if (kl_tape_sync(tape) < 0) {
-        return -1;
     }
     KlPyValue *entry = &tape->values[*value];
     entry->real = Py_NewRef(tensor);
@@ -129,10 +130,14 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
     }
     KlExternal *external = find_external(tape, tensor);
     if (external->tensor != NULL && tape->core.values[external->value].n_pending > 0) {
+        int is_same = kl_stale_is_flagged(tensor, &tape->core.values[external->value].meta);
         *value = external->value;
-        return 0;
+        if (is_same != 0) {
+            return is_same < 0 ? -1 : 0;
+        }
     }
-    /* Met for the first time, or again after all that read it is done: it may have changed since. */
+    /* Met for the first time, or again after all that read it is done: it may have changed since. Or its
+     * requires_grad was switched between two calls, and each is to see what it saw. */
     bool is_new = external->tensor == NULL;
     if (new_leaf(tape, tensor, NULL, value) < 0) {
         return -1;
@@ -176,7 +181,7 @@ int
 kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
 {
     if (lazy->tape == tape) {
-        if (kl_rows_current(tape, lazy->id, value) < 0) {
+        if (kl_view_current(tape, lazy->id, value) < 0) {
             return -1;
         }
         if (*value != lazy->id) {
@@ -238,6 +243,7 @@ clear_node(KlPyNode *node)
     Py_CLEAR(node->func);
     Py_CLEAR(node->kwnames);
     Py_CLEAR(node->code);
+    Py_CLEAR(node->error);
 }
 
 static void
@@ -278,6 +284,7 @@ clear_tape(Tape *tape)
         Py_CLEAR(values[i].real);
         Py_CLEAR(values[i].pointer);
         Py_CLEAR(values[i].number);
+        Py_CLEAR(values[i].recorded);
     }
     for (size_t i = 0; i < n_slots; i++) {
         Py_CLEAR(slots[i].object);
@@ -304,10 +311,12 @@ Tape_traverse(Tape *tape, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(tape));
     for (size_t i = 0; i < tape->n_nodes_max && i < tape->core.n_nodes; i++) {
         Py_VISIT(tape->nodes[i].func);
+        Py_VISIT(tape->nodes[i].error);
     }
     for (size_t i = 0; i < tape->n_values_max && i < tape->core.n_values; i++) {
         Py_VISIT(tape->values[i].real);
         Py_VISIT(tape->values[i].number);
+        Py_VISIT(tape->values[i].recorded);
     }
     for (size_t i = 0; i < tape->n_slots; i++) {
         Py_VISIT(tape->slots[i].object);

@@ -1,5 +1,5 @@
-/* ops.c - expands ops.def into ids, rows and aliases. It adds nothing: a row is light (cheap to run again)
- * when it is a view, or an elementwise op that draws nothing. */
+/* ops.c - expands ops.def into ids, rows and aliases. It adds nothing but this: a row is heavy (not to be
+ * run again lightly) when it is made of products, and light otherwise. */
 #include "ops.h"
 
 #include <string.h>
@@ -56,7 +56,17 @@ static const struct {
 bool
 kl_ops_is_light(const KlRow *row)
 {
-    return row->kind == KL_ROW_VIEW || (row->place == place_rowwise && row->kind != KL_ROW_RANDOM);
+    static KlStatus (*const heavy[])(const KlCall *, KlInferred *, KlError *) = {
+        place_attention, place_baddbmm, place_bilinear, place_bmm,      place_cdist,
+        place_conv,      place_einsum,  place_linear,   place_matmul,   place_mm,
+        place_mv,        place_outer,   place_rnn,      place_rnn_cell,
+    };
+    for (size_t i = 0; i < sizeof(heavy) / sizeof(heavy[0]); i++) {
+        if (row->place == heavy[i]) {
+            return false;
+        }
+    }
+    return true;
 }
 
 const KlRow *

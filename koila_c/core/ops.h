@@ -119,6 +119,7 @@ typedef struct KlSaves {
     uint64_t outputs;        /* bit i: output i is saved */
     int64_t bytes_extra;     /* new tensors saved, bytes for the whole call */
     bool is_extra_rows;      /* bytes_extra grows with the rows */
+    int64_t bytes_fixed;     /* new tensors saved that do not: weights in another dtype */
     int64_t bytes_workspace; /* needed only while the op runs */
 } KlSaves;
 
@@ -190,7 +191,7 @@ extern const uint32_t kl_ops_n_rows;
 /* The row of that name or alias, or NULL. Linear: for set-up, not for recording. */
 const KlRow *kl_ops_find(const char *name);
 
-/* Cheap enough to run again rather than keep: elementwise ops and views. */
+/* Cheap enough to run again rather than keep: not made of products. */
 bool kl_ops_is_light(const KlRow *row);
 
 /* The n-th alias and the row it stands for; false past the end. */

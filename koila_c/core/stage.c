@@ -86,7 +86,18 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
 
 /* -- stages ------------------------------------------------------------------------------------------- */
 
-/* Light work by rows on leaves without gradient and on other such work. A reduction need not be light:
+/* A value without gradient that is there before the first body, or is had again from such: what label
+ * counts and masks are made of. */
+static bool
+is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
+{
+    if (tape->values[value].meta.requires_grad) {
+        return false;
+    }
+    return stages->value_stage[value] == 0 || stages->is_data[tape->values[value].node];
+}
+
+/* Light work by rows on such values. A reduction need not be light:
  * its result is kept, so it is never run again. */
 static bool
 is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
@@ -104,13 +115,7 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     }
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         KlValueId value = inputs_of(tape, node)[k].value;
-        if (value == KL_ID_NONE) {
-            continue;
-        }
-        KlNodeId source = tape->values[value].node;
-        bool is_data = stages->is_leaf[value] ? !tape->values[value].meta.requires_grad
-                                              : stages->is_data[source];
-        if (!is_data) {
+        if (value != KL_ID_NONE && !is_data_value(tape, stages, value)) {
             return false;
         }
     }
@@ -157,12 +162,7 @@ is_late_part_data(const KlTape *tape, const KlStages *stages, const KlNode *node
 {
     for (uint32_t k = 1; k < node->n_inputs; k++) {
         KlValueId value = inputs_of(tape, node)[k].value;
-        if (value == KL_ID_NONE) {
-            continue;
-        }
-        bool is_data = stages->is_leaf[value] ? !tape->values[value].meta.requires_grad
-                                              : stages->is_data[tape->values[value].node];
-        if (!is_data) {
+        if (value != KL_ID_NONE && !is_data_value(tape, stages, value)) {
             return false;
         }
     }

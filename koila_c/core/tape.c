@@ -296,26 +296,33 @@ kl_tape_has_draw(const KlTape *tape)
 }
 
 static bool
+is_failed(const KlTape *tape, KlValueId value)
+{
+    KlNodeId source = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
+    return source != KL_ID_NONE && tape->nodes[source].is_failed;
+}
+
+static bool
 reads_failed(const KlTape *tape, const KlNode *node)
 {
     for (uint32_t i = 0; i < node->n_inputs; i++) {
-        KlValueId value = tape->inputs[node->first_input + i].value;
-        KlNodeId source = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
-        if (source != KL_ID_NONE && tape->nodes[source].is_failed) {
+        if (is_failed(tape, tape->inputs[node->first_input + i].value)) {
             return true;
         }
     }
-    return false;
+    return is_failed(tape, node->review_of);
 }
 
 void
 kl_tape_set_failed(KlTape *tape, KlNodeId id)
 {
     tape->nodes[id].is_failed = true;
+    tape->nodes[id].failed_by = id;
     kl_tape_set_done(tape, id);
     for (size_t i = id + 1; i < tape->n_nodes; i++) {
         if (!tape->nodes[i].is_done && reads_failed(tape, &tape->nodes[i])) {
             tape->nodes[i].is_failed = true;
+            tape->nodes[i].failed_by = id;
             kl_tape_set_done(tape, (KlNodeId)i);
         }
     }
@@ -341,11 +348,17 @@ find_reached(const KlTape *tape, bool *reaches, KlError *error)
         for (uint32_t k = 0; k < node->n_outs; k++) {
             is_reached = is_reached || reaches[node->first_out + k];
         }
+        for (uint32_t k = 0; is_reached && k < node->n_outs; k++) {
+            reaches[node->first_out + k] = true;
+        }
         for (uint32_t k = 0; is_reached && k < node->n_inputs; k++) {
             KlValueId value = tape->inputs[node->first_input + k].value;
             if (value != KL_ID_NONE) {
                 reaches[value] = true;
             }
+        }
+        if (is_reached && node->review_of != KL_ID_NONE) {
+            reaches[node->review_of] = true; /* its tensor is what a live run takes */
         }
     }
     kl_alloc_free(is_held);
@@ -371,7 +384,7 @@ kl_tape_retire(KlTape *tape, KlError *error)
     KlStatus status = find_reached(tape, reaches, error);
     for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
         const KlNode *node = &tape->nodes[i];
-        bool is_reached = node->is_done || node->writes != 0;
+        bool is_reached = node->is_done;
         for (uint32_t k = 0; k < node->n_outs; k++) {
             is_reached = is_reached || reaches[node->first_out + k];
         }
@@ -401,7 +414,7 @@ must_run_now(const KlTape *tape, const KlNode *node, const bool *has_history, co
 }
 
 KlStatus
-kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
+kl_tape_find_known(const KlTape *tape, bool *must_run, bool *has_any, KlError *error)
 {
     *has_any = false;
     bool *has_history = kl_alloc_zeroed(tape->n_values, sizeof(*has_history)); /* [n_values] */
@@ -424,8 +437,12 @@ kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error)
             KlValueId out = node->first_out + k;
             has_history[out] = has_gradient || tape->values[out].meta.requires_grad;
         }
-        *has_any = *has_any || (!node->is_done && !node->is_abandoned &&
-                                must_run_now(tape, node, has_history, reaches));
+        bool is_found =
+            !node->is_done && !node->is_abandoned && must_run_now(tape, node, has_history, reaches);
+        *has_any = *has_any || is_found;
+        if (must_run != NULL) {
+            must_run[i] = is_found;
+        }
     }
 done:
     kl_alloc_free(reaches);

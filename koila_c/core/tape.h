@@ -49,9 +49,10 @@ typedef struct KlNode {
     uint8_t mode;   /* KlMode */
     uint8_t reduce; /* KlReduce */
     bool is_random;
-    bool is_drawn;  /* it drew in a run in chunks: every later run must draw the same */
-    bool is_done;   /* nothing is left to do for it */
-    bool is_failed; /* done without a number: it, or what it reads, raised */
+    bool is_drawn;      /* it drew in a run in chunks: every later run must draw the same */
+    bool is_done;       /* nothing is left to do for it */
+    bool is_failed;     /* done without a number: it, or what it reads, raised */
+    KlNodeId failed_by; /* failed: the node that raised */
     KlValueId
         review_of; /* a view taken again after a write: the value that stands for it from before,
                               whose tensor live replay uses; else KL_ID_NONE */
@@ -142,8 +143,9 @@ KlStatus kl_tape_retire(KlTape *tape, KlError *error);
 /* Whether a random call waits: a draw made now, or the generator asked now, would come before it. */
 bool kl_tape_has_draw(const KlTape *tape);
 
-/* Whether a pending value that is wanted has no gradient in its history. */
-KlStatus kl_tape_find_known(const KlTape *tape, bool *has_any, KlError *error);
+/* Find the nodes that can be known for good: pending, wanted, no gradient in their history. They are
+ * marked in `must_run` [n_nodes], which may be NULL. */
+KlStatus kl_tape_find_known(const KlTape *tape, bool *must_run, bool *has_any, KlError *error);
 
 /* Whether nobody needs the number of `value` any more: not the user, not a pending node. */
 static inline bool

@@ -5,16 +5,19 @@ from koila.config import config
 from koila.errors import KoilaError, MemoryLimitError, StaleError
 from koila.explain import explain
 from koila.lazy import is_lazy, lazy, off
+from koila.reports import Report, report
 
 __all__ = [
     "KoilaError",
     "MemoryLimitError",
+    "Report",
     "StaleError",
     "config",
     "explain",
     "is_lazy",
     "lazy",
     "off",
+    "report",
 ]
 
 functions.register_all()

@@ -15,7 +15,7 @@ _StagedNode = tuple[
     int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
 ]
 # (inputs, outputs, bytes_extra, is_extra_rows, bytes_workspace)
-_NodeSaves = tuple[int, int, int, bool, int]
+_NodeSaves = tuple[int, int, int, bool, int, int]
 # Where an argument is in a call, by position or by keyword
 _Where = int | str
 
@@ -45,6 +45,7 @@ class _Saves(TypedDict):
     outputs: int
     bytes_extra: int
     is_extra_rows: bool
+    bytes_fixed: int
     bytes_workspace: int
 
 @type_check_only
@@ -86,9 +87,10 @@ def bind(
     draw_like: Callable[..., Any],
     note_draw: Callable[[], None],
     check_draws: Callable[[], None],
-    draw_again: Callable[..., Any],
     skip_one_hop: Callable[..., Any],
     read: Callable[..., Any],
+    in_transform: Callable[..., Any],
+    draw_again: Callable[..., Any],
     reductions: int,
     /,
 ) -> None: ...
@@ -104,6 +106,7 @@ def register(
     container: type | None,
     /,
 ) -> None: ...
+def count_transforms(n: int, /) -> None: ...
 def configure(chunks: int, memory_limit: int, /) -> None: ...
 def new_axis() -> int: ...
 def input(tensor: torch.Tensor, dim: int, axis: int, rows: int, /) -> LazyTensor: ...
@@ -134,7 +137,7 @@ def refresh_leaf(value: int, /) -> None: ...
 def close() -> bool: ...
 def pending_bytes() -> int: ...
 def memo() -> dict[str, Any]: ...
-def stage(roots: list[torch.Tensor], /) -> _Staged: ...
+def stage(roots: list[torch.Tensor], is_known_only: bool, /) -> _Staged: ...
 def run(
     nodes: list[int],
     drops: Sequence[tuple[int, ...]],
@@ -160,6 +163,7 @@ def value(
     torch.Tensor | None,
     torch.Tensor | None,
     int,
+    torch.device,
 ]: ...
 def node(
     id: int, /

@@ -5,42 +5,39 @@ from __future__ import annotations
 import resource
 import time
 import weakref
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from koila import _core, config
 
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
 # What the interpreter and torch's own threads may still take beside tensors.
 SLACK = 16 * 2**20
 
 _fixed = False
 
 
-def _read_int(path: str) -> int | None:
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's; empty where there is none."""
     try:
-        text = Path(path).read_text().strip()
+        return path.read_text()
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return ""
 
 
-def _status() -> dict[str, int]:
-    """Bytes by name from /proc/self/status."""
+def _read_int(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """Bytes by name from lines such as "VmData:  1234 kB"."""
     found = {}
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return {}
-    for line in lines:
+    for line in _read(path).splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if len(words) == 2 and words[1] == "kB":
@@ -48,15 +45,59 @@ def _status() -> dict[str, int]:
     return found
 
 
+def _status() -> dict[str, int]:
+    """This process's own bytes, by the kernel's names."""
+    return _kilobytes(_PROC / "self/status")
+
+
 def _available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return _kilobytes(_PROC / "meminfo").get("MemAvailable")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where a version of control groups says what."""
+
+    root: Path
+    limit: str
+    used: str
+    cache: str  # in memory.stat: pages that the kernel drops before it ends a process
+
+
+def _groups() -> Iterator[tuple[Path, _Files]]:
+    """The control groups that this process is in, each with those above it.
+
+    In a container the path is that of the host, while the group's own files are at the root.
+    """
+    second = _Files(_CGROUPS, "memory.max", "memory.current", "inactive_file")
+    first = _Files(
+        _CGROUPS / "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    )
+    paths = {"": "/", "memory": "/"}  # by controller; version 2 has one group for all
+    for line in _read(_PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    for files, path in ((second, paths[""]), (first, paths["memory"])):
+        below = PurePosixPath(path.lstrip("/"))
+        for group in (below, *below.parents):
+            yield files.root / group, files
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Bytes that each control group still allows."""
+    for group, files in _groups():
+        limit, used = _read_int(group / files.limit), _read_int(group / files.used)
+        if limit is None or used is None:
+            continue
+        cache = 0
+        for line in _read(group / "memory.stat").splitlines():
+            name, _, number = line.partition(" ")
+            if name == files.cache and number.isdigit():
+                cache = int(number)
+        yield limit - max(0, used - cache)
 
 
 def fix_malloc() -> None:
@@ -78,10 +119,7 @@ def free_on_cpu() -> int:
     available = _available()
     if available is not None:
         left.append(available)
-    for limit_file, used_file in _CGROUP_FILES:
-        limit, used = _read_int(limit_file), _read_int(used_file)
-        if limit is not None and used is not None:
-            left.append(limit - used)
+    left.extend(_left_in_groups())
     status = _status()
     for limit, name in zip(_limits(), ("VmData", "VmSize"), strict=True):
         if limit != resource.RLIM_INFINITY and name in status:
@@ -91,15 +129,20 @@ def free_on_cpu() -> int:
 
 
 def free_on_cuda(device: torch.device) -> int:
-    """Bytes that the allocator can still hand out on a GPU, its own cache included."""
-    free, total = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
-    allocated = stats.get("allocated_bytes.all.current", 0)
+    """Bytes that the allocator can still hand out on a GPU.
+
+    That is what the driver has and what the allocator has cached, but for what is in use (by
+    another stream too) and the free parts of blocks in use, into which not much may fit. A fraction
+    of the device set for this process bounds what the allocator may hold.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    free, total = torch.cuda.mem_get_info(index)
+    stats = torch.cuda.memory_stats(index)
     reserved = stats.get("reserved_bytes.all.current", 0)
-    fragments = stats.get("inactive_split_bytes.all.current", 0)
-    usable = free + max(0, reserved - allocated - fragments)
-    fraction = torch.cuda.get_per_process_memory_fraction(device)
-    return int(min(usable, total * fraction - allocated))
+    taken = stats.get("active_bytes.all.current", 0)
+    taken += stats.get("inactive_split_bytes.all.current", 0)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(index))
+    return int(max(0, min(free + max(0, reserved - taken), allowed - taken)))
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -132,17 +175,31 @@ _QUICK_SECONDS = 0.5
 _quick: tuple[float, float, tuple[int, int]] = (0.0, -1.0, (0, 0))
 
 
-def quick_free() -> float:
-    """What was free half a second ago at most, under the same limits: for wide margins."""
+def _free_anywhere() -> float:
+    """The least that is free on the CPU and on the GPUs that hold tensors already."""
+    free = float(free_on_cpu())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(index) > 0:  # asking others would set them up
+                free = min(free, float(free_on_cuda(torch.device("cuda", index))))
+    return free
+
+
+def is_ample(n_bytes: int) -> bool:
+    """Whether a program whose values take `n_bytes` certainly fits, gradients and all.
+
+    Reading what is free takes a tenth of a millisecond: too long for each step of a small model. So
+    what was free half a second ago, under the same limits, is believed where it is 64 times the
+    program: the rest would have to be taken in between for that to be wrong. A program that is not
+    so small runs for longer than it takes to ask again.
+    """
     global _quick
     now, limits = time.monotonic(), _limits()
-    if now - _quick[1] > _QUICK_SECONDS or _quick[1] < 0 or limits != _quick[2]:
-        free = float(free_on_cpu())
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            device = torch.device("cuda", torch.cuda.current_device())
-            free = min(free, float(free_on_cuda(device)))
-        _quick = (free, now, limits)
-    return _quick[0]
+    is_recent = _quick[1] >= 0 and now - _quick[1] <= _QUICK_SECONDS and limits == _quick[2]
+    if is_recent and 64 * n_bytes <= _quick[0]:
+        return True
+    _quick = (_free_anywhere(), now, limits)
+    return 4 * n_bytes <= _quick[0]
 
 
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

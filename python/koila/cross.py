@@ -24,6 +24,16 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
+    """What is kept beyond its stage: a view of a larger memory would keep all of that.
+
+    Even a result can be one: torch's mse_loss gives one number in the memory of all its terms.
+    """
+    tensor = tensor.detach()
+    is_larger = tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_larger else tensor
+
+
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Whether anything else holds the memory of a tensor; the question itself holds it twice."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
@@ -84,16 +94,16 @@ class Cross:
 
     def add_chunk(self, chunk: int, tensor: torch.Tensor) -> None:
         if self.info.place is None:
-            self.whole = tensor.detach()  # every chunk makes the same
+            self.whole = _to_keep(tensor)  # every chunk makes the same
         else:
-            self.chunks[chunk] = tensor.detach()
+            self.chunks[chunk] = _to_keep(tensor)
 
     def add_parts(
         self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> None:
         parts = self.parts.setdefault(chunk, {})
         for number, tensor in zip(numbers, tensors, strict=True):
-            parts[number] = tensor.detach()
+            parts[number] = _to_keep(tensor)
 
     # -- what a reading stage is given ------------------------------------------------------------
 
@@ -188,8 +198,7 @@ class Cross:
     def zero_whole(self) -> list[tuple[Cross, Key, torch.Tensor]]:
         """Stand in for a value that will be gathered; returns the leaf whose gradient is the
         seed."""
-        device = "cpu" if self.info.real is None else self.info.real.device
-        zeros = torch.zeros(self.info.shape, dtype=self.info.dtype, device=device)
+        zeros = torch.zeros(self.info.shape, dtype=self.info.dtype, device=self.info.device)
         self.whole = zeros.requires_grad_() if self.needs_gradient else zeros
         self.is_graph = True
         return [(self, ("whole",), self.whole)]

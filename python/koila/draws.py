@@ -1,13 +1,16 @@
 """Random numbers of a program in chunks: one grid for every run, one generator state for each draw.
 
 The first run of a program pins the grid of its random calls. Their draws are then set up in program
-order, call by call over all chunks, before anything runs: where the kernel draws in order, a
-program in chunks draws eager's own numbers and leaves eager's generator state. Each later run of a
-chunk puts the state back first, and so sees the same numbers; a live run too.
+order, call by call over all chunks, before anything runs: where the kernel draws in the order of
+memory, as dropout on the CPU does, a program in chunks draws eager's own numbers and leaves its
+generator state. Where it does not (in attention or a recurrent layer, on CUDA) each call and
+chunk gets a seed of its own, drawn from the generator: reproducible, no two the same. Each later
+run of a chunk puts the state back first, and so sees the same numbers; a live run too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,22 +24,17 @@ from koila import _core, rows
 from koila.rows import Bounds
 
 if TYPE_CHECKING:
+    from koila.program import Run
     from koila.replay import Replay
 
 Cell = tuple[int, int | None]
+# How often they draw depends on values, not on sizes alone. None: an operator without a row.
+BY_VALUE = {None, "poisson", "rrelu"}
 
-# Taken before they are patched: for all others, what waits is drawn before the generator answers.
+# As they were before koila patched them: for all others what was recorded draws before they answer.
 _get_state = torch._C.Generator.get_state
 _set_state = torch._C.Generator.set_state
-
-
-def state() -> torch.Tensor:
-    """Where the default generator is now."""
-    return _get_state(torch.default_generator)
-
-
-def set_state(wanted: torch.Tensor) -> None:
-    _set_state(torch.default_generator, wanted)
+_manual_seed = torch._C.Generator.manual_seed
 
 
 def pinned_grids() -> dict[int, list[Bounds]]:
@@ -45,15 +43,41 @@ def pinned_grids() -> dict[int, list[Bounds]]:
     return dict(memo.get("grids", {})) if memo.get("cells") else {}
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that calls on a device draw from where none is named."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _seed_from(generator: torch.Generator) -> int:
+    """Draw a seed from a generator. On CUDA no kernel runs: the generator's place is hashed."""
+    if generator.device.type != "cuda":
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)  # in fours, as CUDA's generator asks
+    text = f"{generator.initial_seed()} {offset}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _states() -> dict[torch.device, torch.Tensor]:
+    """The states of the generators that a plain call may draw from."""
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    return {device: _get_state(generator_of(device)) for device in devices}
+
+
 def note_recorded() -> None:
-    """A random call was recorded and none was pending: remember where the generator is."""
-    _core.memo()["recorded_state"] = state()
+    """A random call was recorded and none was pending: remember where the generators are."""
+    _core.memo()["recorded_states"] = _states()
 
 
 def check_undisturbed() -> None:
     """Warn where something else drew between the record of a random call and its run."""
-    before = _core.memo().pop("recorded_state", None)
-    if before is not None and not torch.equal(before, state()):
+    states = _core.memo().pop("recorded_states", {})
+    if any(not torch.equal(state, _get_state(generator_of(d))) for d, state in states.items()):
         warnings.warn(
             "koila: random numbers were drawn between a recorded random call and its run "
             f"({user_line()}); the program's own draws come later than eager's and differ from "
@@ -69,6 +93,13 @@ def user_line() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
+
+
+def _set(generator: torch.Generator, cell: torch.Tensor | int) -> None:
+    if isinstance(cell, int):
+        _manual_seed(generator, cell)
+    else:
+        _set_state(generator, cell)
 
 
 def _call(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,12 +137,13 @@ def draw_again(
         What the call returns.
     """
     memo = _core.memo()
-    cells: dict[Cell, torch.Tensor] = memo["cells"]
-    before = state()
+    cells: dict[Cell, torch.Tensor | int] = memo["cells"]
+    generator = generator_of(_core.value(first_out)[-1])
+    before = _get_state(generator)
     outs = range(first_out, first_out + n_outs)
 
     def run(chunk: int | None, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
-        set_state(cells[i, chunk])
+        _set(generator, cells[i, chunk])
         env = _run_alone(i, n_rows, given, n_values, False)
         return [env[out] for out in outs]
 
@@ -125,7 +157,7 @@ def draw_again(
             for chunk, one in enumerate(bounds)
         ]
     finally:
-        set_state(before)
+        _set_state(generator, before)
     results = [_gather([part[k] for part in parts], out) for k, out in enumerate(outs)]
     if is_written:
         return inputs[0][2].copy_(results[0])
@@ -155,46 +187,52 @@ def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
 
 
 class Draws:
-    """The generator states of one program, kept with the program."""
+    """The draws of one program, kept with the program: a state, or a seed, for each cell."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
-        self.before = state()
-        self.cells: dict[Cell, torch.Tensor] = _core.memo().setdefault("cells", {})
+        self.before: dict[torch.device, torch.Tensor] = {}
+        self.after: dict[torch.device, torch.Tensor] = {}
+        self.cells: dict[Cell, torch.Tensor | int] = _core.memo().setdefault("cells", {})
         self.new_cells: list[Cell] = []
-        self.after: torch.Tensor | None = None
+        self.run_of: dict[int, Run] = {}
+
+    def _device(self, i: int) -> torch.device:
+        program = self.replay.program
+        return program.info(program.nodes[i].first_out).device
 
     def prepare(self) -> None:
-        """Draw for every call that has not drawn yet, keeping the state before each draw."""
+        """Set up every draw that has not been made yet."""
         check_undisturbed()
         for run in self.replay.program.runs:
-            run_nodes = [i for i in run.nodes if self.replay.program.nodes[i].is_random]
-            for i in run_nodes:
-                self._runs[i] = run
-        for i in sorted(self._runs):
-            self._draw(i)
-        self.after = state()
+            self.run_of.update(
+                (i, run) for i in run.nodes if self.replay.program.nodes[i].is_random
+            )
+        for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
+            self.before[device] = _get_state(generator_of(device))
+        for i in sorted(self.run_of):
+            self._draw(i, self.run_of[i])
+        self.after = {device: _get_state(generator_of(device)) for device in self.before}
 
-    @property
-    def _runs(self) -> dict[int, Any]:
-        if not hasattr(self, "_run_of"):
-            self._run_of: dict[int, Any] = {}
-        return self._run_of
-
-    def _draw(self, i: int) -> None:
-        run = self._runs[i]
-        n_chunks = len(self.replay.grids[run.axis]) if run.is_body else 1
-        for chunk in range(n_chunks):
+    def _draw(self, i: int, run: Run) -> None:
+        device = self._device(i)
+        generator = generator_of(device)
+        is_in_order = device.type == "cpu" and not self.replay.program.nodes[i].is_fused
+        is_in_order = is_in_order and _core.node(i)[1] not in BY_VALUE
+        for chunk in range(len(self.replay.grids[run.axis]) if run.is_body else 1):
             cell = (i, chunk if run.is_body else None)
             if cell in self.cells:
                 continue
-            self.cells[cell] = state()
             self.new_cells.append(cell)
-            self._advance(i, run, chunk)
+            if is_in_order:
+                self.cells[cell] = _get_state(generator)
+                self._advance(i, run, chunk)
+            else:
+                self.cells[cell] = _seed_from(generator)
 
-    def _advance(self, i: int, run: Any, chunk: int) -> None:
-        """Let one call draw, on stand-ins: a row is RANDOM only where no value decides how much it
-        draws. Ones, for they are legal as weights, as probabilities and as deviations."""
+    def _advance(self, i: int, run: Run, chunk: int) -> None:
+        """Let one call draw, on stand-ins: only sizes and types matter. They are ones, which are
+        legal as weights, as probabilities and as deviations."""
         program = self.replay.program
         node = program.nodes[i]
         stand_ins: dict[int, torch.Tensor] = {}
@@ -215,14 +253,11 @@ class Draws:
 
     def restore(self, i: int, chunk: int | None) -> None:
         """Put the generator where it was before this call drew for this chunk."""
-        set_state(self.cells[i, chunk])
+        _set(generator_of(self._device(i)), self.cells[i, chunk])
 
     def commit(self) -> None:
-        """Leave the generator as the last draw of the program left it."""
-        if self.after is not None and self.new_cells:
-            set_state(self.after)
-        else:
-            set_state(self.before)
+        """Leave the generators as the last draw of the program left them."""
+        self._put(self.after if self.new_cells else self.before)
         for i, _ in self.new_cells:
             _core.note_drawn(i)
         if self.cells:
@@ -231,4 +266,9 @@ class Draws:
     def roll_back(self) -> None:
         for cell in self.new_cells:
             self.cells.pop(cell, None)
-        set_state(self.before)
+        self._put(self.before)
+
+    @staticmethod
+    def _put(states: dict[torch.device, torch.Tensor]) -> None:
+        for device, state in states.items():
+            _set_state(generator_of(device), state)

@@ -11,5 +11,22 @@ class StaleError(KoilaError):
     """A tensor was changed between the moment a call was recorded and the moment it ran."""
 
 
+class NotInChunksError(KoilaError):
+    """A run in chunks found that it cannot be right; the program is then run whole."""
+
+
 class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
     """Not even one row at a time fits into the memory there is."""
+
+
+# torch's and oneDNN's words for it, where the type does not say so.
+_OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, so that smaller chunks may help; a limit too small is not it."""
+    if isinstance(error, MemoryLimitError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -155,9 +155,10 @@ def register_all() -> None:
         meta.draw_like,
         draws.note_recorded,
         draws.check_undisturbed,
-        draws.draw_again,
         enter.enter,
         replay.read,
+        handlers.in_transform,
+        draws.draw_again,
         reductions.known(),
     )
     for name, func in _overridable():
@@ -174,3 +175,5 @@ def register_all() -> None:
             _core.register(getter, READ, name, None, False, False, False, None, None)
         elif name in QUERIES:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
+        elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
+            _core.register(getter, OP, name, None, False, False, False, "t", tuple)

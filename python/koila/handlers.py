@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, meta, replay
-from koila.errors import KoilaError
+from koila import _core, meta, replay, reports
 
 LazyTensor = _core.LazyTensor
 
@@ -44,6 +44,14 @@ def _device_type(name: str) -> Callable[..., Any]:
         return bool(args[0].device.type == name)
 
     return answer
+
+
+def matrix_transpose(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """x.mT, which is recorded as what it stands for."""
+    is_matrix = args[0].dim() >= 2
+    return args[0].transpose(-2, -1) if is_matrix else _core.live(func, args, kwargs, True)
 
 
 def is_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -94,6 +102,7 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
 
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.backward and torch.autograd.backward."""
+    reports.note(None)
     names: tuple[str, ...]
     if func is torch.Tensor.backward:
         names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
@@ -112,6 +121,7 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return
     try:
         _core.live(func, args, kwargs, True)
+        reports.note_whole()
     finally:
         _core.note_backward()
 
@@ -156,11 +166,14 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
 
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.autograd.grad: the gradients are plain tensors."""
+    reports.note(None)
     found = _grad_in_chunks(_words(_GRAD_WORDS, args, kwargs))
     if found is not NotImplemented:
         return found
     try:
-        return _core.live(func, args, kwargs, True)
+        result = _core.live(func, args, kwargs, True)
+        reports.note_whole()
+        return result
     finally:
         if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
             _core.note_backward()
@@ -178,6 +191,22 @@ def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return _core.live(func, args, kwargs, True)
 
 
+def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call inside a transform of torch.func: its tensors mean nothing outside, so it runs now.
+
+    What was recorded before runs first, as if it had been outside.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return NotImplemented  # the transform is another thread's
+    with temporarily_clear_interpreter_stack():
+        _core.live(_nothing, (args, kwargs), {}, True)
+    return _core.live(func, args, kwargs, True)
+
+
+def _nothing(*_: Any) -> None:
+    """A call that needs its arguments and does nothing with them."""
+
+
 def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return repr_lazy(args[0])
 
@@ -186,7 +215,7 @@ def repr_lazy(lazy: Any) -> str:
     """What debuggers show: the number where it is there, and never a computation."""
     try:
         real = _core.real(lazy)
-    except KoilaError:
+    except Exception:  # what its call raised
         return "LazyTensor(failed)"
     if real is not None:
         return f"LazyTensor({real!r})"
@@ -216,6 +245,7 @@ HANDLERS: dict[str, Handler] = {
     "__repr__": represent,
     "backward": backward,
     "grad": grad,
+    "mT": matrix_transpose,
     "is_leaf": is_leaf,
     "requires_grad_": requires_grad_,
     "is_cpu": _device_type("cpu"),

@@ -1,51 +1,39 @@
-"""A byte model of a staged program: what a chunk of so many rows needs at its worst moment.
+"""A byte model of a staged program: what it needs at each moment of a step in chunks.
 
-Each value is counted once for its storage. In a body, the bytes live at any moment are
-fixed + per_row * rows: forward, what later calls and the backward still read; backward, what is
-still
-saved and the gradients on their way. What crosses to other stages is counted whole.
+The step is gone through as replay.py runs it. In a body the bytes live at any moment are
+fixed + per_row * rows: each storage once, what later calls read, what autograd keeps, gradients on
+their way. What outlives a run is fixed: values that cross stages, gradients that gather, the graphs
+of joints until they are differentiated.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from koila import _core
-from koila.program import REDUCE, Node, Program, Run
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes at one moment: fixed + per_row * rows; and the node that runs then."""
-
-    fixed: float
-    per_row: float
-    node: int
-
-    def bytes(self, rows: int) -> float:
-        return self.fixed + self.per_row * rows
+from koila.program import Program, Run
+from koila.sizes import Sizes
+from koila.sweep import Need, Sweep
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a program needs: moments of its bodies, and what is held over all of them."""
+    """What a program needs beyond what is there already (leaves), at each of its moments."""
 
     moments: tuple[Need, ...]
-    held: float
     rows: int
 
     def peak(self, rows: int) -> tuple[float, int]:
         """Bytes with chunks of `rows` rows, and the node that needs them."""
         worst = max(self.moments, key=lambda need: need.bytes(rows), default=Need(0, 0, 0))
-        return self.held + worst.bytes(rows), worst.node
+        return worst.bytes(rows), worst.node
 
     def largest_chunk(self, budget: float) -> int:
         """The most rows of a chunk that fits; 0 where not even one does."""
         best = self.rows
         for need in self.moments:
-            left = budget - self.held - need.fixed
+            left = budget - need.fixed
             if left < 0:
                 return 0
             if need.per_row > 0:
@@ -53,166 +41,144 @@ class Estimate:
         return max(0, best)
 
 
-class _Sizes:
-    """Bytes of values, split into a fixed part and one for each row."""
+class _Step:
+    """One step, run after run; `held` is what outlives the runs so far."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, is_graph: bool) -> None:
         self.program = program
-        self._known: dict[int, tuple[float, float]] = {}
-
-    def whole(self, value: int) -> int:
-        info = self.program.info(value)
-        return math.prod(info.shape) * info.dtype.itemsize
-
-    def of(self, value: int) -> tuple[float, float]:
-        if value not in self._known:
-            info = self.program.info(value)
-            whole = self.whole(value)
-            by_rows = info.place is not None and info.rows > 0
-            self._known[value] = (0.0, whole / info.rows) if by_rows else (float(whole), 0.0)
-        return self._known[value]
-
-
-def _saved(
-    program: Program, node: Node
-) -> tuple[set[int], tuple[float, float], tuple[float, float]]:
-    """Values that torch keeps for the backward of a node; further bytes; workspace."""
-    detail = _core.node(node.id)
-    rows, inputs = detail[4], detail[5]
-    saved_inputs, saved_outputs, extra, is_rows, workspace = detail[6]
-    kept = {v for k, v in enumerate(inputs) if v >= 0 and (k >= 64 or saved_inputs >> k & 1)}
-    kept |= {v for k, v in enumerate(node.outs) if saved_outputs >> k & 1}
-    if detail[1] is None:
-        kept |= {v for v in inputs if v >= 0} | set(node.outs)
-    by_rows = is_rows and rows > 0
-    further = (0.0, extra / rows) if by_rows else (float(extra), 0.0)
-    scratch = (0.0, workspace / rows) if rows > 0 else (float(workspace), 0.0)
-    return kept, further, scratch
-
-
-class _Total:
-    """Bytes of a changing set of things, added up as it changes."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, tuple[float, float]] = {}
-        self.fixed = 0.0
-        self.per_row = 0.0
-
-    def add(self, key: int, size: tuple[float, float]) -> None:
-        if key not in self.sizes:
-            self.sizes[key] = size
-            self.fixed += size[0]
-            self.per_row += size[1]
-
-    def drop(self, key: int) -> None:
-        fixed, per_row = self.sizes.pop(key, (0.0, 0.0))
-        self.fixed -= fixed
-        self.per_row -= per_row
-
-
-class _Sweep:
-    """Storages, further saved bytes and gradients that are live, and the moments seen so far."""
-
-    def __init__(self, sizes: _Sizes) -> None:
-        self.sizes = sizes
-        self.storages = _Total()
-        self.further = _Total()
-        self.gradients = _Total()
+        self.is_graph = is_graph
+        self.sizes = Sizes(program)
+        self.held = 0.0
         self.moments: list[Need] = []
+        self.graphs: dict[int, tuple[Sweep, float]] = {}
+        self.gathering: set[int] = set()  # values whose gradients gather
 
-    def hold(self, value: int) -> None:
-        self.storages.add(self.sizes.program.info(value).storage, self.sizes.of(value))
+    def _note(self, moments: list[Need]) -> None:
+        self.moments += [Need(m.fixed + self.held, m.per_row, m.node) for m in moments]
 
-    def note(self, node: int, more: tuple[float, float] = (0.0, 0.0)) -> None:
-        totals = (self.storages, self.further, self.gradients)
-        fixed = sum(total.fixed for total in totals) + more[0]
-        per_row = sum(total.per_row for total in totals) + more[1]
-        self.moments.append(Need(fixed, per_row, node))
+    def _note_end(self, more: float) -> None:
+        if self.program.nodes:
+            self.moments.append(Need(self.held + more, 0.0, max(self.program.nodes)))
 
+    def _keep(self, run: Run) -> None:
+        """What leaves a body, of all chunks: memory of its own, even where it is a view."""
+        kept: set[int] = set()
+        for value in run.exports:
+            storage = self.program.info(value).storage
+            if not self._is_parts(run, value) and storage not in kept:
+                kept.add(storage)
+                self.held += self.sizes.whole(value)
 
-def _body_moments(program: Program, run: Run, sizes: _Sizes, is_graph: bool) -> list[Need]:
-    """Forward, and where there is a gradient backward, over one chunk."""
-    last_use: dict[int, int] = {}
-    saved: dict[int, int] = {}  # storage -> the first node that saves it: the last to need it
-    freed_by: dict[int, list[int]] = defaultdict(list)
-    further: dict[int, tuple[float, float]] = {}
-    scratch: dict[int, tuple[float, float]] = {}
-    exported = {program.info(v).storage for v in run.exports}
-    for position, i in enumerate(run.nodes):
-        node = program.nodes[i]
-        kept, further[i], scratch[i] = _saved(program, node)
-        has_gradient = is_graph and any(program.needs_gradient(v) for v in node.outs)
-        for value in kept if has_gradient else ():
-            saved.setdefault(program.info(value).storage, i)
-        if not has_gradient:
-            further[i] = (0.0, 0.0)
-        reads = [program.imports[n].value for n in node.imports if n >= 0]
-        for value in [*node.outs, *reads]:
-            last_use[program.info(value).storage] = position
-    for storage, i in saved.items():
-        if storage not in exported:
-            freed_by[i].append(storage)
-    sweep = _Sweep(sizes)
-    for number in run.imports:
-        entry = program.imports[number]
-        if entry.place is not None:
-            sweep.hold(entry.value)
-    drops: dict[int, list[int]] = defaultdict(list)
-    for storage, position in last_use.items():
-        if storage not in saved and storage not in exported:
-            drops[position].append(storage)
-    for position, i in enumerate(run.nodes):
-        for value in program.nodes[i].outs:
-            if i not in run.parts:
-                sweep.hold(value)
-        sweep.further.add(i, further[i])
-        sweep.note(i, scratch[i])
-        for storage in drops[position]:
-            sweep.storages.drop(storage)
-    if is_graph:
-        _go_back(program, run, sweep, freed_by)
-    return sweep.moments
+    def _gather_gradients(self, run: Run) -> None:
+        """The gradients that reach a run's inputs from other stages, and the leaves."""
+        for number in run.imports:
+            value = self.program.imports[number].value
+            if value not in self.gathering and self.program.needs_gradient(value):
+                self.gathering.add(value)
+                self.held += self.sizes.gradient(value)
 
+    # -- forward -----------------------------------------------------------------------------------
 
-def _go_back(program: Program, run: Run, sweep: _Sweep, freed_by: dict[int, list[int]]) -> None:
-    inside = {v for i in run.nodes for v in program.nodes[i].outs}
-    for i in reversed(run.nodes):
-        node = program.nodes[i]
-        if not any(program.needs_gradient(v) for v in node.outs):
-            continue
-        reads = [program.imports[n].value for n in node.imports if n >= 0]
-        new = [v for v in reads if v in inside and program.needs_gradient(v)]
-        for value in [*(() if node.mode == REDUCE else node.outs), *new]:
-            sweep.gradients.add(value, sweep.sizes.of(value))
-        sweep.note(i)
-        for value in node.outs:
-            sweep.gradients.drop(value)
-        sweep.further.drop(i)
-        for storage in freed_by[i]:
-            sweep.storages.drop(storage)
+    def _joint(self, run: Run) -> None:
+        sweep = Sweep(self.program, run, self.sizes, self.is_graph)
+        self._note(sweep.forward())
+        live = sweep.live().fixed
+        self.graphs[run.stage] = sweep, live
+        self.held += live
+
+    def _tail(self) -> float:
+        """What the tail needs when it is run on zeros, in the midst of the first chunk."""
+        worst, held = 0.0, 0.0
+        for run in self.program.tail_runs():
+            sweep = Sweep(self.program, run, self.sizes, True)
+            needs = [need.fixed for need in sweep.forward()]
+            end = sweep.live().fixed
+            needs += [need.fixed for need in sweep.back()]
+            worst = max(worst, held + max(needs, default=0.0))
+            held += end
+        return max(worst, held)
+
+    def _fused(self, run: Run) -> None:
+        gathered = [v for v in run.exports if not self._is_parts(run, v)]
+        seeds = sum(self.sizes.whole(v) for v in gathered if self.program.needs_gradient(v))
+        self._gather_gradients(run)
+        sweep = Sweep(self.program, run, self.sizes, True)
+        self._note(sweep.forward())
+        live = sweep.live()
+        stand_ins = sum(self.sizes.whole(v) for v in gathered) + seeds
+        self._note([Need(live.fixed + self._tail() + stand_ins, live.per_row, live.node)])
+        self.held += seeds
+        self._note(sweep.back())
+
+    def _is_parts(self, run: Run, value: int) -> bool:
+        node = self.program.node_of(value)
+        return node is not None and node.id in run.parts
+
+    def forward(self) -> None:
+        for run in self.program.runs:
+            if not run.is_body:
+                self._joint(run)
+                continue
+            self._keep(run)
+            if self.is_graph and run.has_gradient and self.program.is_fused(run):
+                self._fused(run)
+            else:
+                self._note(Sweep(self.program, run, self.sizes, False).forward())
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def back(self) -> None:
+        for run in reversed(self.program.runs):
+            if not run.is_body:
+                self._joint_back(run)
+            elif run.has_gradient and not self.program.is_fused(run):
+                self._gather_gradients(run)
+                sweep = Sweep(self.program, run, self.sizes, True)
+                self._note(sweep.forward())
+                self._note(sweep.back())
+
+    def _joint_back(self, run: Run) -> None:
+        sweep, live = self.graphs.pop(run.stage)
+        is_after = self.program.last_body is not None and run.stage > self.program.last_body
+        if not (is_after and self.program.is_tail_linear):
+            self._gather_gradients(run)
+            self.held -= live  # what is live at the start of its backward is counted there
+            cut = {entry.value for entry in self.program.imports if entry.place is not None}
+            self._note(sweep.back(v for v in run.exports if v in self.gathering & cut))
+            self.held += live - sweep.freed
+
+    def deliver(self) -> None:
+        """Gradients of leaves that were cut are put together; those of half precision cast."""
+        more = 0.0
+        for value in self.gathering:
+            if self.program.is_leaf(value):
+                info = self.program.info(value)
+                is_cut = info.place is not None
+                is_narrow = self.sizes.gradient(value) > self.sizes.whole(value)
+                more += self.sizes.whole(value) * (is_cut or is_narrow)
+        self._note_end(more)
+
+    def commit(self) -> None:
+        """The numbers of the user's lazies are put together from the chunks, one by one."""
+        more, worst = 0.0, 0.0
+        for value in self._cut_and_wanted():
+            size = self.sizes.whole(value)
+            worst = max(worst, more + 2 * size)
+            more += size * (1 if not self.program.needs_gradient(value) else 2)
+        self._note_end(max(more, worst))
+
+    def _cut_and_wanted(self) -> Iterator[int]:
+        for value in self.program.wanted:
+            if self.program.info(value).place is not None:
+                yield value
 
 
 def estimate(program: Program, is_graph: bool) -> Estimate:
     """What a program needs beyond what is there already (leaves, parameters)."""
-    sizes = _Sizes(program)
-    moments: list[Need] = []
-    held = 0.0
-    counted: set[int] = set()
-    rows = max(program.axes.values(), default=0)
-    for run in program.runs:
-        for value in run.exports:
-            info = program.info(value)
-            node = program.node_of(value)
-            if info.storage in counted or (node is not None and node.id in run.parts):
-                continue
-            counted.add(info.storage)
-            held += sizes.whole(value) * (2 if is_graph and program.needs_gradient(value) else 1)
-        if run.is_body:
-            moments += _body_moments(program, run, sizes, is_graph and run.has_gradient)
+    step = _Step(program, is_graph)
+    step.forward()
     if is_graph:
-        held += sum(
-            sizes.whole(entry.value)
-            for entry in {e.value: e for e in program.imports}.values()
-            if program.is_leaf(entry.value) and program.needs_gradient(entry.value)
-        )
-    return Estimate(tuple(moments), held, rows)
+        step.back()
+        step.deliver()
+    step.commit()
+    return Estimate(tuple(step.moments), max(program.axes.values(), default=0))

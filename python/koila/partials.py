@@ -419,18 +419,30 @@ class CrossEntropy(Loss):
     part_reads = (("*",), ("target", "weight"))
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
-        if part == 0:
-            return super().partial(0, call)
         x: torch.Tensor = call.word("input")
         target: torch.Tensor = call.word("target")
-        weight: torch.Tensor | None = call.word("weight")
-        if target.dim() == x.dim():
-            return count(x.numel() // x.shape[1])  # probabilities count 1 each
-        counts: torch.Tensor = target != call.word("ignore_index", -100)
+        has_labels = target.dim() != x.dim()  # else probabilities, which count 1 each
+        weight: torch.Tensor | None = call.word("weight") if has_labels else None
+        if part == 0:
+            if call.wide == call.dtype or weight is None or call.word("label_smoothing"):
+                return super().partial(0, call)
+            # weight / sum of weights must be rounded once, as eager does, not one after the other.
+            losses = call.run(weight=None, reduction=NONE)
+            summed: torch.Tensor = (losses * self.weights(call, weight)).sum()
+            return summed
+        if not has_labels:
+            return count(x.numel() // x.shape[1])
         if weight is None:
+            counts: torch.Tensor = target != call.word("ignore_index", -100)
             return counts.sum()
-        labels = torch.where(counts, target, 0)
-        return (weight.to(call.wide)[labels] * counts).sum()
+        return self.weights(call, weight).sum()
+
+    def weights(self, call: Call, weight: torch.Tensor) -> torch.Tensor:
+        """The weight of each label: 0 for those that do not count."""
+        target: torch.Tensor = call.word("target")
+        counts: torch.Tensor = target != call.word("ignore_index", -100)
+        weights: torch.Tensor = weight.to(call.wide)[torch.where(counts, target, 0)] * counts
+        return weights
 
 
 REDUCTIONS: dict[str, Reduction] = {

@@ -9,18 +9,25 @@ import torch
 from koila import _core, budget, config, memory
 from koila.errors import MemoryLimitError
 from koila.program import Program
+from koila.rows import largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
 WHOLE_SHARE = 0.9
 # The model does not know an allocator's rounding, nor buffers inside kernels.
-CHUNK_SHARE = 0.85
+CHUNK_SHARE = 0.9
+# Kernels are fastest, and matrix products of two passes the same, on multiples of so many rows.
+UNIT = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed."""
+    """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed.
+
+    Chunks are of whole `unit`s of rows, the last may be short.
+    """
 
     n_chunks: int
+    unit: int = 1
     predicted: float | None = None
     allowed: float | None = None
 
@@ -31,7 +38,7 @@ def is_whole() -> bool:
         return config.get("chunks") == 1
     if config.get("memory_limit") is not None:
         return False
-    return 4 * int(_core.pending_bytes()) <= budget.quick_free()
+    return budget.is_ample(int(_core.pending_bytes()))
 
 
 def _device(program: Program) -> torch.device:
@@ -55,14 +62,20 @@ def _held(program: Program) -> list[torch.Tensor]:
     return held + budget.optimizer_state()
 
 
-def _refuse(program: Program, estimate: memory.Estimate, allowed: float) -> MemoryLimitError:
-    needed, node = estimate.peak(1)
+def _allowed(program: Program) -> float:
+    return float(budget.free_bytes(_device(program), _held(program)))
+
+
+def refusal(program: Program, is_graph: bool) -> MemoryLimitError:
+    """What is raised where not even one row at a time fits: the call that needs most, and why."""
+    needed, node = memory.estimate(program, is_graph).peak(1)
     detail = _core.node(node)
     name = detail[1] or getattr(detail[0], "__name__", "a call")
+    left = max(_allowed(program), 0.0)
     return MemoryLimitError(
-        f"{name}: one row at a time needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) and "
-        f"{max(allowed, 0) / 2**20:.1f} MiB are left ({detail[3]}); raise memory_limit, or make the "  # noqa: E501
-        "model or the sequence smaller"
+        f"{name}: one row at a time needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside "
+        f"what is there, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left ({detail[3]}); "
+        "raise memory_limit, or make the model or the sequence smaller"
     )
 
 
@@ -78,16 +91,14 @@ def plan(program: Program, is_graph: bool) -> Plan:
     if not program.axes:
         return Plan(1)
     estimate = memory.estimate(program, is_graph)
-    allowed = float(budget.free_bytes(_device(program), _held(program)))
+    allowed = _allowed(program)
     whole, _ = estimate.peak(estimate.rows)
     if whole <= WHOLE_SHARE * allowed:
-        return Plan(1, whole, allowed)
+        return Plan(1, 1, whole, allowed)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
     if rows == 0:
-        raise _refuse(program, estimate, allowed)
+        raise refusal(program, is_graph)
     n_chunks = -(-estimate.rows // rows)
-    size = -(-estimate.rows // n_chunks)
-    if size % 8 and size > 8 and -(-size // 8) * 8 <= rows:
-        size = -(-size // 8) * 8  # whole multiples of 8 rows cost nothing here
-        n_chunks = -(-estimate.rows // size)
-    return Plan(n_chunks, estimate.peak(size)[0], allowed)
+    unit = UNIT if largest(estimate.rows, n_chunks, UNIT) <= rows else 1
+    predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
+    return Plan(n_chunks, unit, predicted, allowed)

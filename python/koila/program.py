@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Node(NamedTuple):
     writes: int
     leaf_writes: int
     is_data: bool
+    is_fused: bool  # it draws inside a larger operator: attention, a recurrent layer
     imports: tuple[int, ...]
 
     @property
@@ -61,6 +62,7 @@ class Info(NamedTuple):
     real: torch.Tensor | None
     number: torch.Tensor | None
     storage: int
+    device: torch.device
 
 
 @dataclass
@@ -86,8 +88,8 @@ class Run:
 class Program:
     """What the thread's tape holds now, staged for a goal."""
 
-    def __init__(self, roots: Sequence[torch.Tensor]) -> None:
-        staged: Any = _core.stage(list(roots))
+    def __init__(self, roots: Sequence[torch.Tensor], is_known_only: bool = False) -> None:
+        staged: Any = _core.stage(list(roots), is_known_only)
         self.nodes = {node[0]: Node(*node) for node in staged["nodes"]}
         self.imports = [Import(*entry) for entry in staged["imports"]]
         self.import_of = {node.id: node.imports for node in self.nodes.values()}
@@ -98,6 +100,7 @@ class Program:
         self.is_tail_linear: bool = staged["is_tail_linear"]
         self.tail_node: int | None = staged["tail_node"]
         self.n_stages: int = staged["n_stages"]
+        self.copied: set[tuple[int, int, int]] = set()  # found by spread_writes()
         self._info: dict[int, Info] = {}
         self._readers: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes.values():
@@ -130,6 +133,18 @@ class Program:
         """Rows of each axis that a body runs over."""
         return {run.axis: _core.node(run.nodes[-1])[4] for run in self.runs if run.is_body}
 
+    def tail_runs(self) -> list[Run]:
+        """The joints after the last body through which the gradient comes."""
+        assert self.last_body is not None
+        return [run for run in self.runs if not run.is_body and run.stage > self.last_body]
+
+    def is_fused(self, run: Run) -> bool:
+        """Whether the run's backward can follow each chunk's forward at once."""
+        if not self.is_tail_linear or run.stage != self.last_body:
+            return False
+        same = [r for r in self.runs if r.stage == run.stage and r.has_gradient]
+        return len(same) == 1
+
     def spread_writes(self) -> Node | None:
         """A write that cannot run by stages, because its memory is used in others; or None.
 
@@ -145,7 +160,7 @@ class Program:
                 users[storage].add((-1, -1) if self.is_leaf(value) else (node.stage, node.axis))
                 users[storage].add((node.stage, node.axis))
                 members[storage].add(value)
-        self.copied: set[tuple[int, int, int]] = set()
+        self.copied = set()
         for node in self.nodes.values():
             storage = self.info(node.first_out).storage
             if not node.writes or len(users[storage]) == 1:
@@ -272,13 +287,26 @@ class Program:
                     run.exports.append(value)
                 if self.needs_gradient(value) and not self.is_leaf(value):
                     run.has_gradient = True
-        kept = set(run.exports) | self._written_storage(run)
+        kept = set(run.exports) | self.written_in(run)
         kept.update(v for node in run.combined for v in node.outs)
         drops: dict[int, list[int]] = defaultdict(list)
         for value, position in last_reader.items():
             if value not in kept:
                 drops[position].append(value)
         run.drops = [tuple(drops[position]) for position in range(len(run.nodes))]
+
+    def gradient_part(self, run: Run, combined: Container[int]) -> Run:
+        """The part of a joint that gradients go through, after the combined reductions given."""
+        part = Run(run.stage, run.axis)
+        part.nodes = [i for i in run.nodes if any(map(self.needs_gradient, self.nodes[i].outs))]
+        part.combined = [node for node in run.combined if node.first_out in combined]
+        made = {v for i in part.nodes for v in self.nodes[i].outs}
+        part.exports = [value for value in run.exports if value in made]
+        made.update(v for node in part.combined for v in node.outs)
+        numbers = {n for i in part.nodes for n in self.nodes[i].imports if n >= 0}
+        part.imports = sorted(n for n in numbers if self.imports[n].value not in made)
+        part.drops = [()] * len(part.nodes)
+        return part
 
     def _combined_at(self, stage: int) -> list[Node]:
         """Reductions whose partials become values at this joint."""
@@ -289,7 +317,7 @@ class Program:
             return True
         return self._is_read_elsewhere(value, run)
 
-    def _written_storage(self, run: Run) -> set[int]:
+    def written_in(self, run: Run) -> set[int]:
         """Values whose memory a node of the run writes: they are kept to the end of the run."""
         storages = {
             self.info(self.nodes[i].first_out).storage for i in run.nodes if self.nodes[i].writes

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, draws, plan, reductions
+from koila import _core, config, draws, plan, reductions, reports, tail
 from koila.cross import Cross, send_back
-from koila.errors import MemoryLimitError
-from koila.program import Program, Run
+from koila.errors import NotInChunksError, is_out_of_memory
+from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
 
@@ -23,11 +23,11 @@ from koila.spent import spent
 class Replay:
     """One step: a program, its grid, and what crosses from stage to stage."""
 
-    def __init__(self, program: Program, n_chunks: int) -> None:
+    def __init__(self, program: Program, n_chunks: int, unit: int = 1) -> None:
         self.program = program
         self.grids: dict[int, list[Bounds]] = draws.pinned_grids()
         for axis, rows in program.axes.items():
-            self.grids.setdefault(axis, grid(rows, n_chunks))
+            self.grids.setdefault(axis, grid(rows, n_chunks, unit))
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.scratch = self._copy_statistics()
@@ -73,14 +73,18 @@ class Replay:
         return cross.read_rows(entry.place, self.grids[run.axis], chunk, is_graph)
 
     def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
-        """A tensor with the sizes of a value that is not there yet, and no memory to speak of."""
+        """A tensor with the sizes of a value that is not there yet."""
         value, place, _ = self.program.imports[number]
-        info = self.program.info(value)
-        shape = info.shape
+        shape = self.program.info(value).shape
         if place is not None:
             start, stop = self.grids[run.axis][chunk]
             shape = chunk_shape(shape, place, stop - start)
-        return torch.empty((), dtype=info.dtype).expand(shape)
+        return self.zeros(value, shape)
+
+    def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Stand in for a value, with no memory to speak of."""
+        info = self.program.info(value)
+        return torch.zeros((), dtype=info.dtype, device=info.device).expand(shape)
 
     # -- running one stage ------------------------------------------------------------------------
 
@@ -115,7 +119,8 @@ class Replay:
                 self.draws.restore(i, chunk if run.is_body else None)
             if i in run.parts:
                 return reductions.run_parts(self.program, node, run.parts[i], func, args, kwargs)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return result if node.is_random else self._settle_view(node, result, args)
 
         def cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
             entry = self.program.imports[number]
@@ -135,6 +140,18 @@ class Replay:
         )
         return env
 
+    def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
+        """What was recorded as a copy must be one, and what was recorded as a view too: a write
+        tells them apart."""
+        if not isinstance(result, torch.Tensor) or not args:
+            return result
+        source = self.program.info(self.program.imports[node.imports[0]].value)
+        is_view = self.program.info(node.first_out).storage == source.storage
+        is_shared = result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+        if is_view and not is_shared:
+            raise NotInChunksError(f"{_core.node(node.id)[3]}: a chunk is laid out otherwise")
+        return result.clone() if is_shared and not is_view else result
+
     def _combine(
         self, run: Run, env: list[Any], is_graph: bool, stand_ins: dict[int, Cross] | None
     ) -> None:
@@ -147,9 +164,6 @@ class Replay:
                 combined = reductions.combine(self.program, node, parts)
                 for out, tensor in zip(node.outs, combined, strict=True):
                     env[out] = tensor
-
-    def _runs_at(self, stage: int) -> list[Run]:
-        return [run for run in self.program.runs if run.stage == stage]
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -212,68 +226,16 @@ class Replay:
         if outputs:
             send_back(outputs, seeds, self.fresh)
 
-    def _tail_runs(self) -> list[Run]:
-        """The joints after the last body through which the gradient comes."""
-        assert self.program.last_body is not None
-        return [r for r in self.program.runs if not r.is_body and r.stage > self.program.last_body]
-
-    def _seed_linear(self, run: Run, env: Sequence[Any], gradients: list[torch.Tensor]) -> None:
-        """Run the tail on zeros: its gradients do not depend on values, so they are known first."""
-        stand_ins: dict[int, Cross] = {}
-        leaves: list[tuple[Cross, Any, torch.Tensor]] = []
-        for value in run.exports:
-            node = self.program.node_of(value)
-            assert node is not None
-            cross = Cross(self.program.info(value), self.program.needs_gradient(value), self.fresh)
-            if node.id in run.parts:
-                early = self.cross[value].parts
-                leaves += cross.zero_parts(
-                    run.parts[node.id], env[value], self.grids[run.axis], early
-                )
-            else:
-                leaves += cross.zero_whole()
-            stand_ins[value] = cross
-        outputs = self._run_tail(stand_ins)
-        inputs = [leaf for _, _, leaf in leaves if leaf.requires_grad]
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
-        if not pairs or not inputs:
-            return
-        found = torch.autograd.grad(
-            [o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True
-        )
-        grads = dict(zip(map(id, inputs), found, strict=True))
-        for cross, key, leaf in leaves:
-            cross.seeds[key] = grads.get(id(leaf))
-        for value, cross in stand_ins.items():
-            self.cross[value].seeds.update(cross.seeds)
-
-    def _run_tail(self, stand_ins: dict[int, Cross]) -> list[torch.Tensor]:
-        """Run the joints of the tail on stand-ins for what the body will make; the roots."""
-        made = dict(stand_ins)
-        for run in self._tail_runs():
-            env = self.run_nodes(run, 0, True, made)
-            combined = [out for node in run.combined for out in node.outs]
-            for value in [*combined, *run.exports]:
-                info = self.program.info(value)
-                made[value] = Cross(info, False, self.fresh, env[value], True)
-        return [made[root].read_whole(True) for root in self.program.roots]
-
     # -- the whole step ---------------------------------------------------------------------------
-
-    def _is_fused(self, run: Run) -> bool:
-        """Whether the run's backward can follow each chunk's forward at once."""
-        program = self.program
-        if not program.is_tail_linear or run.stage != program.last_body:
-            return False
-        return len([other for other in self._runs_at(run.stage) if other.has_gradient]) == 1
 
     def _run_fused(self, run: Run, gradients: list[torch.Tensor]) -> None:
         for chunk in range(len(self.grids[run.axis])):
             env = self.run_nodes(run, chunk, True)
             self._collect(run, env, chunk)
             if chunk == 0:
-                self._seed_linear(run, env, gradients)
+                tail.seed(self, run, env, gradients)
             self._send_back(run, env, chunk)
+            del env  # or the next chunk would run beside what is left of this one
         for value in run.exports:
             # Their gradient is sent back already: the tail's own run must not make another.
             self.cross[value].needs_gradient = False
@@ -283,7 +245,7 @@ class Replay:
         for run in self.program.runs:
             if not run.is_body:
                 graphs[run.stage] = self.run_joint(run, True)
-            elif run.has_gradient and self._is_fused(run):
+            elif run.has_gradient and self.program.is_fused(run):
                 self._run_fused(run, gradients)
             else:
                 self.forward_body(run)
@@ -298,7 +260,7 @@ class Replay:
         for run in reversed(self.program.runs):
             if not run.is_body:
                 self._go_back_joint(graphs[run.stage], roots)
-            elif run.has_gradient and not self._is_fused(run):
+            elif run.has_gradient and not self.program.is_fused(run):
                 for value in run.exports:
                     if value in roots:
                         self.cross[value].seeds["whole",] = roots[value]
@@ -345,6 +307,13 @@ class Replay:
             else:
                 self.run_joint(run, False)
 
+    def report(self, planned: plan.Plan, n_tries: int) -> reports.Report:
+        """What the user is told of this run."""
+        grids = [self.grids[axis] for axis in self.program.axes]
+        n_rows = max(stop - start for grid_ in grids for start, stop in grid_)
+        n_chunks = max(map(len, grids))
+        return reports.Report(n_chunks, n_rows, n_tries, planned.predicted, planned.allowed)
+
     # -- commit -----------------------------------------------------------------------------------
 
     def commit(self, is_spent: bool) -> None:
@@ -380,64 +349,78 @@ class Replay:
         _core.close()
 
 
-# torch's and oneDNN's words for it, where the type does not say so.
-_OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive", "out of memory")
+def _attempt(
+    program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
+) -> tuple[Replay, Any] | None:
+    """Run a program; where memory runs out, undo everything and try with twice the chunks.
 
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryLimitError):
-        return False
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
-def _attempt(program: Program, n_chunks: int, run: Callable[[Replay], Any]) -> tuple[Replay, Any]:
-    """Run a program; where memory runs out, undo everything and try with twice the chunks."""
+    Returns:
+        None where it turned out that the program has to run whole; nothing has changed then.
+    """
     most = max(program.axes.values())
+    n_chunks, n_tries = planned.n_chunks, 1
     while True:
-        replay = Replay(program, n_chunks)
+        replay = Replay(program, n_chunks, planned.unit)
         _core.set_busy(True)
         try:
             result = run(replay)
+            reports.note(replay.report(planned, n_tries))
             return replay, result
+        except NotInChunksError:
+            replay.draws.roll_back()
+            return None
         except BaseException as error:
             replay.draws.roll_back()
             is_pinned = bool(draws.pinned_grids())
             is_forced = config.get("chunks") is not None
-            if not _is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
+            if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
                 _core.abandon()
+                if is_out_of_memory(error) and not is_pinned and not is_forced:
+                    raise plan.refusal(program, bool(program.roots)) from error
                 raise
             error.__traceback__ = None  # its frames hold the tensors of the failed attempt
         finally:
             _core.set_busy(False)
         del replay
-        n_chunks = min(most, 2 * n_chunks)
+        n_chunks, n_tries = min(most, 2 * n_chunks), n_tries + 1
 
 
-def _stage(roots: list[torch.Tensor]) -> tuple[Program, int] | None:
-    """The program and its number of chunks; None where it runs whole."""
+def _stage(
+    roots: list[torch.Tensor], is_known_only: bool = False
+) -> tuple[Program, plan.Plan] | None:
+    """The program and its plan; None where it runs whole."""
+    if _core.pending_bytes() > 0:  # else an optimizer that steps has nothing to report
+        reports.note(None)
     if plan.is_whole():
         return None
-    program = Program(roots)
+    program = Program(roots, is_known_only)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
-    n_chunks = plan.plan(program, bool(roots)).n_chunks
-    return (program, n_chunks) if n_chunks > 1 else None
+    planned = plan.plan(program, bool(roots))
+    if planned.n_chunks > 1:
+        return program, planned
+    reports.note(reports.Report(1, None, 1, planned.predicted, planned.allowed))
+    return None
 
 
-def read() -> bool:
+def read(is_known_only: bool = False) -> bool:
     """Give every pending value that the user can reach its number, in chunks.
+
+    Args:
+        is_known_only: leave those with a gradient in their history for later.
 
     Returns:
         False where the program has to run whole.
     """
-    staged = _stage([])
+    staged = _stage([], is_known_only)
     if staged is None:
+        reports.note_whole()
         return False
     _core.check_leaves()
-    replay, _ = _attempt(*staged, Replay.compute)
-    replay.commit(False)
+    done = _attempt(*staged, Replay.compute)
+    if done is None:
+        return False
+    done[0].commit(False)
     return True
 
 
@@ -452,8 +435,8 @@ def flush() -> None:
 def flush_known() -> None:
     """Run what is pending if the user can reach a pending value without a gradient in its
     history."""
-    if not _core.is_busy() and _core.has_known():
-        flush()
+    if not _core.is_busy() and _core.has_known() and not read(True):
+        _core.flush()
 
 
 def differentiate(
@@ -494,7 +477,10 @@ def differentiate(
             cuts = [real.view_as(real) for real, _ in found]
         return finish(cuts, [gradient for _, gradient in found])
 
-    replay, result = _attempt(*staged, run)
+    done = _attempt(*staged, run)
+    if done is None:
+        return NotImplemented
+    replay, result = done
     replay.commit(not is_retained)
     _core.note_backward()
     return result

@@ -14,22 +14,34 @@ Place = tuple[int, int, int, int]
 Bounds = tuple[int, int]
 
 
-def grid(rows: int, n_chunks: int) -> list[Bounds]:
-    """Divide `rows` rows into at most `n_chunks` ranges whose sizes differ by one at most.
+def grid(rows: int, n_chunks: int, unit: int = 1) -> list[Bounds]:
+    """Divide `rows` rows into at most `n_chunks` ranges whose sizes differ by one unit at most.
+
+    Where there are too few rows for a unit in each chunk, a unit is one row.
 
     Example:
         >>> from koila.rows import grid
         >>> grid(7, 3)
         [(0, 3), (3, 5), (5, 7)]
+        >>> grid(100, 3, 8)
+        [(0, 40), (40, 72), (72, 100)]
     """
-    n_chunks = max(1, min(n_chunks, rows))
-    size, n_larger = divmod(rows, n_chunks)
+    n_units = -(-rows // unit)
+    if unit > 1 and n_units < n_chunks:
+        return grid(rows, n_chunks)
+    n_chunks = max(1, min(n_chunks, n_units))
+    size, n_larger = divmod(n_units, n_chunks)
     bounds, start = [], 0
     for i in range(n_chunks):
-        stop = start + size + (i < n_larger)
+        stop = min(rows, start + (size + (i < n_larger)) * unit)
         bounds.append((start, stop))
         start = stop
     return bounds
+
+
+def largest(rows: int, n_chunks: int, unit: int = 1) -> int:
+    """The rows of the largest chunk of such a grid."""
+    return max((stop - start for start, stop in grid(rows, n_chunks, unit)), default=0)
 
 
 def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
@@ -60,6 +72,12 @@ def in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return part.permute(order).contiguous().permute(back)
 
 
+def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:
+    """Whether a chunk of a whole tensor is a view of it, and takes no memory."""
+    _, dim, outer, _ = place
+    return outer == 1 and (_is_outermost(tensor, dim) or not _is_dense(tensor))
+
+
 def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:
     """Take the rows in `bounds` of a whole tensor, which has `rows` of them."""
     _, dim, outer, inner = place
@@ -68,9 +86,7 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
         return tensor
     if outer == 1:
         part = tensor.narrow(dim, start * inner, (stop - start) * inner)
-        if _is_outermost(tensor, dim) or not _is_dense(tensor):
-            return part
-        return in_order_of(part, tensor)
+        return part if is_cut_in_place(tensor, place) else in_order_of(part, tensor)
     digits: torch.Tensor = tensor.unflatten(dim, (outer, rows, inner))
     return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
 

@@ -1,0 +1,230 @@
+"""How many chunks: the fewest that fit, of whole eights where that is free, or a refusal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from koila import plan, replay
+from koila.memory import Estimate
+from koila.program import Program
+from koila.rows import grid, largest
+from koila.sweep import Need
+
+MIB = 2**20
+
+
+def sizes(rows: int, n_chunks: int, unit: int) -> list[int]:
+    return [stop - start for start, stop in grid(rows, n_chunks, unit)]
+
+
+# Grids ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 63, 64, 100, 1000])
+@pytest.mark.parametrize("n_chunks", [1, 2, 3, 7, 12, 64, 5000])
+def test_grid_by_rows(rows: int, n_chunks: int) -> None:
+    """As many chunks as are asked for and there are rows, larger first, equal within one row."""
+    made = sizes(rows, n_chunks, 1)
+    assert len(made) == min(rows, n_chunks)
+    assert sum(made) == rows
+    assert made == sorted(made, reverse=True)
+    assert made[0] - made[-1] <= 1
+
+
+@pytest.mark.parametrize("rows", [8, 63, 64, 100, 1000])
+@pytest.mark.parametrize("n_chunks", [1, 2, 3, 7])
+def test_grid_by_eights(rows: int, n_chunks: int) -> None:
+    """All but the last are whole eights; there are no more of them."""
+    made = sizes(rows, n_chunks, 8)
+    assert len(made) <= n_chunks
+    assert sum(made) == rows
+    if len(made) * 8 <= rows:
+        assert all(size % 8 == 0 for size in made[:-1])
+
+
+def test_too_few_rows_for_eights() -> None:
+    assert sizes(20, 5, 8) == [4, 4, 4, 4, 4]
+
+
+# Plans ------------------------------------------------------------------------------------------
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plan.Plan:
+    """The plan for a program of `rows` rows, of which `most` fit at once."""
+    bytes_per_row = 1000.0
+    estimate = Estimate((Need(500.0, bytes_per_row, 0),), rows)
+    monkeypatch.setattr(plan.memory, "estimate", lambda program, is_graph: estimate)
+    allowed = (500.0 + bytes_per_row * (most + 0.5)) / plan.CHUNK_SHARE
+    monkeypatch.setattr(plan, "_allowed", lambda program: allowed)
+    x = koila.lazy(torch.ones(rows, 2))
+    return plan.plan(Program([(x * torch.ones(2, requires_grad=True)).sum()]), True)
+
+
+@pytest.mark.parametrize("rows", [3, 64, 100, 128, 1000])
+@pytest.mark.parametrize("most", [1, 3, 8, 30, 33, 40, 63])
+def test_fewest_chunks_that_fit(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> None:
+    """One chunk less would not fit, and no chunk is larger than what does."""
+    if rows <= most:
+        return
+    made = planned(monkeypatch, rows, most)
+    bounds = grid(rows, made.n_chunks, made.unit)
+    assert largest(rows, made.n_chunks, made.unit) <= most
+    assert len(bounds) == -(-rows // most)
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "expected"),
+    [
+        (100, 40, [40, 32, 28]),  # and not 34, 33, 33
+        (1024, 342, [342, 341, 341]),  # eights would take a fourth chunk
+        (128, 43, [43, 43, 42]),
+        (128, 48, [48, 40, 40]),
+        (64, 7, [7, 7, 7, 7, 6, 6, 6, 6, 6, 6]),
+    ],
+)
+def test_whole_eights_where_that_is_free(
+    monkeypatch: pytest.MonkeyPatch, rows: int, most: int, expected: list[int]
+) -> None:
+    made = planned(monkeypatch, rows, most)
+    assert sizes(rows, made.n_chunks, made.unit) == expected
+
+
+def test_eights_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is given chunks of the sizes that were planned."""
+    monkeypatch.setattr(plan, "plan", lambda program, is_graph: plan.Plan(3, 8))
+    seen: list[int] = []
+    run_nodes = replay.Replay.run_nodes
+
+    def spy(self: replay.Replay, run: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        if run.is_body and run.has_gradient:
+            start, stop = self.grids[run.axis][chunk]
+            seen.append(stop - start)
+        return run_nodes(self, run, chunk, *args, **kwargs)
+
+    monkeypatch.setattr(replay.Replay, "run_nodes", spy)
+    w = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(100, 2, dtype=torch.float64)
+    with koila.config(memory_limit=1):  # too little to be whole; the plan is ours
+        (koila.lazy(x) * w).sum().backward()
+    assert seen == [40, 32, 28]
+    torch.testing.assert_close(w.grad, x.sum(0))
+
+
+def test_everything_fits() -> None:
+    """Under a limit that leaves room the program is run as it was written."""
+    w = torch.randn(64, 3, requires_grad=True)
+    x = torch.randn(1000, 64)
+    with koila.config(memory_limit="64MiB"):
+        loss = (koila.lazy(x) @ w).sum()
+        assert plan.plan(Program([loss]), True).n_chunks == 1
+        koila._core.forget()
+
+
+# Refusals ---------------------------------------------------------------------------------------
+
+
+def step(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> nn.Module:
+    model = make()
+    loss = F.cross_entropy(model(koila.lazy(x)), y)
+    loss.backward()
+    return model
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, 4096), nn.BatchNorm1d(4096), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4096, 5)
+    )
+
+
+def test_a_limit_too_small_says_what_is_needed() -> None:
+    """The call, its bytes and its line; torch's own kind of error, too."""
+    model, x, y = normed(), torch.randn(256, 64), torch.randint(5, (256,))
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x, y))
+    with koila.config(memory_limit=held + MIB), pytest.raises(koila.MemoryLimitError) as caught:
+        F.cross_entropy(model(koila.lazy(x)), y).backward()
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    assert isinstance(caught.value, koila.KoilaError)
+    found = re.match(
+        r"(\w+): .* \((\d+) bytes\) .* \((\d+) bytes\) are left .*\.py:", str(caught.value)
+    )
+    assert found is not None, str(caught.value)
+    assert found[1] in ("batch_norm", "relu", "dropout", "linear")
+    assert int(found[2]) > int(found[3])
+
+
+def test_a_refusal_changes_nothing() -> None:
+    """No gradient, buffer, parameter or generator; and with more memory the same code runs."""
+    model, x, y = normed(), torch.randn(256, 64), torch.randint(5, (256,))
+    F.cross_entropy(model(x), y).backward()  # gradients are there already
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    before["1.num_batches_tracked"] += 1  # plain torch in forward(): it counts calls of the model
+    gradients = [(p, p.grad, p.grad.clone()) for p in model.parameters()]
+    state = torch.get_rng_state()
+    with koila.config(memory_limit="1MiB"), pytest.raises(koila.MemoryLimitError):
+        F.cross_entropy(model(koila.lazy(x)), y).backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for parameter, gradient, value in gradients:
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, value)
+    F.cross_entropy(model(koila.lazy(x)), y).backward()
+
+
+class Fails:
+    """Stand in for a kernel that finds no memory for more than so many rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+        self.most, self.seen = most, 0
+        self.run_nodes = replay.Replay.run_nodes
+        monkeypatch.setattr(replay.Replay, "run_nodes", lambda *args, **kw: self.run(*args, **kw))
+
+    def run(self, step: replay.Replay, run: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        if run.is_body and run.has_gradient:
+            start, stop = step.grids[run.axis][chunk]
+            self.seen += 1
+            if stop - start > self.most:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+        return self.run_nodes(step, run, chunk, *args, **kwargs)
+
+
+def limited_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A step under a limit that a quarter of the rows is planned for."""
+    held = sum(t.nbytes for t in (*model.parameters(), x, y))
+    with koila.config(memory_limit=held + 700 * 2**10):
+        loss = F.cross_entropy(model(koila.lazy(x)), y)
+        loss.backward()
+    return loss.detach()
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)).double()
+
+
+def test_a_step_that_runs_out_of_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = small(), torch.randn(2048, 6).double(), torch.randint(5, (2048,))
+    F.cross_entropy(model(x), y).backward()
+    want = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    fails = Fails(monkeypatch, 40)
+    limited_step(model, x, y)
+    assert fails.seen > 2048 // 40
+    for parameter, gradient in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-15)
+
+
+def test_where_one_row_runs_out_of_memory_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = small(), torch.randn(2048, 6).double(), torch.randint(5, (2048,))
+    Fails(monkeypatch, 0)
+    with pytest.raises(koila.MemoryLimitError, match="one row at a time") as caught:
+        limited_step(model, x, y)
+    assert "can't allocate memory" in str(caught.value.__cause__)
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,42 @@
+"""What can be recorded is: a model that runs while it is recorded cannot be cut any more."""
+
+from __future__ import annotations
+
+import pytest
+
+import koila
+from oracle import FlopCounter, make_batch, make_lazy
+from programs import PROGRAMS
+from programs_kit import Program
+
+#: What the program's own code does to make its model run at once, or why flops are counted.
+RUNS = {
+    "gan_discriminator": "the generator's noise is a plain tensor",
+    "critic": "the critic is given plain noise too",
+    "time_major_scan": "the first state is a plain tensor of zeros",
+    "distillation": "the end of no_grad() runs what was computed in it",
+    "q_learning": "the end of no_grad() runs what was computed in it",
+    "fix_match": "the end of no_grad() runs what was computed in it",
+    "mlp-selected": "a result whose size depends on data",
+    "mlp-selected_by_value": "a result whose size depends on data",
+    "sparse_mixture": "a result whose size depends on data",
+    "quantise": "a custom autograd.Function",
+    "maml": "a gradient inside the program",
+    "slope": "a gradient inside the program",
+    **{
+        f"{model}-{loss}": "the queries are parameters alone"
+        for model in ("attention", "attention_time")
+        for loss in ("ce", "ce_ignored", "masked_mean")
+    },
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_nothing_runs_while_recorded(program: Program) -> None:
+    """No product, convolution or attention is computed before backward() is called."""
+    model = program.build(0)
+    batch = make_batch(program, program.rows(7))
+    counter = FlopCounter()
+    with koila.config(chunks=3), counter:
+        program.step(model, *make_lazy(koila.lazy, batch, program.dims_of(batch)))
+    assert (counter.flops > 0) == (program.name in RUNS), f"{counter.flops} flops"
