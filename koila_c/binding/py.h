@@ -134,6 +134,7 @@ typedef struct KlPyState {
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
     PyObject *draw_again;              /* koila.draws: a live run of what drew in chunks */
+    PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
@@ -225,8 +226,6 @@ int kl_tape_check_leaves(Tape *tape);
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
 void kl_tape_close(Tape *tape);
-/* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
-PyObject *kl_tape_where(Tape *tape, KlNodeId id);
 
 /* -- py_meta.c: what real tensors say of themselves ------------------------------------------- */
 
@@ -320,6 +319,15 @@ int kl_rows_init(void);
 int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                    PyObject *kwargs, PyObject **results);
 
+/* -- py_source.c: where a call was recorded ------------------------------------------------------- */
+
+/* The folders, a tuple of str, whose files are not the user's. */
+int kl_source_init(PyObject *folders);
+/* Keep the innermost frame; walked: the innermost that is the user's. */
+void kl_source_note(KlPyNode *call, bool is_walked);
+/* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
+PyObject *kl_source_where(const Tape *tape, KlNodeId id);
+
 /* -- py_view.c: views after a write ---------------------------------------------------------------- */
 
 /* The value that stands for `value` after the last write to its storage, taking views again. */
@@ -338,7 +346,6 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
 PyObject *kl_program_value(PyObject *module, PyObject *args);
 PyObject *kl_program_node(PyObject *module, PyObject *args);
-
 /* New reference: what node `id` returns when it runs live with the draws it made in chunks. */
 PyObject *kl_program_draw_again(Tape *tape, KlNodeId id);
 

@@ -46,7 +46,7 @@ static int
 raise_mismatch(Tape *tape, KlNodeId id, KlValueId value, PyObject *result)
 {
     const KlMeta *promised = &tape->core.values[value].meta;
-    PyObject *where = kl_tape_where(tape, id);
+    PyObject *where = kl_source_where(tape, id);
     PyObject *expected = where != NULL ? kl_meta_size(promised) : NULL;
     PyObject *shape = PyObject_GetAttrString(result, "shape");
     PyObject *requires_grad =
@@ -100,7 +100,12 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
         return -1;
     }
     tape->values[value].real = Py_NewRef(real);
-    return 0;
+    if (!tape->core.values[value].is_hooked) {
+        return 0;
+    }
+    PyObject *result = PyObject_CallFunction(kl_py.bind_hooks, "IO", (unsigned int)value, real);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
 }
 
 static int
@@ -186,7 +191,7 @@ add_note(Tape *tape, KlNodeId id)
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *where = kl_tape_where(tape, id);
+    PyObject *where = kl_source_where(tape, id);
     PyObject *note = where != NULL ? PyUnicode_FromFormat("koila: recorded at %U", where) : NULL;
     PyObject *result =
         note != NULL && value != NULL ? PyObject_CallMethod(value, "add_note", "O", note) : NULL;

@@ -349,7 +349,7 @@ kl_program_node(PyObject *module, PyObject *args)
     }
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    PyObject *where = kl_tape_where(tape, id);
+    PyObject *where = kl_source_where(tape, id);
     PyObject *inputs = PyTuple_New(node->n_inputs);
     if (where == NULL || inputs == NULL) {
         Py_XDECREF(where);

@@ -74,17 +74,6 @@ kl_record_results(Tape *tape, KlNodeId id, PyObject *container)
     return result;
 }
 
-/* The innermost frame's code and instruction: two words, decoded only when a message needs them. */
-static void
-note_source(KlPyNode *call)
-{
-    PyFrameObject *frame = PyEval_GetFrame();
-    if (frame != NULL) {
-        call->code = (PyObject *)PyFrame_GetCode(frame);
-        call->lasti = PyFrame_GetLasti(frame);
-    }
-}
-
 int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
 {
@@ -109,7 +98,8 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         return -1;
     }
     call->func = Py_NewRef(func);
-    note_source(call);
+    /* Nodes that end a body are named in messages: there the user's own line is worth a walk. */
+    kl_source_note(call, record->inferred->split.mode != KL_MODE_ROWS);
     tape->nodes[*id] = *call;
     return 0;
 }

@@ -28,6 +28,7 @@ typedef struct KlValue {
     uint32_t n_pending;  /* pending nodes that read it */
     uint8_t state;       /* KlState */
     bool is_wanted;      /* the user can still reach it */
+    bool is_hooked;      /* somebody looks at its whole gradient: what reads it is a stage later */
 } KlValue;
 
 typedef struct KlNode {

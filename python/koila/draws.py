@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from koila.replay import Replay
 
 Cell = tuple[int, int | None]
+#: Where the files are that are not the user's.
+INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 # How often they draw depends on values, not on sizes alone. None: an operator without a row.
 BY_VALUE = {None, "poisson", "rrelu"}
 
@@ -88,9 +90,8 @@ def check_undisturbed() -> None:
 
 def user_line() -> str:
     """The innermost line of the stack that is neither koila's nor torch's: "model.py:40"."""
-    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(inside):
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, enter, handlers, meta, reductions, replay
+from koila import _core, draws, enter, handlers, hooks, meta, reductions, replay
 from koila.errors import KoilaError, StaleError
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
@@ -159,6 +159,8 @@ def register_all() -> None:
         replay.read,
         handlers.in_transform,
         draws.draw_again,
+        hooks.bind,
+        draws.INSIDE,
         reductions.known(),
     )
     for name, func in _overridable():
