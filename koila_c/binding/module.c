@@ -61,9 +61,8 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, "
-     "check_draws, skip_one_hop, read, in_transform, "
-     "draw_again, bind_hooks, folders, reductions, /)"
+     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, bind_hooks, folders, "
+     "reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,

@@ -133,7 +133,7 @@ typedef struct KlPyState {
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
-    PyObject *draw_again;              /* koila.draws.again: before a live run of what has drawn */
+    PyObject *draw_again;              /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
@@ -352,6 +352,8 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
 PyObject *kl_program_value(PyObject *module, PyObject *args);
 PyObject *kl_program_node(PyObject *module, PyObject *args);
+/* New reference: what node `id` returns when it runs live with the draws it made in chunks. */
+PyObject *kl_program_draw_again(Tape *tape, KlNodeId id);
 
 /* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
 

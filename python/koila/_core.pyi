@@ -90,7 +90,7 @@ def bind(
     skip_one_hop: Callable[..., Any],
     read: Callable[..., Any],
     in_transform: Callable[..., Any],
-    draw_again: Callable[[int], Callable[[], None] | None],
+    draw_again: Callable[..., Any],
     bind_hooks: Callable[[int, torch.Tensor], None],
     folders: tuple[str, ...],
     reductions: int,

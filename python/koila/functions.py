@@ -158,7 +158,7 @@ def register_all() -> None:
         enter.enter,
         replay.read,
         handlers.in_transform,
-        draws.again,
+        draws.draw_again,
         hooks.bind,
         draws.INSIDE,
         reductions.known(),

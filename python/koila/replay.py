@@ -422,13 +422,9 @@ def _stage(
 
 
 def read(is_known_only: bool = False) -> bool:
-    """Give every pending value that the user can reach its number, in chunks.
+    """Give the pending values that the user can reach their numbers, in chunks.
 
-    Args:
-        is_known_only: leave those with a gradient in their history for later.
-
-    Returns:
-        False where the program has to run whole.
+    Known only: leave those with a gradient in their history. False: it has to run whole.
     """
     staged = _stage([], is_known_only)
     if staged is None:
@@ -451,8 +447,7 @@ def flush() -> None:
 
 
 def flush_known() -> None:
-    """Run what is pending if the user can reach a pending value without a gradient in its
-    history."""
+    """Run what the user can reach and has no gradient in its history."""
     if not _core.is_busy() and _core.has_known() and not read(True):
         _core.flush()
 
