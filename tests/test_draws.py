@@ -13,6 +13,8 @@ from torch import Tensor
 import koila
 from oracle import assert_close
 
+pytestmark = pytest.mark.sanitize
+
 Draw = Callable[[Tensor], Tensor]
 
 #: How often these draw depends on numbers: on stand-ins they would draw less, or raise.

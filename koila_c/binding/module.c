@@ -152,6 +152,10 @@ static PyMethodDef functions[] = {
      "hook($module, lazy, is_hooked=True, /)\n--\n\n"
      "The number of a value whose gradient can be seen whole; from now on it will be. None where "
      "it has none, or a tensor already."},
+    {"install_slots", kl_slots_install, METH_O,
+     "install_slots($module, names, /)\n--\n\n"
+     "Let these methods of a lazy, and its operators, record without torch's dispatch; False where "
+     "this torch does not allow it."},
     {"close", core_close, METH_NOARGS,
      "close($module, /)\n--\n\nForget the program where the user can reach nothing pending or "
      "known."},

@@ -300,6 +300,8 @@ KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred,
 
 /* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
 
+/* Record a call of an op, or run it live: what __torch_function__ does with it. */
+PyObject *kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs);
 PyObject *kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
@@ -327,6 +329,10 @@ int kl_source_init(PyObject *folders);
 void kl_source_note(KlPyNode *call, bool is_walked);
 /* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
 PyObject *kl_source_where(const Tape *tape, KlNodeId id);
+
+/* -- py_slots.c: calls on a lazy that go round torch's dispatch ------------------------------------ */
+
+PyObject *kl_slots_install(PyObject *module, PyObject *names);
 
 /* -- py_view.c: views after a write ---------------------------------------------------------------- */
 
