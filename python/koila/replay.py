@@ -322,13 +322,6 @@ class Replay:
             else:
                 self.run_joint(run, False)
 
-    def report(self, planned: plan.Plan, n_tries: int) -> reports.Report:
-        """What the user is told of this run."""
-        grids = [self.grids[axis] for axis in self.program.axes]
-        n_rows = max(stop - start for grid_ in grids for start, stop in grid_)
-        n_chunks = max(map(len, grids))
-        return reports.Report(n_chunks, n_rows, n_tries, planned.predicted, planned.allowed)
-
     # -- commit -----------------------------------------------------------------------------------
 
     def commit(self, is_spent: bool) -> None:
@@ -377,7 +370,7 @@ def _attempt(
         _core.set_busy(True)
         try:
             result = run(replay)
-            reports.note(replay.report(planned, n_tries))
+            reports.note(planned.report([replay.grids[a] for a in program.axes], n_tries))
             return replay, result
         except NotInChunksError:
             replay.draws.roll_back()
@@ -417,7 +410,7 @@ def _stage(
         raise
     if planned.n_chunks > 1:
         return program, planned
-    reports.note(reports.Report(1, None, 1, planned.predicted, planned.allowed))
+    reports.note(planned.report([], 1))
     return None
 
 
@@ -427,12 +420,11 @@ def read(is_known_only: bool = False) -> bool:
     Known only: leave those with a gradient in their history. False: it has to run whole.
     """
     staged = _stage([], is_known_only)
-    if staged is None:
-        reports.note_whole()
-        return False
-    _core.check_leaves()
-    done = _attempt(*staged, Replay.compute)
+    if staged is not None:
+        _core.check_leaves()
+    done = _attempt(*staged, Replay.compute) if staged is not None else None
     if done is None:
+        reports.note_whole()
         return False
     done[0].commit(False)
     return True
