@@ -31,11 +31,14 @@ core_bind(PyObject *module, PyObject *args)
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
-             *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL;
+             *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL,
+             *folders = NULL, *bind_hooks = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOI:bind", &koila_error, &stale_error, &meta_infer,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error, &meta_infer,
                           &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
-                          &skip_one_hop, &read, &in_transform, &draw_again, &reductions)) {
+                          &skip_one_hop, &read, &in_transform, &draw_again, &bind_hooks,
+                          &PyTuple_Type, &folders, &reductions) ||
+        kl_source_init(folders) < 0) {
         return NULL;
     }
     Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
@@ -44,6 +47,7 @@ core_bind(PyObject *module, PyObject *args)
     kl_py.reductions = reductions;
     Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
+    Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
@@ -57,9 +61,8 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, "
-     "check_draws, skip_one_hop, read, in_transform, "
-     "draw_again, reductions, /)"
+     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, bind_hooks, folders, "
+     "reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -144,6 +147,14 @@ static PyMethodDef functions[] = {
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"check_leaves", core_check_leaves, METH_NOARGS,
      "check_leaves($module, /)\n--\n\nRaise where a leaf was changed since it was recorded."},
+    {"hook", core_hook, METH_VARARGS,
+     "hook($module, lazy, is_hooked=True, /)\n--\n\n"
+     "The number of a value whose gradient can be seen whole; from now on it will be. None where "
+     "it has none, or a tensor already."},
+    {"install_slots", kl_slots_install, METH_O,
+     "install_slots($module, names, /)\n--\n\n"
+     "Let these methods of a lazy, and its operators, record without torch's dispatch; False where "
+     "this torch does not allow it."},
     {"close", core_close, METH_NOARGS,
      "close($module, /)\n--\n\nForget the program where the user can reach nothing pending or "
      "known."},

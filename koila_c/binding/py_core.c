@@ -268,6 +268,35 @@ core_has_draw(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
+core_hook(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *object = NULL;
+    int is_hooked = 1;
+    if (!PyArg_ParseTuple(args, "O|p:hook", &object, &is_hooked)) {
+        return NULL;
+    }
+    Value *value = value_argument(object);
+    Tape *tape = value != NULL ? kl_tape_open() : NULL;
+    KlValueId id = KL_ID_NONE;
+    if (tape == NULL) {
+        return NULL;
+    }
+    if (kl_lazy_real(value) != NULL || value->tape != tape) {
+        return Py_NewRef(Py_None);
+    }
+    if (kl_tape_attach(tape, value, &id) < 0) {
+        return NULL;
+    }
+    KlValue *core = &tape->core.values[id];
+    if (core->node == KL_ID_NONE || !core->meta.requires_grad) {
+        return Py_NewRef(Py_None);
+    }
+    core->is_hooked = core->is_hooked || is_hooked != 0;
+    return PyLong_FromUnsignedLong(id);
+}
+
+PyObject *
 core_note_drawn(PyObject *module, PyObject *id)
 {
     (void)module;

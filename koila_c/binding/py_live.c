@@ -46,7 +46,7 @@ static int
 raise_mismatch(Tape *tape, KlNodeId id, KlValueId value, PyObject *result)
 {
     const KlMeta *promised = &tape->core.values[value].meta;
-    PyObject *where = kl_tape_where(tape, id);
+    PyObject *where = kl_source_where(tape, id);
     PyObject *expected = where != NULL ? kl_meta_size(promised) : NULL;
     PyObject *shape = PyObject_GetAttrString(result, "shape");
     PyObject *requires_grad =
@@ -100,7 +100,12 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
         return -1;
     }
     tape->values[value].real = Py_NewRef(real);
-    return 0;
+    if (!tape->core.values[value].is_hooked) {
+        return 0;
+    }
+    PyObject *result = PyObject_CallFunction(kl_py.bind_hooks, "IO", (unsigned int)value, real);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
 }
 
 static int
@@ -141,33 +146,6 @@ release_if_dead(Tape *tape, KlValueId value)
     }
 }
 
-/* Call a node. One that drew its random numbers in an earlier run, in chunks, must draw the same. */
-static PyObject *
-call_node(Tape *tape, KlNodeId id)
-{
-    if (!tape->core.nodes[id].is_random || tape->memo == NULL) {
-        return kl_call_run(tape, id, real_of, tape);
-    }
-    PyObject *finish = PyObject_CallFunction(kl_py.draw_again, "I", (unsigned int)id);
-    if (finish == NULL || finish == Py_None) {
-        Py_XDECREF(finish);
-        return finish == NULL ? NULL : kl_call_run(tape, id, real_of, tape);
-    }
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    PyObject *result = kl_call_run(tape, id, real_of, tape);
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *finished = PyObject_CallNoArgs(finish);
-    if (finished == NULL) {
-        Py_CLEAR(result);
-    }
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-    }
-    Py_XDECREF(finished);
-    Py_DECREF(finish);
-    return result;
-}
-
 static int
 run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
 {
@@ -182,7 +160,8 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     } else {
-        PyObject *result = call_node(tape, id);
+        PyObject *result =
+            node->is_drawn ? kl_program_draw_again(tape, id) : kl_call_run(tape, id, real_of, tape);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
         Py_XDECREF(result);
         if (status < 0) {
@@ -212,7 +191,7 @@ add_note(Tape *tape, KlNodeId id)
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *where = kl_tape_where(tape, id);
+    PyObject *where = kl_source_where(tape, id);
     PyObject *note = where != NULL ? PyUnicode_FromFormat("koila: recorded at %U", where) : NULL;
     PyObject *result =
         note != NULL && value != NULL ? PyObject_CallMethod(value, "add_note", "O", note) : NULL;

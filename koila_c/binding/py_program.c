@@ -332,7 +332,7 @@ kl_program_node(PyObject *module, PyObject *args)
     }
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    PyObject *where = kl_tape_where(tape, id);
+    PyObject *where = kl_source_where(tape, id);
     PyObject *inputs = PyTuple_New(node->n_inputs);
     if (where == NULL || inputs == NULL) {
         Py_XDECREF(where);
@@ -350,4 +350,41 @@ kl_program_node(PyObject *module, PyObject *args)
                          (unsigned long long)saves->inputs, (unsigned long long)saves->outputs,
                          (long long)saves->bytes_extra, saves->is_extra_rows ? Py_True : Py_False,
                          (long long)saves->bytes_fixed, (long long)saves->bytes_workspace);
+}
+
+/* [(value, place it is read at or None, tensor or None)] of a node's inputs */
+static PyObject *
+describe_inputs(const Tape *tape, const KlNode *node)
+{
+    PyObject *list = PyList_New(0);
+    for (uint32_t k = 0; list != NULL && k < node->n_inputs; k++) {
+        const KlInput *input = &tape->core.inputs[node->first_input + k];
+        const KlPyValue *entry = input->value != KL_ID_NONE ? &tape->values[input->value] : NULL;
+        PyObject *real = entry != NULL && entry->recorded != NULL ? entry->recorded
+                         : entry != NULL                          ? entry->real
+                                                                  : NULL;
+        if (real != NULL &&
+            append_stolen(list, Py_BuildValue("(INO)", input->value, place_object(&input->place),
+                                              real)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+PyObject *
+kl_program_draw_again(Tape *tape, KlNodeId id)
+{
+    const KlNode *node = &tape->core.nodes[id];
+    KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
+    PyObject *inputs = describe_inputs(tape, node);
+    PyObject *result =
+        inputs != NULL
+            ? PyObject_CallFunction(kl_py.draw_again, "IiOIIOn", id,
+                                    axis == KL_ID_NONE ? -1 : (int)axis, inputs, node->first_out,
+                                    node->n_outs, node->writes != 0 ? Py_True : Py_False,
+                                    (Py_ssize_t)tape->core.n_values)
+            : NULL;
+    Py_XDECREF(inputs);
+    return result;
 }

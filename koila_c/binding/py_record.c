@@ -74,17 +74,6 @@ kl_record_results(Tape *tape, KlNodeId id, PyObject *container)
     return result;
 }
 
-/* The innermost frame's code and instruction: two words, decoded only when a message needs them. */
-static void
-note_source(KlPyNode *call)
-{
-    PyFrameObject *frame = PyEval_GetFrame();
-    if (frame != NULL) {
-        call->code = (PyObject *)PyFrame_GetCode(frame);
-        call->lasti = PyFrame_GetLasti(frame);
-    }
-}
-
 int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
 {
@@ -109,7 +98,8 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         return -1;
     }
     call->func = Py_NewRef(func);
-    note_source(call);
+    /* Nodes that end a body are named in messages: there the user's own line is worth a walk. */
+    kl_source_note(call, record->inferred->split.mode != KL_MODE_ROWS);
     tape->nodes[*id] = *call;
     return 0;
 }
@@ -239,8 +229,8 @@ draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
                                         kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
 }
 
-static PyObject *
-record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+PyObject *
+kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
     Met met = {.tape = kl_tape_open()};
     if (met.tape == NULL || kl_call_visit(args, look_at, &met) < 0 ||
@@ -299,7 +289,7 @@ kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_a
     }
     switch (function->kind) {
     case KL_CALL_OP:
-        return record_op(function, func, call_args, kwargs);
+        return kl_record_op(function, func, call_args, kwargs);
     case KL_CALL_LIVE:
         return kl_live_call(func, call_args, kwargs, KL_LIVE_LAZY);
     case KL_CALL_READ:

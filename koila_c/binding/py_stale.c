@@ -78,7 +78,7 @@ fail_readers(KlTape *core, KlValueId leaf)
 static int
 raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
 {
-    PyObject *where = kl_tape_where(tape, reader);
+    PyObject *where = kl_source_where(tape, reader);
     PyObject *size = where != NULL ? kl_meta_size(&tape->core.values[leaf].meta) : NULL;
     PyObject *name =
         size != NULL ? PyObject_GetAttrString(tape->nodes[reader].func, "__name__") : NULL;

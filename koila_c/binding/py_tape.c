@@ -223,18 +223,6 @@ kl_tape_forget(Tape *tape, KlValueId id)
 
 /* -- source lines ------------------------------------------------------------------------------- */
 
-PyObject *
-kl_tape_where(Tape *tape, KlNodeId id)
-{
-    const KlPyNode *node = &tape->nodes[id];
-    if (node->code == NULL) {
-        return PyUnicode_FromFormat("call %u", id);
-    }
-    PyCodeObject *code = (PyCodeObject *)node->code;
-    int line = PyCode_Addr2Line(code, node->lasti);
-    return PyUnicode_FromFormat("call %u, %U:%d", id, code->co_filename, line);
-}
-
 /* -- the end of a program ------------------------------------------------------------------------ */
 
 static void

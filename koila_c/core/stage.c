@@ -171,6 +171,20 @@ is_late_part_data(const KlTape *tape, const KlStages *stages, const KlNode *node
     return true;
 }
 
+/* A value whose gradient is looked at whole, by a hook: nothing of its own stage may read it. */
+static bool
+is_hooked(const KlTape *tape, const KlStages *stages, KlValueId value)
+{
+    return tape->values[value].is_hooked && stages->needs_gradient[value];
+}
+
+/* The first joint after what was made in stage `stage`. */
+static uint32_t
+next_joint(uint32_t stage)
+{
+    return kl_stage_is_body(stage) ? stage + 1 : stage + 2;
+}
+
 static void
 place_node(const KlTape *tape, KlStages *stages, KlNodeId id)
 {
@@ -190,13 +204,16 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id)
         }
     }
     stages->node_stage[id] = at;
+    uint32_t last = after;
     for (uint32_t k = 0; k < node->n_outs; k++) {
-        if (!stages->is_leaf[node->first_out + k]) {
-            stages->value_stage[node->first_out + k] = after;
+        KlValueId out = node->first_out + k;
+        if (!stages->is_leaf[out]) {
+            stages->value_stage[out] = is_hooked(tape, stages, out) ? next_joint(after) : after;
+            last = stages->value_stage[out] > last ? stages->value_stage[out] : last;
         }
     }
-    if (after + 1 > stages->n_stages) {
-        stages->n_stages = after + 1;
+    if (last + 1 > stages->n_stages) {
+        stages->n_stages = last + 1;
     }
 }
 
@@ -275,20 +292,21 @@ judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
             KlValueId value = inputs_of(tape, node)[k].value;
             reads_body = value != KL_ID_NONE && depends[value];
         }
-        bool has_gradient = false;
+        bool has_gradient = false, is_seen = false;
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             depends[out] = reads_body;
+            is_seen = is_seen || is_hooked(tape, stages, out);
             has_gradient = has_gradient ||
                            (stages->needs_gradient[out] && tape->values[out].meta.requires_grad);
         }
         if (!has_gradient || !stages->is_tail_linear) {
             continue;
         }
-        bool is_linear = true;
-        if (is_combined) {
+        bool is_linear = !is_seen;
+        if (is_combined && is_linear) {
             is_linear = !combine_saves_body_value(tape, stages, (KlNodeId)i);
-        } else if (!is_of_body) {
+        } else if (!is_of_body && is_linear) {
             bool has_effect = node->is_random || node->leaf_writes != 0 || node->writes != 0;
             is_linear = !has_effect && !saves_body_value(tape, (KlNodeId)i, depends);
         }

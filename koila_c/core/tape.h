@@ -29,6 +29,7 @@ typedef struct KlValue {
     uint8_t state;                /* KlState */
     bool is_wanted;               /* the user can still reach it */
     bool is_reached, has_history; /* scratch: it leads to what is wanted; a gradient leads to it */
+    bool is_hooked; /* somebody looks at its whole gradient: what reads it is a stage later */
 } KlValue;
 
 typedef struct KlNode {
@@ -50,10 +51,10 @@ typedef struct KlNode {
     uint8_t mode;   /* KlMode */
     uint8_t reduce; /* KlReduce */
     bool is_random;
+    bool is_drawn;      /* it drew in a run in chunks: every later run must draw the same */
     bool is_done;       /* nothing is left to do for it */
     bool is_failed;     /* done without a number: it, or what it reads, raised */
     KlNodeId failed_by; /* failed: the node that raised */
-    bool is_drawn;      /* it drew in a run in chunks, and every later run draws the same */
     KlValueId
         review_of; /* a view taken again after a write: the value that stands for it from before,
                               whose tensor live replay uses; else KL_ID_NONE */

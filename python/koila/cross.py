@@ -160,6 +160,19 @@ class Cross:
             grad = _add(grad, part)
         return grad
 
+    def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
+        """Take the gradient of what a body left off its chunks, put together."""
+        grads = [self.seed(grid, chunk) for chunk in range(len(grid))]
+        for alias in self.aliases.values():
+            alias.grad = None
+        if self.info.place is None or all(grad is None for grad in grads):
+            return None
+        filled = [
+            torch.zeros_like(self.chunks[chunk]) if grad is None else grad
+            for chunk, grad in enumerate(grads)
+        ]
+        return rows.gather(filled, self.info.place)
+
     def part_seeds(
         self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

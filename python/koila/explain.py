@@ -2,14 +2,62 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any
 
 import torch
 
 from koila import _core, plan
-from koila.program import REDUCE, Node, Program, Run
+from koila.program import ONCE, REDUCE, Node, Program, Run
 
 _MODES = ("rows", "reduce", "once")
+_DATA_STAGE = 1  # label counts and masks: never differentiated
+_logger = logging.getLogger("koila")
+_logged: set[str] = set()
+
+
+def _name(node: Node) -> str:
+    func, row, *_ = _core.node(node.id)
+    return str(row or getattr(func, "__name__", "call"))
+
+
+def _why(node: Node) -> str:
+    """Why a call that reads rows runs once, or nothing."""
+    _, row, reason, *_ = _core.node(node.id)
+    return reason or ("" if row else f"no row for {_name(node)}")
+
+
+def _joins(program: Program, node: Node) -> bool:
+    """Whether a call runs once although it reads rows of a batch."""
+    reads = (program.imports[number].value for number in node.imports if number >= 0)
+    return node.mode == ONCE and any(program.info(v).place is not None for v in reads)
+
+
+def log_whole(program: Program) -> None:
+    """Say once, with the line, where a joint leaves most of a program's memory whole."""
+    sizes = {
+        node.id: sum(
+            math.prod(program.info(v).shape) * program.info(v).dtype.itemsize for v in node.outs
+        )
+        for node in program.nodes.values()
+    }
+    whole = sum(sizes[node.id] for node in program.nodes.values() if node.mode == ONCE)
+    joint = next((n for n in program.nodes.values() if _joins(program, n)), None)
+    if joint is None or 2 * whole <= sum(sizes.values()):
+        return
+    where = _core.node(joint.id)[3]
+    if where not in _logged:
+        _logged.add(where)
+        _logger.warning(
+            "%s needs the whole batch (%s; %s), and %d of %d calls run whole with it: "
+            "koila saves little memory here",
+            _name(joint),
+            _why(joint),
+            where,
+            sum(node.mode == ONCE for node in program.nodes.values()),
+            len(program.nodes),
+        )
 
 
 def _describe(program: Program, value: int) -> str:
@@ -23,16 +71,13 @@ def _describe(program: Program, value: int) -> str:
 
 
 def _line(program: Program, node: Node) -> str:
-    func, row, reason, where, *_ = _core.node(node.id)
-    name = row or getattr(func, "__name__", "call")
-    why = ""
-    if node.mode == 2:
-        why = f"; {reason}" if reason else ("" if row else f"; no row for {name}")
-    return f"    {node.id:4d} {name:24s} {_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}  ({where})"  # noqa: E501
+    why = f"; {_why(node)}" if _joins(program, node) else ""
+    mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"
+    return f"    {node.id:4d} {_name(node):24s} {mode}  ({_core.node(node.id)[3]})"
 
 
 def _passes(program: Program, run: Run) -> str:
-    if not run.has_gradient:
+    if not run.has_gradient or run.stage == _DATA_STAGE:
         return "1 forward"
     is_last = run.stage == program.last_body
     return (
@@ -78,7 +123,7 @@ def explain(*losses: Any) -> str:
         )
     elif program.last_body is not None and not program.is_tail_linear:
         tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
-        name = f" ({_core.node(tail.id)[3]})" if tail is not None else ""
+        name = f" through {_name(tail)} ({_core.node(tail.id)[3]})" if tail is not None else ""
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
     for run in runs:
         lines.append(_head(program, run))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, enter, handlers, meta, reductions, replay
+from koila import _core, draws, enter, handlers, hooks, meta, reductions, replay
 from koila.errors import KoilaError, StaleError
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
@@ -158,7 +158,9 @@ def register_all() -> None:
         enter.enter,
         replay.read,
         handlers.in_transform,
-        draws.again,
+        draws.draw_again,
+        hooks.bind,
+        draws.INSIDE,
         reductions.known(),
     )
     for name, func in _overridable():
@@ -177,3 +179,7 @@ def register_all() -> None:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
         elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)
+    own = vars(_core.LazyTensor)
+    rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
+    methods = (name for name in vars(torch._C.TensorBase) if name in rows)
+    _core.install_slots(tuple(name for name in methods if name not in own and name[0] != "_"))

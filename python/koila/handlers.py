@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, meta, replay, reports
+from koila import _core, hooks, meta, replay, reports
 
 LazyTensor = _core.LazyTensor
 
@@ -61,7 +61,7 @@ def is_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     real = _core.real(args[0])
-    return None if real is None else func(real)
+    return hooks.retained(args[0]) if real is None else func(real)
 
 
 def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,9 +236,9 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {
     "numpy": to_numpy,
     "__array__": to_numpy,
-    "register_hook": live,
+    "register_hook": hooks.register,
     "register_post_accumulate_grad_hook": live,
-    "retain_grad": live,
+    "retain_grad": hooks.retain,
     "grad_fn": live,
     "_backward_hooks": live,
     "output_nr": live,

@@ -97,6 +97,7 @@ def plan(program: Program, is_graph: bool) -> Plan:
         return Plan(1, 1, whole, allowed)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
     if rows == 0:
+        _core.abandon()  # it waits, and draws nothing, until it is asked for again
         raise refusal(program, is_graph)
     n_chunks = -(-estimate.rows // rows)
     unit = UNIT if largest(estimate.rows, n_chunks, UNIT) <= rows else 1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from koila import _core
+from koila import _core, hooks
 from koila.partials import REDUCTIONS
 from koila.rows import Place
 
@@ -122,6 +122,10 @@ class Program:
 
     def needs_gradient(self, value: int) -> bool:
         return self.values[value][2] and self.info(value).requires_grad
+
+    def is_hooked(self, value: int) -> bool:
+        """Whether something looks at the whole gradient of a value."""
+        return self.needs_gradient(value) and hooks.is_on(value)
 
     def info(self, value: int) -> Info:
         if value not in self._info:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, draws, plan, reductions, reports, tail
+from koila import _core, config, draws, explain, hooks, plan, reductions, reports, tail
 from koila.cross import Cross, send_back
-from koila.errors import NotInChunksError, is_out_of_memory
+from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
@@ -23,11 +23,12 @@ from koila.spent import spent
 class Replay:
     """One step: a program, its grid, and what crosses from stage to stage."""
 
-    def __init__(self, program: Program, n_chunks: int, unit: int = 1) -> None:
+    def __init__(self, program: Program, n_chunks: int, hooked: hooks.Seen, unit: int = 1) -> None:
         self.program = program
         self.grids: dict[int, list[Bounds]] = draws.pinned_grids()
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, n_chunks, unit))
+        self.hooked = hooked
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.scratch = self._copy_statistics()
@@ -264,8 +265,20 @@ class Replay:
                 for value in run.exports:
                     if value in roots:
                         self.cross[value].seeds["whole",] = roots[value]
+                self._call_hooks(run)
                 for chunk in range(len(self.grids[run.axis])):
                     self.backward_chunk(run, chunk)
+
+    def _call_hooks(self, run: Run) -> None:
+        """Let hooks see the whole gradients of what a body left, before it is sent back."""
+        for value in run.exports:
+            node = self.program.node_of(value)
+            if not self.program.is_hooked(value) or (node is not None and node.id in run.parts):
+                continue
+            cross = self.cross[value]
+            gradient = cross.gather_gradient(self.grids[run.axis])
+            if gradient is not None:
+                cross.seeds["whole",] = hooks.apply(value, gradient, self.hooked)
 
     def _go_back_joint(
         self, graph: dict[int, torch.Tensor], roots: dict[int, torch.Tensor]
@@ -275,6 +288,8 @@ class Replay:
             seed = self.cross[value].total_gradient()
             if value in roots:
                 seed = roots[value] if seed is None else seed + roots[value]
+            if seed is not None and self.program.is_hooked(value):
+                seed = hooks.apply(value, seed, self.hooked)
             if seed is not None:
                 outputs.append(tensor)
                 seeds.append(seed)
@@ -336,6 +351,7 @@ class Replay:
                 _core.refresh_leaf(value)
         done.update(n.id for n in fresh)
         self.draws.commit()
+        hooks.commit(self.hooked)
         numbers = {}
         for value in self.program.wanted:
             known = self.program.info(value).number  # what was read stays what it was
@@ -343,7 +359,7 @@ class Replay:
         for value, number in numbers.items():
             info = self.program.info(value)
             if is_spent and self.program.needs_gradient(value):
-                _core.deliver(value, spent(number), True)
+                _core.deliver(value, hooks.give(value, spent(number)), True)
             else:
                 _core.deliver(value, number, not info.requires_grad)
         _core.close()
@@ -352,15 +368,12 @@ class Replay:
 def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
 ) -> tuple[Replay, Any] | None:
-    """Run a program; where memory runs out, undo everything and try with twice the chunks.
-
-    Returns:
-        None where it turned out that the program has to run whole; nothing has changed then.
-    """
+    """Run a program, with twice the chunks where memory runs out; None: it has to run whole."""
     most = max(program.axes.values())
     n_chunks, n_tries = planned.n_chunks, 1
+    hooked: hooks.Seen = {}
     while True:
-        replay = Replay(program, n_chunks, planned.unit)
+        replay = Replay(program, n_chunks, hooked, planned.unit)
         _core.set_busy(True)
         try:
             result = run(replay)
@@ -394,9 +407,14 @@ def _stage(
     if plan.is_whole():
         return None
     program = Program(roots, is_known_only)
+    explain.log_whole(program)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
-    planned = plan.plan(program, bool(roots))
+    try:
+        planned = plan.plan(program, bool(roots))
+    except MemoryLimitError:
+        _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
+        raise
     if planned.n_chunks > 1:
         return program, planned
     reports.note(reports.Report(1, None, 1, planned.predicted, planned.allowed))
@@ -404,13 +422,9 @@ def _stage(
 
 
 def read(is_known_only: bool = False) -> bool:
-    """Give every pending value that the user can reach its number, in chunks.
+    """Give the pending values that the user can reach their numbers, in chunks.
 
-    Args:
-        is_known_only: leave those with a gradient in their history for later.
-
-    Returns:
-        False where the program has to run whole.
+    Known only: leave those with a gradient in their history. False: it has to run whole.
     """
     staged = _stage([], is_known_only)
     if staged is None:
@@ -433,8 +447,7 @@ def flush() -> None:
 
 
 def flush_known() -> None:
-    """Run what is pending if the user can reach a pending value without a gradient in its
-    history."""
+    """Run what the user can reach and has no gradient in its history."""
     if not _core.is_busy() and _core.has_known() and not read(True):
         _core.flush()
 

@@ -1,0 +1,85 @@
+/* py_source.c - where in the user's program a call was recorded. Two words are kept of a frame, its code
+ * and the instruction; they become a file and a line only when a message needs them. */
+#include "py.h"
+
+#include <string.h>
+
+/* Whether files belong to torch or koila, by file name object: few, met again and again. */
+#define KL_N_FILES 256
+
+static struct {
+    PyObject *name;
+    bool is_inside;
+} files[KL_N_FILES];
+
+static PyObject *folders; /* tuple of str: where torch and koila are installed */
+
+int
+kl_source_init(PyObject *given)
+{
+    Py_XSETREF(folders, Py_NewRef(given));
+    return 0;
+}
+
+static bool
+starts_with(PyObject *name, PyObject *folder)
+{
+    return PyUnicode_Check(folder) &&
+           PyUnicode_Tailmatch(name, folder, 0, PyUnicode_GET_LENGTH(name), -1) == 1;
+}
+
+static bool
+is_inside(PyObject *name)
+{
+    size_t slot = ((size_t)name >> 4) % KL_N_FILES;
+    if (files[slot].name == name) {
+        return files[slot].is_inside;
+    }
+    bool result = false;
+    for (Py_ssize_t i = 0; folders != NULL && i < PyTuple_GET_SIZE(folders); i++) {
+        result = result || starts_with(name, PyTuple_GET_ITEM(folders, i));
+    }
+    PyErr_Clear();
+    Py_XSETREF(files[slot].name, Py_NewRef(name));
+    files[slot].is_inside = result;
+    return result;
+}
+
+static void
+note(KlPyNode *call, PyFrameObject *frame)
+{
+    Py_XSETREF(call->code, (PyObject *)PyFrame_GetCode(frame));
+    call->lasti = PyFrame_GetLasti(frame);
+}
+
+void
+kl_source_note(KlPyNode *call, bool is_walked)
+{
+    PyFrameObject *frame = PyEval_GetFrame();
+    if (frame == NULL) {
+        return;
+    }
+    note(call, frame);
+    Py_INCREF(frame);
+    while (is_walked && is_inside(((PyCodeObject *)call->code)->co_filename)) {
+        PyFrameObject *back = PyFrame_GetBack(frame);
+        if (back == NULL) {
+            break;
+        }
+        Py_SETREF(frame, back);
+        note(call, frame);
+    }
+    Py_DECREF(frame);
+}
+
+PyObject *
+kl_source_where(const Tape *tape, KlNodeId id)
+{
+    const KlPyNode *node = &tape->nodes[id];
+    if (node->code == NULL) {
+        return PyUnicode_FromFormat("call %u", id);
+    }
+    PyCodeObject *code = (PyCodeObject *)node->code;
+    int line = PyCode_Addr2Line(code, node->lasti);
+    return PyUnicode_FromFormat("call %u, %U:%d", id, code->co_filename, line);
+}

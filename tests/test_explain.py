@@ -1,0 +1,97 @@
+"""explain() says what runs how often, where a joint is and why; a bad one is logged once."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+
+
+def joint_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if " once " in line]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return koila.lazy(torch.randn(11, 6), torch.randint(0, 5, (11,)))
+
+
+def test_one_pass() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    x, y = batch()
+    text = koila.explain(F.cross_entropy(model(x), y))
+    assert "1 forward, 1 backward" in text
+    assert "2 forwards" not in text
+    assert "linear" in text and "[11, 5] float32 rows in dim 0" in text
+    assert "cross_entropy_loss       reduce" in text
+    assert "combine the partials" in text
+
+
+def test_labels_are_a_stage_of_their_own() -> None:
+    x, y = batch()
+    weights = torch.rand(5)
+    text = koila.explain(F.cross_entropy(nn.Linear(6, 5)(x), y, weights, ignore_index=2))
+    assert "stage 1: body over 11 rows, 1 forward\n" in text
+    assert "stage 3: body over 11 rows, 1 forward, 1 backward" in text
+
+
+def test_a_joint_has_its_reason_and_the_users_line() -> None:
+    x, _ = batch()
+    model = nn.Linear(6, 5)
+    spread = model(x).std(dim=0)
+    ranks = torch.sort(model(x), dim=0).values
+    text = koila.explain((ranks * spread).mean().sqrt())
+    assert "two forwards" in text
+    assert "2 forwards, 1 backward" in text
+    (sort,) = [line for line in joint_lines(text) if " sort " in line]
+    assert "every row depends on the others" in sort
+    assert __file__ in sort
+
+
+def test_the_cause_of_two_forwards_is_named() -> None:
+    x, y = batch()
+    loss = F.mse_loss(nn.Linear(6, 1)(x).squeeze(1), y.float()).sqrt()
+    first = [line for line in koila.explain(loss).splitlines() if "two forwards" in line]
+    assert len(first) == 1
+    assert "through sqrt" in first[0] and __file__ in first[0]
+
+
+def test_an_op_without_a_row_is_named() -> None:
+    x, _ = batch()
+    text = koila.explain(torch.linalg.svdvals(nn.Linear(6, 5)(x)).sum())
+    (line,) = [line for line in joint_lines(text) if "svdvals" in line]
+    assert "no row for" in line and __file__ in line
+
+
+def test_what_has_run_is_not_explained() -> None:
+    x, _ = batch()
+    loss = nn.Linear(6, 5)(x).sum()
+    loss.backward()
+    assert koila.explain(loss) == "nothing is pending: the program has run"
+
+
+def whole_step() -> None:
+    x, _ = batch()
+    mixed = torch.sort(x, dim=0).values.cumsum(0).flip(0).cumsum(0)
+    nn.Linear(6, 5)(mixed.t().contiguous().t().cumsum(0)).cumsum(0).cumsum(0).mean().backward()
+
+
+def test_a_bad_joint_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with koila.config(chunks=3), caplog.at_level(logging.WARNING, logger="koila"):
+        whole_step()
+        whole_step()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "sort needs the whole batch (every row depends on the others" in text
+    assert __file__ in text and "calls run whole" in text
+
+
+def test_a_good_program_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with koila.config(chunks=3), caplog.at_level(logging.WARNING, logger="koila"):
+        x, y = batch()
+        F.cross_entropy(nn.Linear(6, 5)(x), y).sqrt().backward()
+    assert not caplog.records

@@ -1,0 +1,218 @@
+"""Hooks inside a step see the gradient of all rows once, and the step is split all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import koila
+
+N_ROWS = 11
+CHUNKS = [1, 2, 3, 7, N_ROWS]
+Hook = Callable[[Tensor], Tensor | None]
+
+
+class Rows(TorchDispatchMode):
+    """The most rows that went through a linear layer at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm.default and args[1].device.type != "meta":
+            self.most = max(self.most, args[1].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def model() -> nn.ModuleDict:
+    torch.manual_seed(1)
+    layers = {"body": nn.Linear(6, 8), "middle": nn.Linear(8, 8), "head": nn.Linear(8, 5)}
+    return nn.ModuleDict(layers).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(N_ROWS, 6, dtype=torch.float64), torch.randint(0, 5, (N_ROWS,))
+
+
+def on_rows(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
+    h = layers["body"](x).tanh()
+    h.register_hook(hook)
+    return F.cross_entropy(layers["head"](layers["middle"](h).tanh() + h), y)
+
+
+def on_two_values(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
+    h = layers["body"](x).tanh()
+    h.register_hook(hook)
+    k = layers["middle"](h)
+    k.register_hook(hook)
+    return F.cross_entropy(layers["head"](k), y)
+
+
+def on_a_view(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
+    h = layers["middle"](layers["body"](x).tanh()).t()
+    h.register_hook(hook)
+    return F.cross_entropy(layers["head"](h.t()), y)
+
+
+def on_a_reduction(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
+    loss = F.cross_entropy(layers["head"](layers["middle"](layers["body"](x))), y)
+    loss.register_hook(hook)
+    return loss * 3 + loss.exp()
+
+
+def on_the_loss(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
+    loss = F.cross_entropy(layers["head"](layers["middle"](layers["body"](x))), y)
+    loss.register_hook(hook)
+    return loss
+
+
+def on_a_joint(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
+    ranks = torch.sort(layers["middle"](layers["body"](x).tanh()), dim=0).values
+    ranks.register_hook(hook)
+    return F.cross_entropy(layers["head"](ranks), y) + torch.cumsum(ranks, 0).mean()
+
+
+PROGRAMS = [on_rows, on_two_values, on_a_view, on_a_reduction, on_the_loss, on_a_joint]
+
+
+def look(seen: list[Tensor]) -> Hook:
+    def hook(gradient: Tensor) -> Tensor:
+        assert not koila.is_lazy(gradient)
+        seen.append(gradient.clone())
+        return gradient / gradient.norm() + 0.1
+
+    return hook
+
+
+def step(program: Any, lazy: Any) -> tuple[list[Tensor], list[Tensor]]:
+    layers, seen = model(), list[Tensor]()
+    program(layers, *lazy(*batch()), look(seen)).backward()
+    return seen, [p.grad for p in layers.parameters() if p.grad is not None]
+
+
+def eager(*batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_hooks_see_whole_gradients_of_split_steps(program: Any, chunks: int) -> None:
+    want_seen, want = step(program, eager)
+    rows = Rows()
+    with koila.config(chunks=chunks), rows:
+        seen, gradients = step(program, koila.lazy)
+    assert rows.most == -(-N_ROWS // chunks)
+    for got, wanted in zip([*seen, *gradients], [*want_seen, *want], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_retained_gradients_add_up(chunks: int) -> None:
+    def run(lazy: Any) -> list[Any]:
+        layers = model()
+        x, y = lazy(*batch())
+        h = layers["body"](x).tanh()
+        h.retain_grad()
+        h.register_hook(lambda gradient: gradient * 2)
+        loss = F.cross_entropy(layers["head"](h), y)
+        loss.retain_grad()
+        loss.backward(retain_graph=True)
+        first = h.grad.clone()
+        loss.backward()
+        return [first, h.grad, loss.grad, layers["body"].weight.grad]
+
+    with koila.config(chunks=chunks):
+        got = run(koila.lazy)
+    for value, wanted in zip(got, run(eager), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_a_removed_hook_is_not_called() -> None:
+    layers = model()
+    with koila.config(chunks=3):
+        x, y = koila.lazy(*batch())
+        h = layers["body"](x)
+        handle = h.register_hook(lambda gradient: pytest.fail("called"))
+        handle.remove()
+        F.cross_entropy(layers["head"](h), y).backward()
+
+
+@pytest.mark.parametrize("chunks", [2, 3, N_ROWS])
+def test_a_hook_that_raises_changes_nothing(chunks: int) -> None:
+    layers = model()
+    before = [parameter.detach().clone() for parameter in layers.parameters()]
+    with koila.config(chunks=chunks):
+        x, y = koila.lazy(*batch())
+        h = F.dropout(layers["body"](x), 0.5)
+
+        def hook(gradient: Tensor) -> None:
+            raise KeyboardInterrupt
+
+        h.register_hook(hook)
+        loss = F.cross_entropy(layers["head"](h), y)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert all(parameter.grad is None for parameter in layers.parameters())
+    assert all(map(torch.equal, before, layers.parameters()))
+
+
+def test_a_hook_that_changes_the_shape_is_refused() -> None:
+    layers = model()
+    with koila.config(chunks=3):
+        x, y = koila.lazy(*batch())
+        h = layers["body"](x)
+        h.register_hook(lambda gradient: gradient[:2])
+        with pytest.raises(RuntimeError, match=r"hook: cannot put a gradient of shape \[2, 8\]"):
+            F.cross_entropy(layers["head"](h), y).backward()
+    assert layers["head"].weight.grad is None
+
+
+def test_a_value_without_gradient_has_torchs_error() -> None:
+    with koila.config(chunks=3):
+        x, _ = koila.lazy(*batch())
+        with pytest.raises(RuntimeError, match="doesn't require gradient"):
+            (x * 2).register_hook(lambda gradient: None)
+
+
+def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out in the backward after the hook was called."""
+    calls: list[tuple[int, ...]] = []
+    failed: list[int] = []
+    layers = model()
+    original = koila.replay.Replay.backward_chunk
+
+    def fail_once(self: Any, run: Any, chunk: int) -> None:
+        if calls and not failed:
+            failed.append(chunk)
+            raise torch.OutOfMemoryError("injected")
+        original(self, run, chunk)
+
+    monkeypatch.setattr(koila.replay.Replay, "backward_chunk", fail_once)
+    monkeypatch.setattr(koila.plan, "is_whole", lambda: False)
+    planned = koila.plan.plan
+
+    def in_two(program: Any, is_graph: bool) -> Any:
+        return dataclasses.replace(planned(program, is_graph), n_chunks=2)
+
+    x, y = batch()
+    lazy_x, lazy_y = koila.lazy(x, y)
+    h = layers["body"](lazy_x)
+    h.register_hook(lambda gradient: calls.append(tuple(gradient.shape)))
+    loss = F.cross_entropy(layers["head"](h), lazy_y)
+    monkeypatch.setattr(koila.plan, "plan", in_two)
+    loss.backward()
+    assert calls == [(N_ROWS, 8)]
+    assert failed
+    want = torch.autograd.grad(
+        F.cross_entropy(layers["head"](layers["body"](x)), y), layers["body"].weight
+    )[0]
+    torch.testing.assert_close(layers["body"].weight.grad, want, rtol=1e-10, atol=1e-14)
