@@ -339,3 +339,24 @@ def test_step_after_a_failure(chunks: int, same_loss: bool) -> None:
         return loss, gradients(model)
 
     assert_same_story(story, chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_failed_program_is_left_alone(chunks: int) -> None:
+    """It is still held, and must not run again in another; asked for by name, it raises again."""
+    weight = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
+    with split(chunks):
+        x, y = koila.lazy(torch.ones(5, 3, dtype=torch.float64), torch.full((5,), 7))
+        loss = torch.nn.functional.cross_entropy(x @ weight, y)
+        with pytest.raises(IndexError):
+            loss.backward()
+        z = koila.lazy(torch.ones(5, 3, dtype=torch.float64))
+        kept = z @ weight
+        assert kept[kept > 1].sum().item() == 45
+        kept.sum().backward()
+        assert weight.grad is not None and weight.grad.eq(5).all()
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                loss.item()
+            with pytest.raises(IndexError):
+                (loss * 2).item()

@@ -226,6 +226,9 @@ int kl_tape_check_leaves(Tape *tape);
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
 void kl_tape_close(Tape *tape);
+/* Forget what a run that raised left pending and nobody can reach, and the program if that was all of it.
+ * An exception stays. */
+void kl_tape_give_up(Tape *tape);
 
 /* -- py_meta.c: what real tensors say of themselves ------------------------------------------- */
 

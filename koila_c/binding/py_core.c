@@ -22,6 +22,10 @@ core_new_axis(PyObject *module, PyObject *ignored)
 {
     (void)module;
     (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    if (tape != NULL && !tape->is_running) {
+        kl_tape_give_up(tape);
+    }
     return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
 }
 
@@ -239,6 +243,7 @@ core_abandon(PyObject *module, PyObject *ignored)
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
         kl_tape_abandon(&tape->core, true);
+        kl_tape_give_up(tape);
     }
     return Py_NewRef(Py_None);
 }
@@ -353,7 +358,7 @@ core_close(PyObject *module, PyObject *ignored)
     }
     for (size_t i = 0; i < tape->core.n_values; i++) {
         if (tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL) {
-            kl_tape_retire(&tape->core);
+            kl_tape_retire(&tape->core, false);
             return Py_NewRef(Py_False);
         }
     }

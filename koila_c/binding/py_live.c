@@ -225,7 +225,7 @@ kl_live_run(Tape *tape)
         }
         tape->is_running = true;
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
-            if (!tape->core.nodes[i].is_done) {
+            if (!tape->core.nodes[i].is_done && !tape->core.nodes[i].is_abandoned) {
                 result = run_node(tape, (KlNodeId)i, &context);
                 if (result < 0) {
                     /* As in eager, what depends on a call that raised does not exist; the rest does. */
@@ -237,8 +237,12 @@ kl_live_run(Tape *tape)
         }
         tape->is_running = false;
         result = kl_context_end(&context);
+        if (result < 0) {
+            kl_tape_abandon(&tape->core, true);
+        }
     }
-    if (result == 0) {
+    kl_tape_give_up(tape);
+    if (result == 0 && tape->core.n_done == tape->core.n_nodes) {
         kl_tape_close(tape);
     }
     return result;
@@ -252,10 +256,7 @@ kl_live_read(Value *value)
         return 0;
     }
     if (value->tape == kl_tape_open_or_null() && !value->tape->is_running) {
-        KlNodeId node = value->tape->core.values[value->id].node;
-        if (node != KL_ID_NONE && value->tape->core.nodes[node].is_abandoned) {
-            kl_tape_abandon(&value->tape->core, false); /* somebody asks for it after all */
-        }
+        kl_tape_ask(&value->tape->core, value->id);
         PyObject *answer = PyObject_CallNoArgs(kl_py.read);
         bool is_known = answer == Py_True;
         Py_XDECREF(answer);
@@ -274,8 +275,11 @@ kl_live_read(Value *value)
 PyObject *
 kl_live_force(Value *value)
 {
-    if (value->tape != NULL && kl_live_run(value->tape) < 0) {
-        return NULL;
+    if (value->tape != NULL) {
+        kl_tape_ask(&value->tape->core, value->id);
+        if (kl_live_run(value->tape) < 0) {
+            return NULL;
+        }
     }
     PyObject *real = kl_lazy_real(value);
     if (real == NULL) {

@@ -214,11 +214,8 @@ find_roots(Tape *tape, PyObject *roots, KlValueId **ids, size_t *n, size_t *n_ma
             }
             return -1;
         }
-        KlNodeId node = kl_lazy_value(root)->tape == tape
-                            ? tape->core.values[kl_lazy_value(root)->id].node
-                            : KL_ID_NONE;
-        if (node != KL_ID_NONE && tape->core.nodes[node].is_abandoned) {
-            kl_tape_abandon(&tape->core, false); /* somebody asks for it after all */
+        if (kl_lazy_value(root)->tape == tape) {
+            kl_tape_ask(&tape->core, kl_lazy_value(root)->id);
         }
         if (kl_tape_attach(tape, kl_lazy_value(root), &id) < 0 || add_id(ids, n, n_max, id) < 0) {
             return -1;

@@ -291,6 +291,18 @@ kl_tape_close(Tape *tape)
     Py_DECREF(tape);
 }
 
+void
+kl_tape_give_up(Tape *tape)
+{
+    kl_tape_retire(&tape->core, true);
+    if (tape->core.n_nodes > 0 && tape->core.n_done == tape->core.n_nodes) {
+        PyObject *type = NULL, *value = NULL, *traceback = NULL;
+        PyErr_Fetch(&type, &value, &traceback);
+        kl_tape_close(tape);
+        PyErr_Restore(type, value, traceback);
+    }
+}
+
 /* -- the type ------------------------------------------------------------------------------------ */
 
 static int

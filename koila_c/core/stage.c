@@ -66,7 +66,9 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
             KlValueId out = node->first_out + k;
             bool has_gradient = stages->needs_gradient[out] && tape->values[out].meta.requires_grad;
             needs_gradient = needs_gradient || has_gradient;
-            stages->is_leaf[out] = tape->values[out].state != KL_STATE_PENDING && !has_gradient;
+            /* What is live has a graph of its own: the gradient enters it as it enters a leaf. */
+            stages->is_leaf[out] =
+                tape->values[out].state != KL_STATE_PENDING && (!has_gradient || node->is_done);
         }
         if (node->is_done || !is_wanted_node(stages, node, is_needed)) {
             continue;

@@ -235,6 +235,7 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         KlPlace place = split->places != NULL ? split->places[i] : KL_PLACE_WHOLE;
         tape->inputs[tape->n_inputs++] = (KlInput){.value = value, .place = place};
         if (value != KL_ID_NONE) {
+            kl_tape_ask(tape, value);
             tape->values[value].n_pending++;
         }
     }
@@ -364,6 +365,15 @@ find_reached(KlTape *tape)
 }
 
 void
+kl_tape_ask(KlTape *tape, KlValueId value)
+{
+    KlNodeId id = value < tape->n_values ? tape->values[value].node : KL_ID_NONE;
+    if (id != KL_ID_NONE && tape->nodes[id].is_abandoned) {
+        kl_tape_abandon(tape, false);
+    }
+}
+
+void
 kl_tape_abandon(KlTape *tape, bool is_abandoned)
 {
     for (size_t i = 0; i < tape->n_nodes; i++) {
@@ -383,11 +393,13 @@ is_any_out_reached(const KlTape *tape, const KlNode *node)
 }
 
 void
-kl_tape_retire(KlTape *tape)
+kl_tape_retire(KlTape *tape, bool is_abandoned_only)
 {
     find_reached(tape);
     for (size_t i = 0; i < tape->n_nodes; i++) {
-        if (!tape->nodes[i].is_done && !is_any_out_reached(tape, &tape->nodes[i])) {
+        const KlNode *node = &tape->nodes[i];
+        bool is_meant = node->is_abandoned || !is_abandoned_only;
+        if (is_meant && !node->is_done && !is_any_out_reached(tape, node)) {
             kl_tape_set_done(tape, (KlNodeId)i);
         }
     }

@@ -141,8 +141,11 @@ void kl_tape_set_failed(KlTape *tape, KlNodeId node);
 /* A run raised: what is pending now waits until somebody asks for it by name. */
 void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 
+/* Somebody asks for `value`: what was abandoned is pending again, if that is among it. */
+void kl_tape_ask(KlTape *tape, KlValueId value);
+
 /* What has run, and leads to nothing the user can reach, is done: its leaves may change. */
-void kl_tape_retire(KlTape *tape);
+void kl_tape_retire(KlTape *tape, bool is_abandoned_only);
 
 /* Whether a random call waits: a draw made now, or the generator asked now, would come before it. */
 bool kl_tape_has_draw(const KlTape *tape);
