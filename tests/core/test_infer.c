@@ -60,13 +60,13 @@ test_what_is_declined(void)
     const KlMeta x = by_rows(0, TENSOR(FLOAT32, 8, 4)), w = TENSOR(FLOAT32, 3, 4);
     CHECK(INFER("linear", &x, &w) == KL_OK);
     CHECK(INFER("linear", &x, NULL) == KL_DECLINED); /* None among the tensors */
-    CHECK(INFER_MORE("mul", ((KlArg){.kind = KL_ARG_OTHER}), &x) == KL_DECLINED);
+    CHECK(INFER_MORE("gelu", ((KlArg){.kind = KL_ARG_OTHER}), &x) == KL_DECLINED);
     KlMeta odd = x;
     odd.dtype = KL_DTYPE_OTHER;
     CHECK(INFER("relu", &odd) == KL_DECLINED);
     odd = x;
     odd.n_dims = KL_DIMS_MAX + 1;
-    CHECK(INFER("relu", &odd) == KL_DECLINED);
+    CHECK(INFER("sum", &odd) == KL_DECLINED);
     bind(&bound, "relu", 0, ARGS(NONE), 0, (const KlMeta *[]){&x});
     CHECK(kl_infer_call(&bound.call, &result, &error) == KL_DECLINED); /* no tensor at all */
 }
@@ -85,6 +85,7 @@ test_devices(void)
     CHECK(INFER("add", &there, &number) == KL_OK && result.outs[0].device == 1);
     number.device = 1;
     CHECK(INFER("add", &x, &number) == KL_DECLINED);
+    CHECK(INFER("add", &number, &x) == KL_DECLINED);
     CHECK(INFER("relu", &x) == KL_OK && result.outs[0].device == 0);
 }
 
@@ -103,7 +104,8 @@ test_illegal_calls_name_the_op(void)
     misplaced = by_rows(3, TENSOR(FLOAT32, 8, 4)); /* there is no axis 3 */
     CHECK(INFER("relu", &misplaced) == KL_ERROR_INTERNAL);
     misplaced = by_rows(0, TENSOR(FLOAT32, 8, 4));
-    misplaced.place.dim = 2;
+    misplaced.place.dim = 2; /* of two */
+    misplaced.shape[2] = 8;
     CHECK(INFER("relu", &misplaced) == KL_ERROR_INTERNAL);
 }
 
@@ -118,7 +120,8 @@ test_inplace_results_must_fit(void)
     CHECK(INFER("add_", &block, &row) == KL_OK);
     CHECK(result.n_outs == 1 && result.effects == 1);
     CHECK(result.alias == KL_ALIAS_SAME && result.alias_input == 0);
-    CHECK(INFER("add_", &row, &ints) == KL_OK && result.outs[0].dtype == KL_DTYPE_FLOAT32);
+    const KlMeta doubles = TENSOR(FLOAT64, 4); /* the target keeps its dtype */
+    CHECK(INFER("add_", &row, &doubles) == KL_OK && result.outs[0].dtype == KL_DTYPE_FLOAT32);
     const KlMeta x = by_rows(0, TENSOR(FLOAT32, 8, 4));
     CHECK(INFER("add_", &x, &row) == KL_OK && result.split.mode == KL_MODE_ROWS);
     CHECK(kl_place_is_equal(&result.outs[0].place, &x.place));
@@ -231,7 +234,12 @@ test_what_is_saved(void)
     CHECK(kl_infer_call(&bound.call, &result, &error) == KL_OK);
     kl_infer_saves(&bound.call, &result, &saves);
     CHECK(saves.inputs == 0 && saves.outputs == 0 && saves.bytes_extra == 0);
-    CHECK(INFER_MORE("reshape", INTS(8, 4), &x) == KL_OK);
+    const KlMeta other = TENSOR(FLOAT32, 8, 4);
+    CHECK(INFER("mul_", &x, &other) == KL_OK);
+    kl_infer_saves(&bound.call, &result, &saves);
+    CHECK(saves.inputs == 2);
+    bound.call.is_grad_enabled = false; /* x still requires grad, but the call has no backward */
+    CHECK(kl_infer_call(&bound.call, &result, &error) == KL_OK && result.outs[0].requires_grad);
     kl_infer_saves(&bound.call, &result, &saves);
     CHECK(saves.inputs == 0 && saves.outputs == 0);
 }

@@ -35,6 +35,7 @@ static void
 test_a_call_becomes_a_node(void)
 {
     Program p = {0};
+    (void)axis(&p, 5);
     KlAxisId batch = axis(&p, 8);
     KlValueId x = leaf(&p, by_rows(batch, TENSOR(FLOAT32, 8, 4)));
     KlValueId w = leaf(&p, TENSOR(FLOAT32, 3, 4));
@@ -195,6 +196,8 @@ test_a_review_reads_its_earlier_version(void)
     CHECK(kl_tape_append(&p.tape, &review, &id, NULL) == KL_OK && id == 2);
     CHECK(value(&p, view)->n_pending == 1 && p.tape.nodes[id].review_of == view);
     CHECK(!kl_tape_is_stale(&p.tape, p.tape.nodes[id].first_out));
+    p.tape.values[p.tape.nodes[id].first_out].is_wanted = true;
+    CHECK(kl_tape_retire(&p.tape, NULL) == KL_OK && p.tape.n_done == 0); /* it is run as well */
     kl_tape_set_done(&p.tape, id);
     CHECK(value(&p, view)->n_pending == 0);
     program_fini(&p);
@@ -222,8 +225,11 @@ test_axes_become_one(void)
     }
     kl_tape_axis_merge(&p.tape, 6, 8); /* once more changes nothing */
     kl_tape_axis_merge(&p.tape, 12, 12);
-    kl_tape_axis_merge(&p.tape, 4, 2);
-    CHECK(kl_tape_axis_find(&p.tape, 10) == 2 && kl_tape_axis_find(&p.tape, 12) == 12);
+    kl_tape_axis_merge(&p.tape, 2, 10); /* all of them with another */
+    for (KlAxisId i = 2; i <= 10; i += 2) {
+        CHECK(kl_tape_axis_find(&p.tape, i) == 2);
+    }
+    CHECK(kl_tape_axis_find(&p.tape, 12) == 12);
     CHECK(kl_tape_axis_find(&p.tape, 0) == 0 && kl_tape_axis_find(&p.tape, 5) == 5);
     program_fini(&p);
 }
@@ -305,11 +311,13 @@ test_a_write_to_held_memory_stays(void)
     KlValueId view = CALL1(&p, "select", x, INT(0), INT(0));
     KlValueId other = call1(&p, "exp", leaf(&p, TENSOR(FLOAT32, 4)));
     (void)call2(&p, "add_", view, other);
+    (void)call1(&p, "t", x);
     p.tape.values[x].is_wanted = true;
     CHECK(kl_tape_retire(&p.tape, &p.error) == KL_OK && p.tape.n_done == 0);
     CHECK(!p.tape.nodes[1].is_done && !p.tape.nodes[2].is_done); /* what is added, and the write */
+    CHECK(p.tape.nodes[3].is_done); /* shares the memory, but does not write it */
     p.tape.values[x].is_wanted = false;
-    CHECK(kl_tape_retire(&p.tape, &p.error) == KL_OK && p.tape.n_done == 3);
+    CHECK(kl_tape_retire(&p.tape, &p.error) == KL_OK && p.tape.n_done == 4);
     program_fini(&p);
 }
 
@@ -383,6 +391,10 @@ test_an_effect_that_nothing_asks_for_must_run(void)
     CHECK(must_run_any(&p));
     p.tape.values[loss].is_wanted = true; /* backward will run it */
     CHECK(!must_run_any(&p));
+    p.tape.values[loss].is_wanted = false;
+    CHECK(must_run_any(&p));
+    kl_tape_set_done(&p.tape, 0);
+    CHECK(!must_run_any(&p));
     program_fini(&p);
 }
 
@@ -432,8 +444,10 @@ static void
 test_clearing_keeps_the_memory(void)
 {
     Program p = {0};
-    (void)axis(&p, 8);
+    KlAxisId batch = axis(&p, 8);
     (void)small_program(&p);
+    (void)CALL1(&p, "view", leaf(&p, by_rows(batch, TENSOR(FLOAT32, 8, 4))), INTS(8, 2, 2));
+    CHECK(p.tape.n_rewrites == 1);
     kl_tape_set_done(&p.tape, 0);
     int64_t n_blocks = kl_alloc_n_blocks();
     kl_tape_clear(&p.tape);
