@@ -2,11 +2,9 @@
 
     python -m benchmarks.bench_plan
 
-Programs are chains of small layers, recorded once for each measurement and planned under a
-limit that
-makes koila cut them, never run while the clock is on. The exponent is that of time = c * calls
-** e,  # noqa: E501
-fitted to all sizes: 1 is linear.
+Programs are chains of small layers, recorded once for each measurement and planned under a limit
+that makes koila cut them, never run while the clock is on. The exponent is that of
+time = c * calls ** e, fitted to all sizes: 1 is linear.
 """
 
 from __future__ import annotations

@@ -71,14 +71,14 @@ def size(text: str) -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory-limit", type=size, help="default: 320MiB; on CUDA 4GiB")
-    parser.add_argument("--rows", type=int, help="rows of a batch; default: 32, on CUDA 1024")
+    parser.add_argument("--memory-limit", type=size, help="default: 352MiB; on CUDA 4GiB")
+    parser.add_argument("--rows", type=int, help="rows of a batch; default: 48, on CUDA 1024")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     is_cpu = torch.device(args.device).type == "cpu"
-    args.memory_limit = args.memory_limit or (320 * MIB if is_cpu else 4096 * MIB)
-    args.rows = args.rows or (32 if is_cpu else 1024)
+    args.memory_limit = args.memory_limit or (352 * MIB if is_cpu else 4096 * MIB)
+    args.rows = args.rows or (48 if is_cpu else 1024)
     return args
 
 

@@ -45,6 +45,8 @@ class Machine:
         _warm_up(device)
         self._is_cuda = torch.device(device).type == "cuda"
         if self._is_cuda:
+            if torch.device(device).index is not None:
+                torch.cuda.set_device(device)  # what is asked of torch.cuda below is asked of this
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             if bytes_limit is not None:

@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--memory-limit", type=int, metavar="BYTES", help="run on a smaller machine"
     )
-    parser.add_argument("--rows", type=int, default=32, help="rows of a batch")
+    parser.add_argument("--rows", type=int, default=48, help="rows of a batch")
     parser.add_argument("--length", type=int, default=64, help="characters of a row")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)

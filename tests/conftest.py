@@ -18,10 +18,6 @@ hypothesis.settings.register_profile("koila", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("koila")
 
 
-# Written ahead of the code, and not yet all green: they are run by name until they are.
-collect_ignore = []
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Let the processes that tests start import the same koila."""
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, config.getini("pythonpath")))

@@ -1,4 +1,6 @@
-"""Print what koila makes of torch's `op_db`: `python tests/opdb_report.py [name ...]`.
+"""Print what koila makes of torch's `op_db`.
+
+    PYTHONPATH=python python tests/opdb_report.py [name ...]
 
 Ends with status 1 where an op differs from torch.
 """

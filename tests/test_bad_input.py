@@ -18,6 +18,8 @@ from oracle import assert_same_or_refused, assert_same_story, gradients, split, 
 from programs_vision import ConvBatchNorm, DropoutMlp, Mlp
 from stories import N_ROWS, each_split, make, rows, train
 
+pytestmark = pytest.mark.sanitize
+
 # What lazy() is given ---------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ from programs import JOINT, ONE_PASS
 from programs_vision import DropoutMlp
 from stories import N_ROWS, make
 
+pytestmark = pytest.mark.sanitize
+
 DOUBLE = torch.float64
 each_split = pytest.mark.parametrize("chunks", [2, 3, 7, N_ROWS])
 

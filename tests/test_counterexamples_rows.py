@@ -17,6 +17,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from oracle import Lazy, assert_same_story, gradients
 from stories import N_ROWS
 
+pytestmark = pytest.mark.sanitize
+
 DOUBLE = torch.float64
 each_split = pytest.mark.parametrize("chunks", [2, 3, 7, N_ROWS])
 

@@ -13,6 +13,8 @@ from oracle import Lazy, assert_same_story, gradients
 from programs_vision import ConvBatchNorm, DenseNet, Discriminator, Generator, Mlp
 from stories import N_ROWS, batches, make, rows
 
+pytestmark = pytest.mark.sanitize
+
 DOUBLE = torch.float64
 each_split = pytest.mark.parametrize("chunks", [None, 1, 2, 3])
 

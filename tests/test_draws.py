@@ -13,6 +13,8 @@ from torch import Tensor
 import koila
 from oracle import assert_close
 
+pytestmark = pytest.mark.sanitize
+
 Draw = Callable[[Tensor], Tensor]
 
 #: How often these draw depends on numbers: on stand-ins they would draw less, or raise.
@@ -71,10 +73,3 @@ def test_a_read_and_the_gradient_after_it_have_the_same_draws(name: str, ask: st
         got = step(IN_ORDER[name], ASK[ask], koila.lazy)
     for a, b, what in zip(got, want, ("loss", "gradient", "next"), strict=True):
         assert_close(a, b, what)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-def test_draws_that_cannot_be_repeated_whole_are_refused() -> None:
-    """Few normal numbers are made otherwise than many."""
-    with koila.config(chunks=3), pytest.raises(koila.KoilaError, match="in chunks when a value"):
-        step(lambda x: torch.normal(x, 1.0), ASK["create_graph"], koila.lazy)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import koila
 from small import Smalls, linear, ones
 
+pytestmark = pytest.mark.sanitize
+
 SMALLS = Smalls()
 
 # Gradients asked for

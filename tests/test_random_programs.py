@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, example, given, settings
@@ -14,6 +15,8 @@ from torch import Tensor
 
 import koila
 from oracle import Lazy, assert_seen, eager, plain
+
+pytestmark = pytest.mark.sanitize
 
 WIDTH = 4
 TOO_MANY = 4096

@@ -14,6 +14,8 @@ from oracle import Lazy, assert_same_story, gradients, split
 from programs_vision import Mlp
 from stories import batches, each_split, make
 
+pytestmark = pytest.mark.sanitize
+
 # Leaves -----------------------------------------------------------------------------------------
 
 

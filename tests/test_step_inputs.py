@@ -22,6 +22,8 @@ from oracle import Lazy, assert_same_story, chunk_sizes, draws_in_order, gradien
 from programs_vision import DropoutMlp, Mlp
 from stories import N_ROWS, batches, each_split, make
 
+pytestmark = pytest.mark.sanitize
+
 # What may be made lazy --------------------------------------------------------------------------
 
 Batch = collections.namedtuple("Batch", ["x", "y"])

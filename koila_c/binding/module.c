@@ -61,9 +61,8 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, "
-     "check_draws, skip_one_hop, read, in_transform, "
-     "draw_again, bind_hooks, folders, reductions, /)"
+     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, bind_hooks, folders, "
+     "reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -152,6 +151,10 @@ static PyMethodDef functions[] = {
      "hook($module, lazy, is_hooked=True, /)\n--\n\n"
      "The number of a value whose gradient can be seen whole; from now on it will be. None where "
      "it has none, or a tensor already."},
+    {"install_slots", kl_slots_install, METH_O,
+     "install_slots($module, names, /)\n--\n\n"
+     "Let these methods of a lazy, and its operators, record without torch's dispatch; False where "
+     "this torch does not allow it."},
     {"close", core_close, METH_NOARGS,
      "close($module, /)\n--\n\nForget the program where the user can reach nothing pending or "
      "known."},

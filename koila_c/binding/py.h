@@ -133,7 +133,7 @@ typedef struct KlPyState {
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
-    PyObject *draw_again;              /* koila.draws.again: before a live run of what has drawn */
+    PyObject *draw_again;              /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
@@ -300,6 +300,8 @@ KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred,
 
 /* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
 
+/* Record a call of an op, or run it live: what __torch_function__ does with it. */
+PyObject *kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs);
 PyObject *kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
@@ -328,6 +330,10 @@ void kl_source_note(KlPyNode *call, bool is_walked);
 /* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
 PyObject *kl_source_where(const Tape *tape, KlNodeId id);
 
+/* -- py_slots.c: calls on a lazy that go round torch's dispatch ------------------------------------ */
+
+PyObject *kl_slots_install(PyObject *module, PyObject *names);
+
 /* -- py_view.c: views after a write ---------------------------------------------------------------- */
 
 /* The value that stands for `value` after the last write to its storage, taking views again. */
@@ -346,6 +352,8 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
 PyObject *kl_program_value(PyObject *module, PyObject *args);
 PyObject *kl_program_node(PyObject *module, PyObject *args);
+/* New reference: what node `id` returns when it runs live with the draws it made in chunks. */
+PyObject *kl_program_draw_again(Tape *tape, KlNodeId id);
 
 /* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
 

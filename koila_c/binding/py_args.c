@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include "alloc.h"
+
 /* Memory that did not fit into the fixed buffers of a KlPyBound. */
 struct KlPyBlock {
     KlPyBlock *next;
@@ -36,7 +38,7 @@ kl_py_bound_fini(KlPyBound *bound)
 {
     while (bound->blocks != NULL) {
         KlPyBlock *next = bound->blocks->next;
-        PyMem_Free(bound->blocks);
+        kl_alloc_free(bound->blocks);
         bound->blocks = next;
     }
 }
@@ -44,7 +46,7 @@ kl_py_bound_fini(KlPyBound *bound)
 static void *
 block_new(KlPyBound *bound, size_t n, size_t size)
 {
-    KlPyBlock *block = PyMem_Malloc(sizeof(*block) + n * size);
+    KlPyBlock *block = kl_alloc_resize(NULL, 1, sizeof(*block) + n * size);
     if (block == NULL) {
         PyErr_NoMemory();
         return NULL;

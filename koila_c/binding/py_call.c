@@ -342,7 +342,7 @@ kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), v
     PyObject *result = NULL;
     uint32_t n_decoded = 0;
     if (node->n_args > KL_STACK_ARGS) {
-        args = PyMem_Calloc(node->n_args, sizeof(PyObject *));
+        args = kl_alloc_zeroed(node->n_args, sizeof(PyObject *));
         if (args == NULL) {
             return PyErr_NoMemory();
         }
@@ -363,7 +363,7 @@ error:
         Py_DECREF(args[i]);
     }
     if (args != stack) {
-        PyMem_Free(args);
+        kl_alloc_free(args);
     }
     return result;
 }

@@ -2,6 +2,7 @@
  * Each combination met is interned to a small id, kept with a node, and put in force again at replay. */
 #include "py.h"
 
+#include <dlfcn.h>
 #include <string.h>
 
 #include "autocast.h"
@@ -30,6 +31,47 @@ static struct {
     PyObject *increment_nesting, *decrement_nesting, *clear_cache;
     PyObject *device_names[KL_N_DEVICES];
 } state;
+
+/* The same questions asked of libtorch itself, where it has these C++ functions: three calls through Python
+ * cost as much as all of inference. NULL: ask through Python. */
+static struct {
+    bool (*is_grad_enabled)(void);
+    bool (*is_inference_enabled)(void);
+    bool (*is_autocast_enabled)(int8_t device_type); /* 0: the CPU, 1: CUDA */
+} direct;
+
+/* The devices of which the functions above are asked: others have autocast states of their own. */
+static bool
+is_direct(void)
+{
+    static Py_ssize_t n_looked_at; /* devices are only ever added */
+    static bool are_known = true;
+    for (; n_looked_at < PyList_GET_SIZE(kl_py.devices); n_looked_at++) {
+        PyObject *device = PyList_GET_ITEM(kl_py.devices, n_looked_at);
+        PyObject *type = PyObject_GetAttrString(device, "type");
+        are_known = are_known && type != NULL &&
+                    (PyUnicode_CompareWithASCIIString(type, "cpu") == 0 ||
+                     PyUnicode_CompareWithASCIIString(type, "cuda") == 0);
+        Py_XDECREF(type);
+        PyErr_Clear();
+    }
+    return are_known && direct.is_grad_enabled != NULL && direct.is_inference_enabled != NULL &&
+           direct.is_autocast_enabled != NULL;
+}
+
+static void
+find_direct(void)
+{
+    void *library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
+    if (library == NULL) {
+        return;
+    }
+    *(void **)&direct.is_grad_enabled = dlsym(library, "aoti_torch_grad_mode_is_enabled");
+    *(void **)&direct.is_inference_enabled = dlsym(library, "_ZN3c1013InferenceMode10is_enabledEv");
+    *(void **)&direct.is_autocast_enabled =
+        dlsym(library, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE");
+    (void)dlclose(library);
+}
 
 static int
 call_bool(PyObject *callable, PyObject *argument)
@@ -72,9 +114,16 @@ kl_context_now(bool *is_grad_enabled)
 {
     Context now;
     memset(&now, 0, sizeof(now)); /* compared with memcmp */
-    int is_grad = call_bool(state.is_grad_enabled, NULL);
-    int is_inference = is_grad < 0 ? -1 : call_bool(state.is_inference_enabled, NULL);
-    int is_autocast = is_inference < 0 ? -1 : call_bool(state.is_any_autocast, NULL);
+    int is_grad, is_inference, is_autocast;
+    if (is_direct()) {
+        is_grad = direct.is_grad_enabled();
+        is_inference = direct.is_inference_enabled();
+        is_autocast = direct.is_autocast_enabled(0) || direct.is_autocast_enabled(1);
+    } else {
+        is_grad = call_bool(state.is_grad_enabled, NULL);
+        is_inference = is_grad < 0 ? -1 : call_bool(state.is_inference_enabled, NULL);
+        is_autocast = is_inference < 0 ? -1 : call_bool(state.is_any_autocast, NULL);
+    }
     if (is_autocast < 0) {
         return -1;
     }
@@ -332,6 +381,7 @@ kl_context_init(void)
             goto error;
         }
     }
+    find_direct();
     static const char *const devices[KL_N_DEVICES] = {"cpu", "cuda"};
     for (int i = 0; i < KL_N_DEVICES; i++) {
         state.device_names[i] = PyUnicode_InternFromString(devices[i]);

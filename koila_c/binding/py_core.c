@@ -161,12 +161,7 @@ core_has_known(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     Tape *tape = kl_tape_open_or_null();
-    bool has_any = false;
-    KlError error;
-    if (tape != NULL && kl_tape_find_known(&tape->core, NULL, &has_any, &error) != KL_OK) {
-        return kl_py_raise(&error);
-    }
-    return PyBool_FromLong(has_any);
+    return PyBool_FromLong(tape != NULL && kl_tape_find_known(&tape->core));
 }
 
 PyObject *
@@ -358,10 +353,7 @@ core_close(PyObject *module, PyObject *ignored)
     }
     for (size_t i = 0; i < tape->core.n_values; i++) {
         if (tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL) {
-            KlError error;
-            if (kl_tape_retire(&tape->core, &error) != KL_OK) {
-                return kl_py_raise(&error);
-            }
+            kl_tape_retire(&tape->core);
             return Py_NewRef(Py_False);
         }
     }

@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "alloc.h"
 #include "infer.h"
 #include "py.h"
 #include "py_describe.h"
@@ -311,7 +312,7 @@ core_infer(PyObject *module, PyObject *args)
         return NULL;
     }
     PyObject *dict = NULL;
-    Desk *desk = PyMem_Calloc(1, sizeof(*desk));
+    Desk *desk = kl_alloc_zeroed(1, sizeof(*desk));
     if (desk == NULL) {
         PyErr_NoMemory();
     } else {
@@ -324,7 +325,7 @@ core_infer(PyObject *module, PyObject *args)
         dict = infer_bound(row, call_args, call_kwargs == Py_None ? NULL : call_kwargs, places,
                            rows, desk);
     }
-    PyMem_Free(desk);
+    kl_alloc_free(desk);
     kl_py_types_fini(&types);
     Py_DECREF(tensor_type);
     return dict;

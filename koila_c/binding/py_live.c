@@ -146,33 +146,6 @@ release_if_dead(Tape *tape, KlValueId value)
     }
 }
 
-/* Call a node. One that drew its random numbers in an earlier run, in chunks, must draw the same. */
-static PyObject *
-call_node(Tape *tape, KlNodeId id)
-{
-    if (!tape->core.nodes[id].is_random || tape->memo == NULL) {
-        return kl_call_run(tape, id, real_of, tape);
-    }
-    PyObject *finish = PyObject_CallFunction(kl_py.draw_again, "I", (unsigned int)id);
-    if (finish == NULL || finish == Py_None) {
-        Py_XDECREF(finish);
-        return finish == NULL ? NULL : kl_call_run(tape, id, real_of, tape);
-    }
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    PyObject *result = kl_call_run(tape, id, real_of, tape);
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *finished = PyObject_CallNoArgs(finish);
-    if (finished == NULL) {
-        Py_CLEAR(result);
-    }
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-    }
-    Py_XDECREF(finished);
-    Py_DECREF(finish);
-    return result;
-}
-
 static int
 run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
 {
@@ -187,7 +160,8 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     } else {
-        PyObject *result = call_node(tape, id);
+        PyObject *result =
+            node->is_drawn ? kl_program_draw_again(tape, id) : kl_call_run(tape, id, real_of, tape);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
         Py_XDECREF(result);
         if (status < 0) {

@@ -178,27 +178,16 @@ is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
 static int
 find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *list)
 {
-    KlError error;
-    bool has_any = false;
-    int result = -1;
-    bool *must_run = kl_alloc_zeroed(tape->core.n_nodes, sizeof(*must_run)); /* [n_nodes] */
-    if (must_run == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
-    if (kl_tape_find_known(&tape->core, must_run, &has_any, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        goto done;
-    }
+    (void)kl_tape_find_known(&tape->core);
     for (size_t i = 0; i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        for (uint32_t k = 0; k < node->n_outs && must_run[i]; k++) {
+        for (uint32_t k = 0; k < node->n_outs && node->must_run; k++) {
             KlValueId out = node->first_out + k;
             bool is_reached = tape->core.values[out].state == KL_STATE_PENDING &&
                               tape->values[out].handle != NULL;
             if (((is_reached || k == 0) && add_id(wanted, n, n_max, out) < 0) ||
                 (is_reached && append_stolen(list, PyLong_FromUnsignedLong(out)) < 0)) {
-                goto done;
+                return -1;
             }
         }
     }
@@ -207,13 +196,10 @@ find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *l
         const KlNode *node = &tape->core.nodes[i];
         bool is_due = node->is_random && !node->is_done && !node->is_abandoned;
         if (is_due && add_id(wanted, n, n_max, node->first_out) < 0) {
-            goto done;
+            return -1;
         }
     }
-    result = draws < 0 ? -1 : 0;
-done:
-    kl_alloc_free(must_run);
-    return result;
+    return draws < 0 ? -1 : 0;
 }
 
 static int
@@ -367,4 +353,41 @@ kl_program_node(PyObject *module, PyObject *args)
                          (unsigned long long)saves->inputs, (unsigned long long)saves->outputs,
                          (long long)saves->bytes_extra, saves->is_extra_rows ? Py_True : Py_False,
                          (long long)saves->bytes_fixed, (long long)saves->bytes_workspace);
+}
+
+/* [(value, place it is read at or None, tensor or None)] of a node's inputs */
+static PyObject *
+describe_inputs(const Tape *tape, const KlNode *node)
+{
+    PyObject *list = PyList_New(0);
+    for (uint32_t k = 0; list != NULL && k < node->n_inputs; k++) {
+        const KlInput *input = &tape->core.inputs[node->first_input + k];
+        const KlPyValue *entry = input->value != KL_ID_NONE ? &tape->values[input->value] : NULL;
+        PyObject *real = entry != NULL && entry->recorded != NULL ? entry->recorded
+                         : entry != NULL                          ? entry->real
+                                                                  : NULL;
+        if (real != NULL &&
+            append_stolen(list, Py_BuildValue("(INO)", input->value, place_object(&input->place),
+                                              real)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+PyObject *
+kl_program_draw_again(Tape *tape, KlNodeId id)
+{
+    const KlNode *node = &tape->core.nodes[id];
+    KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
+    PyObject *inputs = describe_inputs(tape, node);
+    PyObject *result =
+        inputs != NULL
+            ? PyObject_CallFunction(kl_py.draw_again, "IiOIIOn", id,
+                                    axis == KL_ID_NONE ? -1 : (int)axis, inputs, node->first_out,
+                                    node->n_outs, node->writes != 0 ? Py_True : Py_False,
+                                    (Py_ssize_t)tape->core.n_values)
+            : NULL;
+    Py_XDECREF(inputs);
+    return result;
 }

@@ -229,8 +229,8 @@ draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
                                         kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
 }
 
-static PyObject *
-record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+PyObject *
+kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
     Met met = {.tape = kl_tape_open()};
     if (met.tape == NULL || kl_call_visit(args, look_at, &met) < 0 ||
@@ -289,7 +289,7 @@ kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_a
     }
     switch (function->kind) {
     case KL_CALL_OP:
-        return record_op(function, func, call_args, kwargs);
+        return kl_record_op(function, func, call_args, kwargs);
     case KL_CALL_LIVE:
         return kl_live_call(func, call_args, kwargs, KL_LIVE_LAZY);
     case KL_CALL_READ:

@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include "alloc.h"
+
 /* Names that torch takes for another, numpy's (torch/csrc/utils/python_arg_parser.cpp). */
 static const struct {
     const char *name;
@@ -100,7 +102,7 @@ parse_word(KlPyWord *word, const char *text, size_t length)
 KlPySignature *
 kl_py_signature_new(const char *call)
 {
-    KlPySignature *signature = PyMem_Calloc(1, sizeof(*signature));
+    KlPySignature *signature = kl_alloc_zeroed(1, sizeof(*signature));
     if (signature == NULL) {
         PyErr_NoMemory();
         return NULL;
@@ -147,7 +149,7 @@ kl_py_signature_free(KlPySignature *signature)
             Py_DECREF(signature->words[i].names[k]);
         }
     }
-    PyMem_Free(signature);
+    kl_alloc_free(signature);
 }
 
 int

@@ -171,7 +171,7 @@ has_default_generator(const KlCall *call)
     return true;
 }
 
-/* bernoulli, normal: a new row-major value of the shape the tensors broadcast to */
+/* bernoulli, poisson, normal: a new row-major value of the shape the tensors broadcast to */
 KlStatus
 shape_draw(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -233,16 +233,13 @@ place_multinomial(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* rrelu: input, lower, upper, training. In training it draws for the negative numbers only: how much it
- * takes from the generator, and so where a chunk begins, is not known before it runs. The slopes are
- * kept even where none is drawn. */
+/* rrelu: input, lower, upper, training. The slopes are kept even where none is drawn. */
 KlStatus
 shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
 {
     bool is_training = false;
     KlStatus status = kl_rules_bool(call, 3, false, &is_training);
-    if (status == KL_OK &&
-        (kl_rules_input(call, INPUT) == NULL || is_training || !has_default_generator(call))) {
+    if (status == KL_OK && (kl_rules_input(call, INPUT) == NULL || !has_default_generator(call))) {
         status = KL_DECLINED;
     }
     if (status == KL_OK) {
@@ -250,6 +247,7 @@ shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
     }
     if (status == KL_OK) {
         kl_rules_settle_plain(call, result);
+        result->is_random = is_training;
     }
     return status;
 }

@@ -328,41 +328,39 @@ kl_tape_set_failed(KlTape *tape, KlNodeId id)
     }
 }
 
-/* reaches[v]: the user can reach v, or something made from it, or memory that it shares and that is
- * written later. */
-static KlStatus
-find_reached(const KlTape *tape, bool *reaches, KlError *error)
+/* Values are reached where the user can reach them, or something made from them, or memory that they share
+ * and that is written later. No memory is asked for: a commit calls this, and must not fail. */
+static void
+find_reached(KlTape *tape)
 {
-    bool *is_held = kl_alloc_zeroed(tape->n_storages, sizeof(*is_held)); /* [n_storages] */
-    if (is_held == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values",
-                            tape->n_values);
+    for (size_t i = 0; i < tape->n_storages; i++) {
+        tape->storages[i].is_held = false;
     }
     for (size_t i = 0; i < tape->n_values; i++) {
-        reaches[i] = tape->values[i].is_wanted;
-        is_held[tape->values[i].storage] = is_held[tape->values[i].storage] || reaches[i];
+        KlValue *value = &tape->values[i];
+        value->is_reached = value->is_wanted;
+        tape->storages[value->storage].is_held |= value->is_wanted;
     }
     for (size_t i = tape->n_nodes; i-- > 0;) {
         const KlNode *node = &tape->nodes[i];
-        bool is_reached = node->writes != 0 && is_held[tape->values[node->first_out].storage];
+        KlValue *outs = &tape->values[node->first_out];
+        bool is_reached = node->writes != 0 && tape->storages[outs->storage].is_held;
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            is_reached = is_reached || reaches[node->first_out + k];
+            is_reached = is_reached || outs[k].is_reached;
         }
         for (uint32_t k = 0; is_reached && k < node->n_outs; k++) {
-            reaches[node->first_out + k] = true;
+            outs[k].is_reached = true;
         }
         for (uint32_t k = 0; is_reached && k < node->n_inputs; k++) {
             KlValueId value = tape->inputs[node->first_input + k].value;
             if (value != KL_ID_NONE) {
-                reaches[value] = true;
+                tape->values[value].is_reached = true;
             }
         }
         if (is_reached && node->review_of != KL_ID_NONE) {
-            reaches[node->review_of] = true; /* its tensor is what a live run takes */
+            tape->values[node->review_of].is_reached = true; /* a live run takes its tensor */
         }
     }
-    kl_alloc_free(is_held);
-    return KL_OK;
 }
 
 void
@@ -373,79 +371,63 @@ kl_tape_abandon(KlTape *tape, bool is_abandoned)
     }
 }
 
-KlStatus
-kl_tape_retire(KlTape *tape, KlError *error)
+static bool
+is_any_out_reached(const KlTape *tape, const KlNode *node)
 {
-    bool *reaches = kl_alloc_zeroed(tape->n_values, sizeof(*reaches)); /* [n_values] */
-    if (reaches == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values",
-                            tape->n_values);
-    }
-    KlStatus status = find_reached(tape, reaches, error);
-    for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
-        const KlNode *node = &tape->nodes[i];
-        bool is_reached = node->is_done;
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            is_reached = is_reached || reaches[node->first_out + k];
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        if (tape->values[node->first_out + k].is_reached) {
+            return true;
         }
-        if (!is_reached) {
+    }
+    return false;
+}
+
+void
+kl_tape_retire(KlTape *tape)
+{
+    find_reached(tape);
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        if (!tape->nodes[i].is_done && !is_any_out_reached(tape, &tape->nodes[i])) {
             kl_tape_set_done(tape, (KlNodeId)i);
         }
     }
-    kl_alloc_free(reaches);
-    return status;
 }
 
 /* Whether a pending node's outputs are wanted without a gradient in their history, or it has an effect
  * that nothing will ask for. */
 static bool
-must_run_now(const KlTape *tape, const KlNode *node, const bool *has_history, const bool *reaches)
+must_run_now(const KlTape *tape, const KlNode *node)
 {
-    bool is_reached = false;
     for (uint32_t k = 0; k < node->n_outs; k++) {
-        KlValueId out = node->first_out + k;
-        is_reached = is_reached || reaches[out];
-        if (tape->values[out].state == KL_STATE_PENDING && tape->values[out].is_wanted &&
-            !has_history[out]) {
+        const KlValue *out = &tape->values[node->first_out + k];
+        if (out->state == KL_STATE_PENDING && out->is_wanted && !out->has_history) {
             return true;
         }
     }
-    return node->leaf_writes != 0 && !is_reached;
+    return node->leaf_writes != 0 && !is_any_out_reached(tape, node);
 }
 
-KlStatus
-kl_tape_find_known(const KlTape *tape, bool *must_run, bool *has_any, KlError *error)
+bool
+kl_tape_find_known(KlTape *tape)
 {
-    *has_any = false;
-    bool *has_history = kl_alloc_zeroed(tape->n_values, sizeof(*has_history)); /* [n_values] */
-    bool *reaches = kl_alloc_zeroed(tape->n_values, sizeof(*reaches));         /* [n_values] */
-    KlStatus status = KL_OK;
-    if (has_history == NULL || reaches == NULL) {
-        status =
-            kl_error_set(error, KL_ERROR_MEMORY, "no memory to look at %zu values", tape->n_values);
-        goto done;
+    bool has_any = false;
+    find_reached(tape);
+    for (size_t i = 0; i < tape->n_values; i++) {
+        tape->values[i].has_history = false;
     }
-    status = find_reached(tape, reaches, error);
-    for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
-        const KlNode *node = &tape->nodes[i];
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        KlNode *node = &tape->nodes[i];
         bool has_gradient = false;
         for (uint32_t k = 0; k < node->n_inputs; k++) {
             KlValueId value = tape->inputs[node->first_input + k].value;
-            has_gradient = has_gradient || (value != KL_ID_NONE && has_history[value]);
+            has_gradient = has_gradient || (value != KL_ID_NONE && tape->values[value].has_history);
         }
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            KlValueId out = node->first_out + k;
-            has_history[out] = has_gradient || tape->values[out].meta.requires_grad;
+            KlValue *out = &tape->values[node->first_out + k];
+            out->has_history = has_gradient || out->meta.requires_grad;
         }
-        bool is_found =
-            !node->is_done && !node->is_abandoned && must_run_now(tape, node, has_history, reaches);
-        *has_any = *has_any || is_found;
-        if (must_run != NULL) {
-            must_run[i] = is_found;
-        }
+        node->must_run = !node->is_done && !node->is_abandoned && must_run_now(tape, node);
+        has_any = has_any || node->must_run;
     }
-done:
-    kl_alloc_free(reaches);
-    kl_alloc_free(has_history);
-    return status;
+    return has_any;
 }

@@ -21,14 +21,15 @@ typedef struct KlInput {
 
 typedef struct KlValue {
     KlMeta meta;
-    KlNodeId node;       /* KL_ID_NONE: a leaf (a real tensor that entered the program) */
-    KlStorageId storage; /* values that share memory share it */
-    uint32_t version;    /* of the storage, when this value was made */
-    KlValueId view_of;   /* KL_ID_NONE: not a view; else the value it is a view of */
-    uint32_t n_pending;  /* pending nodes that read it */
-    uint8_t state;       /* KlState */
-    bool is_wanted;      /* the user can still reach it */
-    bool is_hooked;      /* somebody looks at its whole gradient: what reads it is a stage later */
+    KlNodeId node;                /* KL_ID_NONE: a leaf (a real tensor that entered the program) */
+    KlStorageId storage;          /* values that share memory share it */
+    uint32_t version;             /* of the storage, when this value was made */
+    KlValueId view_of;            /* KL_ID_NONE: not a view; else the value it is a view of */
+    uint32_t n_pending;           /* pending nodes that read it */
+    uint8_t state;                /* KlState */
+    bool is_wanted;               /* the user can still reach it */
+    bool is_reached, has_history; /* scratch: it leads to what is wanted; a gradient leads to it */
+    bool is_hooked; /* somebody looks at its whole gradient: what reads it is a stage later */
 } KlValue;
 
 typedef struct KlNode {
@@ -50,21 +51,23 @@ typedef struct KlNode {
     uint8_t mode;   /* KlMode */
     uint8_t reduce; /* KlReduce */
     bool is_random;
+    bool is_drawn;      /* it drew in a run in chunks: every later run must draw the same */
     bool is_done;       /* nothing is left to do for it */
     bool is_failed;     /* done without a number: it, or what it reads, raised */
     KlNodeId failed_by; /* failed: the node that raised */
-    bool is_drawn;      /* it drew in a run in chunks, and every later run draws the same */
     KlValueId
         review_of; /* a view taken again after a write: the value that stands for it from before,
                               whose tensor live replay uses; else KL_ID_NONE */
     uint32_t review_out; /* which output that is */
     bool is_grad_enabled;
+    bool must_run;     /* scratch of kl_tape_find_known */
     bool is_abandoned; /* a run of it raised, and nobody has asked for it since */
 } KlNode;
 
 typedef struct KlStorage {
     uint32_t version;  /* counts writes */
     KlValueId base;    /* the value of the whole storage at that version */
+    bool is_held;      /* scratch: one of its values is wanted */
     bool is_uncertain; /* another storage may be the same memory: a write to it must run live */
 } KlStorage;
 
@@ -139,14 +142,14 @@ void kl_tape_set_failed(KlTape *tape, KlNodeId node);
 void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 
 /* What has run, and leads to nothing the user can reach, is done: its leaves may change. */
-KlStatus kl_tape_retire(KlTape *tape, KlError *error);
+void kl_tape_retire(KlTape *tape);
 
 /* Whether a random call waits: a draw made now, or the generator asked now, would come before it. */
 bool kl_tape_has_draw(const KlTape *tape);
 
-/* Find the nodes that can be known for good: pending, wanted, no gradient in their history. They are
- * marked in `must_run` [n_nodes], which may be NULL. */
-KlStatus kl_tape_find_known(const KlTape *tape, bool *must_run, bool *has_any, KlError *error);
+/* Mark (must_run) the nodes that can be known for good: pending, wanted, no gradient in their history.
+ * Returns whether there is one. */
+bool kl_tape_find_known(KlTape *tape);
 
 /* Whether nobody needs the number of `value` any more: not the user, not a pending node. */
 static inline bool

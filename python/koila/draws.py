@@ -5,7 +5,7 @@ order, call by call over all chunks, before anything runs: where the kernel draw
 memory, as dropout on the CPU does, a program in chunks draws eager's own numbers and leaves its
 generator state. Where it does not (in attention or a recurrent layer, on CUDA) each call and
 chunk gets a seed of its own, drawn from the generator: reproducible, no two the same. Each later
-run of a chunk puts the state back first, and so sees the same numbers.
+run of a chunk puts the state back first, and so sees the same numbers; a live run too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from koila import _core, rows
-from koila.errors import KoilaError
 from koila.rows import Bounds
 
 if TYPE_CHECKING:
@@ -32,9 +31,9 @@ Cell = tuple[int, int | None]
 #: Where the files are that are not the user's.
 INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 # How often they draw depends on values, not on sizes alone. None: an operator without a row.
-BY_VALUE = {None, "multinomial", "poisson", "rrelu"}
+BY_VALUE = {None, "poisson", "rrelu"}
 
-# Taken before they are patched: for all others, what waits is drawn before the generator answers.
+# As they were before koila patched them: for all others what was recorded draws before they answer.
 _get_state = torch._C.Generator.get_state
 _set_state = torch._C.Generator.set_state
 _manual_seed = torch._C.Generator.manual_seed
@@ -82,9 +81,9 @@ def check_undisturbed() -> None:
     states = _core.memo().pop("recorded_states", {})
     if any(not torch.equal(state, _get_state(generator_of(d))) for d, state in states.items()):
         warnings.warn(
-            "koila: random numbers were drawn, or the generator was set, between a recorded "
-            f"random call and its run ({user_line()}); the program's own draws come later than "
-            "eager's and differ from them",
+            "koila: random numbers were drawn between a recorded random call and its run "
+            f"({user_line()}); the program's own draws come later than eager's and differ from "
+            "them",
             stacklevel=2,
         )
 
@@ -97,56 +96,95 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
 
 
-def _never_cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    raise AssertionError("a random call alone cuts nothing that was made in its run")
-
-
-class Drawn(NamedTuple):
-    """How a call drew: what each later run of it must repeat."""
-
-    device: torch.device
-    first: torch.Tensor | int  # the generator's state before it, or a seed
-    last: torch.Tensor | None  # the state after it; None where a whole run is sure to be the same
-    is_in_order: bool  # a whole run draws what the chunks drew, if it ends in the same state
-
-
-def again(i: int) -> Callable[[], None] | None:
-    """A call runs whole: let it draw what it drew in an earlier run in chunks.
-
-    Returns:
-        None if it has not drawn yet; else what is to be called when it has drawn.
-
-    Raises:
-        KoilaError: the same numbers cannot be drawn whole.
-    """
-    drawn: Drawn | None = _core.memo().get("drawn", {}).get(i)
-    if drawn is None:
-        return None
-    text = (
-        f"{_core.node(i)[3]}: this call drew its random numbers in chunks when a value was read, "
-        "and what is asked for now must run whole, where it would draw others; read the value "
-        "after backward(), or set koila.config(chunks=1)"
-    )
-    if not drawn.is_in_order:
-        raise KoilaError(text)
-    generator = generator_of(drawn.device)
-    resume = _get_state(generator)
-    _set(generator, drawn.first)
-
-    def finish() -> None:
-        is_same = drawn.last is None or torch.equal(_get_state(generator), drawn.last)
-        _set_state(generator, resume)
-        if not is_same:
-            raise KoilaError(text)
-
-    return finish
-
-
 def _set(generator: torch.Generator, cell: torch.Tensor | int) -> None:
     if isinstance(cell, int):
         _manual_seed(generator, cell)
     else:
         _set_state(generator, cell)
+
+
+def _call(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _as_it_is(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    return tensor
+
+
+def _run_alone(
+    i: int, n_rows: int, given: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
+) -> list[Any]:
+    """Run one call on the tensors given for its inputs; all values after it, by number."""
+    env: list[Any] = [None] * n_values
+    for value, tensor in given.items():
+        env[value] = tensor
+    import_of = {i: (0,) * len(_core.node(i)[5])}  # not looked at: env has all inputs
+    _core.run([i], [()], env, [], import_of, n_rows, is_grad_off, _call, _as_it_is)
+    return env
+
+
+def draw_again(
+    i: int,
+    axis: int,
+    inputs: list[tuple[int, rows.Place | None, torch.Tensor]],
+    first_out: int,
+    n_outs: int,
+    is_written: bool,
+    n_values: int,
+) -> Any:
+    """Run a call live that drew in chunks before: its numbers may be known, and must stay theirs.
+
+    Returns:
+        What the call returns.
+    """
+    memo = _core.memo()
+    cells: dict[Cell, torch.Tensor | int] = memo["cells"]
+    generator = generator_of(_core.value(first_out)[-1])
+    before = _get_state(generator)
+    outs = range(first_out, first_out + n_outs)
+
+    def run(chunk: int | None, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
+        _set(generator, cells[i, chunk])
+        env = _run_alone(i, n_rows, given, n_values, False)
+        return [env[out] for out in outs]
+
+    try:
+        if (i, None) in cells:
+            results = run(None, -1, {value: tensor for value, _, tensor in inputs})
+            return results[0] if is_written or n_outs == 1 else tuple(results)
+        bounds: list[Bounds] = memo["grids"][axis]
+        parts = [
+            run(chunk, one[1] - one[0], _cut_inputs(inputs, bounds, one, is_written))
+            for chunk, one in enumerate(bounds)
+        ]
+    finally:
+        _set_state(generator, before)
+    results = [_gather([part[k] for part in parts], out) for k, out in enumerate(outs)]
+    if is_written:
+        return inputs[0][2].copy_(results[0])
+    return results[0] if n_outs == 1 else tuple(results)
+
+
+def _cut_inputs(
+    inputs: list[tuple[int, rows.Place | None, torch.Tensor]],
+    bounds: list[Bounds],
+    one: Bounds,
+    is_written: bool,
+) -> dict[int, torch.Tensor]:
+    found = {
+        value: tensor if place is None else rows.cut(tensor, place, bounds[-1][1], one)
+        for value, place, tensor in inputs
+    }
+    if is_written:
+        found[inputs[0][0]] = found[inputs[0][0]].clone()
+    return found
+
+
+def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
+    place = _core.value(value)[3]
+    if place is None:
+        return parts[0]
+    return rows.in_order_of(rows.gather(parts, place), parts[0])
 
 
 class Draws:
@@ -158,8 +196,6 @@ class Draws:
         self.after: dict[torch.device, torch.Tensor] = {}
         self.cells: dict[Cell, torch.Tensor | int] = _core.memo().setdefault("cells", {})
         self.new_cells: list[Cell] = []
-        self.drawn: dict[int, Drawn] = _core.memo().setdefault("drawn", {})
-        self.new_drawn: list[int] = []
         self.run_of: dict[int, Run] = {}
 
     def _device(self, i: int) -> torch.device:
@@ -194,26 +230,13 @@ class Draws:
                 self._advance(i, run, chunk)
             else:
                 self.cells[cell] = _seed_from(generator)
-        if i not in self.drawn:
-            self.drawn[i] = self._describe(i, run, is_in_order)
-            self.new_drawn.append(i)
-
-    def _describe(self, i: int, run: Run, is_in_order: bool) -> Drawn:
-        device = self._device(i)
-        if not run.is_body or len(self.replay.grids[run.axis]) == 1:
-            first = self.cells[i, 0 if run.is_body else None]
-            return Drawn(device, first, None, True)
-        # Few normal numbers are made from the same uniform ones in another way than many.
-        is_normal = "norm" in str(_core.node(i)[1]) or "randn" in str(_core.node(i)[1])
-        last = _get_state(generator_of(device))
-        return Drawn(device, self.cells[i, 0], last, is_in_order and not is_normal)
 
     def _advance(self, i: int, run: Run, chunk: int) -> None:
-        """Let one call draw, on stand-ins: only sizes and types matter."""
+        """Let one call draw, on stand-ins: only sizes and types matter. They are ones, which are
+        legal as weights, as probabilities and as deviations."""
         program = self.replay.program
         node = program.nodes[i]
-        env: list[Any] = [None] * len(program.values)
-        imports: list[Any] = [None] * len(program.imports)
+        stand_ins: dict[int, torch.Tensor] = {}
         n_rows = -1
         if run.is_body:
             start, stop = self.replay.grids[run.axis][chunk]
@@ -226,15 +249,8 @@ class Draws:
             shape = info.shape
             if run.is_body and entry.place is not None:
                 shape = rows.chunk_shape(shape, entry.place, n_rows)
-            imports[number] = torch.zeros(shape, dtype=info.dtype)
-        if node.writes and node.n_outs == 2:  # the base of the view that is written
-            base = node.imports[-1]
-            env[program.imports[base].value] = imports[base]
-
-        def run_other(_: int, func: Any, args: Any, kwargs: Any) -> Any:
-            return func(*args, **kwargs)
-
-        _core.run([i], [()], env, imports, program.import_of, n_rows, True, run_other, _never_cut)
+            stand_ins[entry.value] = torch.ones(shape, dtype=info.dtype)
+        _run_alone(i, n_rows, stand_ins, len(program.values), True)
 
     def restore(self, i: int, chunk: int | None) -> None:
         """Put the generator where it was before this call drew for this chunk."""
@@ -243,7 +259,7 @@ class Draws:
     def commit(self) -> None:
         """Leave the generators as the last draw of the program left them."""
         self._put(self.after if self.new_cells else self.before)
-        for i in self.run_of:
+        for i, _ in self.new_cells:
             _core.note_drawn(i)
         if self.cells:
             _core.memo()["grids"] = dict(self.replay.grids)
@@ -251,8 +267,6 @@ class Draws:
     def roll_back(self) -> None:
         for cell in self.new_cells:
             self.cells.pop(cell, None)
-        for i in self.new_drawn:
-            self.drawn.pop(i, None)
         self._put(self.before)
 
     @staticmethod

@@ -158,7 +158,7 @@ def register_all() -> None:
         enter.enter,
         replay.read,
         handlers.in_transform,
-        draws.again,
+        draws.draw_again,
         hooks.bind,
         draws.INSIDE,
         reductions.known(),
@@ -179,3 +179,7 @@ def register_all() -> None:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
         elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)
+    own = vars(_core.LazyTensor)
+    rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
+    methods = (name for name in vars(torch._C.TensorBase) if name in rows)
+    _core.install_slots(tuple(name for name in methods if name not in own and name[0] != "_"))

@@ -183,12 +183,15 @@ def _patch_generator() -> None:
         "clone_state",
         "graphsafe_get_state",
         "graphsafe_set_state",
+        "get_offset",
+        "set_offset",
     ):
         original = vars(generator)[name]
 
         @functools.wraps(original)
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            if self is torch.default_generator and not _core.is_busy() and _core.has_draw():
+            is_shared = self is torch.default_generator or self.device.type != "cpu"
+            if is_shared and not _core.is_busy() and _core.has_draw():
                 replay.flush()
             return _original(self, *args, **kwargs)
 

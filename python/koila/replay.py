@@ -14,7 +14,7 @@ import torch
 
 from koila import _core, config, draws, explain, hooks, plan, reductions, reports, tail
 from koila.cross import Cross, send_back
-from koila.errors import NotInChunksError, is_out_of_memory
+from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, grid
 from koila.spent import spent
@@ -322,13 +322,6 @@ class Replay:
             else:
                 self.run_joint(run, False)
 
-    def report(self, planned: plan.Plan, n_tries: int) -> reports.Report:
-        """What the user is told of this run."""
-        grids = [self.grids[axis] for axis in self.program.axes]
-        n_rows = max(stop - start for grid_ in grids for start, stop in grid_)
-        n_chunks = max(map(len, grids))
-        return reports.Report(n_chunks, n_rows, n_tries, planned.predicted, planned.allowed)
-
     # -- commit -----------------------------------------------------------------------------------
 
     def commit(self, is_spent: bool) -> None:
@@ -377,7 +370,7 @@ def _attempt(
         _core.set_busy(True)
         try:
             result = run(replay)
-            reports.note(replay.report(planned, n_tries))
+            reports.note(planned.report([replay.grids[a] for a in program.axes], n_tries))
             return replay, result
         except NotInChunksError:
             replay.draws.roll_back()
@@ -410,29 +403,28 @@ def _stage(
     explain.log_whole(program)
     if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
         return None
-    planned = plan.plan(program, bool(roots))
+    try:
+        planned = plan.plan(program, bool(roots))
+    except MemoryLimitError:
+        _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
+        raise
     if planned.n_chunks > 1:
         return program, planned
-    reports.note(reports.Report(1, None, 1, planned.predicted, planned.allowed))
+    reports.note(planned.report([], 1))
     return None
 
 
 def read(is_known_only: bool = False) -> bool:
-    """Give every pending value that the user can reach its number, in chunks.
+    """Give the pending values that the user can reach their numbers, in chunks.
 
-    Args:
-        is_known_only: leave those with a gradient in their history for later.
-
-    Returns:
-        False where the program has to run whole.
+    Known only: leave those with a gradient in their history. False: it has to run whole.
     """
     staged = _stage([], is_known_only)
-    if staged is None:
-        reports.note_whole()
-        return False
-    _core.check_leaves()
-    done = _attempt(*staged, Replay.compute)
+    if staged is not None:
+        _core.check_leaves()
+    done = _attempt(*staged, Replay.compute) if staged is not None else None
     if done is None:
+        reports.note_whole()
         return False
     done[0].commit(False)
     return True
@@ -447,8 +439,7 @@ def flush() -> None:
 
 
 def flush_known() -> None:
-    """Run what is pending if the user can reach a pending value without a gradient in its
-    history."""
+    """Run what the user can reach and has no gradient in its history."""
     if not _core.is_busy() and _core.has_known() and not read(True):
         _core.flush()
 

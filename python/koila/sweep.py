@@ -36,6 +36,7 @@ def _plus(*sizes: Size) -> Size:
 class _Kept:
     """What autograd keeps for a node: values, further bytes; and bytes while it runs."""
 
+    row: str | None
     values: set[int]
     further: Size
     workspace: Size
@@ -137,8 +138,8 @@ class Sweep:
         further = (float(whole), extra / rows) if split else (float(extra + whole), 0.0)
         scratch = (0.0, workspace / rows) if by_rows else (float(workspace), 0.0)
         if not self._has_gradient(node):
-            return _Kept(set(), (0.0, 0.0), scratch)
-        return _Kept(values, further, scratch)
+            return _Kept(detail[1], set(), (0.0, 0.0), scratch)
+        return _Kept(detail[1], values, further, scratch)
 
     def _find_lifetimes(self) -> None:
         saved: dict[int, int] = {}  # storage -> the first node that saves it: the last to need it
@@ -164,10 +165,9 @@ class Sweep:
         self.storages.add(self.program.info(value).storage, self._size(value))
 
     def _note(self, node: int, more: Size = (0.0, 0.0)) -> None:
-        totals = (self.storages, self.further, self.gradients)
-        fixed = sum(total.fixed for total in totals) + more[0]
-        per_row = sum(total.per_row for total in totals) + more[1]
-        self.moments.append(Need(fixed, per_row, node))
+        a, b, c = self.storages, self.further, self.gradients
+        fixed = a.fixed + b.fixed + c.fixed + more[0]
+        self.moments.append(Need(fixed, a.per_row + b.per_row + c.per_row + more[1], node))
 
     def _is_given(self, number: int) -> bool:
         """Whether what is read is there already; else a copy is made for this run."""
@@ -218,7 +218,7 @@ class Sweep:
 
     def _terms(self, node: Node) -> Size:
         """A reduced loss lies in the memory of its terms."""
-        row = _core.node(node.id)[1]
+        row = self.kept[node.id].row
         reads = self._reads(node)
         is_loss = row is not None and row.endswith("_loss") and not row.startswith("cross_entropy")
         return max(map(self._size, reads), key=sum) if is_loss and reads else (0.0, 0.0)
@@ -256,7 +256,7 @@ class Sweep:
                 self.gradients.put(value, self._size(value))
         kept = self.kept[node.id]
         more = [kept.workspace]
-        if _core.node(node.id)[1] in _COMPOSED:
+        if kept.row in _COMPOSED:
             more.append(kept.further)
         handed_on = self._handed_on(node)
         for k, number in enumerate(node.imports):
@@ -283,14 +283,14 @@ class Sweep:
         if node.n_outs != 1 or node.id in self.run.parts:
             return ()
         out = self.program.info(node.first_out)
-        candidates = _HANDED_ON.get(_core.node(node.id)[1] or "", ())
+        candidates = _HANDED_ON.get(self.kept[node.id].row or "", ())
         found = []
         for k, number in enumerate(node.imports):
             if number < 0:
                 continue
             value = self.program.imports[number].value
             info = self.program.info(value)
-            is_view = info.storage == out.storage
-            if self._size(value) == self._size(node.first_out) and (is_view or k in candidates):
+            is_same = info.storage == out.storage or k in candidates
+            if is_same and self._size(value) == self._size(node.first_out):
                 found.append(k)
         return tuple(found)

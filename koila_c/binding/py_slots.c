@@ -1,0 +1,303 @@
+/* py_slots.c - calls on a lazy that go straight to the recorder: methods, and the operators + - * / @ and
+ * unary minus. torch's own way there (parse the arguments, find who overrides, call back) is most of what
+ * a record costs. It is only taken round where it would lead here anyway: no torch-function mode is
+ * pushed, overriding is not switched off, and a lazy is the first to be asked. */
+#include "py.h"
+
+#include <dlfcn.h>
+#include <structmember.h>
+
+/* C++ functions of libtorch that say so; without them nothing is installed. */
+static struct {
+    int64_t (*n_modes)(void);
+    int (*disabled)(void); /* 0: overriding is on */
+} torch_state;
+
+static bool
+is_direct(void)
+{
+    return torch_state.n_modes() == 0 && torch_state.disabled() == 0 && kl_py.n_transforms == 0;
+}
+
+/* -- methods ---------------------------------------------------------------------------------------- */
+
+typedef struct LazyMethod {
+    PyObject_HEAD vectorcallfunc call;
+    PyObject *func;     /* torch's method descriptor */
+    Function *function; /* what the table says of it */
+} LazyMethod;
+
+static PyTypeObject *method_type;
+static PyTypeObject *parameter; /* torch.nn.Parameter */
+
+static PyObject *
+pack_keywords(PyObject *const *values, PyObject *names)
+{
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict != NULL && i < PyTuple_GET_SIZE(names); i++) {
+        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), values[i]) < 0) {
+            Py_CLEAR(dict);
+        }
+    }
+    return dict;
+}
+
+static PyObject *
+record(const Function *function, PyObject *func, PyObject *const *args, Py_ssize_t n,
+       PyObject *names)
+{
+    PyObject *result = NULL, *kwargs = NULL;
+    PyObject *tuple = PyTuple_New(n);
+    if (tuple == NULL) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
+    }
+    if (names != NULL && PyTuple_GET_SIZE(names) > 0) {
+        kwargs = pack_keywords(args + n, names);
+    }
+    if (kwargs != NULL || !PyErr_Occurred()) {
+        result = kl_record_op(function, func, tuple, kwargs);
+    }
+    Py_XDECREF(kwargs);
+    Py_DECREF(tuple);
+    return result;
+}
+
+static PyObject *
+LazyMethod_call(PyObject *self, PyObject *const *args, size_t n_flagged, PyObject *names)
+{
+    LazyMethod *method = (LazyMethod *)self;
+    Py_ssize_t n = PyVectorcall_NARGS(n_flagged);
+    if (n == 0 || !kl_lazy_check(args[0]) || !is_direct()) {
+        return PyObject_Vectorcall(method->func, args, n_flagged, names);
+    }
+    return record(method->function, method->func, args, n, names);
+}
+
+static PyObject *
+LazyMethod_get(PyObject *self, PyObject *object, PyObject *type)
+{
+    (void)type;
+    return object == NULL ? Py_NewRef(self) : PyMethod_New(self, object);
+}
+
+/* Its name, documentation and signature are torch's. */
+static PyObject *
+LazyMethod_getattro(PyObject *self, PyObject *name)
+{
+    return PyObject_GetAttr(((LazyMethod *)self)->func, name);
+}
+
+static int
+LazyMethod_traverse(LazyMethod *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->func);
+    return 0;
+}
+
+static void
+LazyMethod_dealloc(LazyMethod *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->func);
+    Py_XDECREF(self->function);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef method_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(LazyMethod, call), READONLY, NULL},
+    {0},
+};
+
+static PyType_Slot method_slots[] = {
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_descr_get, LazyMethod_get},
+    {Py_tp_getattro, LazyMethod_getattro},
+    {Py_tp_traverse, LazyMethod_traverse},
+    {Py_tp_dealloc, LazyMethod_dealloc},
+    {Py_tp_members, method_members},
+    {0},
+};
+
+static PyType_Spec method_spec = {
+    .name = "koila._core.LazyMethod",
+    .basicsize = sizeof(LazyMethod),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = method_slots,
+};
+
+static int
+install_method(PyObject *name, PyObject *func, Function *function)
+{
+    LazyMethod *method = (LazyMethod *)method_type->tp_alloc(method_type, 0);
+    if (method == NULL) {
+        return -1;
+    }
+    method->call = LazyMethod_call;
+    method->func = Py_NewRef(func);
+    method->function = (Function *)Py_NewRef(function);
+    int result = PyObject_SetAttr((PyObject *)kl_py.lazy, name, (PyObject *)method);
+    Py_DECREF(method);
+    return result;
+}
+
+/* -- operators ---------------------------------------------------------------------------------------- */
+
+typedef enum { ADD, SUBTRACT, MULTIPLY, DIVIDE, MATMUL, NEGATE, N_OPERATORS } Operator;
+
+/* Under which name torch hands each operator over, and what it is called on either side. */
+static const char *const operator_names[N_OPERATORS][3] = {
+    {"add", "__add__", "__radd__"},          {"sub", "__sub__", "__rsub__"},
+    {"mul", "__mul__", "__rmul__"},          {"div", "__truediv__", "__rtruediv__"},
+    {"matmul", "__matmul__", "__rmatmul__"}, {"neg", "__neg__", "__neg__"},
+};
+
+static struct {
+    PyObject *func;
+    Function *function;
+    PyObject *forward, *reflected; /* str */
+} operators[N_OPERATORS];
+
+static bool
+is_number(PyObject *object)
+{
+    return PyFloat_CheckExact(object) || PyLong_CheckExact(object) || PyBool_Check(object);
+}
+
+/* A plain tensor, which overrides nothing; Parameter switches overriding off for itself. */
+static bool
+is_plain(PyObject *object)
+{
+    return Py_IS_TYPE(object, kl_py.tensor) || Py_IS_TYPE(object, parameter);
+}
+
+/* What the interpreter does where a class has no slot of its own. */
+static PyObject *
+ask_torch(Operator which, PyObject *left, PyObject *right)
+{
+    if (PyObject_TypeCheck(left, kl_py.tensor_base)) {
+        return PyObject_CallMethodObjArgs(left, operators[which].forward, right, NULL);
+    }
+    return PyObject_CallMethodObjArgs(right, operators[which].reflected, left, NULL);
+}
+
+static PyObject *
+operate(Operator which, PyObject *left, PyObject *right)
+{
+    bool is_left = kl_lazy_check(left);
+    bool is_ours = is_left ? kl_lazy_check(right) || is_plain(right) || is_number(right)
+                           : is_plain(left) && kl_lazy_check(right);
+    if (!is_ours || !is_direct()) {
+        return ask_torch(which, left, right);
+    }
+    PyObject *args[] = {left, right};
+    return record(operators[which].function, operators[which].func, args, 2, NULL);
+}
+
+#define OPERATOR(name, which)                                                                      \
+    static PyObject *name(PyObject *left, PyObject *right)                                         \
+    {                                                                                              \
+        return operate(which, left, right);                                                        \
+    }
+OPERATOR(add, ADD)
+OPERATOR(subtract, SUBTRACT)
+OPERATOR(multiply, MULTIPLY)
+OPERATOR(divide, DIVIDE)
+OPERATOR(matmul, MATMUL)
+#undef OPERATOR
+
+static PyObject *
+negate(PyObject *self)
+{
+    if (!is_direct()) {
+        return ask_torch(NEGATE, self, NULL);
+    }
+    return record(operators[NEGATE].function, operators[NEGATE].func, &self, 1, NULL);
+}
+
+static int
+install_operators(void)
+{
+    for (int i = 0; i < N_OPERATORS; i++) {
+        PyObject *func = PyObject_GetAttrString((PyObject *)kl_py.tensor, operator_names[i][0]);
+        Function *function = func != NULL ? kl_function_find(func) : NULL;
+        if (function == NULL || function->kind != KL_CALL_OP) {
+            Py_XDECREF(func);
+            PyErr_Clear();
+            return 0; /* not as this file expects torch to be: its own way stays */
+        }
+        operators[i].func = func;
+        operators[i].function = function;
+        operators[i].forward = PyUnicode_InternFromString(operator_names[i][1]);
+        operators[i].reflected = PyUnicode_InternFromString(operator_names[i][2]);
+        if (operators[i].forward == NULL || operators[i].reflected == NULL) {
+            return -1;
+        }
+    }
+    PyNumberMethods *number = kl_py.lazy->tp_as_number;
+    number->nb_add = add;
+    number->nb_subtract = subtract;
+    number->nb_multiply = multiply;
+    number->nb_true_divide = divide;
+    number->nb_matrix_multiply = matmul;
+    number->nb_negative = negate;
+    return 0;
+}
+
+/* -- installing --------------------------------------------------------------------------------------- */
+
+static bool
+find_torch_state(void)
+{
+    void *library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
+    if (library == NULL) {
+        return false;
+    }
+    *(void **)&torch_state.n_modes =
+        dlsym(library, "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
+    *(void **)&torch_state.disabled =
+        dlsym(library, "_ZN2at4impl22PythonTorchFunctionTLS18get_disabled_stateEv");
+    (void)dlclose(library);
+    return torch_state.n_modes != NULL && torch_state.disabled != NULL;
+}
+
+/* install_slots(names) -> bool: the methods of these names, where the table has them as ops. */
+PyObject *
+kl_slots_install(PyObject *module, PyObject *names)
+{
+    if (!PyTuple_Check(names)) {
+        return PyErr_Format(PyExc_TypeError, "install_slots: names is not a tuple");
+    }
+    if (!find_torch_state()) {
+        return Py_NewRef(Py_False);
+    }
+    PyObject *nn = PyImport_ImportModule("torch.nn");
+    Py_XSETREF(parameter,
+               nn != NULL ? (PyTypeObject *)PyObject_GetAttrString(nn, "Parameter") : NULL);
+    Py_XDECREF(nn);
+    if (parameter == NULL) {
+        return NULL;
+    }
+    if (method_type == NULL) {
+        method_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &method_spec, NULL);
+    }
+    for (Py_ssize_t i = 0; method_type != NULL && i < PyTuple_GET_SIZE(names); i++) {
+        PyObject *name = PyTuple_GET_ITEM(names, i);
+        PyObject *func = PyObject_GetAttr((PyObject *)kl_py.tensor, name);
+        Function *function = func != NULL ? kl_function_find(func) : NULL;
+        bool is_op = function != NULL && function->kind == KL_CALL_OP &&
+                     Py_IS_TYPE(func, &PyMethodDescr_Type);
+        int result = is_op ? install_method(name, func, function) : 0;
+        Py_XDECREF(func);
+        if (func == NULL || result < 0) {
+            return NULL;
+        }
+    }
+    return method_type == NULL || install_operators() < 0 ? NULL : Py_NewRef(Py_True);
+}

@@ -1,0 +1,136 @@
+"""Methods and operators of a lazy go straight to the recorder, but not past who overrides them."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import koila
+
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+}
+OTHERS = {
+    "tensor": torch.arange(1.0, 4.0),
+    "parameter": nn.Parameter(torch.arange(2.0, 5.0)),
+    "float": 2.5,
+    "int": 3,
+    "bool": True,
+    "complex": 1 + 2j,
+}
+
+
+def x() -> Tensor:
+    return torch.arange(12.0).view(4, 3)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_are_eagers_from_both_sides(name: str, other: str) -> None:
+    operate, value = OPERATORS[name], OTHERS[other]
+    if name == "sub" and other == "bool":
+        pytest.skip("torch subtracts no bool")
+    lazy = koila.lazy(x() + 1)
+    for got, wanted in (
+        (operate(lazy, value), operate(x() + 1, value)),
+        (operate(value, lazy), operate(value, x() + 1)),
+        (operate(lazy, lazy), operate(x() + 1, x() + 1)),
+    ):
+        assert koila.is_lazy(got)
+        assert got.dtype == wanted.dtype
+        assert got.requires_grad == wanted.requires_grad
+        assert got.tolist() == wanted.tolist()
+
+
+def test_matmul_and_minus() -> None:
+    lazy = koila.lazy(x())
+    assert (lazy @ x().t()).tolist() == (x() @ x().t()).tolist()
+    assert (x().t() @ lazy).tolist() == (x().t() @ x()).tolist()
+    assert (-lazy).tolist() == (-x()).tolist()
+
+
+@pytest.mark.parametrize("other", ["text", None, object()], ids=["str", "None", "object"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_torch_refuses_is_refused_in_its_words(name: str, other: Any) -> None:
+    def words(value: Any) -> tuple[type, str]:
+        with pytest.raises(TypeError) as caught:
+            OPERATORS[name](value, other)
+        return caught.type, str(caught.value).replace("LazyTensor", "Tensor")
+
+    assert words(koila.lazy(x())) == words(x())
+
+
+def test_an_operand_that_answers_for_itself_does() -> None:
+    class Other:
+        def __radd__(self, left: Any) -> str:
+            return "mine"
+
+    assert koila.lazy(x()) + Other() == "mine"
+
+
+class Names(TorchFunctionMode):
+    """Keeps the names of the calls it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_users_mode_sees_every_call() -> None:
+    lazy = koila.lazy(x())
+    with Names() as names:
+        (-(lazy + 1)).view(12).tanh()
+    assert names.seen == ["add", "neg", "view", "tanh"]
+
+
+def test_where_overriding_is_off_torchs_own_way_is_taken() -> None:
+    lazy = koila.lazy(x())
+    with torch._C.DisableTorchFunctionSubclass():
+        made = [lazy + 1, lazy.mul(2), -lazy]
+    assert [m.tolist() for m in made] == [(x() + 1).tolist(), (x() * 2).tolist(), (-x()).tolist()]
+
+
+class Mine(Tensor):
+    """A subclass that answers for itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return "mine"
+
+
+def test_another_subclass_that_comes_first_is_asked_first() -> None:
+    assert torch.ones(3).as_subclass(Mine) + koila.lazy(x()) == "mine"
+
+
+def test_methods_look_like_torchs() -> None:
+    assert koila._core.LazyTensor.view.__name__ == "view"
+    assert koila._core.LazyTensor.relu.__doc__ == Tensor.relu.__doc__
+    assert inspect.ismethod(koila.lazy(x()).tanh)
+    assert Tensor.relu(koila.lazy(x() - 5)).tolist() == (x() - 5).relu().tolist()
+
+
+def test_keywords_and_errors_of_methods() -> None:
+    lazy = koila.lazy(x())
+    assert lazy.sum(dim=1, keepdim=True).tolist() == x().sum(dim=1, keepdim=True).tolist()
+    assert lazy.clamp(min=3, max=7).tolist() == x().clamp(min=3, max=7).tolist()
+    with pytest.raises(TypeError) as wanted:
+        x().relu(1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError) as got:
+        lazy.relu(1)
+    assert str(got.value) == str(wanted.value)
+    with pytest.raises(RuntimeError, match="shape '\\[5\\]' is invalid for input of size 12"):
+        lazy.view(5)
