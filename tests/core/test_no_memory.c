@@ -2,8 +2,6 @@
  * an error of memory, a tape that can still be used, the same result after, nothing left over. */
 #include "program.h"
 
-#include <stdlib.h>
-
 /* One block of the program: two layers, views with the batch written out, a joint, a second body, writes
  * to a value and through a view, a draw, data, a loss of two parts. */
 static KlValueId
@@ -109,40 +107,21 @@ check_same_stages(const KlTape *tape, const KlStages *left, const KlStages *righ
     }
 }
 
-/* -- looking at the tape ----------------------------------------------------------------------------- */
+/* -- at the commit ------------------------------------------------------------------------------------ */
 
-/* A mask that is wanted can be known before the rest. */
+/* A commit looks for what can be known and lets go of the rest: with no memory at all. The mask can be
+ * known before the rest; then the user lets go of the loss and keeps the mask. */
 static void
-find_known(Program *p, KlValueId mask)
+commit(Program *p, KlValueId loss, KlValueId mask)
 {
-    const KlTape before = p->tape;
-    bool *must_run = calloc(p->tape.n_nodes, sizeof(bool));
-    bool has_any = true;
-    KlStatus status = kl_tape_find_known(&p->tape, must_run, &has_any, &p->error);
-    if (is_refused(p, status, &before)) {
-        status = kl_tape_find_known(&p->tape, must_run, &has_any, &p->error);
-        (void)is_refused(p, status, NULL);
-    }
-    CHECK(has_any);
+    kl_alloc_fail_after(0);
+    CHECK(kl_tape_find_known(&p->tape));
     for (size_t i = 0; i < p->tape.n_nodes; i++) {
-        CHECK(must_run[i] == (p->tape.values[mask].node == i));
+        CHECK(p->tape.nodes[i].must_run == (p->tape.values[mask].node == i));
     }
-    free(must_run);
-}
-
-/* The user lets go of the loss and keeps the mask. */
-static void
-retire(Program *p, KlValueId loss)
-{
-    const KlTape before = p->tape;
     p->tape.values[loss].is_wanted = false;
-    KlStatus status = kl_tape_retire(&p->tape, &p->error);
-    if (is_refused(p, status, &before)) {
-        for (size_t i = 0; i < p->tape.n_nodes; i++) {
-            CHECK(!p->tape.nodes[i].is_done);
-        }
-        (void)is_refused(p, kl_tape_retire(&p->tape, &p->error), NULL);
-    }
+    kl_tape_retire(&p->tape);
+    kl_alloc_fail_after(-1);
     CHECK(p->tape.n_done == p->tape.n_nodes - 1 && !p->tape.nodes[p->tape.n_done].is_done);
 }
 
@@ -155,9 +134,7 @@ run(Program *p, KlStages *stages, int64_t n)
     KlValueId mask = call1(p, "isnan", 1);
     p->tape.values[mask].is_wanted = true;
     stage(p, loss, true, stages);
-    find_known(p, mask);
-    retire(p, loss);
-    kl_alloc_fail_after(-1);
+    commit(p, loss, mask);
 }
 
 static void
