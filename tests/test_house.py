@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -34,6 +35,23 @@ LAYER_OF = {"error": "base"}
 FAMILY_HEADERS = ["base.h", "rules.h", "rules_outline.h", "py_args.h", "py.h"]
 # What makes the table and what applies it; rules.h is their private affair.
 READERS_OF_RULES = {"ops.c", "infer.c", "autocast.c"}
+
+TESTS = ROOT / "tests"
+# x.c of the core has tests/core/test_x.c. The rules have these, which go through every row: shapes,
+# dtypes and what is saved (test_ops, test_infer_opdb), places (test_infer, test_brute), values and
+# gradients, whole and in chunks (test_opdb, test_opdb_chunks).
+TESTS_OF_ROWS = {
+    "rules_*": [
+        "test_brute.py",
+        "test_infer.py",
+        "test_infer_opdb.py",
+        "test_opdb.py",
+        "test_opdb_chunks.py",
+        "test_ops.py",
+    ],
+}
+# tests/core/test_no_memory.c is of all that allocates.
+TESTS_OF_MANY = {"no_memory"}
 
 N_LINES_OF_A_FILE = 500
 N_LINES_OF_A_FUNCTION = 60
@@ -111,6 +129,19 @@ def test_own_header_first_then_the_systems(path: Path) -> None:
     elif names and names[0].strip('"') in FAMILY_HEADERS:
         names.pop(0)  # error.c, rules_shape.c, rules_index.c, py_signature.c, py_lazy.c
     assert names == sorted(names, key=lambda name: name.startswith('"'))
+
+
+def test_every_file_of_the_core_has_its_test() -> None:
+    stems = {path.stem for path in C_FILES if path.parent.name == "core" and path.suffix == ".c"}
+    tested = {path.stem.removeprefix("test_") for path in (TESTS / "core").glob("test_*.c")}
+    covered = {stem for stem in stems if any(fnmatch(stem, files) for files in TESTS_OF_ROWS)}
+    assert stems - tested - covered == set()
+    assert tested - stems == TESTS_OF_MANY
+
+
+def test_tests_of_rows_exist() -> None:
+    named = {name for names in TESTS_OF_ROWS.values() for name in names}
+    assert {name for name in named if not (TESTS / name).is_file()} == set()
 
 
 @c_files

@@ -6,7 +6,10 @@
 
 static int n_checks_failed = 0;
 
-#define CHECK(condition) check((condition), #condition, __FILE__, __LINE__)
+#define CHECK(condition) CHECK_AT(__LINE__, condition)
+
+/* In a helper: the line of the test that called it. */
+#define CHECK_AT(line, condition) check((condition), #condition, __FILE__, line)
 
 static inline void
 check(int is_true, const char *condition, const char *file, int line)
