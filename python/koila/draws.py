@@ -11,6 +11,7 @@ run of a chunk puts the state back first, and so sees the same numbers; a live r
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Cell = tuple[int, int | None]
 #: Where the files are that are not the user's.
-INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+INSIDE = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
 # How often they draw depends on values, not on sizes alone. None: an operator without a row.
 BY_VALUE = {None, "poisson", "rrelu"}
 
