@@ -15,6 +15,8 @@ static struct {
     GetInt dim;
     GetInts sizes, strides;
     GetInt32 dtype;
+    bool (*requires_grad)(const void *impl); /* c10::TensorImpl's; NULL: ask the attribute */
+    int8_t (*default_dtype)(void);           /* c10's; NULL: ask torch.get_default_dtype */
     bool handle_works;
     int32_t codes[KL_N_DTYPES]; /* torch's number of each dtype */
 } abi;
@@ -63,12 +65,41 @@ kl_meta_device_from(PyObject *device)
     return found;
 }
 
+static KlDtype
+dtype_of_code(int32_t code)
+{
+    for (int i = 0; i < KL_N_DTYPES; i++) {
+        if (abi.codes[i] == code) {
+            return (KlDtype)i;
+        }
+    }
+    return KL_DTYPE_OTHER;
+}
+
 KlDtype
 kl_meta_default_dtype(void)
 {
+    if (abi.handle_works && abi.default_dtype != NULL) {
+        return dtype_of_code(abi.default_dtype());
+    }
     PyObject *dtype = PyObject_CallNoArgs(kl_py.get_default_dtype);
     KlDtype result = dtype != NULL ? kl_meta_dtype_from(dtype) : KL_DTYPE_FLOAT32;
     Py_XDECREF(dtype);
+    return result;
+}
+
+int
+kl_meta_requires_grad(PyObject *tensor)
+{
+    if (abi.handle_works && abi.requires_grad != NULL && Py_IS_TYPE(tensor, kl_py.tensor)) {
+        return abi.requires_grad(*(void **)handle_of(tensor));
+    }
+    PyObject *requires_grad = PyObject_GetAttr(tensor, kl_py.requires_grad);
+    if (requires_grad == NULL) {
+        return -1;
+    }
+    int result = requires_grad == Py_True;
+    Py_DECREF(requires_grad);
     return result;
 }
 
@@ -149,12 +180,7 @@ read_by_handle(PyObject *tensor, KlMeta *meta)
     }
     meta->n_dims = (int32_t)n_dims;
     meta->is_strided = true;
-    meta->dtype = KL_DTYPE_OTHER;
-    for (int i = 0; i < KL_N_DTYPES; i++) {
-        if (abi.codes[i] == code) {
-            meta->dtype = (KlDtype)i;
-        }
-    }
+    meta->dtype = dtype_of_code(code);
     return 0;
 }
 
@@ -202,12 +228,11 @@ kl_meta_read(PyObject *tensor, KlMeta *meta)
     if (result != 0) {
         return result;
     }
-    PyObject *requires_grad = PyObject_GetAttrString(tensor, "requires_grad");
-    if (requires_grad == NULL) {
+    int requires_grad = kl_meta_requires_grad(tensor);
+    if (requires_grad < 0) {
         return -1;
     }
-    meta->requires_grad = requires_grad == Py_True;
-    Py_DECREF(requires_grad);
+    meta->requires_grad = requires_grad != 0;
     return kl_meta_read_device(tensor, meta);
 }
 
@@ -278,6 +303,24 @@ handle_self_test(PyObject *torch)
     return 1;
 }
 
+/* What the impl says of gradients must be what the attribute says; else the attribute is asked. */
+static int
+gradient_self_test(PyObject *tensor)
+{
+    for (int wanted = 0; wanted < 2 && abi.requires_grad != NULL; wanted++) {
+        PyObject *same =
+            PyObject_CallMethod(tensor, "requires_grad_", "O", wanted ? Py_True : Py_False);
+        if (same == NULL) {
+            return -1;
+        }
+        Py_DECREF(same);
+        if (abi.requires_grad(*(void **)handle_of(tensor)) != wanted) {
+            abi.requires_grad = NULL;
+        }
+    }
+    return 0;
+}
+
 /* The impl pointer behind the header must be what torch itself calls the tensor's _cdata. */
 static int
 layout_self_test(PyObject *torch)
@@ -287,6 +330,9 @@ layout_self_test(PyObject *torch)
     int result = -1;
     if (cdata != NULL) {
         result = PyLong_AsVoidPtr(cdata) == *(void **)handle_of(tensor);
+        if (result == 1 && gradient_self_test(tensor) < 0) {
+            result = -1;
+        }
     }
     Py_XDECREF(cdata);
     Py_XDECREF(tensor);
@@ -304,6 +350,8 @@ load_abi(PyObject *torch)
     *(void **)&abi.sizes = dlsym(library, "aoti_torch_get_sizes");
     *(void **)&abi.strides = dlsym(library, "aoti_torch_get_strides");
     *(void **)&abi.dtype = dlsym(library, "aoti_torch_get_dtype");
+    *(void **)&abi.requires_grad = dlsym(library, "_ZNK3c1010TensorImpl13requires_gradEv");
+    *(void **)&abi.default_dtype = dlsym(library, "_ZN3c1031get_default_dtype_as_scalartypeEv");
     (void)dlclose(library);
     if (abi.dim == NULL || abi.sizes == NULL || abi.strides == NULL || abi.dtype == NULL) {
         return 0;

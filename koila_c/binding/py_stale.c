@@ -33,13 +33,8 @@ kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta)
     if (meta->dtype == KL_DTYPE_OTHER) {
         return 1; /* it was not read of these, and all that use them run at once */
     }
-    PyObject *requires_grad = PyObject_GetAttr(tensor, kl_py.requires_grad);
-    if (requires_grad == NULL) {
-        return -1;
-    }
-    int result = (requires_grad == Py_True) == meta->requires_grad;
-    Py_DECREF(requires_grad);
-    return result;
+    int requires_grad = kl_meta_requires_grad(tensor);
+    return requires_grad < 0 ? -1 : (requires_grad != 0) == meta->requires_grad;
 }
 
 static int

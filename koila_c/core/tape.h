@@ -144,7 +144,8 @@ void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 /* Somebody asks for `value`: what was abandoned is pending again, if that is among it. */
 void kl_tape_ask(KlTape *tape, KlValueId value);
 
-/* What has run, and leads to nothing the user can reach, is done: its leaves may change. */
+/* What has run, and leads to nothing the user can reach, is done: its leaves may change. Abandoned only:
+ * leave all that no failed run has given up. */
 void kl_tape_retire(KlTape *tape, bool is_abandoned_only);
 
 /* Whether a random call waits: a draw made now, or the generator asked now, would come before it. */

@@ -120,7 +120,7 @@ commit(Program *p, KlValueId loss, KlValueId mask)
         CHECK(p->tape.nodes[i].must_run == (p->tape.values[mask].node == i));
     }
     p->tape.values[loss].is_wanted = false;
-    kl_tape_retire(&p->tape);
+    kl_tape_retire(&p->tape, false);
     kl_alloc_fail_after(-1);
     CHECK(p->tape.n_done == p->tape.n_nodes - 1 && !p->tape.nodes[p->tape.n_done].is_done);
 }

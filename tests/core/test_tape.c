@@ -197,7 +197,7 @@ test_a_review_reads_its_earlier_version(void)
     CHECK(value(&p, view)->n_pending == 1 && p.tape.nodes[id].review_of == view);
     CHECK(!kl_tape_is_stale(&p.tape, p.tape.nodes[id].first_out));
     p.tape.values[p.tape.nodes[id].first_out].is_wanted = true;
-    kl_tape_retire(&p.tape);
+    kl_tape_retire(&p.tape, false);
     CHECK(p.tape.n_done == 0); /* it is run as well */
     kl_tape_set_done(&p.tape, id);
     CHECK(value(&p, view)->n_pending == 0);
@@ -293,12 +293,12 @@ test_retired_is_what_nobody_can_reach(void)
     Program p = {0};
     KlValueId neg = small_program(&p);
     p.tape.values[2].is_wanted = true; /* exp: relu leads to it, sum and neg do not */
-    kl_tape_retire(&p.tape);
+    kl_tape_retire(&p.tape, false);
     CHECK(!p.tape.nodes[0].is_done && !p.tape.nodes[1].is_done);
     CHECK(p.tape.nodes[2].is_done && p.tape.nodes[3].is_done);
     CHECK(value(&p, neg)->state == KL_STATE_LIVE && value(&p, 0)->n_pending == 1);
     p.tape.values[2].is_wanted = false;
-    kl_tape_retire(&p.tape);
+    kl_tape_retire(&p.tape, false);
     CHECK(p.tape.n_done == 4 && value(&p, 0)->n_pending == 0);
     program_fini(&p);
 }
@@ -314,12 +314,12 @@ test_a_write_to_held_memory_stays(void)
     (void)call2(&p, "add_", view, other);
     (void)call1(&p, "t", x);
     p.tape.values[x].is_wanted = true;
-    kl_tape_retire(&p.tape);
+    kl_tape_retire(&p.tape, false);
     CHECK(p.tape.n_done == 0);
     CHECK(!p.tape.nodes[1].is_done && !p.tape.nodes[2].is_done); /* what is added, and the write */
     CHECK(p.tape.nodes[3].is_done); /* shares the memory, but does not write it */
     p.tape.values[x].is_wanted = false;
-    kl_tape_retire(&p.tape);
+    kl_tape_retire(&p.tape, false);
     CHECK(p.tape.n_done == 4);
     program_fini(&p);
 }
