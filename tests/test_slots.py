@@ -134,3 +134,10 @@ def test_keywords_and_errors_of_methods() -> None:
     assert str(got.value) == str(wanted.value)
     with pytest.raises(RuntimeError, match="shape '\\[5\\]' is invalid for input of size 12"):
         lazy.view(5)
+
+
+def test_the_short_ways_are_open() -> None:
+    """Each has a long way round, which is right as well, and would be taken without a word."""
+    assert koila._core.recycles()
+    assert koila._core.reads_by_handle()
+    assert type(vars(koila._core.LazyTensor)["view"]).__name__ == "LazyMethod"

@@ -109,6 +109,9 @@ static PyMethodDef functions[] = {
      "Set the number of chunks (0: as few as fit) and the bytes (0: what is free)."},
     {"count_transforms", core_count_transforms, METH_O,
      "count_transforms($module, n, /)\n--\n\nSo many more transforms of torch.func are under way."},
+    {"reads_by_handle", core_reads_by_handle, METH_NOARGS,
+     "reads_by_handle($module, /)\n--\n\n"
+     "Whether tensors are read through torch's C ABI, or by their attributes."},
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,

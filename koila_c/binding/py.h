@@ -239,6 +239,8 @@ int kl_meta_read(PyObject *tensor, KlMeta *meta);
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
+/* Whether the self-test found that tensors can be read through torch's C ABI. */
+bool kl_meta_by_handle(void);
 /* Whether a real tensor requires a gradient, or -1. */
 int kl_meta_requires_grad(PyObject *tensor);
 /* Index of a torch.device or its name, or -1 for one not met yet. */

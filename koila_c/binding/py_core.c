@@ -455,6 +455,14 @@ core_count_transforms(PyObject *module, PyObject *n)
 }
 
 PyObject *
+core_reads_by_handle(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(kl_meta_by_handle());
+}
+
+PyObject *
 core_recycles(PyObject *module, PyObject *ignored)
 {
     (void)module;

@@ -88,6 +88,12 @@ kl_meta_default_dtype(void)
     return result;
 }
 
+bool
+kl_meta_by_handle(void)
+{
+    return abi.handle_works;
+}
+
 int
 kl_meta_requires_grad(PyObject *tensor)
 {

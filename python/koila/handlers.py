@@ -192,10 +192,12 @@ def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call inside a transform of torch.func: its tensors mean nothing outside, so it runs now.
+    """A call inside a transform or a trace: its tensors mean nothing outside, so it runs now.
 
     What was recorded before runs first, as if it had been outside.
     """
+    if torch._C._get_tracing_state() is not None:
+        return _core.live(func, args, kwargs, True)
     if torch._C._functorch.peek_interpreter_stack() is None:
         return NotImplemented  # the transform is another thread's
     with temporarily_clear_interpreter_stack():

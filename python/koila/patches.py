@@ -225,7 +225,21 @@ def _patch_tracers() -> None:
         (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
         (torch.fx.experimental.proxy_tensor._MakefxTracer, "trace"),
     ):
-        _replace(owner, name, _live_if_lazy(getattr(owner, name), True))
+        _replace(owner, name, _counted(_live_if_lazy(getattr(owner, name), True)))
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, in which lazies that are met (a tracer's function may hold some) run at once."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        _core.count_transforms(1)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _core.count_transforms(-1)
+
+    return patched
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
