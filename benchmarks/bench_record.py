@@ -81,9 +81,9 @@ def scopes(device: str) -> dict[str, dict[str, Any]]:
 
 
 def handed_over(scope: Mapping[str, Any], lazy: torch.Tensor) -> tuple[Any, ...]:
-    """What torch gives a handler for `x + w`, with the lazy in place of x."""
+    """What torch gives a handler for `torch.add(x, w)`, with the lazy in place of x."""
     spy = torch.zeros(2, 2, device=lazy.device).as_subclass(Spy)
-    _ = spy + scope["w"]
+    _ = torch.add(spy, scope["w"])
     func, _, args, *rest = Spy.seen
     swapped = tuple(lazy if isinstance(arg, Spy) else arg for arg in args)
     return func, (type(lazy),), swapped, (rest[0] if rest else None)
@@ -120,7 +120,7 @@ def calls_table(args: Any, run: Callable[[str, str], float]) -> str:
 
 
 def parts_table(args: Any, spaces: Mapping[str, dict[str, Any]]) -> str:
-    """Where the time of recording `x + w` goes, as far as Python can tell."""
+    """Where the time of recording `torch.add(x, w)` goes, as far as Python can tell."""
     _core.register(probe, HANDLER, "probe", "".format, False, False, False, None, None)
     lazy = spaces["koila"]["first"]
     func, types, call_args, kwargs = handed_over(spaces["koila"], lazy)
@@ -141,13 +141,13 @@ def parts_table(args: Any, spaces: Mapping[str, dict[str, Any]]) -> str:
     times = interleave(
         {
             "loop": partial(run, "pass"),
-            "whole": partial(run, "x + w"),
-            "dispatch": partial(run, "x + w", spaces["dispatch"]),
+            "whole": partial(run, "torch.add(x, w)"),
+            "dispatch": partial(run, "torch.add(x, w)", spaces["dispatch"]),
             "call": partial(run, "format(f, t, a, k)"),
             "look-up": partial(run, "record(probe, t, a, k)"),
             "recorder": partial(run, "record(f, t, a, k)"),
             "keep": partial(run, "kept.append(w)"),
-            "kept": partial(run, "kept.append(x + w)"),
+            "kept": partial(run, "kept.append(torch.add(x, w))"),
         },
         args.rounds,
     )
@@ -167,10 +167,12 @@ def parts_table(args: Any, spaces: Mapping[str, dict[str, Any]]) -> str:
         ("- finding out what is done with the callable", look_up),
         ("- bind, infer, append, make the result", recorder - look_up),
         ("one inside the other, beyond the sum of both", whole - dispatch - recorder),
-        ("`x + w` in all", whole),
+        ("`torch.add(x, w)` in all", whole),
         ("a result that is kept: a new object, not a recycled one", median("kept", "keep") - whole),
     ]
-    return table(["part of recording `x + w`", "ns"], [[name, f"{ns:.0f}"] for name, ns in rows])
+    return table(
+        ["part of recording `torch.add(x, w)`", "ns"], [[name, f"{ns:.0f}"] for name, ns in rows]
+    )
 
 
 def main() -> None:
