@@ -86,10 +86,6 @@ class Cross:
         self.aliases: dict[Key, torch.Tensor] = {}
         self.seeds: dict[Key, torch.Tensor | None] = {}
 
-    @staticmethod
-    def cut(tensor: torch.Tensor, place: Place, n_rows: int, bounds: Bounds) -> torch.Tensor:
-        return rows.cut(tensor, place, n_rows, bounds)
-
     # -- what the making stage leaves -------------------------------------------------------------
 
     def add_chunk(self, chunk: int, tensor: torch.Tensor) -> None:

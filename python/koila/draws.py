@@ -219,7 +219,7 @@ class Draws:
     def _draw(self, i: int, run: Run) -> None:
         device = self._device(i)
         generator = generator_of(device)
-        is_in_order = device.type == "cpu" and not self.replay.program.nodes[i].is_fused
+        is_in_order = device.type == "cpu" and not self.replay.program.nodes[i].draws_inside
         is_in_order = is_in_order and _core.node(i)[1] not in BY_VALUE
         for chunk in range(len(self.replay.grids[run.axis]) if run.is_body else 1):
             cell = (i, chunk if run.is_body else None)

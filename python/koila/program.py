@@ -35,7 +35,7 @@ class Node(NamedTuple):
     writes: int
     leaf_writes: int
     is_data: bool
-    is_fused: bool  # it draws inside a larger operator: attention, a recurrent layer
+    draws_inside: bool  # it draws inside a larger operator: attention, a recurrent layer
     imports: tuple[int, ...]
 
     @property

@@ -16,7 +16,7 @@ from koila import _core, config, draws, explain, hooks, plan, reductions, report
 from koila.cross import Cross, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory
 from koila.program import Node, Program, Run
-from koila.rows import Bounds, chunk_shape, grid
+from koila.rows import Bounds, chunk_shape, cut, grid
 from koila.spent import spent
 
 
@@ -123,10 +123,10 @@ class Replay:
             result = func(*args, **kwargs)
             return result if node.is_random else self._settle_view(node, result, args)
 
-        def cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
+        def cut_import(tensor: torch.Tensor, number: int) -> torch.Tensor:
             entry = self.program.imports[number]
             assert bounds is not None and entry.place is not None
-            return Cross.cut(tensor, entry.place, self.grids[run.axis][-1][1], bounds)
+            return cut(tensor, entry.place, self.grids[run.axis][-1][1], bounds)
 
         _core.run(
             run.nodes,
@@ -137,7 +137,7 @@ class Replay:
             rows,
             not is_graph,
             run_other,
-            cut,
+            cut_import,
         )
         return env
 
