@@ -10,7 +10,13 @@
 
 /* -- Value ---------------------------------------------------------------------------------------- */
 
-/* Dead Values are used again, as the lazies that held them are (py_recycle.c). */
+/* Dead Values are used again, as the lazies that held them are (py_recycle.c); not where a sanitizer is to
+ * see who still points to one. */
+#ifdef __SANITIZE_ADDRESS__
+#define KL_IS_REUSED false
+#else
+#define KL_IS_REUSED true
+#endif
 #define KL_FREE_MAX 256
 
 static struct {
@@ -75,7 +81,7 @@ Value_dealloc(Value *value)
     PyTypeObject *type = Py_TYPE(value);
     PyObject_GC_UnTrack(value);
     (void)Value_clear(value);
-    if (dead.n < KL_FREE_MAX) {
+    if (KL_IS_REUSED && dead.n < KL_FREE_MAX) {
         dead.values[dead.n++] = value;
         return;
     }
