@@ -12,6 +12,13 @@
 #include "py_args.h"
 #include "tape.h"
 
+/* Whether memory is kept and used again here; not where a sanitizer is to see who still points to it. */
+#ifdef __SANITIZE_ADDRESS__
+#define KL_IS_REUSED false
+#else
+#define KL_IS_REUSED true
+#endif
+
 typedef struct Tape Tape;
 
 /* What a LazyTensor holds. *Attached*: one value of one tape. *Detached* (tape NULL): a real tensor, and

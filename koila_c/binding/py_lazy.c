@@ -10,13 +10,7 @@
 
 /* -- Value ---------------------------------------------------------------------------------------- */
 
-/* Dead Values are used again, as the lazies that held them are (py_recycle.c); not where a sanitizer is to
- * see who still points to one. */
-#ifdef __SANITIZE_ADDRESS__
-#define KL_IS_REUSED false
-#else
-#define KL_IS_REUSED true
-#endif
+/* Dead Values are used again, as the lazies that held them are (py_recycle.c). */
 #define KL_FREE_MAX 256
 
 static struct {

@@ -258,8 +258,8 @@ typedef struct Arrays {
 static void
 give_back_room(Tape *tape, const Arrays *arrays, size_t n_nodes, size_t n_values)
 {
-    bool is_reused = tape->nodes != NULL || tape->values != NULL || tape->slots != NULL;
-    if (is_reused || kl_tape_is_roomy(n_values, arrays->n_values_max)) {
+    bool is_filled = tape->nodes != NULL || tape->values != NULL || tape->slots != NULL;
+    if (is_filled || !KL_IS_REUSED || kl_tape_is_roomy(n_values, arrays->n_values_max)) {
         kl_alloc_free(arrays->nodes);
         kl_alloc_free(arrays->values);
         kl_alloc_free(arrays->slots);
