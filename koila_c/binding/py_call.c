@@ -54,6 +54,15 @@ push_value(Tape *tape, KlValueId value, Inputs *inputs)
     return push(tape, KL_SLOT_VALUE, value, NULL);
 }
 
+/* Items as a subclass of tuple or list. _make goes round the __new__ of a named tuple, which may take
+ * anything; all others take one sequence. */
+static PyObject *
+rebuild(PyObject *type, PyObject *items)
+{
+    return PyObject_HasAttrString(type, "_make") ? PyObject_CallMethod(type, "_make", "(O)", items)
+                                                 : PyObject_CallOneArg(type, items);
+}
+
 /* Whether a container must be taken apart: it holds a tensor, or it can be changed later. */
 static bool
 must_open(PyObject *object)
@@ -233,17 +242,12 @@ decode_list(Decoder *decoder, uint32_t n)
     return list;
 }
 
-/* A tuple subclass: a namedtuple takes its fields as arguments, others take one sequence. */
 static PyObject *
 decode_named(Decoder *decoder, uint32_t n, PyObject *type)
 {
     PyObject *tuple = decode_tuple(decoder, n);
-    if (tuple == NULL) {
-        return NULL;
-    }
-    PyObject *result = PyObject_HasAttrString(type, "_fields") ? PyObject_CallObject(type, tuple)
-                                                               : PyObject_CallOneArg(type, tuple);
-    Py_DECREF(tuple);
+    PyObject *result = tuple != NULL ? rebuild(type, tuple) : NULL;
+    Py_XDECREF(tuple);
     return result;
 }
 
@@ -429,32 +433,33 @@ real_dict(PyObject *object)
     return copy;
 }
 
-static PyObject *
-real_sequence(PyObject *object)
+PyObject *
+kl_call_map(PyObject *object, PyObject *(*item)(void *, PyObject *), void *context)
 {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
     PyObject *list = PyList_New(n);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *real = kl_call_real(PySequence_Fast_GET_ITEM(object, i));
-        if (real == NULL) {
+        PyObject *made = item(context, PySequence_Fast_GET_ITEM(object, i));
+        if (made == NULL) {
             Py_CLEAR(list);
             break;
         }
-        PyList_SET_ITEM(list, i, real);
+        PyList_SET_ITEM(list, i, made);
     }
-    if (list == NULL || PyList_Check(object)) {
-        return list;
+    if (list != NULL && PyTuple_Check(object)) {
+        Py_SETREF(list, PyList_AsTuple(list));
     }
-    PyObject *tuple = PyList_AsTuple(list);
-    Py_DECREF(list);
-    if (tuple == NULL || PyTuple_CheckExact(object)) {
-        return tuple;
+    if (list != NULL && !PyList_CheckExact(object) && !PyTuple_CheckExact(object)) {
+        Py_SETREF(list, rebuild((PyObject *)Py_TYPE(object), list));
     }
-    PyObject *type = (PyObject *)Py_TYPE(object);
-    PyObject *result = PyObject_HasAttrString(type, "_fields") ? PyObject_CallObject(type, tuple)
-                                                               : PyObject_CallOneArg(type, tuple);
-    Py_DECREF(tuple);
-    return result;
+    return list;
+}
+
+static PyObject *
+real_item(void *context, PyObject *object)
+{
+    (void)context;
+    return kl_call_real(object);
 }
 
 static PyObject *
@@ -487,5 +492,5 @@ kl_call_real(PyObject *object)
     if (PyDict_Check(object)) {
         return real_dict(object);
     }
-    return PySlice_Check(object) ? real_slice(object) : real_sequence(object);
+    return PySlice_Check(object) ? real_slice(object) : kl_call_map(object, real_item, NULL);
 }
