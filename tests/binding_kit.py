@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,3 +78,24 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
     if not is_done:
         raise answer
     return answer
+
+
+def in_a_child(work: Callable[[], Any]) -> None:
+    """Do `work` in a forked process, where it may change what outlives a test."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = ""
+        try:
+            work()
+        except BaseException:
+            text = traceback.format_exc()
+        finally:
+            os.write(writer, text.encode()[-60_000:])
+            os._exit(bool(text))
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        raise AssertionError(f"the child ended with status {status}\n{text}")
