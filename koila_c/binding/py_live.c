@@ -202,8 +202,8 @@ add_note(Tape *tape, KlNodeId id)
     PyErr_Restore(type, value, traceback);
 }
 
-int
-kl_live_run(Tape *tape)
+static int
+run_tape(Tape *tape)
 {
     KlContextSwitch context;
     int result = 0;
@@ -245,6 +245,16 @@ kl_live_run(Tape *tape)
     if (result == 0 && tape->core.n_done == tape->core.n_nodes) {
         kl_tape_close(tape);
     }
+    return result;
+}
+
+int
+kl_live_run(Tape *tape)
+{
+    /* Where its thread has ended, the values that leave it hold the last references. */
+    Py_INCREF(tape);
+    int result = run_tape(tape);
+    Py_DECREF(tape);
     return result;
 }
 
