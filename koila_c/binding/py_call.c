@@ -37,6 +37,7 @@ kl_call_truncate(Tape *tape, size_t first)
 typedef struct Inputs {
     KlValueId **values;
     size_t *n, *n_max;
+    KlValueId n_before; /* values of the tape before the call: later ones entered with it */
 } Inputs;
 
 static int
@@ -134,14 +135,26 @@ encode_other(Tape *tape, PyObject *object)
     return push(tape, KL_SLOT_OBJECT, 0, object);
 }
 
+/* A tensor that stands twice in one call is one value. */
+static int
+encode_tensor(Tape *tape, PyObject *object, Inputs *inputs)
+{
+    KlValueId value = kl_lazy_check(object) ? KL_ID_NONE : kl_tape_find(tape, object);
+    if (value == KL_ID_NONE || value < inputs->n_before) {
+        int result = kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
+                                           : kl_tape_enter(tape, object, &value);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return push_value(tape, value, inputs);
+}
+
 static int
 encode(Tape *tape, PyObject *object, Inputs *inputs)
 {
-    KlValueId value = KL_ID_NONE;
     if (is_tensor(object)) {
-        int result = kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
-                                           : kl_tape_enter(tape, object, &value);
-        return result < 0 ? -1 : push_value(tape, value, inputs);
+        return encode_tensor(tape, object, inputs);
     }
     if (PyList_Check(object) || PyTuple_Check(object)) {
         return must_open(object) ? encode_sequence(tape, object, inputs)
@@ -171,6 +184,7 @@ kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlV
         return -1;
     }
     size_t first = tape->n_slots;
+    inputs.n_before = (KlValueId)tape->core.n_values;
     PyObject *names = NULL;
     Py_ssize_t n_args = PyTuple_GET_SIZE(args);
     Py_ssize_t n_kwargs = kwargs != NULL && kwargs != Py_None ? PyDict_GET_SIZE(kwargs) : 0;
