@@ -14,6 +14,7 @@ from torch import Tensor
 import koila
 from binding_kit import batch, is_pending
 from koila import _core
+from koila.program import Program
 
 core: Any = _core
 
@@ -43,11 +44,18 @@ def in_chunks(lazy: Any) -> Any:
 
 
 def test_batches_of_equal_size_that_meet_are_one() -> None:
+    """What was made of each before they met, too."""
     x, y = koila.lazy(batch()), koila.lazy(batch() + 1)
-    both = x + y
-    assert reason(0) is None
-    assert both.shape == (4, 3)
-    assert in_chunks(both) == (batch() + (batch() + 1)).tolist()
+    w = weight()
+    both = x * w + (y * w).exp()
+    assert [reason(i) for i in range(4)] == [None] * 4
+    loss = both.sum()
+    with koila.config(chunks=2):
+        assert len(Program([loss]).axes) == 1
+        loss.backward()
+    grad = batch() + (batch() + 1) * (batch() + 1).exp()
+    torch.testing.assert_close(w.grad, grad.sum(0), rtol=1e-10, atol=1e-12)
+    assert both.tolist() == (batch() + (batch() + 1).exp()).tolist()
 
 
 def test_three_batches_meet_in_any_order() -> None:
@@ -231,6 +239,19 @@ def test_what_may_be_the_users_memory_is_written_at_once() -> None:
         koila.lazy(own).reshape(12).zero_()
         eager.reshape(12).zero_()
         assert own.tolist() == eager.tolist()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_what_may_share_memory_is_written_as_the_layout_has_it(is_moved: bool, chunks: int) -> None:
+    def write(x: Tensor) -> Any:
+        made = x * 2
+        flat = (made.t() if is_moved else made).reshape(12)
+        flat.zero_()
+        return made.tolist(), flat.tolist()
+
+    with koila.config(chunks=chunks):
+        assert write(koila.lazy(batch())) == write(batch())
 
 
 def test_statistics_are_written_when_the_call_has_run() -> None:
