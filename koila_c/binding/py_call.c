@@ -140,14 +140,11 @@ static int
 encode_tensor(Tape *tape, PyObject *object, Inputs *inputs)
 {
     KlValueId value = kl_lazy_check(object) ? KL_ID_NONE : kl_tape_find(tape, object);
-    if (value == KL_ID_NONE || value < inputs->n_before) {
-        int result = kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
-                                           : kl_tape_enter(tape, object, &value);
-        if (result < 0) {
-            return -1;
-        }
-    }
-    return push_value(tape, value, inputs);
+    bool is_met = value != KL_ID_NONE && value >= inputs->n_before;
+    int result = is_met                  ? 0
+                 : kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
+                                         : kl_tape_enter(tape, object, &value);
+    return result < 0 ? -1 : push_value(tape, value, inputs);
 }
 
 static int
@@ -180,7 +177,7 @@ kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlV
     Inputs inputs = {.values = values, .n = n_values, .n_max = n_values_max};
     /* Attaching may record a view again: that must be over before this call's slots begin. */
     if (kl_call_visit(args, attach_one, tape) < 0 ||
-        (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, attach_one, tape) < 0)) {
+        (kwargs != NULL && kl_call_visit(kwargs, attach_one, tape) < 0)) {
         return -1;
     }
     size_t first = tape->n_slots;
@@ -227,21 +224,6 @@ typedef struct Decoder {
 static PyObject *decode(Decoder *decoder);
 
 static PyObject *
-decode_tuple(Decoder *decoder, uint32_t n)
-{
-    PyObject *tuple = PyTuple_New(n);
-    for (uint32_t i = 0; tuple != NULL && i < n; i++) {
-        PyObject *item = decode(decoder);
-        if (item == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, i, item);
-    }
-    return tuple;
-}
-
-static PyObject *
 decode_list(Decoder *decoder, uint32_t n)
 {
     PyObject *list = PyList_New(n);
@@ -254,6 +236,15 @@ decode_list(Decoder *decoder, uint32_t n)
         PyList_SET_ITEM(list, i, item);
     }
     return list;
+}
+
+static PyObject *
+decode_tuple(Decoder *decoder, uint32_t n)
+{
+    PyObject *list = decode_list(decoder, n);
+    PyObject *tuple = list != NULL ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return tuple;
 }
 
 static PyObject *
@@ -371,11 +362,8 @@ kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), v
             goto error;
         }
     }
-    size_t n_positional = node->n_args;
-    if (node->kwnames != NULL) {
-        n_positional -= (size_t)PyTuple_GET_SIZE(node->kwnames);
-    }
-    result = PyObject_Vectorcall(node->func, args, n_positional, node->kwnames);
+    size_t n_named = node->kwnames != NULL ? (size_t)PyTuple_GET_SIZE(node->kwnames) : 0;
+    result = PyObject_Vectorcall(node->func, args, node->n_args - n_named, node->kwnames);
 error:
     for (uint32_t i = 0; i < n_decoded; i++) {
         Py_DECREF(args[i]);
@@ -411,14 +399,13 @@ kl_call_visit(PyObject *object, int (*visit)(PyObject *, void *), void *context)
             }
         }
     } else if (PySlice_Check(object)) {
-        PySliceObject *slice = (PySliceObject *)object;
+        const PySliceObject *slice = (const PySliceObject *)object;
         PyObject *parts[3] = {slice->start, slice->stop, slice->step};
-        for (int i = 0; i < 3; i++) {
-            int result = kl_call_visit(parts[i], visit, context);
-            if (result != 0) {
-                return result;
-            }
+        int result = 0;
+        for (int i = 0; i < 3 && result == 0; i++) {
+            result = kl_call_visit(parts[i], visit, context);
         }
+        return result;
     }
     return 0;
 }
@@ -477,16 +464,16 @@ real_item(void *context, PyObject *object)
 }
 
 static PyObject *
-real_slice(PyObject *object)
+real_slice(const PySliceObject *slice)
 {
-    PySliceObject *slice = (PySliceObject *)object;
-    PyObject *start = kl_call_real(slice->start);
-    PyObject *stop = start != NULL ? kl_call_real(slice->stop) : NULL;
-    PyObject *step = stop != NULL ? kl_call_real(slice->step) : NULL;
-    PyObject *result = step != NULL ? PySlice_New(start, stop, step) : NULL;
-    Py_XDECREF(start);
-    Py_XDECREF(stop);
-    Py_XDECREF(step);
+    PyObject *parts = PyTuple_Pack(3, slice->start, slice->stop, slice->step);
+    PyObject *real = parts != NULL ? kl_call_map(parts, real_item, NULL) : NULL;
+    PyObject *result = real != NULL
+                           ? PySlice_New(PyTuple_GET_ITEM(real, 0), PyTuple_GET_ITEM(real, 1),
+                                         PyTuple_GET_ITEM(real, 2))
+                           : NULL;
+    Py_XDECREF(real);
+    Py_XDECREF(parts);
     return result;
 }
 
@@ -506,5 +493,6 @@ kl_call_real(PyObject *object)
     if (PyDict_Check(object)) {
         return real_dict(object);
     }
-    return PySlice_Check(object) ? real_slice(object) : kl_call_map(object, real_item, NULL);
+    return PySlice_Check(object) ? real_slice((PySliceObject *)object)
+                                 : kl_call_map(object, real_item, NULL);
 }
