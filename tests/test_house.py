@@ -37,9 +37,10 @@ FAMILY_HEADERS = ["base.h", "rules.h", "rules_outline.h", "py_args.h", "py.h"]
 READERS_OF_RULES = {"ops.c", "infer.c", "autocast.c"}
 
 TESTS = ROOT / "tests"
-# x.c of the core has tests/core/test_x.c. The rules have these, which go through every row: shapes,
-# dtypes and what is saved (test_ops, test_infer_opdb), places (test_infer, test_brute), values and
-# gradients, whole and in chunks (test_opdb, test_opdb_chunks).
+# x.c of the core has tests/core/test_x.c, x.c of the binding tests/binding/test_x.py. The rules
+# have these, which go through every row: shapes, dtypes and what is saved (test_ops,
+# test_infer_opdb), places (test_infer, test_brute), values and gradients, whole and in chunks
+# (test_opdb, test_opdb_chunks).
 TESTS_OF_ROWS = {
     "rules_*": [
         "test_brute.py",
@@ -131,12 +132,21 @@ def test_own_header_first_then_the_systems(path: Path) -> None:
     assert names == sorted(names, key=lambda name: name.startswith('"'))
 
 
+def c_stems(folder: str) -> set[str]:
+    return {path.stem for path in C_FILES if path.parent.name == folder and path.suffix == ".c"}
+
+
 def test_every_file_of_the_core_has_its_test() -> None:
-    stems = {path.stem for path in C_FILES if path.parent.name == "core" and path.suffix == ".c"}
+    stems = c_stems("core")
     tested = {path.stem.removeprefix("test_") for path in (TESTS / "core").glob("test_*.c")}
     covered = {stem for stem in stems if any(fnmatch(stem, files) for files in TESTS_OF_ROWS)}
     assert stems - tested - covered == set()
     assert tested - stems == TESTS_OF_MANY
+
+
+def test_every_file_of_the_binding_has_its_test() -> None:
+    tested = {path.stem.removeprefix("test_") for path in (TESTS / "binding").glob("test_*.py")}
+    assert tested == c_stems("binding")
 
 
 def test_tests_of_rows_exist() -> None:

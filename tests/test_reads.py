@@ -336,6 +336,19 @@ def test_asking_its_kind_computes_nothing() -> None:
     assert "pending" in repr(lazy)
 
 
+@pytest.mark.parametrize(
+    "move", [lambda x: x.t(), lambda x: x.expand(5, 3, 2).permute(2, 0, 1), lambda x: x[:, :, None]]
+)
+def test_what_is_read_in_chunks_is_laid_out_as_the_whole(move: Any) -> None:
+    """A view that is legal for the whole stays legal, and as_strided sees the same memory."""
+    lazy, wanted = move(pending()).exp(), move(known()).exp()
+    with koila.config(chunks=2):
+        lazy.sum().item()
+    assert lazy.stride() == wanted.stride()
+    indices = wanted.numel() // 2, 1
+    assert lazy.as_strided(indices, (2, 1)).tolist() == wanted.as_strided(indices, (2, 1)).tolist()
+
+
 @pytest.mark.parametrize("show", [str, format, "{}".format, "{:}".format])
 def test_text_is_eagers(show: Any) -> None:
     assert show(pending()) == show(known())

@@ -217,6 +217,11 @@ error:
 static int
 module_exec(PyObject *module)
 {
+    if (kl_py.lazy != NULL) { /* its lazies would be of a class that nothing here knows any more */
+        PyErr_SetString(PyExc_ImportError,
+                        "koila._core is loaded already, and cannot live twice in a process");
+        return -1;
+    }
     if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 || kl_rows_init() < 0 ||
         kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 || kl_lazy_init(module) < 0) {
         return -1;

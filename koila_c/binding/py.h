@@ -286,6 +286,8 @@ PyObject *kl_call_describe(Tape *tape, KlNodeId id);
 PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
 /* A copy of an argument with every lazy replaced by its real tensor, or its number. */
 PyObject *kl_call_real(PyObject *object);
+/* A list or tuple like `object`, of its type, with item(context, entry) in place of each entry. */
+PyObject *kl_call_map(PyObject *object, PyObject *(*item)(void *, PyObject *), void *context);
 /* Call `visit` for each lazy that stands anywhere in `object`; stops at a non-zero return. */
 int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
 

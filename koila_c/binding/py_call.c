@@ -31,6 +31,7 @@ kl_call_truncate(Tape *tape, size_t first)
 typedef struct Inputs {
     KlValueId **values;
     size_t *n, *n_max;
+    KlValueId n_before; /* values of the tape before the call: later ones entered with it */
 } Inputs;
 
 static int
@@ -46,6 +47,15 @@ push_value(Tape *tape, KlValueId value, Inputs *inputs)
         (*inputs->values)[(*inputs->n)++] = value;
     }
     return push(tape, KL_SLOT_VALUE, value, NULL);
+}
+
+/* Items as a subclass of tuple or list. _make goes round the __new__ of a named tuple, which may take
+ * anything; all others take one sequence. */
+static PyObject *
+rebuild(PyObject *type, PyObject *items)
+{
+    return PyObject_HasAttrString(type, "_make") ? PyObject_CallMethod(type, "_make", "(O)", items)
+                                                 : PyObject_CallOneArg(type, items);
 }
 
 /* Whether a container must be taken apart: it holds a tensor, or it can be changed later. */
@@ -120,14 +130,23 @@ encode_other(Tape *tape, PyObject *object)
     return push(tape, KL_SLOT_OBJECT, 0, object);
 }
 
+/* A tensor that stands twice in one call is one value. */
+static int
+encode_tensor(Tape *tape, PyObject *object, Inputs *inputs)
+{
+    KlValueId value = kl_lazy_check(object) ? KL_ID_NONE : kl_tape_find(tape, object);
+    bool is_met = value != KL_ID_NONE && value >= inputs->n_before;
+    int result = is_met                  ? 0
+                 : kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
+                                         : kl_tape_enter(tape, object, &value);
+    return result < 0 ? -1 : push_value(tape, value, inputs);
+}
+
 static int
 encode(Tape *tape, PyObject *object, Inputs *inputs)
 {
-    KlValueId value = KL_ID_NONE;
     if (kl_lazy_is_tensor(object)) {
-        int result = kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
-                                           : kl_tape_enter(tape, object, &value);
-        return result < 0 ? -1 : push_value(tape, value, inputs);
+        return encode_tensor(tape, object, inputs);
     }
     if (PyList_Check(object) || PyTuple_Check(object)) {
         return must_open(object) ? encode_sequence(tape, object, inputs)
@@ -153,10 +172,11 @@ kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlV
     Inputs inputs = {.values = values, .n = n_values, .n_max = n_values_max};
     /* Attaching may record a view again: that must be over before this call's slots begin. */
     if (kl_call_visit(args, attach_one, tape) < 0 ||
-        (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, attach_one, tape) < 0)) {
+        (kwargs != NULL && kl_call_visit(kwargs, attach_one, tape) < 0)) {
         return -1;
     }
     size_t first = tape->n_slots;
+    inputs.n_before = (KlValueId)tape->core.n_values;
     PyObject *names = NULL;
     Py_ssize_t n_args = PyTuple_GET_SIZE(args);
     Py_ssize_t n_kwargs = kwargs != NULL && kwargs != Py_None ? PyDict_GET_SIZE(kwargs) : 0;
@@ -199,21 +219,6 @@ typedef struct Decoder {
 static PyObject *decode(Decoder *decoder);
 
 static PyObject *
-decode_tuple(Decoder *decoder, uint32_t n)
-{
-    PyObject *tuple = PyTuple_New(n);
-    for (uint32_t i = 0; tuple != NULL && i < n; i++) {
-        PyObject *item = decode(decoder);
-        if (item == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, i, item);
-    }
-    return tuple;
-}
-
-static PyObject *
 decode_list(Decoder *decoder, uint32_t n)
 {
     PyObject *list = PyList_New(n);
@@ -228,17 +233,21 @@ decode_list(Decoder *decoder, uint32_t n)
     return list;
 }
 
-/* A tuple subclass: a namedtuple takes its fields as arguments, others take one sequence. */
+static PyObject *
+decode_tuple(Decoder *decoder, uint32_t n)
+{
+    PyObject *list = decode_list(decoder, n);
+    PyObject *tuple = list != NULL ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return tuple;
+}
+
 static PyObject *
 decode_named(Decoder *decoder, uint32_t n, PyObject *type)
 {
     PyObject *tuple = decode_tuple(decoder, n);
-    if (tuple == NULL) {
-        return NULL;
-    }
-    PyObject *result = PyObject_HasAttrString(type, "_fields") ? PyObject_CallObject(type, tuple)
-                                                               : PyObject_CallOneArg(type, tuple);
-    Py_DECREF(tuple);
+    PyObject *result = tuple != NULL ? rebuild(type, tuple) : NULL;
+    Py_XDECREF(tuple);
     return result;
 }
 
@@ -348,11 +357,8 @@ kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), v
             goto error;
         }
     }
-    size_t n_positional = node->n_args;
-    if (node->kwnames != NULL) {
-        n_positional -= (size_t)PyTuple_GET_SIZE(node->kwnames);
-    }
-    result = PyObject_Vectorcall(node->func, args, n_positional, node->kwnames);
+    size_t n_named = node->kwnames != NULL ? (size_t)PyTuple_GET_SIZE(node->kwnames) : 0;
+    result = PyObject_Vectorcall(node->func, args, node->n_args - n_named, node->kwnames);
 error:
     for (uint32_t i = 0; i < n_decoded; i++) {
         Py_DECREF(args[i]);
@@ -388,14 +394,13 @@ kl_call_visit(PyObject *object, int (*visit)(PyObject *, void *), void *context)
             }
         }
     } else if (PySlice_Check(object)) {
-        PySliceObject *slice = (PySliceObject *)object;
+        const PySliceObject *slice = (const PySliceObject *)object;
         PyObject *parts[3] = {slice->start, slice->stop, slice->step};
-        for (int i = 0; i < 3; i++) {
-            int result = kl_call_visit(parts[i], visit, context);
-            if (result != 0) {
-                return result;
-            }
+        int result = 0;
+        for (int i = 0; i < 3 && result == 0; i++) {
+            result = kl_call_visit(parts[i], visit, context);
         }
+        return result;
     }
     return 0;
 }
@@ -424,45 +429,46 @@ real_dict(PyObject *object)
     return copy;
 }
 
-static PyObject *
-real_sequence(PyObject *object)
+PyObject *
+kl_call_map(PyObject *object, PyObject *(*item)(void *, PyObject *), void *context)
 {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
     PyObject *list = PyList_New(n);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *real = kl_call_real(PySequence_Fast_GET_ITEM(object, i));
-        if (real == NULL) {
+        PyObject *made = item(context, PySequence_Fast_GET_ITEM(object, i));
+        if (made == NULL) {
             Py_CLEAR(list);
             break;
         }
-        PyList_SET_ITEM(list, i, real);
+        PyList_SET_ITEM(list, i, made);
     }
-    if (list == NULL || PyList_Check(object)) {
-        return list;
+    if (list != NULL && PyTuple_Check(object)) {
+        Py_SETREF(list, PyList_AsTuple(list));
     }
-    PyObject *tuple = PyList_AsTuple(list);
-    Py_DECREF(list);
-    if (tuple == NULL || PyTuple_CheckExact(object)) {
-        return tuple;
+    if (list != NULL && !PyList_CheckExact(object) && !PyTuple_CheckExact(object)) {
+        Py_SETREF(list, rebuild((PyObject *)Py_TYPE(object), list));
     }
-    PyObject *type = (PyObject *)Py_TYPE(object);
-    PyObject *result = PyObject_HasAttrString(type, "_fields") ? PyObject_CallObject(type, tuple)
-                                                               : PyObject_CallOneArg(type, tuple);
-    Py_DECREF(tuple);
-    return result;
+    return list;
 }
 
 static PyObject *
-real_slice(PyObject *object)
+real_item(void *context, PyObject *object)
 {
-    PySliceObject *slice = (PySliceObject *)object;
-    PyObject *start = kl_call_real(slice->start);
-    PyObject *stop = start != NULL ? kl_call_real(slice->stop) : NULL;
-    PyObject *step = stop != NULL ? kl_call_real(slice->step) : NULL;
-    PyObject *result = step != NULL ? PySlice_New(start, stop, step) : NULL;
-    Py_XDECREF(start);
-    Py_XDECREF(stop);
-    Py_XDECREF(step);
+    (void)context;
+    return kl_call_real(object);
+}
+
+static PyObject *
+real_slice(const PySliceObject *slice)
+{
+    PyObject *parts = PyTuple_Pack(3, slice->start, slice->stop, slice->step);
+    PyObject *real = parts != NULL ? kl_call_map(parts, real_item, NULL) : NULL;
+    PyObject *result = real != NULL
+                           ? PySlice_New(PyTuple_GET_ITEM(real, 0), PyTuple_GET_ITEM(real, 1),
+                                         PyTuple_GET_ITEM(real, 2))
+                           : NULL;
+    Py_XDECREF(real);
+    Py_XDECREF(parts);
     return result;
 }
 
@@ -482,5 +488,6 @@ kl_call_real(PyObject *object)
     if (PyDict_Check(object)) {
         return real_dict(object);
     }
-    return PySlice_Check(object) ? real_slice(object) : real_sequence(object);
+    return PySlice_Check(object) ? real_slice((PySliceObject *)object)
+                                 : kl_call_map(object, real_item, NULL);
 }

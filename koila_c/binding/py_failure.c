@@ -32,7 +32,12 @@ kl_failure_raise(PyObject *error)
         return;
     }
     PyObject *type = PyTuple_GET_ITEM(error, 0), *notes = PyTuple_GET_ITEM(error, 2);
-    PyObject *value = PyObject_Call(type, PyTuple_GET_ITEM(error, 1), NULL);
+    PyObject *args = PyTuple_GET_ITEM(error, 1);
+    PyObject *value = PyObject_Call(type, args, NULL);
+    if (value == NULL) { /* a class whose __init__ takes something else than it keeps as args */
+        PyErr_Clear();
+        value = ((PyTypeObject *)type)->tp_new((PyTypeObject *)type, args, NULL);
+    }
     if (value != NULL &&
         (notes == Py_None || PyObject_SetAttrString(value, "__notes__", notes) == 0)) {
         PyErr_SetObject((PyObject *)Py_TYPE(value), value);

@@ -202,8 +202,8 @@ add_note(Tape *tape, KlNodeId id)
     PyErr_Restore(type, value, traceback);
 }
 
-int
-kl_live_run(Tape *tape)
+static int
+run_tape(Tape *tape)
 {
     KlContextSwitch context;
     int result = 0;
@@ -245,6 +245,16 @@ kl_live_run(Tape *tape)
     if (result == 0 && tape->core.n_done == tape->core.n_nodes) {
         kl_tape_close(tape);
     }
+    return result;
+}
+
+int
+kl_live_run(Tape *tape)
+{
+    /* Where its thread has ended, the values that leave it hold the last references. */
+    Py_INCREF(tape);
+    int result = run_tape(tape);
+    Py_DECREF(tape);
     return result;
 }
 
@@ -388,37 +398,6 @@ wrap_tensor(const Met *met, PyObject *real)
                : kl_lazy_new_detached(real, &place, source->axis_key, source->rows, false);
 }
 
-static PyObject *wrap(const Met *met, PyObject *object);
-
-static PyObject *
-wrap_sequence(const Met *met, PyObject *object)
-{
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-    PyObject *list = PyList_New(n);
-    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *item = wrap(met, PySequence_Fast_GET_ITEM(object, i));
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, i, item);
-    }
-    if (list == NULL || PyList_CheckExact(object)) {
-        return list;
-    }
-    PyObject *tuple = PyList_AsTuple(list);
-    Py_DECREF(list);
-    if (tuple == NULL || PyTuple_CheckExact(object)) {
-        return tuple;
-    }
-    PyObject *type = (PyObject *)Py_TYPE(object);
-    PyObject *result = PyObject_HasAttrString(type, "_make")
-                           ? PyObject_CallMethod(type, "_make", "O", tuple)
-                           : PyObject_CallOneArg(type, tuple);
-    Py_DECREF(tuple);
-    return result;
-}
-
 static bool
 holds_tensor(PyObject *object)
 {
@@ -436,7 +415,7 @@ holds_tensor(PyObject *object)
 }
 
 static PyObject *
-wrap(const Met *met, PyObject *object)
+wrap(void *met, PyObject *object)
 {
     if (!holds_tensor(object)) {
         return Py_NewRef(object); /* torch.Size and the like keep their type */
@@ -444,7 +423,7 @@ wrap(const Met *met, PyObject *object)
     if (PyObject_TypeCheck(object, kl_py.tensor_base)) {
         return kl_lazy_check(object) ? Py_NewRef(object) : wrap_tensor(met, object);
     }
-    return wrap_sequence(met, object);
+    return kl_call_map(object, wrap, met);
 }
 
 PyObject *

@@ -70,6 +70,18 @@ fail_readers(KlTape *core, KlValueId leaf)
     return first;
 }
 
+static const char *
+kind_of(PyObject *tensor)
+{
+    PyObject *nn = PyImport_ImportModule("torch.nn");
+    PyObject *type = nn != NULL ? PyObject_GetAttrString(nn, "Parameter") : NULL;
+    bool is_parameter = type != NULL && PyObject_IsInstance(tensor, type) == 1;
+    Py_XDECREF(type);
+    Py_XDECREF(nn);
+    PyErr_Clear();
+    return is_parameter ? "parameter" : "tensor";
+}
+
 static int
 raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
 {
@@ -82,9 +94,7 @@ raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
             kl_py.stale_error,
             "%U: a %s of shape %S was changed in place after it was recorded (%U) and before "
             "the call ran; change it after backward(), or read the result first",
-            name,
-            PyObject_HasAttrString(tape->values[leaf].real, "_is_param") ? "parameter" : "tensor",
-            size, where);
+            name, kind_of(tape->values[leaf].real), size, where);
     }
     Py_XDECREF(name);
     Py_XDECREF(size);

@@ -172,18 +172,23 @@ DTYPE_CAST(int32, KL_DTYPE_INT32)
 DTYPE_CAST(int64, KL_DTYPE_INT64)
 DTYPE_CAST(boolean, KL_DTYPE_BOOL)
 
-/* to(dtype, non_blocking, copy), to(device, dtype, non_blocking, copy), to(other, non_blocking, copy) */
+/* to(dtype, non_blocking, copy), to(device, dtype, non_blocking, copy), to(other, non_blocking, copy);
+ * to(0) is the first accelerator, which is not known by its number. */
 KlStatus
 dtype_to(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     const KlMeta *other = kl_rules_input(call, 1);
-    kl_rules_lend(call, result, 1);
-    bool is_shifted =
-        call->args[2].kind == KL_ARG_BOOL; /* no dtype between device and non_blocking */
+    KlArgKind first = call->args[1].kind, second = call->args[2].kind;
+    bool has_device = !kl_rules_is_given(call, 1) || first == KL_ARG_DEVICE;
+    bool is_shifted = !has_device && second == KL_ARG_BOOL; /* no dtype before non_blocking */
+    bool is_known =
+        (has_device || first == KL_ARG_DTYPE || other != NULL) &&
+        (is_shifted || !kl_rules_is_given(call, 2) || (has_device && second == KL_ARG_DTYPE));
     bool is_copied = false;
+    kl_rules_lend(call, result, 1);
     KlStatus status = kl_rules_bool(call, is_shifted ? 3 : 4, false, &is_copied);
-    if (status != KL_OK || (is_shifted && kl_rules_is_given(call, 4))) {
+    if (!is_known || status != KL_OK || (is_shifted && kl_rules_is_given(call, 4))) {
         return KL_DECLINED;
     }
     KlDtype dtype = kl_rules_dtype(call, other != NULL ? other->dtype : call->inputs[0]->dtype);

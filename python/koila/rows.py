@@ -62,13 +62,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _memory_order(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The dims from the outermost in memory inwards, and the way back."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order, sorted(range(len(order)), key=order.__getitem__)
+
+
 def in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """A copy of `part` with its dims in memory in the order of `whole`.
 
     What is legal for the whole, such as a view, is then legal for the part.
     """
-    order = sorted(range(whole.dim()), key=whole.stride, reverse=True)
-    back = sorted(range(len(order)), key=order.__getitem__)
+    order, back = _memory_order(whole)
     return part.permute(order).contiguous().permute(back)
 
 
@@ -92,12 +97,13 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
 
 
 def gather(parts: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
-    """Put the chunks of a value together, in the order of the rows."""
+    """Put the chunks of a value together, in the order of the rows, laid out as they are."""
     _, dim, outer, inner = place
     if len(parts) == 1:
         return parts[0]
     if outer == 1:
-        return torch.cat(list(parts), dim)
+        order, back = _memory_order(parts[0])
+        return torch.cat([part.permute(order) for part in parts], order.index(dim)).permute(back)
     digits = [
         part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts
     ]

@@ -81,6 +81,14 @@ def test_numpy_names_of_operands() -> None:
         ("sum", (x, object()), {}),
         ("sum", (x, 1.5), {}),
         ("sum", (x, 2**70), {}),
+        ("sum", (x, numpy.uint64(2**63)), {}),
+        ("sum", (x, numpy.float64(1)), {}),
+        ("sum", (x,), {"dim": 1, "axis": 1}),
+        ("add", (x, x), {"out": x}),
+        ("view", (x, 12, 2**70), {}),
+        ("view", (x, *[1] * 9, 24), {}),
+        ("view", (), {"size": (12, 2)}),
+        ("expand", (x, [4, 3, numpy.uint64(2**63)]), {}),
         ("sum", (x, [1, None]), {}),
         ("view", (x, 12, "a"), {}),
         ("view", (x, [[12, 2]]), {}),
@@ -92,6 +100,46 @@ def test_numpy_names_of_operands() -> None:
 )
 def test_what_does_not_fit_is_declined(row: str, args: Any, kwargs: Any) -> None:
     assert _core.infer(row, args, kwargs)["status"] == "DECLINED"
+
+
+class Hooks(int):
+    """A number whose methods are the user's: none of them is asked."""
+
+    def __index__(self) -> int:
+        raise AssertionError("binding ran user code")
+
+    __int__ = __float__ = __bool__ = __index__
+
+
+class Thing:
+    """No number, though it can say one."""
+
+    def __index__(self) -> int:
+        raise AssertionError("binding ran user code")
+
+    __int__ = __float__ = __len__ = __bool__ = __index__
+
+
+def test_no_user_code_is_run() -> None:
+    assert shape_of("sum", x, Hooks(1)) == (4, 2)
+    assert shape_of("view", x, Hooks(12), Hooks(2)) == (12, 2)
+    for thing in (Thing(), [Thing()], (1, Thing())):
+        assert _core.infer("sum", (x, thing), {})["status"] == "DECLINED"
+    assert _core.infer("__getitem__", (x, slice(Thing(), None)), {})["status"] == "DECLINED"
+
+
+def test_no_tensor_is_read_for_a_number() -> None:
+    """A tensor has an __index__, which would be a read: it is a tensor all the same."""
+    assert _core.infer("sum", (x, torch.tensor(1)), {})["status"] == "DECLINED"
+    assert _core.infer("view", (x, torch.tensor(12), 2), {})["status"] == "DECLINED"
+    said = _core.infer("__getitem__", (x, slice(None, torch.tensor(2))), {})
+    assert said["status"] == "DECLINED"
+
+
+def test_out_that_is_none_is_no_out() -> None:
+    args = f(4, 2), f(4, 3), f(3, 2)
+    assert shape_of("addmm", *args, out=None) == (4, 2)
+    assert _core.infer("addmm", args, {"out": args[0]})["status"] == "DECLINED"
 
 
 def test_inputs_are_found_where_they_stand() -> None:
@@ -129,6 +177,18 @@ def test_long_lists_and_many_tensors() -> None:
     said = _core.infer("split", (f(4, 100), [1] * 100, 1), {}, [ROWS0])
     assert len(said["outs"]) == 100
     assert {out[4] for out in said["outs"]} == {ROWS0}
+
+
+def test_many_words_and_positions() -> None:
+    """More than the fixed buffers hold: in a spread, in an index, in a list, as floats."""
+    tensors = [f(4, 1) for _ in range(40)]
+    said = _core.infer("broadcast_tensors", tuple(tensors), {}, [ROWS0] * 40)
+    assert said["in_places"] == [ROWS0] * 40
+    assert [where for where, _, _ in said["inputs"]] == list(range(40))
+    assert shape_of("__getitem__", x, (None,) * 5 + (slice(None),) * 3) == (1, 1, 1, 1, 1, 4, 3, 2)
+    said = _core.infer("__getitem__", (x, (None,) * 20), {})
+    assert said["status"] != "OK"
+    assert len(_core.infer("split", (f(4, 100), [1] * 100), {"dim": 1})["outs"]) == 100
 
 
 def test_bools_are_no_sizes() -> None:

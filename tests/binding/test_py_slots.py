@@ -141,3 +141,29 @@ def test_the_short_ways_are_open() -> None:
     assert koila._core.recycles()
     assert koila._core.reads_by_handle()
     assert type(vars(koila._core.LazyTensor)["view"]).__name__ == "LazyMethod"
+
+
+def test_names_that_are_installed_are_torchs() -> None:
+    with pytest.raises(TypeError, match="names is not a tuple"):
+        koila._core.install_slots(["view"])  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="no_such_method"):
+        koila._core.install_slots(("no_such_method",))
+    assert koila._core.install_slots(("item", "backward", "view"))
+    for name in ("item", "backward"):
+        assert name not in vars(koila._core.LazyTensor), "no ops: torch's own way stays"
+
+
+def test_a_method_without_a_lazy_is_torchs() -> None:
+    """Called through the class, with whatever comes first."""
+    method: Any = koila._core.LazyTensor.view
+    assert method(x(), 12).tolist() == x().view(12).tolist()
+    with pytest.raises(TypeError):
+        method()
+    with pytest.raises(TypeError):
+        method(3, 12)
+
+
+def test_a_transform_under_way_takes_torchs_own_way() -> None:
+    lazy = koila.lazy(x())
+    got = torch.func.vmap(lambda row: row * lazy[0] + 1)(x())
+    assert got.tolist() == (x() * x()[0] + 1).tolist()

@@ -1,0 +1,288 @@
+"""Calls that have a row: what the recorder makes of what the row infers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import koila
+from binding_kit import batch, is_pending
+from koila import _core
+from koila.program import Program
+
+core: Any = _core
+
+
+def weight() -> Tensor:
+    return torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+
+def reason(node: int) -> Any:
+    """Why a call runs once; None where it is cut."""
+    return core.node(node)[2]
+
+
+def place(lazy: Any) -> Any:
+    """Where the rows of a pending value are."""
+    number = core.hook(lazy, False)
+    found = core.value(number)[3]
+    return found and found[1:]
+
+
+def in_chunks(lazy: Any) -> Any:
+    with koila.config(chunks=2):
+        return lazy.tolist()
+
+
+# Batches that meet --------------------------------------------------------------------------------
+
+
+def test_batches_of_equal_size_that_meet_are_one() -> None:
+    """What was made of each before they met, too."""
+    x, y = koila.lazy(batch()), koila.lazy(batch() + 1)
+    w = weight()
+    both = x * w + (y * w).exp()
+    assert [reason(i) for i in range(4)] == [None] * 4
+    loss = both.sum()
+    with koila.config(chunks=2):
+        assert len(Program([loss]).axes) == 1
+        loss.backward()
+    grad = batch() + (batch() + 1) * (batch() + 1).exp()
+    torch.testing.assert_close(w.grad, grad.sum(0), rtol=1e-10, atol=1e-12)
+    assert both.tolist() == (batch() + (batch() + 1).exp()).tolist()
+
+
+def test_three_batches_meet_in_any_order() -> None:
+    parts = [koila.lazy(batch() + i) for i in range(3)]
+    first = parts[2] * parts[1]
+    second = parts[0] * first
+    third = torch.cat([*parts, second], 1)
+    assert [reason(i) for i in range(3)] == [None] * 3
+    plain = [batch() + i for i in range(3)]
+    assert in_chunks(third) == torch.cat([*plain, plain[0] * (plain[2] * plain[1])], 1).tolist()
+
+
+def test_batches_that_meet_across_stay_two() -> None:
+    """Rows against rows: what one row needs is all of the other."""
+    x, y = koila.lazy(batch()), koila.lazy(batch() + 1)
+    across = x @ y.t()
+    assert reason(1) is not None
+    after = x + 1
+    assert reason(2) is None
+    assert in_chunks(across) == (batch() @ (batch() + 1).t()).tolist()
+    assert after.tolist() == (batch() + 1).tolist()
+
+
+def test_batches_of_other_sizes_stay_two() -> None:
+    x, y = koila.lazy(batch()), koila.lazy(batch()[:1])
+    both = x + y
+    assert reason(0) is not None
+    assert in_chunks(both) == (batch() + batch()[:1]).tolist()
+
+
+# What is cut, and what is not ---------------------------------------------------------------------
+
+
+def test_one_tensor_in_two_roles_runs_once() -> None:
+    """A slot could not tell which of the two is meant: by rows, and whole."""
+    x = koila.lazy(torch.arange(16.0, dtype=torch.float64).view(4, 4) / 7)
+    plain = torch.arange(16.0, dtype=torch.float64).view(4, 4) / 9
+    both = torch.addmm(plain, x, plain)
+    assert "given twice" in reason(0)
+    wanted = torch.addmm(plain, torch.arange(16.0, dtype=torch.float64).view(4, 4) / 7, plain)
+    assert in_chunks(both) == wanted.tolist()
+
+
+TWICE: dict[str, Callable[[Any, Any], Any]] = {
+    "addcmul": lambda x, w: torch.addcmul(x, w, w),
+    "where": lambda x, w: torch.where(x > 1, w, w),
+    "stack": lambda x, w: torch.stack([x, w.expand(4, 3), w.expand(4, 3)], 1),
+    "layer_norm": lambda x, w: F.layer_norm(x, (3,), w, w),
+    "once": lambda x, w: x.sort(0).values.addcmul(w, w),
+    "no row": lambda x, w: torch.linalg.multi_dot([x, torch.outer(w, w), torch.outer(w, w)]),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("name", TWICE)
+def test_one_tensor_twice_in_one_role(name: str, chunks: int) -> None:
+    """It is met for the first time, and must be one value at once."""
+
+    def run(x: Any) -> Any:
+        w = weight()
+        made = TWICE[name](x, w)
+        made.pow(2).sum().backward()
+        return made.tolist(), w.grad
+
+    with koila.config(chunks=chunks):
+        made, grad = run(koila.lazy(batch()))
+    wanted, wanted_grad = run(batch())
+    torch.testing.assert_close(made, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(grad, wanted_grad, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_are_found_again_after_a_call_that_runs_once() -> None:
+    w = weight()
+    lazy = torch.sort(koila.lazy(batch()) * w, 0).values
+    assert reason(1) is not None
+    assert place(lazy) == (0, 1, 1)
+    after = lazy * 2
+    assert reason(2) is None
+    with koila.config(chunks=2):
+        after.pow(2).sum().backward()
+    eager = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    (torch.sort(batch() * eager, 0).values * 2).pow(2).sum().backward()
+    torch.testing.assert_close(w.grad, eager.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_are_not_found_in_another_size() -> None:
+    lazy = (koila.lazy(batch()) * weight())[1:3]
+    assert reason(1) is not None
+    assert place(lazy) is None
+
+
+@pytest.mark.parametrize("n", [1, 40, 65, 130])
+def test_any_number_of_inputs(n: int) -> None:
+    x = koila.lazy(batch())
+    parts = [x * i for i in range(n)]
+    joined = torch.cat(parts, 1)
+    assert reason(n) is None
+    assert in_chunks(joined) == torch.cat([batch() * i for i in range(n)], 1).tolist()
+
+
+# What makes no node -------------------------------------------------------------------------------
+
+
+def test_a_call_that_changes_nothing_gives_its_argument_back() -> None:
+    lazy = koila.lazy(batch()) * 2
+    plain = torch.ones(4, 3, dtype=torch.float64)
+    assert lazy.contiguous() is lazy
+    assert lazy.to(torch.float64) is lazy
+    assert F.dropout(lazy, 0.5, training=False) is lazy
+    back = torch.broadcast_tensors(lazy, plain)
+    assert back[0] is lazy and back[1] is plain
+    with pytest.raises(IndexError):
+        core.node(1)
+    assert lazy.tolist() == (batch() * 2).tolist()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, o: x.tanh(out=o),
+        lambda x, o: torch.mul(x, 2, out=o),
+        lambda x, o: torch.cat([x, x], out=o),
+    ],
+)
+def test_a_row_that_declines_runs_at_once(call: Any) -> None:
+    plain, eager = (torch.empty(0, dtype=torch.float64) for _ in range(2))
+    if "tanh" in call.__code__.co_names:
+        call = lambda x, o: torch.tanh(x, out=o)  # noqa: E731
+    made = call(koila.lazy(batch()) * 1, plain)
+    call(batch(), eager)
+    assert plain.tolist() == eager.tolist()
+    assert made is plain
+
+
+def test_what_is_declined_leaves_no_references() -> None:
+    x = koila.lazy(batch()) * 1
+    plain, keyword = torch.ones(3, dtype=torch.float64), object()
+    before = sys.getrefcount(keyword)
+    for _ in range(10):
+        with pytest.raises(TypeError):
+            torch.mul(x, plain, nothing=keyword)  # type: ignore[call-overload]
+        with pytest.raises(RuntimeError):
+            torch.mul(x, torch.ones(7))
+    assert sys.getrefcount(keyword) == before
+    assert x.tolist() == batch().tolist()
+
+
+# Writes -------------------------------------------------------------------------------------------
+
+
+def test_what_a_program_made_is_written_in_it() -> None:
+    x = koila.lazy(batch())
+    made = x * 2
+    view = made[:, 1:]
+    assert view.mul_(3) is view
+    assert is_pending(made) and is_pending(view)
+    wanted = batch() * 2
+    wanted[:, 1:].mul_(3)
+    assert in_chunks(made) == wanted.tolist()
+    assert view.tolist() == wanted[:, 1:].tolist()
+
+
+def test_the_users_own_memory_is_written_at_once() -> None:
+    plain = torch.zeros(4, 3, dtype=torch.float64)
+    x = koila.lazy(batch())
+    plain.add_(x * 2)
+    assert plain.tolist() == (batch() * 2).tolist()
+    own = batch()
+    koila.lazy(own).mul_(3)
+    assert own.tolist() == (batch() * 3).tolist()
+    shared = batch()
+    view = koila.lazy(shared)[:, 0]
+    view.zero_()
+    assert shared[:, 0].tolist() == [0.0] * 4
+
+
+def test_what_may_be_the_users_memory_is_written_at_once() -> None:
+    """reshape and contiguous share memory, or do not: as the layout has it."""
+    for plain in (batch(), batch().t().contiguous().t()):
+        own, eager = plain.clone(), plain.clone()
+        koila.lazy(own).reshape(12).zero_()
+        eager.reshape(12).zero_()
+        assert own.tolist() == eager.tolist()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_what_may_share_memory_is_written_as_the_layout_has_it(is_moved: bool, chunks: int) -> None:
+    def write(x: Tensor) -> Any:
+        made = x * 2
+        flat = (made.t() if is_moved else made).reshape(12)
+        flat.zero_()
+        return made.tolist(), flat.tolist()
+
+    with koila.config(chunks=chunks):
+        assert write(koila.lazy(batch())) == write(batch())
+
+
+def test_statistics_are_written_when_the_call_has_run() -> None:
+    norm = torch.nn.BatchNorm1d(3).double()
+    out = norm(koila.lazy(batch()))
+    assert is_pending(out)
+    assert norm.running_mean is not None and norm.running_mean.tolist() == [0.0] * 3
+    out.tolist()
+    wanted = torch.nn.BatchNorm1d(3).double()
+    wanted(batch())
+    assert wanted.running_mean is not None
+    assert norm.running_mean.tolist() == wanted.running_mean.tolist()
+
+
+# An index that counts the rows --------------------------------------------------------------------
+
+
+def test_an_index_is_looked_at_in_every_recording() -> None:
+    """One that counts the rows today may be a permutation tomorrow."""
+    rows, labels = torch.arange(4), torch.tensor([0, 2, 1, 1])
+    for step in range(3):
+        x = koila.lazy(batch())
+        chosen = x[rows, labels]
+        assert (reason(0) is None) == (step != 1)
+        assert in_chunks(chosen) == batch()[rows, labels].tolist()
+        rows.copy_(torch.tensor([1, 0, 3, 2]) if step == 0 else torch.arange(4))
+
+
+def test_a_lazy_index_is_not_read() -> None:
+    x, labels = koila.lazy(batch(), torch.tensor([0, 2, 1, 1]))
+    index = labels * 1
+    chosen = x[torch.arange(4), index]
+    assert is_pending(index) and is_pending(chosen)
+    assert in_chunks(chosen) == batch()[torch.arange(4), torch.tensor([0, 2, 1, 1])].tolist()

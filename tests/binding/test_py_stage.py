@@ -1,0 +1,207 @@
+"""Nodes run on a chunk: its rows where the call said the batch's, and values as it made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import koila
+from binding_kit import batch, is_pending, op
+from koila import _core, program
+
+core: Any = _core
+CHUNKS = [2, 3, 4]
+
+
+def weight() -> Tensor:
+    return torch.arange(1.0, 4.0, dtype=torch.float64).requires_grad_()
+
+
+def four() -> int:
+    return 4
+
+
+# Where the call names the number of rows, in each way that it can be written
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "by position": lambda x: x.view(4, 3, 1),
+    "times something": lambda x: x.view(12).view(four() * 3, 1),
+    "in a tuple": lambda x: x.reshape((4, 1, 3)),
+    "in a list": lambda x: torch.reshape(x, [4, -1]),
+    "by keyword": lambda x: torch.reshape(x, shape=(4, 3, 1)),
+    "expanded": lambda x: x[:, None].expand(4, 2, 3),
+    "expanded in a size": lambda x: x[:, None].expand(torch.Size([4, 5, 3])),
+    "a slice": lambda x: x[:4] * x[0:4],
+    "a slice in an index": lambda x: x[:4, 1:],
+    "a slice from the end": lambda x: torch.cat([x, x * 2])[-4:],
+    "the first half": lambda x: torch.cat([x, x * 2])[:4],
+    "the second half": lambda x: torch.cat([x, x * 2])[4:],
+    "the second half in an index": lambda x: torch.cat([x, x * 2])[4:, :2],
+    "split": lambda x: torch.cat([x, x * 2]).split(4)[1],
+    "split by a list": lambda x: torch.cat([x, x * 2, x * 3]).split([4, 8])[1],
+    "split by keyword": lambda x: torch.cat([x, x * 2]).split(split_size=4, dim=0)[0],
+    "narrow": lambda x: torch.cat([x, x * 2]).narrow(0, 4, 4),
+    "unflatten": lambda x: torch.cat([x, x * 2]).unflatten(0, (2, 4))[1],
+    "repeat": lambda x: x.repeat(2, 1).view(2, 4, 3)[1],
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 0).view(4, 2, 3)[:, 1],
+    "heads": lambda x: x.view(4, 3, 1).transpose(1, 2).reshape(4 * 1, 3),
+    "new": lambda x: x + x.new_zeros(4, 3) + torch.zeros_like(x),
+}
+
+
+def run(call: Callable[[Any], Any], x: Tensor) -> tuple[Any, Any]:
+    w = weight()
+    made = call(x * w)
+    made.pow(2).sum().backward()
+    return made.tolist(), w.grad
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_rows_of_the_chunk_stand_where_those_of_the_batch_stood(name: str, chunks: int) -> None:
+    wanted, wanted_grad = run(CALLS[name], batch())
+    with koila.config(chunks=chunks):
+        made, grad = run(CALLS[name], koila.lazy(batch()))
+        assert koila.report().n_chunks == chunks
+    torch.testing.assert_close(made, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(grad, wanted_grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_a_rewritten_call_is_unchanged(chunks: int) -> None:
+    """The sizes that the user gave, and the call on the tape, are as they were."""
+    sizes = [4, -1]
+    lazy = (koila.lazy(batch()) * weight()).reshape(sizes)
+    with koila.config(chunks=chunks):
+        for _ in range(2):
+            assert lazy.tolist() == (batch() * weight()).tolist()
+            assert core.call(1)[1] == (None, [4, -1])
+    assert sizes == [4, -1]
+
+
+# What reads what ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_whole_values_that_are_made_in_the_run_are_cut(chunks: int) -> None:
+    """Made of no rows, read by rows: a mask of all rows, made on the way."""
+
+    def program(x: Tensor) -> Any:
+        w = weight()
+        ramp = (w.detach()[:1] * torch.arange(4.0, dtype=torch.float64))[:, None]
+        made = x * w + ramp
+        made.exp().sum().backward()
+        return made.tolist(), w.grad
+
+    with koila.config(chunks=chunks):
+        made, grad = program(koila.lazy(batch()))
+    torch.testing.assert_close((made, grad), program(batch()), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_containers_of_several_results(chunks: int) -> None:
+    def program(x: Tensor) -> Any:
+        w = weight()
+        h = x * w
+        values, indices = h.max(1)
+        one, two, three = h.unbind(1)
+        first, rest = h.split([1, 2], dim=1)
+        loss = (values * one + two * three).sum() + (first * rest).sum()
+        loss.backward()
+        return [t.tolist() for t in (values, indices, one, rest, loss)], w.grad
+
+    with koila.config(chunks=chunks):
+        made, grad = program(koila.lazy(batch()))
+    torch.testing.assert_close((made, grad), program(batch()), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_values_are_let_go_when_their_last_reader_is_done(
+    chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """drops[i] are the values of which nodes[i] is the last reader."""
+    there: list[int] = []
+    original = _core.run
+
+    def watched(nodes: Any, drops: Any, env: Any, *rest: Any) -> None:
+        original(nodes, drops, env, *rest)
+        dropped = {value for values in drops for value in values}
+        assert all(env[value] is None for value in dropped)
+        there.append(len(dropped))
+
+    monkeypatch.setattr(_core, "run", watched)
+    with koila.config(chunks=chunks):
+        lazy = koila.lazy(batch())
+        for _ in range(5):
+            lazy = lazy.sin()
+        wanted = batch()
+        for _ in range(5):
+            wanted = wanted.sin()
+        assert lazy.tolist() == wanted.tolist()
+    assert there.count(4) == chunks
+
+
+# What goes wrong ----------------------------------------------------------------------------------
+
+
+def test_a_call_that_raises_is_told_and_the_context_is_as_before() -> None:
+    labels = koila.lazy(torch.tensor([0, 1, 2, 7]))
+    x = koila.lazy(batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.nll_loss(x, labels)
+    with koila.config(chunks=2), pytest.raises(IndexError, match="Target 7"):
+        loss.tolist()
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert not core.is_busy()
+
+
+def test_another_number_of_results_is_told() -> None:
+    """A call that gives one thing whole and another by rows is no program."""
+
+    def parts(x: Tensor) -> Any:
+        return (x * 2, x * 3) if x.device.type == "meta" else (x * 2,)
+
+    with op(parts) as call:
+        one, two = call(koila.lazy(batch()) * weight())
+        total = (koila.lazy(batch()) * weight()).sum()
+        with koila.config(chunks=2), pytest.raises(koila.KoilaError, match=r"1 results .* gives 2"):
+            (one + two + total).tolist()
+
+
+@pytest.mark.parametrize("args", [(), ([], [], [], [], {}), ((), [], [], [], {}, 1, False, 0, 0)])
+def test_wrong_arguments(args: Any) -> None:
+    with pytest.raises(TypeError):
+        core.run(*args)
+
+
+# deliver ------------------------------------------------------------------------------------------
+
+
+def test_a_number_is_delivered_for_good_or_for_now() -> None:
+    """Final: the value leaves the tape with it. Else it is known, and its call stays."""
+    w = weight()
+    first, second = koila.lazy(batch()) * w, koila.lazy(batch()) * 3
+    known, last = torch.zeros(4, 3).double(), torch.ones(4, 3).double()
+    core.deliver(2, known, False)
+    assert core.known(first) is known and core.real(first) is None
+    number = core.hook(first, False)
+    assert number == 2
+    assert not is_pending(first)
+    value = program.Info(*core.value(2))
+    assert value.number is known
+    core.deliver(2, last, True)
+    assert core.real(first) is core.known(first) is last
+    assert second.tolist() == (batch() * 3).tolist()
+    assert core.real(first) is last
+
+
+def test_a_number_that_nobody_waits_for() -> None:
+    dead = koila.lazy(batch()) * weight()
+    del dead
+    core.deliver(2, batch(), True)
+    core.deliver(2, batch(), False)
+    core.forget()

@@ -1,0 +1,101 @@
+"""What the tests of tests/binding share: a batch, lazies that wait, and ops of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+import koila
+from koila import _core, functions
+
+
+def batch() -> Tensor:
+    """Return the same 4 rows at each call."""
+    return torch.arange(12.0, dtype=torch.float64).view(4, 3) / 7
+
+
+def pending() -> Tensor:
+    """Return a recorded call on a batch of its own."""
+    return koila.lazy(batch()) * 2
+
+
+def is_pending(lazy: Any) -> bool:
+    """Tell whether neither its number nor its graph is there."""
+    return koila.is_lazy(lazy) and _core.known(lazy) is None
+
+
+def lazies(obj: Any) -> list[Any]:
+    """Return all lazies in containers."""
+    if koila.is_lazy(obj):
+        return [obj]
+    if isinstance(obj, dict):
+        return [lazy for item in obj.values() for lazy in lazies(item)]
+    if isinstance(obj, tuple | list):
+        return [lazy for item in obj for lazy in lazies(item)]
+    return []
+
+
+@contextmanager
+def op(
+    run: Callable[..., Any], kind: int = functions.OP, handler: Any = None
+) -> Iterator[Callable[..., Any]]:
+    """Register `run` as torch's own functions are, for a block; without a row."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        met = lazies((args, kwargs))
+        if met:
+            return handle_torch_function(call, met, *args, **kwargs)
+        return run(*args, **kwargs)
+
+    call.__name__ = run.__name__
+    _core.register(call, kind, run.__name__, handler, True, False, False, None, tuple)
+    yield call
+    _core.forget()
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns in a thread of its own, or raise what it raises."""
+    answers: list[tuple[bool, Any]] = []
+
+    def run() -> None:
+        try:
+            answers.append((True, work()))
+        except BaseException as error:
+            answers.append((False, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    ((is_done, answer),) = answers
+    if not is_done:
+        raise answer
+    return answer
+
+
+def in_a_child(work: Callable[[], Any]) -> None:
+    """Do `work` in a forked process, where it may change what outlives a test."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = ""
+        try:
+            work()
+        except BaseException:
+            text = traceback.format_exc()
+        finally:
+            os.write(writer, text.encode()[-60_000:])
+            os._exit(bool(text))
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        raise AssertionError(f"the child ended with status {status}\n{text}")
