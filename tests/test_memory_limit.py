@@ -137,22 +137,13 @@ class Prediction:
         return made
 
 
-#: What is in no model: kernels that torch composes, and what runs before the plan is made.
+#: What is in no model: what runs whole, before a plan is made.
 UNPREDICTED = {
-    "attention_over_rows": "a product of all rows with all rows, and its softmax",
-    "computed_weight": "the gradient of a weight that is itself computed",
     "critic": "a gradient inside the program runs before",
-    "hard_triplet": "cdist",
-    "lstm_state-ce": "lstm in float64 is composed of a dozen kernels a step",
-    "lstm_state-ce_ignored": "lstm in float64 is composed of a dozen kernels a step",
-    "lstm_state-masked_mean": "lstm in float64 is composed of a dozen kernels a step",
     "maml": "a gradient inside the program runs before",
-    "mixture": "an expanded gate whose gradient is summed",
     "mlp-selected": "it runs whole",
     "mlp-selected_by_value": "it runs whole",
-    "pairwise": "the gradient of what is broadcast to all pairs",
     "quantise": "a custom autograd.Function runs before",
-    "shuffled": "a gradient that is flipped",
     "slope": "it runs whole",
 }
 

@@ -209,6 +209,10 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     saves_all(call, result, saves);
     saves->outputs = is_lstm ? 7 : 3;
     kl_rules_save_new(result, saves, n_copied + n_hidden * n_kept, dtype);
+    if (!is_fused) { /* the input's part of all gates, of all steps of a layer at once */
+        saves->bytes_workspace =
+            layer.n_gates * n_hidden / n_cells * (int64_t)kl_meta_dtype_bytes(dtype);
+    }
     if (is_fused) {
         int64_t n_widest = layer.input->shape[2] + result->outs[0].shape[2];
         kl_rules_save_new(result, saves, 5 * n_cells * n_steps * n_widest, dtype);

@@ -19,10 +19,13 @@ class Sizes:
         self.program = program
         self._known: dict[int, Size] = {}
 
+    def n_elements(self, value: int) -> int:
+        """The elements of all rows of a value."""
+        return math.prod(self.program.info(value).shape)
+
     def whole(self, value: int) -> int:
         """All rows of a value."""
-        info = self.program.info(value)
-        return math.prod(info.shape) * info.dtype.itemsize
+        return self.n_elements(value) * self.program.info(value).dtype.itemsize
 
     def of(self, value: int) -> Size:
         """A value as it is in a chunk."""

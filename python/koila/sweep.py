@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from koila import _core
-from koila.program import Node, Program, Run
+from koila import _core, flight
+from koila.flight import Amount, Flight
+from koila.program import REDUCTION_NAMES, Node, Program, Run
 from koila.sizes import Size, Sizes
 
-# Their backward hands the gradient of the result on as it is: name of the row, and which inputs.
-_HANDED_ON = {"add": (0, 1), "sub": (0,)}
+_NONE: Size = (0.0, 0.0)
 # Made of two calls: the further value between them is kept, and has a gradient of its own.
 _COMPOSED = ("cross_entropy_loss",)
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at one moment: fixed + per_row * rows; and the node that runs then."""
+    """Bytes at one moment: fixed + per_row * rows + per_chunk * chunks; the node that runs then."""
 
     fixed: float
     per_row: float
     node: int
+    per_chunk: float = 0.0
 
-    def bytes(self, rows: int) -> float:
-        return self.fixed + self.per_row * rows
+    def bytes(self, rows: int, n_chunks: int) -> float:
+        return self.fixed + self.per_row * rows + self.per_chunk * n_chunks
 
 
 def _plus(*sizes: Size) -> Size:
     return sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+
+
+def _times(n: float, size: Size) -> Size:
+    return n * size[0], n * size[1]
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class _Kept:
     """What autograd keeps for a node: values, further bytes; and bytes while it runs."""
 
     row: str | None
+    flight: Flight
     values: set[int]
     further: Size
     workspace: Size
@@ -101,6 +107,7 @@ class Sweep:
         self.inside.update(v for node in run.combined for v in node.outs)
         held = [*run.exports, *program.written_in(run)]  # to the end of the run
         self.held = {program.info(v).storage for v in held}
+        self.cut = self._find_cut()
         self.storages = _Total()
         self.further = _Total()
         self.gradients = _Gradients()
@@ -109,12 +116,27 @@ class Sweep:
         self.freed_by: dict[int, list[int]] = defaultdict(list)
         self.drops: dict[int, list[int]] = defaultdict(list)
         self.freed = 0.0
+        self.n_to_come: Counter[int] = Counter()  # gradients that still come for a value
         self._find_lifetimes()
 
     # -- sizes and lifetimes -----------------------------------------------------------------------
 
     def _size(self, value: int) -> Size:
-        return self.sizes.of(value) if self.run.is_body else (float(self.sizes.whole(value)), 0.0)
+        if not self.run.is_body:
+            return float(self.sizes.whole(value)), 0.0
+        return self.cut.get(value) or self.sizes.of(value)
+
+    def _find_cut(self) -> dict[int, Size]:
+        """Whole values (plain tensors) of which a chunk is given its rows."""
+        if not self.run.is_body or not self.run.nodes:
+            return {}
+        rows = _core.node(self.run.nodes[-1])[4]
+        entries = [self.program.imports[number] for number in self.run.imports]
+        return {
+            entry.value: (0.0, self.sizes.whole(entry.value) / rows)
+            for entry in entries
+            if entry.place is not None and self.program.info(entry.value).place is None
+        }
 
     def _numbers(self, node: Node) -> list[int]:
         return [number for number in node.imports if number >= 0]
@@ -137,9 +159,31 @@ class Sweep:
         split = by_rows and is_rows
         further = (float(whole), extra / rows) if split else (float(extra + whole), 0.0)
         scratch = (0.0, workspace / rows) if by_rows else (float(workspace), 0.0)
+        held = flight.of(detail[1])
+        if node.id in self.run.parts:
+            parts = flight.PARTS[REDUCTION_NAMES[node.reduce]]
+            held = parts.flight or held
+            if parts.keeps is not None:
+                values, further = set(), self._amount(node, parts.keeps)
+        if held.forward != flight.NONE:
+            scratch = _plus(scratch, self._amount(node, held.forward))
         if not self._has_gradient(node):
-            return _Kept(detail[1], set(), (0.0, 0.0), scratch)
-        return _Kept(detail[1], values, further, scratch)
+            made = _NONE if held.is_stepwise else further
+            return _Kept(detail[1], held, set(), _NONE, _plus(scratch, made))
+        return _Kept(detail[1], held, values, further, scratch)
+
+    def _amount(self, node: Node, amount: Amount) -> Size:
+        """Bytes of what a node holds in flight."""
+        out = self._size(node.first_out)
+        first = node.imports[0] if node.imports else -1
+        operand = self.program.imports[first].value if first >= 0 else node.first_out
+        into = self._size(operand)
+        sizes = _plus(_times(amount.outs, out), _times(amount.ins, into))
+        if amount.masks:
+            value = max(node.first_out, operand, key=self.sizes.n_elements)
+            itemsize = self.program.info(value).dtype.itemsize
+            sizes = _plus(sizes, _times(amount.masks / itemsize, self._size(value)))
+        return sizes
 
     def _find_lifetimes(self) -> None:
         saved: dict[int, int] = {}  # storage -> the first node that saves it: the last to need it
@@ -241,10 +285,11 @@ class Sweep:
         for value in seeded:
             self.gradients.put(value, self._size(value))
             self.gradients.n_users[value] += 1
-        for i in reversed(self.run.nodes):
-            node = self.program.nodes[i]
-            if self._has_gradient(node):
-                self._back_through(node)
+        nodes = [self.program.nodes[i] for i in reversed(self.run.nodes)]
+        nodes = [node for node in nodes if self._has_gradient(node)]
+        self.n_to_come = Counter(value for node in nodes for _, value in self._wanted(node))
+        for node in nodes:
+            self._back_through(node)
         if self.run.nodes:
             self._note(self.run.nodes[0])  # the gradients of what was gathered are cut
         self.freed = before.fixed - self.live().fixed
@@ -255,35 +300,66 @@ class Sweep:
             for value in node.outs:
                 self.gradients.put(value, self._size(value))
         kept = self.kept[node.id]
-        more = [kept.workspace]
+        more = []
         if kept.row in _COMPOSED:
             more.append(kept.further)
+        wanted = self._wanted(node)
+        more.append(self._in_flight(node, wanted))
         handed_on = self._handed_on(node)
-        for k, number in enumerate(node.imports):
-            value = self.program.imports[number].value if number >= 0 else -1
-            if value < 0 or not self.program.needs_gradient(value):
-                continue
-            is_gathered = not self.run.is_body and not self._is_given(number)
-            if value not in self.inside and not is_gathered:
-                more.append(self._size(value))  # until it is added to what other chunks gave
-                continue
-            shared = node.first_out if k in handed_on else None
-            size = self._size(value)
+        done = []
+        for k, value in wanted:
+            size, shared = self._size(value), node.first_out if k in handed_on else None
+            if value not in self.inside and not self._is_gathered(node.imports[k]):
+                self.n_to_come[value] -= 1
+                if self.n_to_come[value] == 0:
+                    done.append(value)  # it is added to what other chunks gave
+                shared = None
             if not self.gradients.put(value, size, shared):
                 more += [size, size]  # the second gradient, and the sum
         self._note(node.id, _plus(*more))
-        for value in node.outs:
+        for value in [*node.outs, *done]:
             self.gradients.take(value)
         self.further.drop(node.id)
         for storage in self.freed_by[node.id]:
             self.storages.drop(storage)
+
+    def _is_gathered(self, number: int) -> bool:
+        """Whether a joint reads a value put together from chunks, whose gradient is cut again."""
+        return not self.run.is_body and not self._is_given(number)
+
+    def _wanted(self, node: Node) -> list[tuple[int, int]]:
+        """The operands that need a gradient: which, and their values."""
+        pairs = (
+            (k, n, self.program.imports[n].value) for k, n in enumerate(node.imports) if n >= 0
+        )
+        return [(k, value) for k, _, value in pairs if self.program.needs_gradient(value)]
+
+    def _in_flight(self, node: Node, wanted: list[tuple[int, int]]) -> Size:
+        """What the formulas for some operands' gradients hold beside these, at most."""
+        held = self.kept[node.id].flight
+        amounts = {held.backward[min(k, len(held.backward) - 1)] for k, _ in wanted}
+        more = max(
+            (self._amount(node, a) for a in amounts if a != flight.NONE), key=sum, default=_NONE
+        )
+        if not held.broadcasts:
+            return more
+        out, n_elements = self._size(node.first_out), self.sizes.n_elements(node.first_out)
+        narrow = [
+            self._size(value)
+            for k, value in wanted
+            if k not in held.handed_on and self.sizes.n_elements(value) < n_elements
+        ]
+        # As large as the result, all of them, until they are summed one after the other.
+        sums = _plus(*narrow)
+        first = max(narrow, key=sum, default=_NONE)
+        return _plus(more, _times(len(narrow), out), _times(-1, sums), first)
 
     def _handed_on(self, node: Node) -> tuple[int, ...]:
         """The inputs whose gradient is the result's, or a view of it."""
         if node.n_outs != 1 or node.id in self.run.parts:
             return ()
         out = self.program.info(node.first_out)
-        candidates = _HANDED_ON.get(self.kept[node.id].row or "", ())
+        candidates = self.kept[node.id].flight.handed_on
         found = []
         for k, number in enumerate(node.imports):
             if number < 0:
