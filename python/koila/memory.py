@@ -89,7 +89,7 @@ class _Step:
         for value in run.exports:
             storage = self.program.info(value).storage
             if self._is_parts(run, value):
-                self.held_per_chunk += self._parts_of(value).left * self.sizes.whole(value)
+                self.held_per_chunk += self._parts_of(value).left * self._result(value)
             elif storage not in kept:
                 kept.add(storage)
                 self.held += self.sizes.whole(value)
@@ -99,12 +99,16 @@ class _Step:
         assert node is not None
         return flight.PARTS[REDUCTION_NAMES[node.reduce]]
 
+    def _result(self, value: int) -> int:
+        """Bytes of a reduction's result; single numbers do not count."""
+        return self.sizes.whole(value) if self.sizes.n_elements(value) > 1 else 0
+
     def _combined(self, run: Run) -> tuple[float, float]:
         """Bytes for each chunk of what a joint combines: what its graph keeps, and gradients."""
         kept, seeds = 0.0, 0.0
         for node in run.combined:
             if self.is_graph and self.program.needs_gradient(node.first_out):
-                size = self.sizes.whole(node.first_out)
+                size = self._result(node.first_out)
                 kept += self._parts_of(node.first_out).combined * size
                 seeds += self._parts_of(node.first_out).seeds * size
         return kept, seeds
@@ -147,9 +151,8 @@ class _Step:
         self._note(sweep.forward())
         live = sweep.live()
         stand_ins = sum(self.sizes.whole(v) for v in gathered) + seeds
-        zeros = sum(
-            self._parts_of(v).left * self.sizes.whole(v) for v in run.exports if v not in gathered
-        )
+        parts = [v for v in run.exports if v not in gathered]
+        zeros = sum(self._parts_of(v).left * self._result(v) for v in parts)
         self.held_per_chunk += zeros
         self._note([Need(live.fixed + self._tail() + stand_ins, live.per_row, live.node)])
         self.held_per_chunk -= zeros
