@@ -15,7 +15,7 @@ _StagedNode = tuple[
     int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
 ]
 # (inputs, outputs, bytes_extra, is_extra_rows, bytes_workspace)
-_NodeSaves = tuple[int, int, int, bool, int, int]
+_NodeSaves = tuple[int, int, int, bool, int, int, int]
 # Where an argument is in a call, by position or by keyword
 _Where = int | str
 
@@ -47,6 +47,7 @@ class _Saves(TypedDict):
     is_extra_rows: bool
     bytes_fixed: int
     bytes_workspace: int
+    bytes_backward: int
 
 @type_check_only
 class _Inferred(TypedDict):

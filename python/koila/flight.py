@@ -23,7 +23,8 @@ class Flight(NamedTuple):
     """In flight for one row: while it runs, and while the gradient of operand 0, 1, ... is made.
 
     The last entry of `backward` is for all further operands. Where a row `broadcasts`, a gradient
-    is made as large as the result, but for operands in `handed_on`: theirs is the result's. What a
+    is made as large as the result, but for operands in `handed_on`: theirs is the result's. Where
+    the gradient of the result is laid out otherwise than the result, `turned` is held too. What a
     `is_stepwise` row keeps for backward is made step by step, and does not gather without a graph.
     """
 
@@ -31,6 +32,7 @@ class Flight(NamedTuple):
     backward: tuple[Amount, ...] = (Amount(),)
     broadcasts: bool = False
     handed_on: tuple[int, ...] = ()
+    turned: Amount = Amount()
     is_stepwise: bool = False
 
 
@@ -60,9 +62,22 @@ def _wide(*amounts: float, masks: float = 0.0, handed_on: tuple[int, ...] = ()) 
     return Flight(Amount(), tuple(Amount(n, 0.0, masks) for n in amounts), True, handed_on)
 
 
-def _ins(*amounts: float, outs: float = 0.0, masks: float = 0.0, forward: float = 0.0) -> Flight:
+def _ins(
+    *amounts: float,
+    outs: float = 0.0,
+    masks: float = 0.0,
+    forward: float = 0.0,
+    forward_outs: float = 0.0,
+) -> Flight:
     """The first operand is the largest: a reduction, or a loss."""
-    return Flight(Amount(0.0, forward), tuple(Amount(outs, n, masks) for n in amounts))
+    return Flight(Amount(forward_outs, forward), tuple(Amount(outs, n, masks) for n in amounts))
+
+
+# They work on a copy with the channels last, and copy the result back.
+_UPSAMPLE = (
+    "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact2d upsample_bilinear2d "
+    "upsample_nearest2d"
+)
 
 
 _ROWS: dict[str, Flight] = {
@@ -105,8 +120,33 @@ _ROWS: dict[str, Flight] = {
     "sub": _wide(0, handed_on=(0,)),
     "where": _wide(0),
     "xlogy": _wide(1, masks=3),
-    # products
+    # losses
+    "binary_cross_entropy_with_logits": _ins(1, forward=2),
+    "cosine_embedding_loss": _ins(1, forward=3),
+    "hinge_embedding_loss": _ins(2, forward=5),
+    "huber_loss": _ins(0, forward=1),
+    "kl_div": _ins(1, 2, forward=3),
+    "l1_loss": _ins(1, forward=1),
+    "margin_ranking_loss": _ins(2, forward=2),
+    "mse_loss": _ins(0, forward=1),
+    "poisson_nll_loss": _ins(2, forward=2),
+    "smooth_l1_loss": _ins(0, forward=1),
+    "soft_margin_loss": _ins(2, forward=1),
+    "triplet_margin_loss": _ins(1, forward=2),
+    # layers
+    **dict.fromkeys(_UPSAMPLE.split(), _ins(0, forward=1, forward_outs=1)),
+    "batch_norm": _outs(1),
+    "bilinear": _outs(0, forward=1),
+    "gelu": Flight(turned=Amount(2)),
+    "layer_norm": Flight(turned=Amount(1)),
     "cdist": _ins(2, outs=2),
+    "cosine_similarity": _ins(2, forward=1),
+    "im2col": _ins(0, outs=1, forward=1),
+    "instance_norm": _outs(1),
+    "pairwise_distance": _ins(1, forward=1),
+    "rms_norm": _outs(4),
+    "roll": _outs(1, forward=1),
+    "scaled_dot_product_attention": _outs(1),
     **dict.fromkeys("gru lstm rnn_relu rnn_tanh".split(), Flight(is_stepwise=True)),
     # reductions
     "amax": _ins(1, outs=2, masks=1),
@@ -136,6 +176,10 @@ PARTS = {
     "AMAX": Parts(2, 4, 1, None, Flight(Amount(0, 0, 11), (Amount(2, 1, 1),))),
     "LOGSUMEXP": Parts(2, 3, 1, Amount(0, 1), Flight(Amount(0, 1))),
 }
+
+
+# What reads a value and sends back a gradient that is laid out otherwise.
+TURNS = frozenset("einsum movedim permute swapaxes swapdims t transpose".split())
 
 
 def of(row: str | None) -> Flight:

@@ -117,6 +117,10 @@ class Program:
             self._maker = {v: node for node in self.nodes.values() for v in node.outs}
         return self._maker.get(value)
 
+    def readers(self, value: int) -> Sequence[Node]:
+        """The nodes that read a value."""
+        return self._readers.get(value, ())
+
     def is_leaf(self, value: int) -> bool:
         return self.values[value][1]
 

@@ -39,13 +39,14 @@ def _times(n: float, size: Size) -> Size:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What autograd keeps for a node: values, further bytes; and bytes while it runs."""
+    """What autograd keeps for a node: values, further bytes; and bytes while it runs, and back."""
 
     row: str | None
     flight: Flight
     values: set[int]
     further: Size
     workspace: Size
+    backward: Size
 
 
 class _Total:
@@ -150,7 +151,7 @@ class Sweep:
     def _kept_for(self, node: Node) -> _Kept:
         detail = _core.node(node.id)
         rows, inputs = detail[4], detail[5]
-        saved_inputs, saved_outputs, extra, is_rows, whole, workspace = detail[6]
+        saved_inputs, saved_outputs, extra, is_rows, whole, forward, backward = detail[6]
         values = {v for k, v in enumerate(inputs) if v >= 0 and (k >= 64 or saved_inputs >> k & 1)}
         values |= {v for k, v in enumerate(node.outs) if saved_outputs >> k & 1}
         if detail[1] is None:
@@ -158,7 +159,8 @@ class Sweep:
         by_rows = self.run.is_body and rows > 0
         split = by_rows and is_rows
         further = (float(whole), extra / rows) if split else (float(extra + whole), 0.0)
-        scratch = (0.0, workspace / rows) if by_rows else (float(workspace), 0.0)
+        scratch = (0.0, forward / rows) if by_rows else (float(forward), 0.0)
+        back = (0.0, backward / rows) if by_rows else (float(backward), 0.0)
         held = flight.of(detail[1])
         if node.id in self.run.parts:
             parts = flight.PARTS[REDUCTION_NAMES[node.reduce]]
@@ -169,8 +171,8 @@ class Sweep:
             scratch = _plus(scratch, self._amount(node, held.forward))
         if not self._has_gradient(node):
             made = _NONE if held.is_stepwise else further
-            return _Kept(detail[1], held, set(), _NONE, _plus(scratch, made))
-        return _Kept(detail[1], held, values, further, scratch)
+            return _Kept(detail[1], held, set(), _NONE, _plus(scratch, made), _NONE)
+        return _Kept(detail[1], held, values, further, scratch, back)
 
     def _amount(self, node: Node, amount: Amount) -> Size:
         """Bytes of what a node holds in flight."""
@@ -300,7 +302,7 @@ class Sweep:
             for value in node.outs:
                 self.gradients.put(value, self._size(value))
         kept = self.kept[node.id]
-        more = []
+        more = [kept.backward]
         if kept.row in _COMPOSED:
             more.append(kept.further)
         wanted = self._wanted(node)
@@ -341,6 +343,8 @@ class Sweep:
         more = max(
             (self._amount(node, a) for a in amounts if a != flight.NONE), key=sum, default=_NONE
         )
+        if held.turned != flight.NONE and self._is_turned(node):
+            more = _plus(more, self._amount(node, held.turned))
         if not held.broadcasts:
             return more
         out, n_elements = self._size(node.first_out), self.sizes.n_elements(node.first_out)
@@ -353,6 +357,11 @@ class Sweep:
         sums = _plus(*narrow)
         first = max(narrow, key=sum, default=_NONE)
         return _plus(more, _times(len(narrow), out), _times(-1, sums), first)
+
+    def _is_turned(self, node: Node) -> bool:
+        """Whether the gradient of a node's result is laid out otherwise than the result."""
+        readers = self.program.readers(node.first_out)
+        return any(_core.node(reader.id)[1] in flight.TURNS for reader in readers)
 
     def _handed_on(self, node: Node) -> tuple[int, ...]:
         """The inputs whose gradient is the result's, or a view of it."""
