@@ -12,11 +12,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from koila import flight
 from koila.flight import Parts
 from koila.program import REDUCTION_NAMES, Program, Run
 from koila.sizes import Sizes
 from koila.sweep import Need, Sweep
+
+# Bytes of the state of the CPU's generator.
+_STATE = torch.Generator().get_state().nbytes
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,22 @@ class _Step:
         self.program = program
         self.is_graph = is_graph
         self.sizes = Sizes(program)
-        self.held = 0.0
+        self.held = 2.0 * _STATE  # the generator's, before and after
         self.held_per_chunk = 0.0
+        self._hold_states()
         self.moments: list[Need] = []
         self.graphs: dict[int, tuple[Sweep, float]] = {}
         self.gathering: set[int] = set()  # values whose gradients gather
+
+    def _hold_states(self) -> None:
+        """The generator's state before each draw, as draws.py keeps it."""
+        for run in self.program.runs:
+            nodes = (self.program.nodes[i] for i in run.nodes)
+            n_bytes = _STATE * sum(node.is_random and not node.draws_inside for node in nodes)
+            if run.is_body:
+                self.held_per_chunk += n_bytes
+            else:
+                self.held += n_bytes
 
     def _note(self, moments: list[Need]) -> None:
         more = self.held_per_chunk
