@@ -7,6 +7,7 @@ as measured; a row that is not here holds nothing but its operands, results and 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -182,6 +183,7 @@ PARTS = {
 TURNS = frozenset("einsum movedim permute swapaxes swapdims t transpose".split())
 
 
+@functools.cache
 def of(row: str | None) -> Flight:
     """What a row holds in flight; a write holds what the call without the write does."""
     if row is None:

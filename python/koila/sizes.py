@@ -18,10 +18,13 @@ class Sizes:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._known: dict[int, Size] = {}
+        self._n_elements: dict[int, int] = {}
 
     def n_elements(self, value: int) -> int:
         """The elements of all rows of a value."""
-        return math.prod(self.program.info(value).shape)
+        if value not in self._n_elements:
+            self._n_elements[value] = math.prod(self.program.info(value).shape)
+        return self._n_elements[value]
 
     def whole(self, value: int) -> int:
         """All rows of a value."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from koila import _core, flight
 from koila.flight import Amount, Flight
@@ -16,8 +16,7 @@ _NONE: Size = (0.0, 0.0)
 _COMPOSED = ("cross_entropy_loss",)
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes at one moment: fixed + per_row * rows + per_chunk * chunks; the node that runs then."""
 
     fixed: float
@@ -37,8 +36,7 @@ def _times(n: float, size: Size) -> Size:
     return n * size[0], n * size[1]
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """What autograd keeps for a node: values, further bytes; and bytes while it runs, and back."""
 
     row: str | None
@@ -288,41 +286,45 @@ class Sweep:
             self.gradients.put(value, self._size(value))
             self.gradients.n_users[value] += 1
         nodes = [self.program.nodes[i] for i in reversed(self.run.nodes)]
-        nodes = [node for node in nodes if self._has_gradient(node)]
-        self.n_to_come = Counter(value for node in nodes for _, value in self._wanted(node))
-        for node in nodes:
-            self._back_through(node)
+        steps = [(node, self._wanted(node)) for node in nodes if self._has_gradient(node)]
+        outside = (v for _, wanted in steps for _, v in wanted if v not in self.inside)
+        self.n_to_come = Counter(outside)
+        for node, wanted in steps:
+            self._back_through(node, wanted)
         if self.run.nodes:
             self._note(self.run.nodes[0])  # the gradients of what was gathered are cut
         self.freed = before.fixed - self.live().fixed
         return self.moments
 
-    def _back_through(self, node: Node) -> None:
-        if node.id not in self.run.parts:
-            for value in node.outs:
+    def _back_through(self, node: Node, wanted: list[tuple[int, int]]) -> None:
+        outs, kept = node.outs, self.kept[node.id]
+        is_parts = node.id in self.run.parts
+        if not is_parts:
+            for value in outs:
                 self.gradients.put(value, self._size(value))
-        kept = self.kept[node.id]
-        more = [kept.backward]
+        fixed, per_row = _plus(kept.backward, self._in_flight(node, kept.flight, wanted))
         if kept.row in _COMPOSED:
-            more.append(kept.further)
-        wanted = self._wanted(node)
-        more.append(self._in_flight(node, wanted))
-        handed_on = self._handed_on(node)
+            fixed, per_row = _plus((fixed, per_row), kept.further)
         done = []
         for k, value in wanted:
-            size, shared = self._size(value), node.first_out if k in handed_on else None
-            if value not in self.inside and not self._is_gathered(node.imports[k]):
+            size, shared = self._size(value), None
+            if value in self.inside or self._is_gathered(node.imports[k]):
+                is_shared = not is_parts and self._is_handed_on(node, kept.flight, k, value, size)
+                shared = node.first_out if is_shared else None
+            else:
                 self.n_to_come[value] -= 1
                 if self.n_to_come[value] == 0:
                     done.append(value)  # it is added to what other chunks gave
-                shared = None
             if not self.gradients.put(value, size, shared):
-                more += [size, size]  # the second gradient, and the sum
-        self._note(node.id, _plus(*more))
-        for value in [*node.outs, *done]:
+                fixed += 2 * size[0]  # the second gradient, and the sum
+                per_row += 2 * size[1]
+        self._note(node.id, (fixed, per_row))
+        for value in outs:
+            self.gradients.take(value)
+        for value in done:
             self.gradients.take(value)
         self.further.drop(node.id)
-        for storage in self.freed_by[node.id]:
+        for storage in self.freed_by.get(node.id, ()):
             self.storages.drop(storage)
 
     def _is_gathered(self, number: int) -> bool:
@@ -331,51 +333,43 @@ class Sweep:
 
     def _wanted(self, node: Node) -> list[tuple[int, int]]:
         """The operands that need a gradient: which, and their values."""
-        pairs = (
-            (k, n, self.program.imports[n].value) for k, n in enumerate(node.imports) if n >= 0
-        )
-        return [(k, value) for k, _, value in pairs if self.program.needs_gradient(value)]
+        program, found = self.program, []
+        for k, number in enumerate(node.imports):
+            if number >= 0 and program.needs_gradient(value := program.imports[number].value):
+                found.append((k, value))
+        return found
 
-    def _in_flight(self, node: Node, wanted: list[tuple[int, int]]) -> Size:
+    def _in_flight(self, node: Node, held: Flight, wanted: list[tuple[int, int]]) -> Size:
         """What the formulas for some operands' gradients hold beside these, at most."""
-        held = self.kept[node.id].flight
-        amounts = {held.backward[min(k, len(held.backward) - 1)] for k, _ in wanted}
-        more = max(
-            (self._amount(node, a) for a in amounts if a != flight.NONE), key=sum, default=_NONE
-        )
+        if held is flight.NOTHING:
+            return _NONE
+        more, last = _NONE, len(held.backward) - 1
+        for amount in {held.backward[min(k, last)] for k, _ in wanted} - {flight.NONE}:
+            more = max(more, self._amount(node, amount), key=sum)
         if held.turned != flight.NONE and self._is_turned(node):
             more = _plus(more, self._amount(node, held.turned))
         if not held.broadcasts:
             return more
-        out, n_elements = self._size(node.first_out), self.sizes.n_elements(node.first_out)
+        n_elements = self.sizes.n_elements(node.first_out)
         narrow = [
             self._size(value)
             for k, value in wanted
             if k not in held.handed_on and self.sizes.n_elements(value) < n_elements
         ]
+        if not narrow:
+            return more
         # As large as the result, all of them, until they are summed one after the other.
-        sums = _plus(*narrow)
-        first = max(narrow, key=sum, default=_NONE)
-        return _plus(more, _times(len(narrow), out), _times(-1, sums), first)
+        out, first = self._size(node.first_out), max(narrow, key=sum)
+        return _plus(more, _times(len(narrow), out), _times(-1, _plus(*narrow)), first)
 
     def _is_turned(self, node: Node) -> bool:
         """Whether the gradient of a node's result is laid out otherwise than the result."""
         readers = self.program.readers(node.first_out)
         return any(_core.node(reader.id)[1] in flight.TURNS for reader in readers)
 
-    def _handed_on(self, node: Node) -> tuple[int, ...]:
-        """The inputs whose gradient is the result's, or a view of it."""
-        if node.n_outs != 1 or node.id in self.run.parts:
-            return ()
-        out = self.program.info(node.first_out)
-        candidates = self.kept[node.id].flight.handed_on
-        found = []
-        for k, number in enumerate(node.imports):
-            if number < 0:
-                continue
-            value = self.program.imports[number].value
-            info = self.program.info(value)
-            is_same = info.storage == out.storage or k in candidates
-            if is_same and self._size(value) == self._size(node.first_out):
-                found.append(k)
-        return tuple(found)
+    def _is_handed_on(self, node: Node, held: Flight, k: int, value: int, size: Size) -> bool:
+        """Whether an operand's gradient is the result's, or a view of it."""
+        if node.n_outs != 1 or size != self._size(node.first_out):
+            return False
+        info = self.program.info
+        return k in held.handed_on or info(value).storage == info(node.first_out).storage
