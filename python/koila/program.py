@@ -87,7 +87,7 @@ class Program:
 
     def __init__(self, roots: Sequence[torch.Tensor], is_known_only: bool = False) -> None:
         staged: Any = _core.stage(list(roots), is_known_only)
-        nodes = (Node(*node, outs=range(node[6], node[6] + node[7])) for node in staged["nodes"])
+        nodes = (Node._make((*node, range(node[6], node[6] + node[7]))) for node in staged["nodes"])
         self.nodes = {node.id: node for node in nodes}
         self.imports = [Import(*entry) for entry in staged["imports"]]
         self.import_of = {node.id: node.imports for node in self.nodes.values()}
