@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import koila
+from allocations import Allocations, measure
 from koila import memory as model_of_bytes
 from koila import plan
 from koila.program import Program as StagedProgram
-from oracle import Lazy, Outcome, assert_outcomes, eager, run
+from oracle import assert_outcomes, eager, run
 from programs import PROGRAMS
 from programs_kit import Program
 
@@ -39,58 +33,6 @@ LIMITED = [
 each_limited = pytest.mark.parametrize(
     ("name", "n_rows", "share"), LIMITED, ids=[f"{name}-{share}" for name, _, share in LIMITED]
 )
-
-
-class PeakBytes(TorchDispatchMode):
-    """Count the bytes of all storages that are met, each once, and the most there were at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, weakref.ref[Any]] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count(args, kwargs)
-        result = func(*args, **(kwargs or {}))
-        self.count(result)
-        return result
-
-    def count(self, *objects: Any) -> None:
-        """Add the storages of all tensors in some objects."""
-        for value in tree_leaves(objects):
-            if isinstance(value, Tensor) and value.device.type != "meta":
-                self.count_storage(value.untyped_storage())
-        self.peak = max(self.peak, self.now)
-
-    def count_storage(self, storage: torch.UntypedStorage) -> None:
-        """Add a storage once, and take it off when it dies."""
-        key, n_bytes = id(storage), storage.nbytes()
-
-        def forget(reference: weakref.ref[Any]) -> None:
-            if self.alive.get(key) is reference:
-                del self.alive[key]
-                self.now -= n_bytes
-
-        if key not in self.alive:
-            self.alive[key] = weakref.ref(storage, forget)
-            self.now += n_bytes
-
-
-def measure(
-    program: Program, n_rows: int, lazy: Lazy, memory: PeakBytes | None = None
-) -> tuple[Outcome, int]:
-    """Run a step and return what can be seen, and the bytes it took at its peak."""
-    memory = memory or PeakBytes()
-
-    def count_model(model: nn.Module) -> None:
-        memory.count(list(model.parameters()), list(model.buffers()))
-
-    def count_batch(*batch: Any, **options: Any) -> Any:
-        memory.count(batch)
-        return lazy(*batch, **options)
-
-    outcome = run(program, n_rows, count_batch, change=count_model, watch=(memory, memory))
-    return outcome, memory.peak
 
 
 def find(name: str) -> Program:
@@ -123,36 +65,32 @@ def test_memory_limit_is_kept(name: str, n_rows: int, share: float) -> None:
 class Prediction:
     """What the model of bytes says of each plan that is made, beside what is there already."""
 
-    def __init__(self, memory: PeakBytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, memory: Allocations, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory = memory
-        self.n_bytes = 0.0
+        self.needed: list[float] = []
         self.make_plan = plan.plan
         monkeypatch.setattr(plan, "plan", self)
 
     def __call__(self, program: StagedProgram, is_graph: bool) -> plan.Plan:
         made = self.make_plan(program, is_graph)
         estimate = model_of_bytes.estimate(program, is_graph)
-        needed, _ = estimate.peak(-(-estimate.rows // made.n_chunks))
-        self.n_bytes = max(self.n_bytes, self.memory.now + needed)
+        self.memory.mark()
+        self.needed.append(estimate.peak(-(-estimate.rows // made.n_chunks))[0])
         return made
 
+    @property
+    def n_bytes(self) -> float:
+        """The most that any of them says."""
+        return max(map(sum, zip(self.memory.at_marks, self.needed, strict=True)), default=0.0)
 
-#: What is in no model: kernels that torch composes, and what runs before the plan is made.
+
+#: What is in no model: what runs whole, before a plan is made.
 UNPREDICTED = {
-    "attention_over_rows": "a product of all rows with all rows, and its softmax",
-    "computed_weight": "the gradient of a weight that is itself computed",
     "critic": "a gradient inside the program runs before",
-    "hard_triplet": "cdist",
-    "lstm_state-ce": "lstm in float64 is composed of a dozen kernels a step",
-    "lstm_state-ce_ignored": "lstm in float64 is composed of a dozen kernels a step",
-    "lstm_state-masked_mean": "lstm in float64 is composed of a dozen kernels a step",
     "maml": "a gradient inside the program runs before",
-    "mixture": "an expanded gate whose gradient is summed",
     "mlp-selected": "it runs whole",
     "mlp-selected_by_value": "it runs whole",
-    "pairwise": "the gradient of what is broadcast to all pairs",
     "quantise": "a custom autograd.Function runs before",
-    "shuffled": "a gradient that is flipped",
     "slope": "it runs whole",
 }
 
@@ -162,7 +100,7 @@ def test_prediction(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak of a step in chunks is what was predicted, within a few per cent."""
     if program.name in UNPREDICTED:
         pytest.skip(UNPREDICTED[program.name])
-    memory = PeakBytes()
+    memory = Allocations()
     prediction = Prediction(memory, monkeypatch)
     with koila.config(chunks=3):
         _, peak = measure(program, program.rows(96), koila.lazy, memory)

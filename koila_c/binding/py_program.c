@@ -317,7 +317,7 @@ kl_program_value(PyObject *module, PyObject *args)
 
 /* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids),
  * (inputs saved for backward, outputs saved, further bytes saved, do those grow with the rows,
- *  bytes saved that do not, bytes of workspace)) */
+ *  bytes saved that do not, bytes of workspace, and while its backward runs)) */
 PyObject *
 kl_program_node(PyObject *module, PyObject *args)
 {
@@ -344,12 +344,13 @@ kl_program_node(PyObject *module, PyObject *args)
         PyTuple_SET_ITEM(inputs, k, PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)value));
     }
     const KlSaves *saves = &node->saves;
-    return Py_BuildValue("(OzzNLN(KKLOLL))", tape->nodes[id].func,
+    return Py_BuildValue("(OzzNLN(KKLOLLL))", tape->nodes[id].func,
                          node->row != NULL ? node->row->name : NULL, node->reason, where,
                          (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]), inputs,
                          (unsigned long long)saves->inputs, (unsigned long long)saves->outputs,
                          (long long)saves->bytes_extra, saves->is_extra_rows ? Py_True : Py_False,
-                         (long long)saves->bytes_fixed, (long long)saves->bytes_workspace);
+                         (long long)saves->bytes_fixed, (long long)saves->bytes_workspace,
+                         (long long)saves->bytes_backward);
 }
 
 /* [(value, place it is read at or None, tensor or None)] of a node's inputs */

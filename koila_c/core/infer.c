@@ -247,13 +247,14 @@ void
 kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     *saves = (KlSaves){0};
-    if (!has_gradient(call, result)) {
-        return;
+    bool is_saved = false;
+    for (uint32_t i = 0; i < result->n_outs && has_gradient(call, result); i++) {
+        is_saved = is_saved || result->outs[i].requires_grad;
     }
-    for (uint32_t i = 0; i < result->n_outs; i++) {
-        if (result->outs[i].requires_grad) {
-            call->row->saves(call, result, saves);
-            return;
-        }
+    if (is_saved) {
+        call->row->saves(call, result, saves);
+    } else if (!kl_ops_is_light(call->row)) { /* works in memory of its own, kept or not */
+        call->row->saves(call, result, saves);
+        *saves = (KlSaves){.bytes_workspace = saves->bytes_workspace};
     }
 }

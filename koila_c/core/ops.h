@@ -121,6 +121,7 @@ typedef struct KlSaves {
     bool is_extra_rows;      /* bytes_extra grows with the rows */
     int64_t bytes_fixed;     /* new tensors saved that do not: weights in another dtype */
     int64_t bytes_workspace; /* needed only while the op runs */
+    int64_t bytes_backward;  /* needed only while its backward runs, beside gradients */
 } KlSaves;
 
 typedef struct KlRow KlRow;

@@ -365,6 +365,7 @@ KL_SAVES(pow_copy);
 KL_SAVES(remainder);
 KL_SAVES(remainder_copy);
 KL_SAVES(scatter_add);
+KL_SAVES(softmax);
 KL_SAVES(take_along_dim);
 KL_SAVES(where);
 KL_SAVES(word1);

@@ -223,6 +223,78 @@ place_conv(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
+/* Bytes of a tensor as oneDNN lays it out, its channels in blocks of 16. */
+static int64_t
+count_blocked(const KlMeta *meta, int64_t n_channels)
+{
+    return n_channels > 0 ? kl_meta_n_bytes(meta) / n_channels * ((n_channels + 15) / 16 * 16) : 0;
+}
+
+/* oneDNN copies operands and results into its own layout and back, weights too: measured. Few channels it
+ * takes as they are, but for a gradient; channels last are its own layout. */
+static void
+work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[0];
+    int64_t n_weight = kl_meta_n_bytes(call->inputs[1]);
+    int64_t n_channels = input->shape[input->n_dims - conv->n - 1];
+    int64_t n_in = count_blocked(input, n_channels);
+    int64_t n_out = count_blocked(out, out->shape[out->n_dims - conv->n - 1]);
+    int64_t n_given = n_channels > 4 ? n_in : 0;
+    int64_t n_before = n_given + n_out - kl_meta_n_bytes(out);
+    int64_t n_to_input = kl_rules_needs_grad(call, 0) ? n_in - kl_meta_n_bytes(input) : 0;
+    if (!kl_meta_is_contiguous(out)) {
+        saves->bytes_workspace = saves->bytes_backward = n_weight;
+        return;
+    }
+    saves->bytes_workspace = (n_before > n_out ? n_before : n_out) + n_weight;
+    saves->bytes_backward = (n_to_input > n_given ? n_to_input : n_given) + n_out + n_weight;
+}
+
+/* The other kernels write all patches of all rows side by side, and groups one after the other. */
+static void
+work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_transposed,
+                KlSaves *saves)
+{
+    const KlMeta *weight = call->inputs[1];
+    const KlMeta *spread =
+        is_transposed ? call->inputs[0] : out; /* a patch for each of its places */
+    bool is_plain = true;                      /* a product as it is */
+    int64_t n_places = 1;
+    int64_t n_patch = weight->shape[1];
+    for (int32_t dim = 0; dim < spread->n_dims; dim++) {
+        n_places *= dim == spread->n_dims - conv->n - 1 ? 1 : spread->shape[dim];
+    }
+    for (int32_t i = 0; i < conv->n; i++) {
+        n_patch *= weight->shape[2 + i];
+        is_plain = is_plain && weight->shape[2 + i] == 1 && conv->stride[i] == 1;
+        if (conv->dilation[i] > 1) {
+            return; /* row by row */
+        }
+    }
+    int64_t bytes = is_plain ? 0 : n_places * n_patch * (int64_t)kl_meta_dtype_bytes(out->dtype);
+    bytes += conv->groups > 1 ? kl_meta_n_bytes(out) : 0;
+    saves->bytes_workspace = bytes;
+    saves->bytes_backward = is_transposed ? 0 : bytes;
+}
+
+static void
+work(const KlCall *call, const KlInferred *result, const Conv *conv, bool is_transposed,
+     KlSaves *saves)
+{
+    const KlMeta *out = &result->outs[0];
+    bool is_half = out->dtype == KL_DTYPE_BFLOAT16 || out->dtype == KL_DTYPE_FLOAT16;
+    if (out->device != 0) {
+        return;
+    }
+    if (out->dtype == KL_DTYPE_FLOAT32 || is_half) {
+        work_in_blocks(call, out, conv, saves);
+        saves->bytes_workspace += is_transposed ? kl_meta_n_bytes(call->inputs[0]) : 0;
+    } else {
+        work_in_patches(call, out, conv, is_transposed, saves);
+    }
+}
+
 /* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is
  * kept. */
 void
@@ -236,7 +308,11 @@ saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
     bool is_padded = false;
     kl_rules_save(call, saves, 0);
     kl_rules_save(call, saves, 1);
-    if (read_conv(call, false, n, &conv) != KL_OK || !conv.is_same) {
+    if (read_conv(call, false, n, &conv) != KL_OK) {
+        return;
+    }
+    work(call, result, &conv, false, saves);
+    if (!conv.is_same) {
         return;
     }
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
@@ -255,7 +331,10 @@ saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
 void
 saves_conv_transpose(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
-    (void)result;
+    Conv conv;
     kl_rules_save(call, saves, 0);
     kl_rules_save(call, saves, 1);
+    if (read_conv(call, true, call->inputs[1]->n_dims - 2, &conv) == KL_OK) {
+        work(call, result, &conv, true, saves);
+    }
 }

@@ -136,6 +136,9 @@ saves_layer_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     saves_all(call, result, saves);
     kl_rules_save_new(result, saves, 2 * count_groups(call), stats_dtype(call)); /* mean, rstd */
+    if (!kl_meta_is_contiguous(call->inputs[0])) { /* works on a copy */
+        saves->bytes_workspace = saves->bytes_backward = kl_meta_n_bytes(call->inputs[0]);
+    }
 }
 
 /* Composed of smaller ops, which work in float32 on half types. */

@@ -187,9 +187,27 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* Gates and states of every step, and what goes from layer to layer. The fused kernel of oneDNN
- * (lstm in float32) has a workspace instead, measured at 15 hidden and 5 input features for each
- * row and step. */
+/* What the fused kernel of oneDNN (lstm in float32) keeps of all cells, in its workspace: measured, with the
+ * weights in its own layout; and what it needs while it runs. */
+static void
+save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
+{
+    int64_t n_hidden = layer->states[layer->n_states - 1]->shape[2];
+    int64_t n_input = layer->input->shape[2];
+    for (int64_t i = 0; i < layer->n_layers; i++) {
+        int64_t n_widest = n_input > n_hidden ? n_input : n_hidden;
+        int64_t n_kept = (n_steps + 1) * n_rows * (8 * n_hidden + 7 * n_widest);
+        int64_t n_weights = 4 * n_hidden * (n_input + n_hidden);
+        saves->bytes_extra += 4 * layer->n_directions * n_kept;
+        saves->bytes_fixed += 4 * layer->n_directions * n_weights;
+        n_input = n_hidden * layer->n_directions;
+    }
+    saves->bytes_workspace = 4 * 5 * n_steps * n_rows * n_hidden;
+    saves->bytes_backward = 4 * 6 * n_steps * n_rows * n_hidden;
+}
+
+/* Gates and states of every step, and what goes from layer to layer; while it runs, the input's part of
+ * all gates, of all steps of a layer at once. */
 void
 saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -198,21 +216,23 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         return;
     }
     KlDtype dtype = layer.input->dtype;
-    int64_t n_steps = layer.input->shape[0] * layer.input->shape[1];
+    int64_t n_steps = layer.input->shape[0] * layer.input->shape[1]; /* of all rows */
     int64_t n_cells = layer.n_layers * layer.n_directions;
     int64_t n_hidden = n_cells * n_steps * layer.states[layer.n_states - 1]->shape[2];
     int64_t n_copied = layer.is_batch_first ? n_steps * layer.input->shape[2] : 0;
     bool is_lstm = layer.n_states == 2;
     bool is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
-    int64_t n_kept = is_fused ? 15 : layer.n_gates > 1 ? 7 : 1;
+    int64_t n_kept = is_fused ? 0 : layer.n_gates > 1 ? 7 : 1;
     n_kept += n_cells > 1 ? (result->is_random ? 2 : 1) : 0;
     saves_all(call, result, saves);
     saves->outputs = is_lstm ? 7 : 3;
     kl_rules_save_new(result, saves, n_copied + n_hidden * n_kept, dtype);
     if (is_fused) {
-        int64_t n_widest = layer.input->shape[2] + result->outs[0].shape[2];
-        kl_rules_save_new(result, saves, 5 * n_cells * n_steps * n_widest, dtype);
-        saves->bytes_extra += n_cells * 28672;
+        int64_t n_rows = layer.input->shape[layer.is_batch_first ? 0 : 1];
+        save_fused(&layer, n_rows, n_rows > 0 ? n_steps / n_rows : 0, saves);
+    } else {
+        saves->bytes_workspace =
+            layer.n_gates * n_hidden / n_cells * (int64_t)kl_meta_dtype_bytes(dtype);
     }
 }
 

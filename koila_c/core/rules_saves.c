@@ -47,6 +47,16 @@ saves_input(const KlCall *call, const KlInferred *result, KlSaves *saves)
     keep(call, 0, saves);
 }
 
+/* Its kernel takes rows that lie together: of anything else it makes a copy. */
+void
+saves_softmax(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves_output(call, result, saves);
+    if (!kl_meta_is_contiguous(call->inputs[0])) {
+        saves->bytes_workspace = kl_meta_n_bytes(&result->outs[0]);
+    }
+}
+
 void
 saves_input_output(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -10,12 +10,12 @@ _Place = tuple[int, int, int, int]
 # (dtype, shape, strides, requires_grad, number of the device)
 _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
 # (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
-#  is data, imports)
+#  is data, draws inside, imports)
 _StagedNode = tuple[
-    int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
+    int, int, int | None, int, int, int, int, int, bool, int, int, bool, bool, tuple[int, ...]
 ]
-# (inputs, outputs, bytes_extra, is_extra_rows, bytes_workspace)
-_NodeSaves = tuple[int, int, int, bool, int, int]
+# (inputs, outputs, bytes_extra, is_extra_rows, bytes_fixed, bytes_workspace, bytes_backward)
+_NodeSaves = tuple[int, int, int, bool, int, int, int]
 # Where an argument is in a call, by position or by keyword
 _Where = int | str
 
@@ -47,6 +47,7 @@ class _Saves(TypedDict):
     is_extra_rows: bool
     bytes_fixed: int
     bytes_workspace: int
+    bytes_backward: int
 
 @type_check_only
 class _Inferred(TypedDict):

@@ -30,8 +30,12 @@ def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
     Even a result can be one: torch's mse_loss gives one number in the memory of all its terms.
     """
     tensor = tensor.detach()
-    is_larger = tensor.untyped_storage().nbytes() > tensor.nbytes
-    return tensor.clone() if is_larger else tensor
+    return tensor.clone() if _is_part(tensor) else tensor
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor keeps more memory than its own."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
@@ -45,12 +49,13 @@ def send_back(
     """Send gradients back, and give each leaf in `fresh` that got its first one memory of its own.
 
     torch lets a leaf keep a view of a gradient that others still read (a seed, another leaf's), and
-    then adds the next chunk's gradient to it in place.
+    then adds the next chunk's gradient to it in place. The last of several views is alone, and
+    would keep the memory of all.
     """
     torch.autograd.backward(outputs, seeds)
     waiting = [alias for alias in fresh if alias.grad is None]
     for alias in fresh:
-        if alias.grad is not None and _is_shared(alias.grad):
+        if alias.grad is not None and (_is_shared(alias.grad) or _is_part(alias.grad)):
             alias.grad = alias.grad.clone()
     fresh[:] = waiting
 

@@ -3,7 +3,7 @@
 The step is gone through as replay.py runs it. In a body the bytes live at any moment are
 fixed + per_row * rows: each storage once, what later calls read, what autograd keeps, gradients on
 their way. What outlives a run is fixed: values that cross stages, gradients that gather, the graphs
-of joints until they are differentiated.
+of joints until they are differentiated. Each chunk leaves parts of reductions: per_chunk * chunks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from koila.program import Program, Run
+import torch
+
+from koila import flight
+from koila.flight import Parts
+from koila.program import REDUCTION_NAMES, Program, Run
 from koila.sizes import Sizes
 from koila.sweep import Need, Sweep
+
+# Bytes of the state of the CPU's generator.
+_STATE = torch.Generator().get_state().nbytes
 
 
 @dataclass(frozen=True)
@@ -26,19 +33,37 @@ class Estimate:
 
     def peak(self, rows: int) -> tuple[float, int]:
         """Bytes with chunks of `rows` rows, and the node that needs them."""
-        worst = max(self.moments, key=lambda need: need.bytes(rows), default=Need(0, 0, 0))
-        return worst.bytes(rows), worst.node
+        n_chunks = -(-self.rows // max(rows, 1))
+        worst = max(
+            self.moments, key=lambda need: need.bytes(rows, n_chunks), default=Need(0, 0, 0)
+        )
+        return worst.bytes(rows, n_chunks), worst.node
+
+    def least(self) -> tuple[int, float, int]:
+        """About the least bytes any chunks need: rows of a chunk, bytes, and the node.
+
+        That is one row, but where each chunk leaves much.
+        """
+        sizes = [1 << i for i in range(self.rows.bit_length())] or [1]
+        found = [(rows, *self.peak(rows)) for rows in sizes]
+        best = min(found, key=lambda entry: entry[1])
+        return found[0] if 0.9 * found[0][1] <= best[1] else best
 
     def largest_chunk(self, budget: float) -> int:
-        """The most rows of a chunk that fits; 0 where not even one does."""
-        best = self.rows
+        """The most rows of a chunk that fits; 0 where none does."""
+        best, least = self.rows, 1.0
         for need in self.moments:
-            left = budget - need.fixed
-            if left < 0:
+            left = budget - need.fixed - need.per_chunk  # the number of chunks is rounded up
+            parts = need.per_chunk * self.rows
+            spread = left * left - 4 * need.per_row * parts
+            if left < 0 or spread < 0:
                 return 0
+            # per_row * r + parts / r <= left, between the two roots
             if need.per_row > 0:
-                best = min(best, math.floor(left / need.per_row))
-        return max(0, best)
+                best = min(best, math.floor((left + math.sqrt(spread)) / (2 * need.per_row)))
+            if parts > 0:
+                least = max(least, 2 * parts / max(left + math.sqrt(spread), 1.0))
+        return best if best >= least else 0
 
 
 class _Step:
@@ -48,26 +73,61 @@ class _Step:
         self.program = program
         self.is_graph = is_graph
         self.sizes = Sizes(program)
-        self.held = 0.0
+        self.held = 2.0 * _STATE  # the generator's, before and after
+        self.held_per_chunk = 0.0
+        self._hold_states()
         self.moments: list[Need] = []
         self.graphs: dict[int, tuple[Sweep, float]] = {}
         self.gathering: set[int] = set()  # values whose gradients gather
 
+    def _hold_states(self) -> None:
+        """The generator's state before each draw, as draws.py keeps it."""
+        for run in self.program.runs:
+            nodes = (self.program.nodes[i] for i in run.nodes)
+            n_bytes = _STATE * sum(node.is_random and not node.draws_inside for node in nodes)
+            if run.is_body:
+                self.held_per_chunk += n_bytes
+            else:
+                self.held += n_bytes
+
     def _note(self, moments: list[Need]) -> None:
-        self.moments += [Need(m.fixed + self.held, m.per_row, m.node) for m in moments]
+        more = self.held_per_chunk
+        self.moments += [Need(m.fixed + self.held, m.per_row, m.node, more) for m in moments]
 
     def _note_end(self, more: float) -> None:
         if self.program.nodes:
-            self.moments.append(Need(self.held + more, 0.0, max(self.program.nodes)))
+            node = max(self.program.nodes)
+            self.moments.append(Need(self.held + more, 0.0, node, self.held_per_chunk))
 
     def _keep(self, run: Run) -> None:
         """What leaves a body, of all chunks: memory of its own, even where it is a view."""
         kept: set[int] = set()
         for value in run.exports:
             storage = self.program.info(value).storage
-            if not self._is_parts(run, value) and storage not in kept:
+            if self._is_parts(run, value):
+                self.held_per_chunk += self._parts_of(value).left * self._result(value)
+            elif storage not in kept:
                 kept.add(storage)
                 self.held += self.sizes.whole(value)
+
+    def _parts_of(self, value: int) -> Parts:
+        node = self.program.node_of(value)
+        assert node is not None
+        return flight.PARTS[REDUCTION_NAMES[node.reduce]]
+
+    def _result(self, value: int) -> int:
+        """Bytes of a reduction's result; single numbers do not count."""
+        return self.sizes.whole(value) if self.sizes.n_elements(value) > 1 else 0
+
+    def _combined(self, run: Run) -> tuple[float, float]:
+        """Bytes for each chunk of what a joint combines: what its graph keeps, and gradients."""
+        kept, seeds = 0.0, 0.0
+        for node in run.combined:
+            if self.is_graph and self.program.needs_gradient(node.first_out):
+                size = self._result(node.first_out)
+                kept += self._parts_of(node.first_out).combined * size
+                seeds += self._parts_of(node.first_out).seeds * size
+        return kept, seeds
 
     def _gather_gradients(self, run: Run) -> None:
         """The gradients that reach a run's inputs from other stages, and the leaves."""
@@ -81,6 +141,7 @@ class _Step:
 
     def _joint(self, run: Run) -> None:
         sweep = Sweep(self.program, run, self.sizes, self.is_graph)
+        self.held_per_chunk += self._combined(run)[0]
         self._note(sweep.forward())
         live = sweep.live().fixed
         self.graphs[run.stage] = sweep, live
@@ -106,7 +167,11 @@ class _Step:
         self._note(sweep.forward())
         live = sweep.live()
         stand_ins = sum(self.sizes.whole(v) for v in gathered) + seeds
+        parts = [v for v in run.exports if v not in gathered]
+        zeros = sum(self._parts_of(v).left * self._result(v) for v in parts)
+        self.held_per_chunk += zeros
         self._note([Need(live.fixed + self._tail() + stand_ins, live.per_row, live.node)])
+        self.held_per_chunk -= zeros
         self.held += seeds
         self._note(sweep.back())
 
@@ -142,10 +207,13 @@ class _Step:
         is_after = self.program.last_body is not None and run.stage > self.program.last_body
         if not (is_after and self.program.is_tail_linear):
             self._gather_gradients(run)
+            kept, seeds = self._combined(run)
+            self.held_per_chunk += seeds
             self.held -= live  # what is live at the start of its backward is counted there
             cut = {entry.value for entry in self.program.imports if entry.place is not None}
             self._note(sweep.back(v for v in run.exports if v in self.gathering & cut))
             self.held += live - sweep.freed
+            self.held_per_chunk -= kept
 
     def deliver(self) -> None:
         """Gradients of leaves that were cut are put together; those of half precision cast."""

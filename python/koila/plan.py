@@ -76,12 +76,13 @@ def _allowed(program: Program) -> float:
 
 def refusal(program: Program, is_graph: bool) -> MemoryLimitError:
     """What is raised where not even one row at a time fits: the call that needs most, and why."""
-    needed, node = memory.estimate(program, is_graph).peak(1)
+    rows, needed, node = memory.estimate(program, is_graph).least()
     detail = _core.node(node)
     name = detail[1] or getattr(detail[0], "__name__", "a call")
     left = max(_allowed(program), 0.0)
+    at_a_time = "one row at a time" if rows == 1 else f"{rows} rows at a time, the least,"
     return MemoryLimitError(
-        f"{name}: one row at a time needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside "
+        f"{name}: {at_a_time} needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside "
         f"what is there, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left ({detail[3]}); "
         "raise memory_limit, or make the model or the sequence smaller"
     )

@@ -37,10 +37,7 @@ class Node(NamedTuple):
     is_data: bool
     draws_inside: bool  # it draws inside a larger operator: attention, a recurrent layer
     imports: tuple[int, ...]
-
-    @property
-    def outs(self) -> range:
-        return range(self.first_out, self.first_out + self.n_outs)
+    outs: range
 
 
 class Import(NamedTuple):
@@ -90,7 +87,8 @@ class Program:
 
     def __init__(self, roots: Sequence[torch.Tensor], is_known_only: bool = False) -> None:
         staged: Any = _core.stage(list(roots), is_known_only)
-        self.nodes = {node[0]: Node(*node) for node in staged["nodes"]}
+        nodes = (Node._make((*node, range(node[6], node[6] + node[7]))) for node in staged["nodes"])
+        self.nodes = {node.id: node for node in nodes}
         self.imports = [Import(*entry) for entry in staged["imports"]]
         self.import_of = {node.id: node.imports for node in self.nodes.values()}
         self.values: list[tuple[int, bool, bool]] = staged["values"]
@@ -116,6 +114,10 @@ class Program:
         if not hasattr(self, "_maker"):
             self._maker = {v: node for node in self.nodes.values() for v in node.outs}
         return self._maker.get(value)
+
+    def readers(self, value: int) -> Sequence[Node]:
+        """The nodes that read a value."""
+        return self._readers.get(value, ())
 
     def is_leaf(self, value: int) -> bool:
         return self.values[value][1]

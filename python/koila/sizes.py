@@ -18,11 +18,17 @@ class Sizes:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._known: dict[int, Size] = {}
+        self._n_elements: dict[int, int] = {}
+
+    def n_elements(self, value: int) -> int:
+        """The elements of all rows of a value."""
+        if value not in self._n_elements:
+            self._n_elements[value] = math.prod(self.program.info(value).shape)
+        return self._n_elements[value]
 
     def whole(self, value: int) -> int:
         """All rows of a value."""
-        info = self.program.info(value)
-        return math.prod(info.shape) * info.dtype.itemsize
+        return self.n_elements(value) * self.program.info(value).dtype.itemsize
 
     def of(self, value: int) -> Size:
         """A value as it is in a chunk."""

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from koila import _core
-from koila.program import Node, Program, Run
+from koila import _core, flight
+from koila.flight import Amount, Flight
+from koila.program import REDUCTION_NAMES, Node, Program, Run
 from koila.sizes import Size, Sizes
 
-# Their backward hands the gradient of the result on as it is: name of the row, and which inputs.
-_HANDED_ON = {"add": (0, 1), "sub": (0,)}
+_NONE: Size = (0.0, 0.0)
 # Made of two calls: the further value between them is kept, and has a gradient of its own.
 _COMPOSED = ("cross_entropy_loss",)
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes at one moment: fixed + per_row * rows; and the node that runs then."""
+class Need(NamedTuple):
+    """Bytes at one moment: fixed + per_row * rows + per_chunk * chunks; the node that runs then."""
 
     fixed: float
     per_row: float
     node: int
+    per_chunk: float = 0.0
 
-    def bytes(self, rows: int) -> float:
-        return self.fixed + self.per_row * rows
+    def bytes(self, rows: int, n_chunks: int) -> float:
+        return self.fixed + self.per_row * rows + self.per_chunk * n_chunks
 
 
 def _plus(*sizes: Size) -> Size:
     return sum(size[0] for size in sizes), sum(size[1] for size in sizes)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What autograd keeps for a node: values, further bytes; and bytes while it runs."""
+def _times(n: float, size: Size) -> Size:
+    return n * size[0], n * size[1]
+
+
+class _Kept(NamedTuple):
+    """What autograd keeps for a node: values, further bytes; and bytes while it runs, and back."""
 
     row: str | None
+    flight: Flight
     values: set[int]
     further: Size
     workspace: Size
+    backward: Size
 
 
 class _Total:
@@ -101,6 +106,7 @@ class Sweep:
         self.inside.update(v for node in run.combined for v in node.outs)
         held = [*run.exports, *program.written_in(run)]  # to the end of the run
         self.held = {program.info(v).storage for v in held}
+        self.cut = self._find_cut()
         self.storages = _Total()
         self.further = _Total()
         self.gradients = _Gradients()
@@ -109,12 +115,27 @@ class Sweep:
         self.freed_by: dict[int, list[int]] = defaultdict(list)
         self.drops: dict[int, list[int]] = defaultdict(list)
         self.freed = 0.0
+        self.n_to_come: Counter[int] = Counter()  # gradients that still come for a value
         self._find_lifetimes()
 
     # -- sizes and lifetimes -----------------------------------------------------------------------
 
     def _size(self, value: int) -> Size:
-        return self.sizes.of(value) if self.run.is_body else (float(self.sizes.whole(value)), 0.0)
+        if not self.run.is_body:
+            return float(self.sizes.whole(value)), 0.0
+        return self.cut.get(value) or self.sizes.of(value)
+
+    def _find_cut(self) -> dict[int, Size]:
+        """Whole values (plain tensors) of which a chunk is given its rows."""
+        if not self.run.is_body or not self.run.nodes:
+            return {}
+        rows = _core.node(self.run.nodes[-1])[4]
+        entries = [self.program.imports[number] for number in self.run.imports]
+        return {
+            entry.value: (0.0, self.sizes.whole(entry.value) / rows)
+            for entry in entries
+            if entry.place is not None and self.program.info(entry.value).place is None
+        }
 
     def _numbers(self, node: Node) -> list[int]:
         return [number for number in node.imports if number >= 0]
@@ -128,7 +149,7 @@ class Sweep:
     def _kept_for(self, node: Node) -> _Kept:
         detail = _core.node(node.id)
         rows, inputs = detail[4], detail[5]
-        saved_inputs, saved_outputs, extra, is_rows, whole, workspace = detail[6]
+        saved_inputs, saved_outputs, extra, is_rows, whole, forward, backward = detail[6]
         values = {v for k, v in enumerate(inputs) if v >= 0 and (k >= 64 or saved_inputs >> k & 1)}
         values |= {v for k, v in enumerate(node.outs) if saved_outputs >> k & 1}
         if detail[1] is None:
@@ -136,10 +157,33 @@ class Sweep:
         by_rows = self.run.is_body and rows > 0
         split = by_rows and is_rows
         further = (float(whole), extra / rows) if split else (float(extra + whole), 0.0)
-        scratch = (0.0, workspace / rows) if by_rows else (float(workspace), 0.0)
+        scratch = (0.0, forward / rows) if by_rows else (float(forward), 0.0)
+        back = (0.0, backward / rows) if by_rows else (float(backward), 0.0)
+        held = flight.of(detail[1])
+        if node.id in self.run.parts:
+            parts = flight.PARTS[REDUCTION_NAMES[node.reduce]]
+            held = parts.flight or held
+            if parts.keeps is not None:
+                values, further = set(), self._amount(node, parts.keeps)
+        if held.forward != flight.NONE:
+            scratch = _plus(scratch, self._amount(node, held.forward))
         if not self._has_gradient(node):
-            return _Kept(detail[1], set(), (0.0, 0.0), scratch)
-        return _Kept(detail[1], values, further, scratch)
+            made = _NONE if held.is_stepwise else further
+            return _Kept(detail[1], held, set(), _NONE, _plus(scratch, made), _NONE)
+        return _Kept(detail[1], held, values, further, scratch, back)
+
+    def _amount(self, node: Node, amount: Amount) -> Size:
+        """Bytes of what a node holds in flight."""
+        out = self._size(node.first_out)
+        first = node.imports[0] if node.imports else -1
+        operand = self.program.imports[first].value if first >= 0 else node.first_out
+        into = self._size(operand)
+        sizes = _plus(_times(amount.outs, out), _times(amount.ins, into))
+        if amount.masks:
+            value = max(node.first_out, operand, key=self.sizes.n_elements)
+            itemsize = self.program.info(value).dtype.itemsize
+            sizes = _plus(sizes, _times(amount.masks / itemsize, self._size(value)))
+        return sizes
 
     def _find_lifetimes(self) -> None:
         saved: dict[int, int] = {}  # storage -> the first node that saves it: the last to need it
@@ -241,56 +285,91 @@ class Sweep:
         for value in seeded:
             self.gradients.put(value, self._size(value))
             self.gradients.n_users[value] += 1
-        for i in reversed(self.run.nodes):
-            node = self.program.nodes[i]
-            if self._has_gradient(node):
-                self._back_through(node)
+        nodes = [self.program.nodes[i] for i in reversed(self.run.nodes)]
+        steps = [(node, self._wanted(node)) for node in nodes if self._has_gradient(node)]
+        outside = (v for _, wanted in steps for _, v in wanted if v not in self.inside)
+        self.n_to_come = Counter(outside)
+        for node, wanted in steps:
+            self._back_through(node, wanted)
         if self.run.nodes:
             self._note(self.run.nodes[0])  # the gradients of what was gathered are cut
         self.freed = before.fixed - self.live().fixed
         return self.moments
 
-    def _back_through(self, node: Node) -> None:
-        if node.id not in self.run.parts:
-            for value in node.outs:
+    def _back_through(self, node: Node, wanted: list[tuple[int, int]]) -> None:
+        outs, kept = node.outs, self.kept[node.id]
+        is_parts = node.id in self.run.parts
+        if not is_parts:
+            for value in outs:
                 self.gradients.put(value, self._size(value))
-        kept = self.kept[node.id]
-        more = [kept.workspace]
+        fixed, per_row = _plus(kept.backward, self._in_flight(node, kept.flight, wanted))
         if kept.row in _COMPOSED:
-            more.append(kept.further)
-        handed_on = self._handed_on(node)
-        for k, number in enumerate(node.imports):
-            value = self.program.imports[number].value if number >= 0 else -1
-            if value < 0 or not self.program.needs_gradient(value):
-                continue
-            is_gathered = not self.run.is_body and not self._is_given(number)
-            if value not in self.inside and not is_gathered:
-                more.append(self._size(value))  # until it is added to what other chunks gave
-                continue
-            shared = node.first_out if k in handed_on else None
-            size = self._size(value)
+            fixed, per_row = _plus((fixed, per_row), kept.further)
+        done = []
+        for k, value in wanted:
+            size, shared = self._size(value), None
+            if value in self.inside or self._is_gathered(node.imports[k]):
+                is_shared = not is_parts and self._is_handed_on(node, kept.flight, k, value, size)
+                shared = node.first_out if is_shared else None
+            else:
+                self.n_to_come[value] -= 1
+                if self.n_to_come[value] == 0:
+                    done.append(value)  # it is added to what other chunks gave
             if not self.gradients.put(value, size, shared):
-                more += [size, size]  # the second gradient, and the sum
-        self._note(node.id, _plus(*more))
-        for value in node.outs:
+                fixed += 2 * size[0]  # the second gradient, and the sum
+                per_row += 2 * size[1]
+        self._note(node.id, (fixed, per_row))
+        for value in outs:
+            self.gradients.take(value)
+        for value in done:
             self.gradients.take(value)
         self.further.drop(node.id)
-        for storage in self.freed_by[node.id]:
+        for storage in self.freed_by.get(node.id, ()):
             self.storages.drop(storage)
 
-    def _handed_on(self, node: Node) -> tuple[int, ...]:
-        """The inputs whose gradient is the result's, or a view of it."""
-        if node.n_outs != 1 or node.id in self.run.parts:
-            return ()
-        out = self.program.info(node.first_out)
-        candidates = _HANDED_ON.get(self.kept[node.id].row or "", ())
-        found = []
+    def _is_gathered(self, number: int) -> bool:
+        """Whether a joint reads a value put together from chunks, whose gradient is cut again."""
+        return not self.run.is_body and not self._is_given(number)
+
+    def _wanted(self, node: Node) -> list[tuple[int, int]]:
+        """The operands that need a gradient: which, and their values."""
+        program, found = self.program, []
         for k, number in enumerate(node.imports):
-            if number < 0:
-                continue
-            value = self.program.imports[number].value
-            info = self.program.info(value)
-            is_same = info.storage == out.storage or k in candidates
-            if is_same and self._size(value) == self._size(node.first_out):
-                found.append(k)
-        return tuple(found)
+            if number >= 0 and program.needs_gradient(value := program.imports[number].value):
+                found.append((k, value))
+        return found
+
+    def _in_flight(self, node: Node, held: Flight, wanted: list[tuple[int, int]]) -> Size:
+        """What the formulas for some operands' gradients hold beside these, at most."""
+        if held is flight.NOTHING:
+            return _NONE
+        more, last = _NONE, len(held.backward) - 1
+        for amount in {held.backward[min(k, last)] for k, _ in wanted} - {flight.NONE}:
+            more = max(more, self._amount(node, amount), key=sum)
+        if held.turned != flight.NONE and self._is_turned(node):
+            more = _plus(more, self._amount(node, held.turned))
+        if not held.broadcasts:
+            return more
+        n_elements = self.sizes.n_elements(node.first_out)
+        narrow = [
+            self._size(value)
+            for k, value in wanted
+            if k not in held.handed_on and self.sizes.n_elements(value) < n_elements
+        ]
+        if not narrow:
+            return more
+        # As large as the result, all of them, until they are summed one after the other.
+        out, first = self._size(node.first_out), max(narrow, key=sum)
+        return _plus(more, _times(len(narrow), out), _times(-1, _plus(*narrow)), first)
+
+    def _is_turned(self, node: Node) -> bool:
+        """Whether the gradient of a node's result is laid out otherwise than the result."""
+        readers = self.program.readers(node.first_out)
+        return any(_core.node(reader.id)[1] in flight.TURNS for reader in readers)
+
+    def _is_handed_on(self, node: Node, held: Flight, k: int, value: int, size: Size) -> bool:
+        """Whether an operand's gradient is the result's, or a view of it."""
+        if node.n_outs != 1 or size != self._size(node.first_out):
+            return False
+        info = self.program.info
+        return k in held.handed_on or info(value).storage == info(node.first_out).storage

@@ -1,0 +1,86 @@
+"""The bytes that torch's allocator hands out during a step, buffers inside kernels too."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
+
+from oracle import Lazy, Outcome, run
+from programs_kit import Program
+
+_MARK = "allocations: mark"
+
+
+class Allocations:
+    """Bytes of all storages that are there before or made meanwhile: at marks, and at most.
+
+    It is entered twice, for the two halves of a step; the numbers are there after the second.
+    Meanwhile no garbage is collected: that of tests before would count as freed by this one.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[int, int] = {}
+        self.profile = profile(profile_memory=True)
+        self.n_entered = 0
+        self.at_marks: list[int] = []
+        self.peak = 0
+
+    def __enter__(self) -> Allocations:
+        if self.n_entered == 0:
+            gc.disable()
+            self.profile.__enter__()
+        self.n_entered += 1
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.n_entered == 2 or error[0] is not None:
+            self.profile.__exit__(None, None, None)
+            gc.enable()
+            self.add_up()
+
+    def count(self, *objects: Any) -> None:
+        """Take the storages of some tensors, made before."""
+        for value in tree_leaves(objects):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                self.before[storage._cdata] = storage.nbytes()
+
+    def mark(self) -> None:
+        """Remember how many bytes there are now."""
+        with record_function(_MARK):
+            pass
+
+    def add_up(self) -> None:
+        """Go through what was noted, in the order of time."""
+        results: Any = self.profile.kineto_results
+        now = self.peak = sum(self.before.values())
+        for event in sorted(results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                now += event.nbytes()
+                self.peak = max(self.peak, now)
+            elif event.name() == _MARK:
+                self.at_marks.append(now)
+
+
+def measure(
+    program: Program, n_rows: int, lazy: Lazy, memory: Allocations | None = None, **options: Any
+) -> tuple[Outcome, int]:
+    """Run a step and return what can be seen, and the bytes it took at its peak."""
+    memory = memory or Allocations()
+
+    def count_model(model: nn.Module) -> None:
+        memory.count(list(model.parameters()), list(model.buffers()))
+
+    def count_batch(*batch: Any, **words: Any) -> Any:
+        memory.count(batch)
+        return lazy(*batch, **words)
+
+    outcome = run(
+        program, n_rows, count_batch, change=count_model, watch=(memory, memory), **options
+    )
+    return outcome, memory.peak
