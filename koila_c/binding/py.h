@@ -345,6 +345,10 @@ PyObject *kl_slots_install(PyObject *module, PyObject *names);
 
 /* The value that stands for `value` after the last write to its storage, taking views again. */
 int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
+/* Let every lazy stand for what it shows after the writes recorded so far. */
+int kl_view_refresh(Tape *tape);
+/* The value whose call took the view `value` first, before that was itself written. */
+KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 
 /* -- py_function.c: what is known of torch's callables ------------------------------------------- */
 
@@ -366,6 +370,13 @@ PyObject *kl_program_draw_again(Tape *tape, KlNodeId id);
 
 PyObject *kl_stage_run(PyObject *module, PyObject *args);
 PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
+
+/* -- py_aside.c: calls whose statistics are committed ------------------------------------------------ */
+
+/* Whether a run in chunks has committed what node `id` writes on the side; -1 on failure. */
+int kl_aside_is_due(const Tape *tape, KlNodeId id);
+/* kl_call_run, with copies in place of what the node writes on the side. */
+PyObject *kl_aside_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId));
 
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 
