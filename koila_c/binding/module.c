@@ -120,7 +120,7 @@ static PyMethodDef functions[] = {
      "their history) and differentiates the roots, as a dict."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
-     "/)\n--\n\n"
+     "cloned, clone, /)\n--\n\n"
      "Run nodes in order on one chunk (rows < 0: whole)."},
     {"deliver", kl_stage_deliver, METH_VARARGS,
      "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},
