@@ -484,7 +484,7 @@ def differentiate(
         found = replay.differentiate(filled)
         replay.settle(not is_retained)
         with torch.enable_grad():
-            cuts = [real.view_as(real) for real, _ in found]
+            cuts = [real if grad.is_sparse else real.view_as(real) for real, grad in found]
         return finish(cuts, [gradient for _, gradient in found])
 
     done = _attempt(*staged, run)
