@@ -228,7 +228,7 @@ class ResidualBatchNorm(ConvBatchNorm):
 
 
 class BasicBlock(nn.Module):
-    """A block of torchvision's ResNet: one in-place activation, used twice, and `out += identity`."""
+    """A block of torchvision's ResNet: one in-place activation twice, and `out += identity`."""
 
     def __init__(self, n_in: int, n_out: int, stride: int = 1) -> None:
         super().__init__()

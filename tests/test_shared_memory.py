@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import koila
 from oracle import Lazy, assert_same_story, gradients
-from stories import N_ROWS, each_split, make, rows
+from stories import N_ROWS, assert_cut, each_split, make, rows
 
 DOUBLE = torch.float64
 
@@ -25,14 +24,6 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.fc(x))
-
-
-def assert_cut(lazy: Lazy, chunks: int | None) -> None:
-    """Assert that the last program ran in as many chunks as it was told to."""
-    report = koila.report()
-    if lazy is koila.lazy and chunks is not None:
-        assert report is not None
-        assert report.n_chunks == chunks
 
 
 # Writes over stages -----------------------------------------------------------------------------

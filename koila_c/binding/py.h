@@ -135,15 +135,17 @@ typedef struct KlPyState {
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
     PyObject *draw_again;              /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
+    PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;
-    PyObject *strided; /* torch.strided */
-    PyObject *ndarray; /* numpy.ndarray, or NULL where numpy is not there */
-    PyObject *devices; /* list of torch.device; index = KlMeta.device */
+    PyObject *is_alias_of; /* torch._C._is_alias_of */
+    PyObject *strided;     /* torch.strided */
+    PyObject *ndarray;     /* numpy.ndarray, or NULL where numpy is not there */
+    PyObject *devices;     /* list of torch.device; index = KlMeta.device */
     PyObject *dtypes[KL_N_DTYPES];
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
@@ -389,6 +391,7 @@ PyObject *kl_live_force(Value *value);
 /* What a call that runs at once needs, and what becomes of its results. */
 typedef enum {
     KL_LIVE_LAZY,    /* real graphs; results are lazy again */
+    KL_LIVE_NUMBERS, /* numbers are enough; results are lazy again */
     KL_LIVE_SETTLED, /* real graphs; results stay plain, but for an argument itself, written */
     KL_LIVE_PLAIN,   /* real graphs; results stay plain */
     KL_LIVE_READ,    /* numbers are enough; results stay plain */

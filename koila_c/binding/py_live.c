@@ -320,7 +320,7 @@ force_one(PyObject *lazy, void *context)
     if (value == NULL) {
         return -1;
     }
-    if (met->kind == KL_LIVE_READ) {
+    if (met->kind == KL_LIVE_READ || met->kind == KL_LIVE_NUMBERS) {
         if (kl_live_read(value) < 0) {
             return -1;
         }
@@ -477,7 +477,7 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     result = PyObject_Call(func, real_args, real_kwargs);
     met.args = real_args;
     met.kwargs = real_kwargs;
-    if (result != NULL && (kind == KL_LIVE_LAZY || kind == KL_LIVE_SETTLED)) {
+    if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
         Py_SETREF(result, wrap(&met, result));
     }
 error:

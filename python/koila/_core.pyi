@@ -93,6 +93,7 @@ def bind(
     in_transform: Callable[..., Any],
     draw_again: Callable[..., Any],
     bind_hooks: Callable[[int, torch.Tensor], None],
+    note_live: Callable[[Any], None],
     folders: tuple[str, ...],
     reductions: int,
     /,

@@ -14,6 +14,7 @@ from koila.partials import REDUCTIONS
 from koila.rows import Place
 
 ROWS, REDUCE, ONCE = range(3)
+_DATA = vars(torch._C.TensorBase)["data"]
 # In the order of KlReduce, ops.h.
 REDUCTION_NAMES = (
     "NONE SUM MEAN VAR AMAX LOGSUMEXP NORM PROD ALL ANY CROSS_ENTROPY LOSS COUNT".split()
@@ -195,11 +196,17 @@ class Program:
                 is_own = all(v in made for v in self._written(node, storage))
                 if is_own and not before:
                     continue
-                if node.n_outs != 1:
+                if node.n_outs != 1 or self._is_handed_out(storage):
                     return node
                 self.cloned.add(i)
                 since[storage] = i
         return None
+
+    def _is_handed_out(self, storage: int) -> bool:
+        """Whether x.data was taken of some memory: a write through it changes what was kept for
+        backward, and torch does not notice."""
+        of = (n for n in self.nodes.values() if self.info(n.first_out).storage == storage)
+        return any(getattr(_core.node(n.id)[0], "__self__", None) is _DATA for n in of)
 
     def _written(self, node: Node, storage: int) -> list[int]:
         """What a call writes, and where that is a view also the whole storage."""
