@@ -16,7 +16,7 @@ from programs_special import (
     images_and_labels,
     vectors_and_labels,
 )
-from programs_vision import Cnn, ConvBatchNorm, DropoutMlp, Mlp
+from programs_vision import Cnn, ConvBatchNorm, DropoutMlp, Mlp, ResNet
 
 # Contrastive losses -----------------------------------------------------------------------------
 
@@ -341,6 +341,7 @@ JOINT_STEPS = [
     Program("critic", tanh_gan, vectors, critic_step, joint="create_graph", draws=WHOLE),
     Program("maml", smooth_mlp, vectors_and_labels, maml_step, joint="create_graph"),
     Program("slope", smooth_mlp, vectors_and_labels, slope_penalty_step, joint="create_graph"),
+    Program("resnet", ResNet, images_and_labels, classify, joint="BatchNorm"),
     Program("norm_pool", norm_before_pool, images_and_labels, classify, joint="BatchNorm"),
     Program("vector_norm", vector_norm, vectors_and_labels, classify, joint="BatchNorm"),
     Program("norm_stateless", norm_without_memory, images_and_labels, classify, joint="BatchNorm"),

@@ -227,6 +227,43 @@ class ResidualBatchNorm(ConvBatchNorm):
         return self.fc(x.mean((2, 3)))
 
 
+class BasicBlock(nn.Module):
+    """A block of torchvision's ResNet: one in-place activation twice, and `out += identity`."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(n_out)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(n_out)
+        self.down: nn.Module | None = None
+        if stride != 1:
+            conv = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
+            self.down = nn.Sequential(conv, nn.BatchNorm2d(n_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.down is None else self.down(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """Two blocks of a ResNet after a stem whose activation is in place before its BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.blocks = nn.Sequential(BasicBlock(6, 6), BasicBlock(6, 8, stride=2))
+        self.fc = nn.Linear(8, N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(F.relu(self.stem(x), inplace=True))
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(self.blocks(x), 1), 1))
+
+
 class Generator(nn.Sequential):
     """A GAN's generator of vectors."""
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import koila
+from oracle import Lazy
 from programs_vision import Mlp
 
 N_ROWS = 11
@@ -45,3 +47,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
     loss.backward()
     optimizer.step()
     return loss
+
+
+def assert_cut(lazy: Lazy, chunks: int | None) -> None:
+    """Assert that the last program ran in as many chunks as it was told to."""
+    report = koila.report()
+    if lazy is koila.lazy and chunks is not None:
+        assert report is not None
+        assert report.n_chunks == chunks

@@ -19,6 +19,26 @@ pytestmark = pytest.mark.sanitize
 # Leaves -----------------------------------------------------------------------------------------
 
 
+@each_split
+def test_sparse_gradients(chunks: int | None) -> None:
+    """An embedding with sparse=True gets a sparse gradient, added to the one that is there."""
+
+    def story(lazy: Lazy) -> Any:
+        table = nn.Embedding(9, 5, sparse=True).double()
+        words, labels = torch.randint(0, 9, (11, 3)), torch.randint(0, 5, (11,))
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        for _ in range(2):
+            x, y = lazy(words, labels)
+            F.cross_entropy(table(x).sum(1) + table(x[:, 0]), y).backward()
+        gradient = table.weight.grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        optimizer.step()
+        return gradient.to_dense(), table.weight
+
+    assert_same_story(story, chunks)
+
+
 @pytest.mark.parametrize("frozen", ["body", "head", "bias", "all but one"])
 @each_split
 def test_frozen_parameters(chunks: int | None, frozen: str) -> None:

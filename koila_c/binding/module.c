@@ -32,11 +32,11 @@ core_bind(PyObject *module, PyObject *args)
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
              *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL,
-             *folders = NULL, *bind_hooks = NULL;
+             *folders = NULL, *bind_hooks = NULL, *note_live = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error, &meta_infer,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error, &meta_infer,
                           &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
-                          &skip_one_hop, &read, &in_transform, &draw_again, &bind_hooks,
+                          &skip_one_hop, &read, &in_transform, &draw_again, &bind_hooks, &note_live,
                           &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
@@ -48,6 +48,7 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
+    Py_XSETREF(kl_py.note_live, Py_NewRef(note_live));
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
@@ -61,8 +62,8 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, bind_hooks, folders, "
-     "reductions, /)"
+     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, bind_hooks, note_live, "
+     "folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -120,7 +121,7 @@ static PyMethodDef functions[] = {
      "their history) and differentiates the roots, as a dict."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
-     "/)\n--\n\n"
+     "cloned, clone, /)\n--\n\n"
      "Run nodes in order on one chunk (rows < 0: whole)."},
     {"deliver", kl_stage_deliver, METH_VARARGS,
      "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},

@@ -143,15 +143,17 @@ typedef struct KlPyState {
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
     PyObject *draw_again;              /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
+    PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;
-    PyObject *strided; /* torch.strided */
-    PyObject *ndarray; /* numpy.ndarray, or NULL where numpy is not there */
-    PyObject *devices; /* list of torch.device; index = KlMeta.device */
+    PyObject *is_alias_of; /* torch._C._is_alias_of */
+    PyObject *strided;     /* torch.strided */
+    PyObject *ndarray;     /* numpy.ndarray, or NULL where numpy is not there */
+    PyObject *devices;     /* list of torch.device; index = KlMeta.device */
     PyObject *dtypes[KL_N_DTYPES];
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
@@ -378,6 +380,10 @@ PyObject *kl_slots_install(PyObject *module, PyObject *names);
 
 /* The value that stands for `value` after the last write to its storage, taking views again. */
 int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
+/* Let every lazy stand for what it shows after the writes recorded so far. */
+int kl_view_refresh(Tape *tape);
+/* The value whose call took the view `value` first, before that was itself written. */
+KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 
 /* -- py_function.c: what is known of torch's callables ------------------------------------------- */
 
@@ -400,6 +406,13 @@ PyObject *kl_program_draw_again(Tape *tape, KlNodeId id);
 PyObject *kl_stage_run(PyObject *module, PyObject *args);
 PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
 
+/* -- py_aside.c: calls whose statistics are committed ------------------------------------------------ */
+
+/* Whether a run in chunks has committed what node `id` writes on the side; -1 on failure. */
+int kl_aside_is_due(const Tape *tape, KlNodeId id);
+/* kl_call_run, with copies in place of what the node writes on the side. */
+PyObject *kl_aside_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId));
+
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 
 /* Run every pending node of the tape, in order, on real tensors, and close the tape. */
@@ -411,6 +424,7 @@ PyObject *kl_live_force(Value *value);
 /* What a call that runs at once needs, and what becomes of its results. */
 typedef enum {
     KL_LIVE_LAZY,    /* real graphs; results are lazy again */
+    KL_LIVE_NUMBERS, /* numbers are enough; results are lazy again */
     KL_LIVE_SETTLED, /* real graphs; results stay plain, but for an argument itself, written */
     KL_LIVE_PLAIN,   /* real graphs; results stay plain */
     KL_LIVE_READ,    /* numbers are enough; results stay plain */

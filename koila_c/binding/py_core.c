@@ -374,10 +374,7 @@ core_known(PyObject *module, PyObject *object)
     if (value == NULL) {
         return NULL;
     }
-    PyObject *number = kl_lazy_real(value);
-    if (number == NULL) {
-        number = value->tape->values[value->id].number;
-    }
+    PyObject *number = kl_lazy_number(value);
     return Py_NewRef(number != NULL ? number : Py_None);
 }
 

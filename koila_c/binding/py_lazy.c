@@ -146,7 +146,9 @@ kl_lazy_number(const Value *value)
     if (real != NULL || value->tape == NULL || value->id >= value->tape->core.n_values) {
         return real;
     }
-    return value->tape->values[value->id].number;
+    /* What it was when it was read is not what it shows after a write. */
+    bool is_stale = kl_tape_is_stale(&value->tape->core, value->id);
+    return is_stale ? NULL : value->tape->values[value->id].number;
 }
 
 /* -- making lazies ----------------------------------------------------------------------------- */

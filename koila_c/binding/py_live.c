@@ -146,6 +146,19 @@ release_if_dead(Tape *tape, KlValueId value)
     }
 }
 
+static PyObject *
+run_call(Tape *tape, KlNodeId id)
+{
+    if (tape->core.nodes[id].is_drawn) {
+        return kl_program_draw_again(tape, id);
+    }
+    int is_aside = kl_aside_is_due(tape, id);
+    if (is_aside != 0) {
+        return is_aside < 0 ? NULL : kl_aside_run(tape, id, real_of);
+    }
+    return kl_call_run(tape, id, real_of, tape);
+}
+
 static int
 run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
 {
@@ -160,8 +173,7 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     } else {
-        PyObject *result =
-            node->is_drawn ? kl_program_draw_again(tape, id) : kl_call_run(tape, id, real_of, tape);
+        PyObject *result = run_call(tape, id);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
         Py_XDECREF(result);
         if (status < 0) {
@@ -318,7 +330,7 @@ force_one(PyObject *lazy, void *context)
     if (value == NULL) {
         return -1;
     }
-    if (met->kind == KL_LIVE_READ) {
+    if (met->kind == KL_LIVE_READ || met->kind == KL_LIVE_NUMBERS) {
         if (kl_live_read(value) < 0) {
             return -1;
         }
@@ -444,7 +456,7 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     result = PyObject_Call(func, real_args, real_kwargs);
     met.args = real_args;
     met.kwargs = real_kwargs;
-    if (result != NULL && (kind == KL_LIVE_LAZY || kind == KL_LIVE_SETTLED)) {
+    if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
         Py_SETREF(result, wrap(&met, result));
     }
 error:

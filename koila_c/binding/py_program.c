@@ -118,6 +118,37 @@ add_id(KlValueId **ids, size_t *n, size_t *n_max, KlValueId id)
     return 0;
 }
 
+/* Lazies that share memory must share it when they have their numbers: their storage is wanted as a whole,
+ * to take the others from it. `shared` gets (storage, how many lazies are of it) where there are several. */
+static int
+find_shared(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *shared)
+{
+    uint32_t *n_handles = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(*n_handles));
+    if (n_handles == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        n_handles[tape->core.values[i].storage] += tape->values[i].handle != NULL;
+    }
+    int result = 0;
+    for (size_t i = 0; i < tape->core.n_storages && result == 0; i++) {
+        if (n_handles[i] >= 2) {
+            result = append_stolen(shared, Py_BuildValue("(nI)", (Py_ssize_t)i, n_handles[i]));
+        }
+    }
+    for (size_t i = *n; i-- > 0 && result == 0;) {
+        KlStorageId storage = tape->core.values[(*wanted)[i]].storage;
+        KlValueId base = tape->core.storages[storage].base;
+        if (n_handles[storage] >= 2 && tape->core.values[base].state == KL_STATE_PENDING) {
+            n_handles[storage] = 0; /* once */
+            result = add_id(wanted, n, n_max, base);
+        }
+    }
+    kl_alloc_free(n_handles);
+    return result;
+}
+
 /* Pending values the user can reach, and outputs of nodes that must run though nobody looks. */
 static int
 find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *list)
@@ -225,7 +256,8 @@ find_roots(Tape *tape, PyObject *roots, KlValueId **ids, size_t *n, size_t *n_ma
 }
 
 static PyObject *
-describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject *wanted)
+describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject *wanted,
+         PyObject *shared)
 {
     PyObject *nodes = describe_nodes(tape, stages);
     PyObject *imports = describe_imports(stages);
@@ -238,12 +270,12 @@ describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject 
     }
     PyObject *result = NULL;
     if (nodes != NULL && imports != NULL && values != NULL && roots != NULL) {
-        result =
-            Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N}", "nodes", nodes, "imports",
-                          imports, "values", values, "roots", roots, "wanted", wanted, "n_stages",
-                          stages->n_stages, "last_body", stage_object(stages->last_body),
-                          "is_tail_linear", stages->is_tail_linear ? Py_True : Py_False,
-                          "tail_node", stage_object(stages->tail_node));
+        result = Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N}", "nodes", nodes,
+                               "imports", imports, "values", values, "roots", roots, "wanted",
+                               wanted, "shared", shared, "n_stages", stages->n_stages, "last_body",
+                               stage_object(stages->last_body), "is_tail_linear",
+                               stages->is_tail_linear ? Py_True : Py_False, "tail_node",
+                               stage_object(stages->tail_node));
     }
     Py_XDECREF(roots);
     Py_XDECREF(values);
@@ -265,12 +297,14 @@ kl_program_stage(PyObject *module, PyObject *args)
     KlStages stages = {0};
     KlError error;
     Tape *tape = kl_tape_open();
-    PyObject *reached = PyList_New(0);
-    if (tape == NULL || reached == NULL ||
+    PyObject *reached = PyList_New(0), *shared = PyList_New(0);
+    if (tape == NULL || reached == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p:stage", &PyList_Type, &roots, &is_known_only) ||
+        kl_view_refresh(tape) < 0 ||
         find_roots(tape, roots, &root_ids, &n_roots, &n_roots_max) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &n_wanted, &n_wanted_max,
-                                                   reached) < 0) {
+                                                   reached) < 0 ||
+        find_shared(tape, &wanted, &n_wanted, &n_wanted_max, shared) < 0) {
         goto error;
     }
     const KlGoal goal = {
@@ -279,16 +313,30 @@ kl_program_stage(PyObject *module, PyObject *args)
         (void)kl_py_raise(&error);
         goto error;
     }
-    result = describe(tape, &stages, &goal, reached);
+    result = describe(tape, &stages, &goal, reached, shared);
     kl_stage_fini(&stages);
 error:
+    Py_XDECREF(shared);
     Py_XDECREF(reached);
     kl_alloc_free(root_ids);
     kl_alloc_free(wanted);
     return result;
 }
 
-/* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage, device) */
+/* (the node that took a view first, its output, what it was given to view); None for no view. */
+static PyObject *
+view_object(const Tape *tape, KlValueId value)
+{
+    if (tape->core.values[value].view_of == KL_ID_NONE) {
+        return Py_NewRef(Py_None);
+    }
+    KlValueId origin = kl_view_origin(tape, value);
+    const KlValue *first = &tape->core.values[origin];
+    return Py_BuildValue("(III)", first->node, origin, first->view_of);
+}
+
+/* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage, value of the
+ * whole storage, view, device) */
 PyObject *
 kl_program_value(PyObject *module, PyObject *args)
 {
@@ -309,9 +357,11 @@ kl_program_value(PyObject *module, PyObject *args)
     PyObject *dtype =
         value->meta.dtype == KL_DTYPE_OTHER ? Py_None : kl_py.dtypes[value->meta.dtype];
     PyObject *size = kl_meta_size(&value->meta);
-    return Py_BuildValue("(ONONLOOIO)", dtype, size, value->meta.requires_grad ? Py_True : Py_False,
-                         place_object(&place), rows, entry->real != NULL ? entry->real : Py_None,
+    return Py_BuildValue("(ONONLOOIINO)", dtype, size,
+                         value->meta.requires_grad ? Py_True : Py_False, place_object(&place), rows,
+                         entry->real != NULL ? entry->real : Py_None,
                          entry->number != NULL ? entry->number : Py_None, value->storage,
+                         tape->core.storages[value->storage].base, view_object(tape, id),
                          PyList_GET_ITEM(kl_py.devices, value->meta.device));
 }
 

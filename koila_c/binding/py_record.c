@@ -229,6 +229,97 @@ draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
                                         kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
 }
 
+static int
+has_gradient(PyObject *lazy, void *context)
+{
+    (void)context;
+    const Value *value = kl_lazy_value(lazy);
+    if (value->tape != NULL) {
+        return value->tape->core.values[value->id].meta.requires_grad;
+    }
+    return kl_meta_requires_grad(value->real);
+}
+
+/* A call that needs the real graph: all that waits runs now, whole, and that is said. */
+static PyObject *
+run_with_all(PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    const Tape *tape = kl_tape_open_or_null();
+    bool has_graph = false; /* what waits without one is light: labels, masks */
+    for (size_t i = 0; tape != NULL && !tape->is_running && i < tape->core.n_nodes; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        has_graph =
+            has_graph || (!node->is_done && tape->core.values[node->first_out].meta.requires_grad);
+    }
+    if (has_graph) {
+        PyObject *noted = PyObject_CallOneArg(kl_py.note_live, func);
+        if (noted == NULL) {
+            return NULL;
+        }
+        Py_DECREF(noted);
+    }
+    return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
+}
+
+/* Whether a call that waits reads memory of a plain tensor: it must run before that is written. */
+static bool
+is_read(PyObject *tensor)
+{
+    const Tape *tape = kl_tape_open_or_null();
+    for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
+        PyObject *real = tape->values[i].real;
+        if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
+            continue;
+        }
+        PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.is_alias_of, tensor, real, NULL);
+        bool is_alias = answer != Py_False; /* or torch cannot tell */
+        Py_XDECREF(answer);
+        PyErr_Clear();
+        if (is_alias) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whether a call writes a plain tensor and nothing else, and nothing waits that reads it. */
+static bool
+is_into_plain(const Function *function, PyObject *args)
+{
+    if (function->row == NULL || function->row->kind != KL_ROW_INPLACE ||
+        PyTuple_GET_SIZE(args) == 0) {
+        return false;
+    }
+    PyObject *target = PyTuple_GET_ITEM(args, 0);
+    if (!PyObject_TypeCheck(target, kl_py.tensor_base) || kl_lazy_check(target)) {
+        return false;
+    }
+    return !is_read(target);
+}
+
+/* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
+ * its lazies, their numbers are enough: what else waits can still be cut. */
+static PyObject *
+run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    bool is_grad_enabled = false;
+    if (kl_context_now(&is_grad_enabled) < 0) {
+        return NULL;
+    }
+    int needs_graph = !(function->has_meta || is_into_plain(function, args));
+    if (needs_graph == 0 && is_grad_enabled) {
+        needs_graph = kl_call_visit(args, has_gradient, NULL);
+        if (needs_graph == 0 && kwargs != NULL && kwargs != Py_None) {
+            needs_graph = kl_call_visit(kwargs, has_gradient, NULL);
+        }
+    }
+    if (needs_graph < 0) {
+        return NULL;
+    }
+    return needs_graph != 0 ? run_with_all(func, args, kwargs)
+                            : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+}
+
 PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -259,11 +350,19 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         if (recorded == KL_ROWS_ILLEGAL) {
             return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
         }
+        if (recorded == 0 && function->handler != NULL) {
+            results = PyObject_CallFunctionObjArgs(
+                function->handler, func, args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+            recorded = results == NULL ? -1 : results != Py_NotImplemented;
+            if (recorded == 0) {
+                Py_CLEAR(results);
+            }
+        }
         if (recorded != 0) {
             return recorded < 0 ? NULL : results;
         }
     }
-    return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
+    return run_now(function, func, args, kwargs);
 }
 
 PyObject *
@@ -284,13 +383,13 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
     }
     Function *function = kl_function_find(func);
     if (function == NULL) {
-        return kl_live_call(func, call_args, kwargs, KL_LIVE_LAZY);
+        return run_with_all(func, call_args, kwargs);
     }
     switch (function->kind) {
     case KL_CALL_OP:
         return kl_record_op(function, func, call_args, kwargs);
     case KL_CALL_LIVE:
-        return kl_live_call(func, call_args, kwargs, KL_LIVE_LAZY);
+        return run_with_all(func, call_args, kwargs);
     case KL_CALL_READ:
         return kl_live_call(func, call_args, kwargs, KL_LIVE_READ);
     case KL_CALL_ENTER:

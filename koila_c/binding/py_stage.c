@@ -18,6 +18,9 @@ typedef struct Run {
     const KlNode *node;  /* the one that runs */
     PyObject *node_imports;
     PyObject *scratch; /* list: what must live while a call runs */
+    PyObject *cloned;  /* set: the nodes that write a clone */
+    PyObject *clone;   /* callable(tensor) */
+    PyObject *target;  /* the clone that the node writes, or NULL */
 } Run;
 
 /* A call's slot says which value; the node's input with that value says how it is read. */
@@ -27,6 +30,9 @@ run_value(void *env, KlValueId value)
     Run *run = env;
     PyObject *made = PyList_GET_ITEM(run->env, value);
     const KlInput *inputs = &run->tape->core.inputs[run->node->first_input];
+    if (run->target != NULL && inputs[0].value == value) {
+        return run->target;
+    }
     for (uint32_t k = 0; k < run->node->n_inputs; k++) {
         if (inputs[k].value != value) {
             continue;
@@ -157,10 +163,13 @@ keep(const Run *run, KlValueId value, PyObject *result)
     return PyList_SetItem(run->env, value, Py_NewRef(result));
 }
 
-/* Borrowed: what the node wrote, which was made in this run or given to it. */
+/* Borrowed: what the node writes, which was made in this run or given to it. */
 static PyObject *
 written(const Run *run)
 {
+    if (run->target != NULL) {
+        return run->target;
+    }
     KlValueId value = run->tape->core.inputs[run->node->first_input].value;
     PyObject *made = PyList_GET_ITEM(run->env, value);
     if (made != Py_None) {
@@ -212,8 +221,16 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context, PyObject *key)
     if (run->node_imports == NULL || kl_context_switch(context, run->node->context) < 0) {
         return -1;
     }
-    PyObject *result = call_node(run, id);
+    int is_cloned = PySet_Contains(run->cloned, key);
+    if (is_cloned > 0) {
+        KlValueId value = run->tape->core.inputs[run->node->first_input].value;
+        PyObject *before = run_value(run, value);
+        run->target = before != NULL ? PyObject_CallOneArg(run->clone, before) : NULL;
+    }
+    bool is_failed = is_cloned < 0 || (is_cloned > 0 && run->target == NULL);
+    PyObject *result = is_failed ? NULL : call_node(run, id);
     int status = result == NULL ? -1 : keep_results(run, result);
+    Py_CLEAR(run->target);
     Py_XDECREF(result);
     if (PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0) {
         return -1;
@@ -233,8 +250,8 @@ drop_dead(const Run *run, PyObject *values)
     return 0;
 }
 
-/* run(nodes, drops, env, imports, import_of, rows, no_grad, run_other, cut): run nodes in order;
- * drops[i] are the values of which nodes[i] is the last reader. rows < 0: whole. */
+/* run(nodes, drops, env, imports, import_of, rows, no_grad, run_other, cut, cloned, clone): run nodes in
+ * order; drops[i] are the values of which nodes[i] is the last reader. rows < 0: whole. */
 PyObject *
 kl_stage_run(PyObject *module, PyObject *args)
 {
@@ -244,9 +261,10 @@ kl_stage_run(PyObject *module, PyObject *args)
     Run run = {.tape = kl_tape_open()};
     KlContextSwitch context;
     if (run.tape == NULL ||
-        !PyArg_ParseTuple(args, "O!O!O!O!O!LpOO:run", &PyList_Type, &nodes, &PyList_Type, &drops,
+        !PyArg_ParseTuple(args, "O!O!O!O!O!LpOOO!O:run", &PyList_Type, &nodes, &PyList_Type, &drops,
                           &PyList_Type, &run.env, &PyList_Type, &run.imports, &PyDict_Type,
-                          &run.import_of, &run.rows, &is_grad_off, &run.run_other, &run.cut)) {
+                          &run.import_of, &run.rows, &is_grad_off, &run.run_other, &run.cut,
+                          &PySet_Type, &run.cloned, &run.clone)) {
         return NULL;
     }
     run.scratch = PyList_New(0);

@@ -33,11 +33,23 @@ copy_call(Tape *tape, KlNodeId node, KlValueId before, KlValueId after, KlPyNode
     return 0;
 }
 
+KlValueId
+kl_view_origin(const Tape *tape, KlValueId value)
+{
+    const KlNode *node = &tape->core.nodes[tape->core.values[value].node];
+    while (node->writes != 0) {
+        value = tape->core.inputs[node->first_input].value;
+        node = &tape->core.nodes[tape->core.values[value].node];
+    }
+    return value;
+}
+
 /* Append the view `value` again, on `source`, the current version of what it views. */
 static int
 take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
 {
-    const KlValue old = tape->core.values[value];
+    KlValueId origin = kl_view_origin(tape, value);
+    const KlValue old = tape->core.values[origin];
     const KlNode node = tape->core.nodes[old.node];
     KlInferred *inferred = &tape->inferred;
     KlError error;
@@ -47,10 +59,12 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
         (void)kl_py_raise(&error);
         return -1;
     }
+    /* A write can bring a gradient to what had none; a view that was detached from one stays so. */
+    bool is_newly = tape->core.values[source].meta.requires_grad &&
+                    !tape->core.values[old.view_of].meta.requires_grad;
     for (uint32_t i = 0; i < node.n_outs; i++) {
         inferred->outs[i] = tape->core.values[node.first_out + i].meta;
-        inferred->outs[i].requires_grad =
-            inferred->outs[i].requires_grad || tape->core.values[source].meta.requires_grad;
+        inferred->outs[i].requires_grad = inferred->outs[i].requires_grad || is_newly;
     }
     KlPlace place = tape->core.inputs[node.first_input].place;
     KlPlace *places = inferred->split.places;
@@ -73,7 +87,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
                              .context = node.context,
                              .is_grad_enabled = node.is_grad_enabled,
                              .review_of = value,
-                             .review_out = value - node.first_out};
+                             .review_out = origin - node.first_out};
     int result = copy_call(tape, old.node, old.view_of, source, &call);
     if (result == 0) {
         result = kl_record_append(tape, &record, tape->nodes[old.node].func, &call, &id);
@@ -87,6 +101,23 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
         *current = tape->core.nodes[id].first_out + record.review_out;
     }
     return result;
+}
+
+int
+kl_view_refresh(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        Value *handle = tape->values[i].handle;
+        KlValueId current = KL_ID_NONE;
+        if (handle == NULL || !kl_tape_is_stale(&tape->core, (KlValueId)i)) {
+            continue;
+        }
+        if (kl_view_current(tape, (KlValueId)i, &current) < 0) {
+            return -1;
+        }
+        kl_lazy_move(handle, current);
+    }
+    return 0;
 }
 
 int

@@ -26,6 +26,7 @@ class _Staged(TypedDict):
     values: list[tuple[int, bool, bool]]  # stage, is leaf, needs gradient
     roots: list[int]
     wanted: list[int]
+    shared: list[tuple[int, int]]  # storages of several lazies, and of how many
     n_stages: int
     last_body: int | None
     is_tail_linear: bool
@@ -98,6 +99,7 @@ def bind(
     in_transform: Callable[..., Any],
     draw_again: Callable[..., Any],
     bind_hooks: Callable[[int, torch.Tensor], None],
+    note_live: Callable[[Any], None],
     folders: tuple[str, ...],
     reductions: int,
     /,
@@ -158,6 +160,8 @@ def run(
     is_grad_off: bool,
     run_other: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
     cut: Callable[[torch.Tensor, int], torch.Tensor],
+    cloned: set[int],
+    clone: Callable[[torch.Tensor], torch.Tensor],
     /,
 ) -> None: ...
 def deliver(value: int, tensor: torch.Tensor, is_final: bool, /) -> None: ...
@@ -173,6 +177,8 @@ def value(
     torch.Tensor | None,
     torch.Tensor | None,
     int,
+    int,
+    tuple[int, int, int] | None,
     torch.device,
 ]: ...
 def node(

@@ -40,6 +40,8 @@ def _is_part(tensor: torch.Tensor) -> bool:
 
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Whether anything else holds the memory of a tensor; the question itself holds it twice."""
+    if tensor.layout != torch.strided:  # of an embedding with sparse=True; who holds it nobody says
+        return True
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
 
 

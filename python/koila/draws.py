@@ -112,7 +112,7 @@ def _as_it_is(tensor: torch.Tensor, _: int) -> torch.Tensor:
     return tensor
 
 
-def _run_alone(
+def run_alone(
     i: int, n_rows: int, given: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
 ) -> list[Any]:
     """Run one call on the tensors given for its inputs; all values after it, by number."""
@@ -120,7 +120,9 @@ def _run_alone(
     for value, tensor in given.items():
         env[value] = tensor
     import_of = {i: (0,) * len(_core.node(i)[5])}  # not looked at: env has all inputs
-    _core.run([i], [()], env, [], import_of, n_rows, is_grad_off, _call, _as_it_is)
+    _core.run(
+        [i], [()], env, [], import_of, n_rows, is_grad_off, _call, _as_it_is, set(), torch.clone
+    )
     return env
 
 
@@ -146,7 +148,7 @@ def draw_again(
 
     def run(chunk: int | None, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
         _set(generator, cells[i, chunk])
-        env = _run_alone(i, n_rows, given, n_values, False)
+        env = run_alone(i, n_rows, given, n_values, False)
         return [env[out] for out in outs]
 
     try:
@@ -251,7 +253,7 @@ class Draws:
             if run.is_body and entry.place is not None:
                 shape = rows.chunk_shape(shape, entry.place, n_rows)
             stand_ins[entry.value] = torch.ones(shape, dtype=info.dtype)
-        _run_alone(i, n_rows, stand_ins, len(program.values), True)
+        run_alone(i, n_rows, stand_ins, len(program.values), True)
 
     def restore(self, i: int, chunk: int | None) -> None:
         """Put the generator where it was before this call drew for this chunk."""

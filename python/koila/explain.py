@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, plan
+from koila import _core, draws, plan
 from koila.program import ONCE, REDUCE, Node, Program, Run
 
 _MODES = ("rows", "reduce", "once")
@@ -58,6 +58,20 @@ def log_whole(program: Program) -> None:
             sum(node.mode == ONCE for node in program.nodes.values()),
             len(program.nodes),
         )
+
+
+def log_live(func: Any) -> None:
+    """Say once, with the line, where a call that cannot be recorded runs all before it whole."""
+    where = draws.user_line()
+    if where in _logged or plan.is_whole():
+        return
+    _logged.add(where)
+    _logger.warning(
+        "%s cannot be recorded (%s): what was recorded before it runs now, on the whole batch, and "
+        "koila saves no memory there",
+        getattr(func, "__name__", func),
+        where,
+    )
 
 
 def _describe(program: Program, value: int) -> str:

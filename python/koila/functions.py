@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, enter, handlers, hooks, meta, reductions, replay
+from koila import _core, draws, enter, explain, handlers, hooks, meta, reductions, replay
 from koila.errors import KoilaError, StaleError
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
@@ -109,7 +109,8 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
-    _core.register(func, OP, name, None, has_meta, returns_list, is_random, row, container)
+    instead = handlers.DECLINED.get(name)
+    _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
 
 
 def _register(func: Any, name: str) -> None:
@@ -160,6 +161,7 @@ def register_all() -> None:
         handlers.in_transform,
         draws.draw_again,
         hooks.bind,
+        explain.log_live,
         draws.INSIDE,
         reductions.known(),
     )
@@ -177,6 +179,8 @@ def register_all() -> None:
             _core.register(getter, READ, name, None, False, False, False, None, None)
         elif name in QUERIES:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
+        elif name == "data":  # reads like detach(); a write through it leaves no version behind
+            _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
         elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)
     own = vars(_core.LazyTensor)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, hooks, meta, replay, reports
+from koila import _core, checkpoints, hooks, meta, plan, replay, reports
 
 LazyTensor = _core.LazyTensor
 
@@ -67,6 +67,13 @@ def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _core.live(func, args, kwargs, True)
     return args[0]
+
+
+def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.detach_(): what requires no gradient is detached already."""
+    if _is_pending(args[0]) and not args[0].requires_grad:
+        return args[0]
+    return _core.live(func, args, kwargs, False)
 
 
 def _listed(obj: Any) -> list[Any]:
@@ -196,6 +203,8 @@ def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     What was recorded before runs first, as if it had been outside.
     """
+    if checkpoints.is_live():
+        return _core.live(func, args, kwargs, False)
     if torch._C._get_tracing_state() is not None:
         return _core.live(func, args, kwargs, True)
     if torch._C._functorch.peek_interpreter_stack() is None:
@@ -233,6 +242,54 @@ def str_lazy(lazy: Any) -> str:
     return str(_core.read(lazy))
 
 
+def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
+    """The indices where a mask is True, whose number is read; None for another index."""
+    if not isinstance(item, torch.Tensor) or item.dtype is not torch.bool or item.dim() == 0:
+        return None
+    return _read_number(item).nonzero(as_tuple=True)
+
+
+def _read_number(tensor: torch.Tensor) -> torch.Tensor:
+    return _core.read(tensor) if type(tensor) is LazyTensor else tensor
+
+
+def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x[mask]: with the mask known so is the shape, and what x is made of can still be cut.
+
+    torch too looks up where a mask is True, and goes on with these indices.
+    """
+    if len(args) != 2 or kwargs or plan.is_whole():
+        return NotImplemented
+    items = args[1] if isinstance(args[1], tuple) else (args[1],)
+    at = 0
+    indices: list[Any] = []
+    for item in items:
+        found = None
+        if isinstance(item, torch.Tensor):
+            if args[0].shape[at : at + item.dim()] != item.shape and item.dtype is torch.bool:
+                return NotImplemented  # torch's own words
+            found = _mask_as_indices(item)
+        elif item is Ellipsis or item is None or not isinstance(item, slice | int):
+            return NotImplemented
+        at += 1 if found is None else len(found)
+        indices += [item] if found is None else found
+    if len(indices) == len(items) and all(a is b for a, b in zip(indices, items, strict=True)):
+        return NotImplemented
+    return args[0][tuple(indices)]
+
+
+def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """masked_select(), likewise."""
+    words = _words(("input", "mask"), args, kwargs)
+    if words.keys() != {"input", "mask"} or plan.is_whole():
+        return NotImplemented
+    x, mask = words["input"], words["mask"]
+    if mask.dtype is not torch.bool or mask.dim() == 0:
+        return NotImplemented
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return select(func, (x.expand(shape), mask.expand(shape)), {})
+
+
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 HANDLERS: dict[str, Handler] = {
@@ -244,6 +301,7 @@ HANDLERS: dict[str, Handler] = {
     "grad_fn": live,
     "_backward_hooks": live,
     "output_nr": live,
+    "detach_": detach_,
     "__repr__": represent,
     "backward": backward,
     "grad": grad,
@@ -260,4 +318,10 @@ HANDLERS: dict[str, Handler] = {
     "is_maia": _device_type("maia"),
     "is_mtia": _device_type("mtia"),
     "is_vulkan": _device_type("vulkan"),
+}
+
+#: What is tried where the row of an op declines a call, before it runs at once.
+DECLINED: dict[str, Handler] = {
+    "__getitem__": select,
+    "masked_select": masked_select,
 }

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.fx.experimental.proxy_tensor
+import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila import _core, budget, handlers, meta, replay
+from koila import _core, budget, checkpoints, explain, handlers, meta, replay
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -69,10 +70,19 @@ def _patch_function_apply() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(base, cls).apply if inherited is None else inherited.__get__(cls)
         if _holds_lazy(args) or _holds_lazy(kwargs):
+            if checkpoints.is_transparent(cls, args):
+                return args[0](*args[2:])
+            explain.log_live(cls)
             return _core.live(original, args, kwargs, False)
         return original(*args, **kwargs)
 
     _replace(base, "apply", classmethod(apply))
+
+
+def _patch_checkpoint() -> None:
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    _replace(module, name, checkpoints.patched(getattr(module, name), _holds_lazy))
 
 
 def _patch_factories() -> None:
@@ -160,6 +170,8 @@ def _patch_data() -> None:
     original: Any = vars(torch._C.TensorBase)["data"]
 
     def get(self: torch.Tensor) -> Any:
+        if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
+            return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         leaf = _core.leaf_of(self)
         if leaf is not None and not _core.is_busy():
             replay.flush_known()
@@ -265,6 +277,7 @@ def install() -> None:
     lazy_type.__repr__ = handlers.repr_lazy
     lazy_type.__str__ = handlers.str_lazy
     _patch_function_apply()
+    _patch_checkpoint()
     _patch_factories()
     _patch_functorch()
     _patch_transforms()

@@ -14,6 +14,7 @@ from koila.partials import REDUCTIONS
 from koila.rows import Place
 
 ROWS, REDUCE, ONCE = range(3)
+_DATA = vars(torch._C.TensorBase)["data"]
 # In the order of KlReduce, ops.h.
 REDUCTION_NAMES = (
     "NONE SUM MEAN VAR AMAX LOGSUMEXP NORM PROD ALL ANY CROSS_ENTROPY LOSS COUNT".split()
@@ -59,6 +60,8 @@ class Info(NamedTuple):
     real: torch.Tensor | None
     number: torch.Tensor | None
     storage: int
+    base: int  # the value of the whole storage, after all writes
+    view: tuple[int, int, int] | None  # the node that took it, its output, what it views
     device: torch.device
 
 
@@ -98,14 +101,32 @@ class Program:
         self.is_tail_linear: bool = staged["is_tail_linear"]
         self.tail_node: int | None = staged["tail_node"]
         self.n_stages: int = staged["n_stages"]
-        self.copied: set[tuple[int, int, int]] = set()  # found by spread_writes()
+        self.cloned: set[int] = set()  # writes, found by spread_writes()
         self._info: dict[int, Info] = {}
+        self.n_sharing: dict[int, int] = dict(staged["shared"])  # lazies of a storage, if several
+        self.kept = self._find_kept()
         self._readers: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes.values():
             for number in node.imports:
                 if number >= 0:
                     self._readers[self.imports[number].value].append(node)
         self.runs = [run for stage in range(self.n_stages) for run in self._build(stage)]
+
+    def _find_kept(self) -> set[int]:
+        """The values that must be there whole at the end, for the wanted ones to be had from them.
+
+        Lazies that share memory get numbers that do: views are taken again of the whole storage.
+        """
+        kept = set()
+        for value in self.wanted:
+            info = self.info(value)
+            base = self.info(info.base)
+            is_there = base.number is not None or self.node_of(info.base) is not None
+            if info.view is not None and base.real is not None:
+                continue
+            is_shared = info.view is not None and info.storage in self.n_sharing
+            kept.add(info.base if is_shared and is_there else value)
+        return kept
 
     def node_of(self, value: int) -> Node | None:
         """The node that makes a value in this program; None for a leaf."""
@@ -152,45 +173,47 @@ class Program:
         return len(same) == 1
 
     def spread_writes(self) -> Node | None:
-        """A write that cannot run by stages, because its memory is used in others; or None.
+        """A write that cannot run by stages; or None, and `cloned` are those that write a clone.
 
-        A whole value that another stage made is given to the writing stage as a copy, and
-        nothing else
-        sees the write. Views of such memory have no copy of their own: that program runs live.
+        A run may write what it made, and nothing else: what other stages made, or read as it was
+        before, stays as it is, and the calls that come after read the clone. A view cannot be
+        written so, for what it is a view of would not show it: that program runs whole.
         """
-        users: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        members: dict[int, set[int]] = defaultdict(set)
-        for node in self.nodes.values():
-            for value in [*node.outs, *(self.imports[i].value for i in node.imports if i >= 0)]:
-                storage = self.info(value).storage
-                users[storage].add((-1, -1) if self.is_leaf(value) else (node.stage, node.axis))
-                users[storage].add((node.stage, node.axis))
-                members[storage].add(value)
-        self.copied = set()
-        for node in self.nodes.values():
-            storage = self.info(node.first_out).storage
-            if not node.writes or len(users[storage]) == 1:
+        self.cloned = set()
+        for run in self.runs:
+            writes = [i for i in run.nodes if self.nodes[i].writes]
+            if not writes:
                 continue
-            written = self.imports[node.imports[0]].value
-            maker = self.node_of(written)
-            is_here = maker is not None and (maker.stage, maker.axis) == (node.stage, node.axis)
-            is_viewed = any(
-                other.id != node.id and self.imports[i].value != written
-                for other in self.nodes.values()
-                if (other.stage, other.axis) == (node.stage, node.axis)
-                for i in other.imports
-                if i >= 0
-                and self.info(self.imports[i].value).storage == storage
-                and self._is_made_elsewhere(self.imports[i].value, node.stage)
-            )
-            if node.n_outs != 1 or is_here or is_viewed:
-                return node
-            self.copied.add((node.stage, node.axis, written))
+            made = {v: i for i in run.nodes if i not in run.parts for v in self.nodes[i].outs}
+            kept = {v: self.info(v).storage for v in run.exports if v in made}
+            since: dict[int, int] = {}  # storage -> the last clone that was made of it
+            for i in writes:
+                node = self.nodes[i]
+                storage = self.info(node.first_out).storage
+                before = [
+                    v
+                    for v, of in kept.items()
+                    if of == storage and since.get(storage, -1) <= made[v] < i
+                ]
+                is_own = all(v in made for v in self._written(node, storage))
+                if is_own and not before:
+                    continue
+                if node.n_outs != 1 or self._is_handed_out(storage):
+                    return node
+                self.cloned.add(i)
+                since[storage] = i
         return None
 
-    def _is_made_elsewhere(self, value: int, stage: int) -> bool:
-        maker = self.node_of(value)
-        return maker is not None and maker.stage != stage
+    def _is_handed_out(self, storage: int) -> bool:
+        """Whether x.data was taken of some memory: a write through it changes what was kept for
+        backward, and torch does not notice."""
+        of = (n for n in self.nodes.values() if self.info(n.first_out).storage == storage)
+        return any(getattr(_core.node(n.id)[0], "__self__", None) is _DATA for n in of)
+
+    def _written(self, node: Node, storage: int) -> list[int]:
+        """What a call writes, and where that is a view also the whole storage."""
+        values = (self.imports[k].value for k in (node.imports[0], node.imports[-1]))
+        return [value for value in values if self.info(value).storage == storage]
 
     def _stages_of(self, node: Node) -> set[int]:
         late = {node.late_stage} if node.late_stage is not None else set()
@@ -212,7 +235,7 @@ class Program:
         return run
 
     def _is_read_elsewhere(self, value: int, run: Run) -> bool:
-        if value in self.wanted or value in self.roots:
+        if value in self.kept or value in self.roots:
             return True
         for reader in self._readers[value]:
             if reader.mode == ONCE:

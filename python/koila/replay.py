@@ -15,9 +15,9 @@ import torch
 from koila import _core, config, draws, explain, hooks, plan, reductions, reports, tail
 from koila.cross import Cross, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory
+from koila.numbers import Numbers
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, cut, grid
-from koila.spent import spent
 
 
 class Replay:
@@ -100,11 +100,7 @@ class Replay:
         env: list[Any] = [None] * len(self.program.values)
         imports: list[Any] = [None] * len(self.program.imports)
         for number in run.imports:
-            given = self._given(number, run, chunk, is_graph, stand_ins)
-            if (run.stage, run.axis, self.program.imports[number].value) in self.program.copied:
-                with torch.set_grad_enabled(is_graph):
-                    given = given.clone()
-            imports[number] = given
+            imports[number] = self._given(number, run, chunk, is_graph, stand_ins)
         for number in run.shadows:
             imports[number] = self._shadow(number, run, chunk)
         if not run.is_body:
@@ -123,6 +119,10 @@ class Replay:
             result = func(*args, **kwargs)
             return result if node.is_random else self._settle_view(node, result, args)
 
+        def clone(tensor: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(is_graph):  # a write keeps the graph also under no_grad
+                return tensor.clone()
+
         def cut_import(tensor: torch.Tensor, number: int) -> torch.Tensor:
             entry = self.program.imports[number]
             assert bounds is not None and entry.place is not None
@@ -138,6 +138,8 @@ class Replay:
             not is_graph,
             run_other,
             cut_import,
+            self.program.cloned,
+            clone,
         )
         return env
 
@@ -324,16 +326,22 @@ class Replay:
 
     # -- commit -----------------------------------------------------------------------------------
 
-    def commit(self, is_spent: bool) -> None:
+    def settle(self, is_spent: bool) -> None:
+        """Find the numbers of the user's lazies."""
+        self.numbers = Numbers(
+            self.program, lambda value: self.cross[value].read_whole(False), is_spent
+        )
+
+    def commit(self) -> None:
         """Write statistics, leave the generator as eager would, give the user's lazies their
         numbers."""
         _core.set_busy(True)
         try:
-            self._commit(is_spent)
+            self._commit()
         finally:
             _core.set_busy(False)
 
-    def _commit(self, is_spent: bool) -> None:
+    def _commit(self) -> None:
         done: set[int] = _core.memo().setdefault("effects", set())
         fresh = [n for n in self.program.nodes.values() if n.leaf_writes and n.id not in done]
         written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
@@ -345,16 +353,7 @@ class Replay:
         done.update(n.id for n in fresh)
         self.draws.commit()
         hooks.commit(self.hooked)
-        numbers = {}
-        for value in self.program.wanted:
-            known = self.program.info(value).number  # what was read stays what it was
-            numbers[value] = known if known is not None else self.cross[value].read_whole(False)
-        for value, number in numbers.items():
-            info = self.program.info(value)
-            if is_spent and self.program.needs_gradient(value):
-                _core.deliver(value, hooks.give(value, spent(number)), True)
-            else:
-                _core.deliver(value, number, not info.requires_grad)
+        self.numbers.deliver()
         _core.close()
 
 
@@ -422,11 +421,16 @@ def read(is_known_only: bool = False) -> bool:
     staged = _stage([], is_known_only)
     if staged is not None:
         _core.check_leaves()
-    done = _attempt(*staged, Replay.compute) if staged is not None else None
+
+    def run(replay: Replay) -> None:
+        replay.compute()
+        replay.settle(False)
+
+    done = _attempt(*staged, run) if staged is not None else None
     if done is None:
         reports.note_whole()
         return False
-    done[0].commit(False)
+    done[0].commit()
     return True
 
 
@@ -478,14 +482,15 @@ def differentiate(
 
     def run(replay: Replay) -> Any:
         found = replay.differentiate(filled)
+        replay.settle(not is_retained)
         with torch.enable_grad():
-            cuts = [real.view_as(real) for real, _ in found]
+            cuts = [real if grad.is_sparse else real.view_as(real) for real, grad in found]
         return finish(cuts, [gradient for _, gradient in found])
 
     done = _attempt(*staged, run)
     if done is None:
         return NotImplemented
     replay, result = done
-    replay.commit(not is_retained)
+    replay.commit()
     _core.note_backward()
     return result

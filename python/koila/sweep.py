@@ -198,10 +198,15 @@ class Sweep:
         self.saved = saved
         for storage, i in saved.items():
             if storage not in self.held:
-                self.freed_by[i].append(storage)
+                self.freed_by[i] += [storage, *self._clones_of(storage)]
         for storage, position in last_use.items():
             if storage not in saved and storage not in self.held:
                 self.drops[position].append(storage)
+
+    def _clones_of(self, storage: int) -> list[int]:
+        """Keys of the clones that writes of this run make of a storage."""
+        nodes = (self.program.nodes[i] for i in self.run.nodes if i in self.program.cloned)
+        return [-1 - n.id for n in nodes if self.program.info(n.first_out).storage == storage]
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -216,8 +221,6 @@ class Sweep:
     def _is_given(self, number: int) -> bool:
         """Whether what is read is there already; else a copy is made for this run."""
         entry = self.program.imports[number]
-        if (self.run.stage, self.run.axis, entry.value) in self.program.copied:
-            return False
         if self.run.is_body:
             return self.sizes.is_view(entry)
         node = self.program.node_of(entry.value)
@@ -242,7 +245,7 @@ class Sweep:
     def forward(self) -> list[Need]:
         """The moments of running the nodes in order."""
         self.moments = []
-        copies = self._enter()
+        copies = {storage: storage for storage in self._enter()}  # key -> the storage it is of
         for position, i in enumerate(self.run.nodes):
             node = self.program.nodes[i]
             if i in self.run.parts:
@@ -250,14 +253,17 @@ class Sweep:
             else:
                 for value in node.outs:
                     self._hold(value)
+            if i in self.program.cloned:
+                self.storages.add(-1 - i, self._size(node.first_out))
+                copies[-1 - i] = self.program.info(node.first_out).storage
             self.further.add(i, self.kept[i].further)
             self._note(i, self.kept[i].workspace)
             for storage in self.drops[position]:
                 if storage not in copies:
                     self.storages.drop(storage)
-        for storage in copies:
+        for key, storage in copies.items():
             if storage not in self.saved and storage not in self.held:
-                self.storages.drop(storage)
+                self.storages.drop(key)
         return self.moments
 
     def _terms(self, node: Node) -> Size:

@@ -1,0 +1,90 @@
+"""The numbers that lazies are given when a program has run; those that share memory get such."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+
+from koila import _core, draws, hooks
+from koila.errors import NotInChunksError
+from koila.program import Program
+from koila.spent import spent
+
+
+class Numbers:
+    """What the lazies that the user can reach are given at the end of a run in chunks.
+
+    A write through one of them, which torch would do at once, has to show in all that share its
+    memory. So a view is not put together from chunks: it is taken of the whole storage again.
+    """
+
+    def __init__(
+        self, program: Program, whole: Callable[[int], torch.Tensor], is_spent: bool
+    ) -> None:
+        self.program = program
+        self.whole = whole
+        self.is_spent = is_spent
+        self.made: dict[int, torch.Tensor] = {}
+        groups: dict[int, list[int]] = defaultdict(list)
+        for value in program.wanted:
+            groups[program.info(value).storage].append(value)
+        #: (value, its number, whether it leaves the tape), to be delivered at the commit.
+        self.found: list[tuple[int, torch.Tensor, bool]] = []
+        for storage, group in groups.items():
+            # What stays can be written by a call that is recorded: then all that share it stay.
+            n_leaving = sum(map(self._is_leaving, group))
+            is_final = n_leaving >= program.n_sharing.get(storage, len(group))
+            self.found += [(value, self._number(value), is_final) for value in group]
+
+    def _is_spent(self, value: int) -> bool:
+        return self.is_spent and self.program.needs_gradient(value)
+
+    def _is_leaving(self, value: int) -> bool:
+        return self._is_spent(value) or not self.program.info(value).requires_grad
+
+    def _number(self, value: int) -> torch.Tensor:
+        if value in self.program.kept:
+            return self._of_kept(value)
+        number = self._of_storage(value)
+        is_new = self._is_spent(value) and not number.requires_grad
+        return spent(number) if is_new else number
+
+    def _of_kept(self, value: int) -> torch.Tensor:
+        if value not in self.made:
+            known = self.program.info(value).number  # what was read stays what it was
+            number = known if known is not None else self.whole(value)
+            self.made[value] = spent(number) if self._is_spent(value) else number
+        return self.made[value]
+
+    def _of_storage(self, value: int) -> torch.Tensor:
+        """A value taken of the memory that its storage has now."""
+        info = self.program.info(value)
+        if info.view is not None:
+            return self._view_of(self._of_storage(info.view[2]), value)
+        base = self.program.info(info.base)
+        return base.real.detach() if base.real is not None else self._of_kept(info.base)
+
+    def _view_of(self, memory: torch.Tensor, value: int) -> torch.Tensor:
+        view = self.program.info(value).view
+        assert view is not None
+        node, out, source = view
+        given = {source: memory}
+        for other in _core.node(node)[5]:
+            if other >= 0 and other != source:  # view_as() looks at its sizes
+                info = self.program.info(other)
+                zero = torch.zeros((), dtype=info.dtype, device=info.device)
+                given[other] = zero.expand(info.shape)
+        n_values = len(self.program.values)
+        env = draws.run_alone(node, -1, given, n_values, not self._is_spent(value))
+        result: torch.Tensor = env[out]
+        if result.untyped_storage()._cdata != memory.untyped_storage()._cdata:
+            raise NotInChunksError(f"{_core.node(node)[3]}: the whole is laid out otherwise")
+        return result
+
+    def deliver(self) -> None:
+        """Give each lazy its number."""
+        for value, number, is_final in self.found:
+            given = hooks.give(value, number) if self._is_spent(value) else number
+            _core.deliver(value, given, is_final)
