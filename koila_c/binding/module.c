@@ -193,13 +193,17 @@ import_torch(void)
     kl_py.tensor = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
     kl_py.len_dispatch_stack = PyObject_GetAttrString(c, "_len_torch_dispatch_stack");
     kl_py.size_type = PyObject_GetAttrString(torch, "Size");
+    PyObject *overrides = PyImport_ImportModule("torch.overrides");
+    kl_py.reenter =
+        overrides != NULL ? PyObject_GetAttrString(overrides, "enable_reentrant_dispatch") : NULL;
+    Py_XDECREF(overrides);
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
     kl_py.requires_grad = PyUnicode_InternFromString("requires_grad");
     if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
-        kl_py.len_dispatch_stack == NULL || kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL ||
-        kl_py.zero == NULL || kl_py.requires_grad == NULL) {
+        kl_py.len_dispatch_stack == NULL || kl_py.reenter == NULL || kl_py.empty_tuple == NULL ||
+        kl_py.empty_dict == NULL || kl_py.zero == NULL || kl_py.requires_grad == NULL) {
         goto error;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");

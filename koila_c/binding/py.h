@@ -148,6 +148,7 @@ typedef struct KlPyState {
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
+    PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;
     PyObject *is_alias_of; /* torch._C._is_alias_of */
@@ -315,10 +316,21 @@ kl_failure_check(const Tape *tape, KlValueId value)
 int kl_context_init(void);
 /* The id of the context in force now, or -1. */
 int64_t kl_context_now(bool *is_grad_enabled);
+#define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
+
+/* Settings of autocast; they are there though it is off. */
+typedef struct KlCasting {
+    bool is_cache_enabled;
+    bool is_enabled[KL_N_DEVICES];
+    PyObject *dtype[KL_N_DEVICES]; /* borrowed: torch.dtype objects live for ever */
+} KlCasting;
+
 /* A replay goes from context to context and ends in the one it began in. */
 typedef struct KlContextSwitch {
     uint32_t before, now;
     PyObject *guard;  /* of inference mode, where it differs from what was in force before */
+    KlCasting outer;  /* what was in force before */
+    bool is_cast;     /* something else is now */
     bool is_fresh;    /* grad mode has not been set yet */
     bool is_grad_off; /* no node records a graph, whatever its context says */
 } KlContextSwitch;

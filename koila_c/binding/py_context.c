@@ -6,15 +6,11 @@
 
 #include "autocast.h"
 
-#define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
-
 typedef struct Context {
     bool is_grad_enabled;
     bool is_inference;
-    bool is_autocast; /* on for any device type */
-    bool is_cache_enabled;
-    bool is_enabled[KL_N_DEVICES];
-    PyObject *dtype[KL_N_DEVICES]; /* borrowed from kl_py.dtypes, compared by identity */
+    bool is_autocast;  /* on for any device type */
+    KlCasting casting; /* where it is on; else zero */
 } Context;
 
 #define KL_CONTEXTS_MAX 256
@@ -81,13 +77,13 @@ call_bool(PyObject *callable, PyObject *argument)
 }
 
 static int
-read_autocast(Context *context)
+read_autocast(KlCasting *casting)
 {
     int is_cache = call_bool(state.is_cache_enabled, NULL);
     if (is_cache < 0) {
         return -1;
     }
-    context->is_cache_enabled = is_cache;
+    casting->is_cache_enabled = is_cache;
     for (int i = 0; i < KL_N_DEVICES; i++) {
         int is_enabled = call_bool(state.is_autocast_enabled, state.device_names[i]);
         PyObject *dtype =
@@ -96,8 +92,8 @@ read_autocast(Context *context)
         if (dtype == NULL) {
             return -1;
         }
-        context->is_enabled[i] = is_enabled;
-        context->dtype[i] = dtype; /* torch.dtype objects live for ever */
+        casting->is_enabled[i] = is_enabled;
+        casting->dtype[i] = dtype;
         Py_DECREF(dtype);
     }
     return 0;
@@ -124,7 +120,7 @@ kl_context_now(bool *is_grad_enabled)
     now.is_grad_enabled = is_grad;
     now.is_inference = is_inference;
     now.is_autocast = is_autocast;
-    if (is_autocast && read_autocast(&now) < 0) {
+    if (is_autocast && read_autocast(&now.casting) < 0) {
         return -1;
     }
     if (is_grad_enabled != NULL) {
@@ -167,10 +163,10 @@ autocast_on(const Context *context, uint8_t device, KlAutocast *autocast)
         type = 1;
     }
     *autocast = (KlAutocast){.is_cuda = type == 1};
-    if (context->is_enabled[type]) {
-        autocast->lower = kl_meta_dtype_from(context->dtype[type]);
+    if (context->casting.is_enabled[type]) {
+        autocast->lower = kl_meta_dtype_from(context->casting.dtype[type]);
     }
-    return context->is_enabled[type];
+    return context->casting.is_enabled[type];
 }
 
 #define KL_CAST_INPUTS 64
@@ -266,8 +262,9 @@ enter_inference(KlContextSwitch *context, bool is_inference)
     return 0;
 }
 
+/* dtype NULL: off, and it is not said what it would cast to. */
 static int
-set_autocast(const Context *to)
+set_autocast(const KlCasting *to)
 {
     for (int i = 0; i < KL_N_DEVICES; i++) {
         PyObject *is_enabled = to->is_enabled[i] ? Py_True : Py_False;
@@ -291,8 +288,13 @@ kl_context_begin(KlContextSwitch *context)
     }
     context->before = context->now = (uint32_t)now;
     context->guard = NULL;
+    context->is_cast = false;
     context->is_grad_off = false;
     context->is_fresh = true;
+    memset(&context->outer, 0, sizeof(context->outer));
+    if (read_autocast(&context->outer) < 0) {
+        return -1;
+    }
     /* One nesting over the whole replay keeps autocast's cache of cast weights from node to node. */
     return call_ignoring(state.increment_nesting, NULL, NULL);
 }
@@ -306,6 +308,8 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
     context->is_fresh = false;
     const Context *from = &state.contexts[context->now], *to = &state.contexts[id];
     context->now = id;
+    bool is_back =
+        context->guard != NULL; /* its end puts autocast back too, as it was at its begin */
     if (from->is_inference != to->is_inference &&
         (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
         return -1;
@@ -314,8 +318,11 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
     if (call_ignoring(state.set_grad_enabled, is_grad ? Py_True : Py_False, NULL) < 0) {
         return -1;
     }
-    bool differs = from->is_autocast || to->is_autocast;
-    return differs ? set_autocast(to) : 0;
+    if (!from->is_autocast && !to->is_autocast && !is_back) {
+        return 0;
+    }
+    context->is_cast = true;
+    return set_autocast(&to->casting);
 }
 
 int
@@ -326,6 +333,9 @@ kl_context_end(KlContextSwitch *context)
     context->is_grad_off = false;
     context->is_fresh = true;
     int result = kl_context_switch(context, context->before);
+    if (context->is_cast && set_autocast(&context->outer) < 0) {
+        result = -1;
+    }
     PyObject *nesting = PyObject_CallNoArgs(state.decrement_nesting);
     if (nesting != NULL && PyObject_RichCompareBool(nesting, kl_py.zero, Py_EQ) == 1 &&
         call_ignoring(state.clear_cache, NULL, NULL) < 0) {

@@ -335,39 +335,46 @@ lazy_dim(PyObject *self, PyObject *ignored)
     return get_ndim(self, NULL);
 }
 
+/* What torch answers to size(...) for a tensor of this shape, its errors too. */
+static PyObject *
+ask_size(PyObject *shape, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
+{
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *empty = torch != NULL ? PyObject_GetAttrString(torch, "empty") : NULL;
+    PyObject *given = Py_BuildValue("(O)", shape), *words = Py_BuildValue("{ss}", "device", "meta");
+    PyObject *stand_in = NULL, *ask = NULL, *result = NULL;
+    if (empty != NULL && given != NULL && words != NULL) {
+        stand_in = PyObject_Call(empty, given, words);
+    }
+    ask = stand_in != NULL ? PyObject_GetAttrString(stand_in, "size") : NULL;
+    if (ask != NULL) {
+        result = PyObject_Vectorcall(ask, args, (size_t)n_args, kwnames);
+    }
+    Py_XDECREF(ask);
+    Py_XDECREF(stand_in);
+    Py_XDECREF(words);
+    Py_XDECREF(given);
+    Py_XDECREF(empty);
+    Py_XDECREF(torch);
+    return result;
+}
+
 static PyObject *
 lazy_size(PyObject *self, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
 {
     PyObject *shape = get_shape(self, NULL);
-    PyObject *dim = n_args == 1 ? args[0] : NULL;
-    if (shape == NULL) {
-        return NULL;
-    }
-    if (n_args + (kwnames != NULL ? PyTuple_GET_SIZE(kwnames) : 0) == 0) {
+    if (shape == NULL || (n_args == 0 && kwnames == NULL)) {
         return shape;
     }
-    if (dim == NULL && n_args == 0 && PyTuple_GET_SIZE(kwnames) == 1 &&
-        PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, 0), "dim") == 0) {
-        dim = args[0];
-    }
-    if (dim == Py_None) {
-        return shape;
-    }
-    PyObject *result = NULL;
     Py_ssize_t n = PyTuple_GET_SIZE(shape);
-    Py_ssize_t i = dim != NULL ? PyNumber_AsSsize_t(dim, PyExc_IndexError) : 0;
-    if (dim == NULL) {
-        PyErr_SetString(PyExc_TypeError, "size() takes one argument: dim");
-    } else if (!(i == -1 && PyErr_Occurred())) {
-        if (i < -n || i >= n) {
-            PyErr_Format(
-                PyExc_IndexError,
-                "Dimension out of range (expected to be in range of [%zd, %zd], but got %zd)",
-                n == 0 ? -1 : -n, n == 0 ? 0 : n - 1, i);
-        } else {
-            result = Py_NewRef(PyTuple_GET_ITEM(shape, i < 0 ? i + n : i));
-        }
+    int is_too_large = 1;
+    long i = 0;
+    if (n_args == 1 && kwnames == NULL && PyLong_CheckExact(args[0])) {
+        i = PyLong_AsLongAndOverflow(args[0], &is_too_large);
     }
+    PyObject *result = is_too_large == 0 && i >= -n && i < n
+                           ? Py_NewRef(PyTuple_GET_ITEM(shape, i < 0 ? i + n : i))
+                           : ask_size(shape, args, n_args, kwnames);
     Py_DECREF(shape);
     return result;
 }

@@ -419,6 +419,52 @@ is_tracked(PyObject *lazy, void *context)
     return result;
 }
 
+static int
+is_pending(PyObject *lazy, void *context)
+{
+    (void)context;
+    const Value *value = kl_lazy_value(lazy);
+    return value != NULL && kl_lazy_real(value) == NULL;
+}
+
+static int
+force_one(PyObject *lazy, void *context)
+{
+    (void)context;
+    Value *value = kl_lazy_checked(lazy);
+    PyObject *real = value != NULL ? kl_live_force(value) : NULL;
+    Py_XDECREF(real);
+    return real == NULL ? -1 : 0;
+}
+
+/* Run what is pending as if from outside: down here autograd is off, and the program keeps its graph. */
+static int
+force_with_graph(PyObject *args, PyObject *kwargs)
+{
+    if (kl_call_visit(args, is_pending, NULL) == 0 &&
+        (kwargs == NULL || kl_call_visit(kwargs, is_pending, NULL) == 0)) {
+        return 0;
+    }
+    PyObject *guard = PyObject_CallNoArgs(kl_py.reenter);
+    PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
+    int result = -1;
+    if (entered != NULL) {
+        result = kl_call_visit(args, force_one, NULL);
+        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force_one, NULL) : result;
+        PyObject *type = NULL, *value = NULL, *traceback = NULL;
+        PyErr_Fetch(&type, &value, &traceback);
+        PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
+        result = left == NULL ? -1 : result;
+        Py_XDECREF(left);
+        if (type != NULL) {
+            PyErr_Restore(type, value, traceback);
+        }
+    }
+    Py_XDECREF(entered);
+    Py_XDECREF(guard);
+    return result;
+}
+
 /* What reaches the dispatcher went past __torch_function__. It runs on real tensors; but autograd already
  * looked at the placeholder, so a gradient would be lost here: that is refused. */
 PyObject *
@@ -445,5 +491,7 @@ kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_a
             "give it x.detach()",
             args[0]);
     }
-    return kl_live_call(args[0], args[2], kwargs, KL_LIVE_PLAIN);
+    return force_with_graph(args[2], kwargs) < 0
+               ? NULL
+               : kl_live_call(args[0], args[2], kwargs, KL_LIVE_PLAIN);
 }

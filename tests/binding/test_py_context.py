@@ -144,7 +144,6 @@ def test_replay_is_in_the_contexts_of_the_record(name: str) -> None:
     check_replay_in(name, [*NOT_INFERENCE, *reversed(NOT_INFERENCE)])
 
 
-@pytest.mark.xfail(strict=True, reason="the end of inference mode brings autocast back")
 def test_inference_after_autocast() -> None:
     """Its guard puts back what was in force at its begin, autocast too, and is then gone."""
     for names in itertools.permutations(["autocast", "inference", "no_grad", "plain"]):
@@ -197,7 +196,6 @@ def test_a_call_that_raises_leaves_the_context(name: str, chunks: int) -> None:
     assert nesting() == 0
 
 
-@pytest.mark.xfail(strict=True, reason="a context without autocast does not keep them")
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_settings_of_autocast_are_as_before(chunks: int) -> None:
     """Its dtype and its cache, though it is off: torch.autocast("cpu") takes them up."""

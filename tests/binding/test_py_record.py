@@ -276,7 +276,6 @@ def test_the_net_refuses_what_would_lose_a_gradient() -> None:
     assert unseen(lazy.detach()).tolist() == (batch() + 1).tolist()
 
 
-@pytest.mark.xfail(strict=True, reason="autograd is off where the net runs what is pending")
 def test_the_net_runs_a_pending_program_with_its_graph() -> None:
     w = weight()
     lazy = koila.lazy(batch()) * w

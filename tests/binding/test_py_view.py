@@ -149,11 +149,6 @@ PROGRAMS: list[Program] = [
 ]
 
 
-OVERLAPPING = pytest.mark.xfail(
-    strict=False, reason="a view that was written itself is not taken again by its own call"
-)
-
-
 def run(program: Program, x: Tensor) -> tuple[list[Any], Any]:
     """All results, and the gradient of their sum, differently weighted."""
     w = torch.arange(1.0, 4.0, dtype=torch.float64).requires_grad_()
@@ -165,14 +160,7 @@ def run(program: Program, x: Tensor) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, 4])
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(program, marks=OVERLAPPING) if program is written_through_a_view else program
-        for program in PROGRAMS
-    ],
-    ids=lambda program: program.__name__,
-)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_every_read_is_of_the_right_version(program: Program, chunks: int | None) -> None:
     wanted, wanted_grad = run(program, batch())
     with koila.config(chunks=chunks):
