@@ -149,12 +149,9 @@ release_if_dead(Tape *tape, KlValueId value)
 static PyObject *
 run_call(Tape *tape, KlNodeId id)
 {
-    if (tape->core.nodes[id].is_drawn) {
-        return kl_program_draw_again(tape, id);
-    }
-    int is_aside = kl_aside_is_due(tape, id);
-    if (is_aside != 0) {
-        return is_aside < 0 ? NULL : kl_aside_run(tape, id, real_of);
+    int is_again = kl_program_is_committed(tape, id);
+    if (is_again != 0) {
+        return is_again < 0 ? NULL : kl_program_run_again(tape, id);
     }
     return kl_call_run(tape, id, real_of, tape);
 }
