@@ -30,6 +30,9 @@ TOLERANCE = 1e-10
 #: Three rows standardised by their own spread have left 1.1e-14 of that.
 NOISE = 1e-13
 
+#: Why a program has a joint, where the number of what a mask selects is in the model's own values.
+SHAPE_OF_VALUES = "shape depends on values"
+
 Lazy = Callable[..., Any]
 Watch = contextlib.AbstractContextManager[Any]
 
@@ -262,13 +265,14 @@ def assert_passes(program: Any, n_rows: int, *, chunks: int) -> None:
     """Assert how often the rows went through the model.
 
     Once forward and once backward where the loss is linear in its reductions; where it has a joint,
-    forward once more at the most.
+    forward once more at the most, and once for a mask of values that gives a shape.
     """
     forward, backward, got = FlopCounter(), FlopCounter(), FlopCounter()
     run(program, n_rows, watch=(forward, backward))
     run_lazy(program, n_rows, chunks=chunks, watch=(got, got))
     once = forward.flops + backward.flops
-    most = once + forward.flops if program.joint and chunks > 1 else once
+    n_more = 2 if program.joint == SHAPE_OF_VALUES else bool(program.joint)
+    most = once + n_more * forward.flops if chunks > 1 else once
     assert 0 < got.flops <= most, (
         f"{got.flops} flops; one forward and one backward are {once}, one forward {forward.flops}"
     )

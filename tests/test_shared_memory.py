@@ -143,6 +143,46 @@ def test_written_without_gradients(chunks: int | None) -> None:
     assert_same_story(story, chunks)
 
 
+@each_split
+def test_a_view_written_in_another_stage(chunks: int | None) -> None:
+    """Sinkhorn's: `q = exp(out).t(); q /= q.sum()` and so on; and a column of the rows."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, _ = make()
+        out = model(lazy(x))
+        with torch.no_grad():
+            q = torch.exp(out / 0.5).t()
+            q /= torch.sum(q)
+            for _ in range(2):
+                q /= torch.sum(q, dim=1, keepdim=True)
+                q /= torch.sum(q, dim=0, keepdim=True)
+            q *= q.shape[1]
+        h = out * 2
+        h[:, 1:3] += h.mean()
+        h.view(len(x), 5, 1)[:, 0].mul_(h.detach().amax())
+        loss = -(q.t() * F.log_softmax(out, 1)).sum(1).mean() + h.pow(2).mean()
+        loss.backward()
+        assert_cut(lazy, chunks)
+        return loss, q, h, gradients(model)
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_the_diagonal_of_the_batch_written(chunks: int | None) -> None:
+    """A view of other rows than its base's is not to be had of a chunk: the program runs whole."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, _ = make()
+        h = model(lazy(x)) * 1.0
+        h.diagonal().fill_(0.5)
+        loss = h.pow(2).mean()
+        loss.backward()
+        return loss, h, gradients(model)
+
+    assert_same_story(story, chunks)
+
+
 # Views ------------------------------------------------------------------------------------------
 
 

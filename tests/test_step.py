@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from oracle import Lazy, assert_same_story, gradients, split
-from programs_vision import Discriminator, Generator, Mlp
+from oracle import FlopCounter, Lazy, assert_same_story, gradients, split
+from programs_vision import Discriminator, DropoutMlp, Generator, Mlp
 from stories import batches, each_split, make, train
 
 #: torch warns of `float(loss)`, as people write it, once in a process.
@@ -407,6 +407,35 @@ def test_flat_memory_over_many_steps(chunks: int | None) -> None:
     assert objects_later - objects < 80, f"{objects_later - objects} objects in 800 steps"
     assert blocks_later - blocks < 800, f"{blocks_later - blocks} blocks in 800 steps"
     assert math.isfinite(float(total))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@each_split
+def test_what_is_left_over_by_a_step(chunks: int | None, draws: bool) -> None:
+    """A number with a graph that nobody goes back through, read after the weights have changed.
+
+    Nothing is run for it again: not before the step, and not when it is read.
+    """
+
+    def story(lazy: Lazy) -> Any:
+        model: nn.Module = DropoutMlp() if draws else Mlp()
+        model, kept = model.double(), []
+        optimizer = torch.optim.Adam(model.parameters())
+        for x, y in batches(3, 16):
+            x, y = lazy(x, y)
+            out = model(x)
+            entropy = -(out.softmax(1) * out.log_softmax(1)).sum(1)
+            optimizer.zero_grad()
+            F.cross_entropy(out, y).backward()
+            with FlopCounter() as counter:
+                optimizer.step()
+                kept.append((entropy.mean().item(), (entropy > 1.5).sum().item()))
+            assert counter.flops == 0
+        with pytest.raises(RuntimeError):
+            entropy.sum().backward()
+        return kept, model, optimizer.state_dict()["state"][0]["exp_avg"]
+
+    assert_same_story(story, chunks)
 
 
 @each_split

@@ -31,12 +31,12 @@ core_bind(PyObject *module, PyObject *args)
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
-             *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL,
+             *check_draws = NULL, *read = NULL, *in_transform = NULL, *run_again = NULL,
              *folders = NULL, *bind_hooks = NULL, *note_live = NULL;
     unsigned int reductions = 0;
     if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error, &meta_infer,
                           &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
-                          &skip_one_hop, &read, &in_transform, &draw_again, &bind_hooks, &note_live,
+                          &skip_one_hop, &read, &in_transform, &run_again, &bind_hooks, &note_live,
                           &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
@@ -53,7 +53,7 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
     Py_XSETREF(kl_py.in_transform, Py_NewRef(in_transform));
-    Py_XSETREF(kl_py.draw_again, Py_NewRef(draw_again));
+    Py_XSETREF(kl_py.run_again, Py_NewRef(run_again));
     Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
     Py_XSETREF(kl_py.skip_one_hop, Py_NewRef(skip_one_hop));
     return Py_NewRef(Py_None);
@@ -62,7 +62,7 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, bind_hooks, note_live, "
+     "note_draw, check_draws, skip_one_hop, read, in_transform, run_again, bind_hooks, note_live, "
      "folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
@@ -149,6 +149,8 @@ static PyMethodDef functions[] = {
      "As setattr, also for types in C that are closed to it."},
     {"set_busy", core_set_busy, METH_O,
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
+    {"outdated", kl_stale_outdated, METH_NOARGS,
+     "outdated($module, /)\n--\n\nValues with a number that cannot be made again."},
     {"check_leaves", core_check_leaves, METH_NOARGS,
      "check_leaves($module, /)\n--\n\nRaise where a leaf was changed since it was recorded."},
     {"hook", core_hook, METH_VARARGS,

@@ -141,7 +141,7 @@ typedef struct KlPyState {
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
-    PyObject *draw_again;              /* koila.draws: a live run of what drew in chunks */
+    PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
     PyObject *checksum;                /* koila.meta.checksum */
@@ -240,6 +240,8 @@ PyObject *kl_stale_pointer(PyObject *tensor);
 int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
+/* outdated() -> values with a number that cannot be made again, for a leaf of theirs has changed. */
+PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
@@ -410,20 +412,15 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
 PyObject *kl_program_value(PyObject *module, PyObject *args);
 PyObject *kl_program_node(PyObject *module, PyObject *args);
-/* New reference: what node `id` returns when it runs live with the draws it made in chunks. */
-PyObject *kl_program_draw_again(Tape *tape, KlNodeId id);
+/* Whether node `id` has drawn, or its statistics are committed, in chunks: a live run must not do it anew. */
+int kl_program_is_committed(const Tape *tape, KlNodeId id);
+/* New reference: what such a node returns when it runs live. */
+PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 
 /* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
 
 PyObject *kl_stage_run(PyObject *module, PyObject *args);
 PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
-
-/* -- py_aside.c: calls whose statistics are committed ------------------------------------------------ */
-
-/* Whether a run in chunks has committed what node `id` writes on the side; -1 on failure. */
-int kl_aside_is_due(const Tape *tape, KlNodeId id);
-/* kl_call_run, with copies in place of what the node writes on the side. */
-PyObject *kl_aside_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId));
 
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 

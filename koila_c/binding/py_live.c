@@ -149,12 +149,9 @@ release_if_dead(Tape *tape, KlValueId value)
 static PyObject *
 run_call(Tape *tape, KlNodeId id)
 {
-    if (tape->core.nodes[id].is_drawn) {
-        return kl_program_draw_again(tape, id);
-    }
-    int is_aside = kl_aside_is_due(tape, id);
-    if (is_aside != 0) {
-        return is_aside < 0 ? NULL : kl_aside_run(tape, id, real_of);
+    int is_again = kl_program_is_committed(tape, id);
+    if (is_again != 0) {
+        return is_again < 0 ? NULL : kl_program_run_again(tape, id);
     }
     return kl_call_run(tape, id, real_of, tape);
 }
@@ -279,14 +276,18 @@ kl_live_read(Value *value)
     }
     if (value->tape == kl_tape_open_or_null() && !value->tape->is_running) {
         kl_tape_ask(&value->tape->core, value->id);
-        PyObject *answer = PyObject_CallNoArgs(kl_py.read);
-        bool is_known = answer == Py_True;
-        Py_XDECREF(answer);
-        if (answer == NULL) {
-            return -1;
-        }
-        if (is_known && kl_lazy_number(value) != NULL) {
-            return 0;
+        /* What has no gradient may be had of labels alone, without the model. */
+        bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
+        for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
+            PyObject *answer = PyObject_CallOneArg(kl_py.read, is_known_only ? Py_True : Py_False);
+            bool is_known = answer == Py_True;
+            Py_XDECREF(answer);
+            if (answer == NULL) {
+                return -1;
+            }
+            if (is_known && kl_lazy_number(value) != NULL) {
+                return 0;
+            }
         }
     }
     PyObject *real = kl_live_force(value);

@@ -149,6 +149,19 @@ find_shared(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *
     return result;
 }
 
+int
+kl_program_is_committed(const Tape *tape, KlNodeId id)
+{
+    const KlNode *node = &tape->core.nodes[id];
+    PyObject *effects = node->leaf_writes != 0 && tape->memo != NULL
+                            ? PyDict_GetItemString(tape->memo, "effects")
+                            : NULL;
+    PyObject *key = effects != NULL ? PyLong_FromUnsignedLong(id) : NULL;
+    int result = key != NULL ? PySet_Contains(effects, key) : node->is_drawn;
+    Py_XDECREF(key);
+    return result;
+}
+
 /* Pending values the user can reach, and outputs of nodes that must run though nobody looks. */
 static int
 find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *list)
@@ -161,7 +174,8 @@ find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *
             bool is_reached = is_pending && tape->values[out].handle != NULL;
             bool is_known =
                 tape->core.values[out].state == KL_STATE_KNOWN && tape->values[out].handle != NULL;
-            bool has_effect = is_pending && (node->leaf_writes != 0 || node->is_random) && k == 0;
+            bool has_effect = is_pending && (node->leaf_writes != 0 || node->is_random) && k == 0 &&
+                              kl_program_is_committed(tape, (KlNodeId)i) == 0;
             if ((is_reached || has_effect) && add_id(wanted, n, n_max, out) < 0) {
                 return -1;
             }
@@ -403,7 +417,8 @@ kl_program_node(PyObject *module, PyObject *args)
                          (long long)saves->bytes_backward);
 }
 
-/* [(value, place it is read at or None, tensor or None)] of a node's inputs */
+/* [(value, place it is read at or None, tensor or None)] of a node's inputs; of what it writes on the side,
+ * a copy */
 static PyObject *
 describe_inputs(const Tape *tape, const KlNode *node)
 {
@@ -414,8 +429,13 @@ describe_inputs(const Tape *tape, const KlNode *node)
         PyObject *real = entry != NULL && entry->recorded != NULL ? entry->recorded
                          : entry != NULL                          ? entry->real
                                                                   : NULL;
-        if (real != NULL &&
-            append_stolen(list, Py_BuildValue("(INO)", input->value, place_object(&input->place),
+        if (real == NULL) {
+            continue;
+        }
+        bool is_aside = k < 32 && (node->leaf_writes >> k & 1) != 0;
+        real = is_aside ? PyObject_CallMethod(real, "clone", NULL) : Py_NewRef(real);
+        if (real == NULL ||
+            append_stolen(list, Py_BuildValue("(INN)", input->value, place_object(&input->place),
                                               real)) < 0) {
             Py_CLEAR(list);
         }
@@ -424,14 +444,14 @@ describe_inputs(const Tape *tape, const KlNode *node)
 }
 
 PyObject *
-kl_program_draw_again(Tape *tape, KlNodeId id)
+kl_program_run_again(Tape *tape, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
     PyObject *inputs = describe_inputs(tape, node);
     PyObject *result =
         inputs != NULL
-            ? PyObject_CallFunction(kl_py.draw_again, "IiOIIOn", id,
+            ? PyObject_CallFunction(kl_py.run_again, "IiOIIOn", id,
                                     axis == KL_ID_NONE ? -1 : (int)axis, inputs, node->first_out,
                                     node->n_outs, node->writes != 0 ? Py_True : Py_False,
                                     (Py_ssize_t)tape->core.n_values)

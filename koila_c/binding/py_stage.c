@@ -19,8 +19,9 @@ typedef struct Run {
     PyObject *node_imports;
     PyObject *scratch; /* list: what must live while a call runs */
     PyObject *cloned;  /* set: the nodes that write a clone */
-    PyObject *clone;   /* callable(tensor) */
-    PyObject *target;  /* the clone that the node writes, or NULL */
+    PyObject
+        *clone; /* callable(value, its storage) -> (value, its storage), of memory of their own */
+    PyObject *forked; /* what that gave for the node that runs, or NULL */
 } Run;
 
 /* A call's slot says which value; the node's input with that value says how it is read. */
@@ -30,8 +31,8 @@ run_value(void *env, KlValueId value)
     Run *run = env;
     PyObject *made = PyList_GET_ITEM(run->env, value);
     const KlInput *inputs = &run->tape->core.inputs[run->node->first_input];
-    if (run->target != NULL && inputs[0].value == value) {
-        return run->target;
+    if (run->forked != NULL && inputs[0].value == value) {
+        return PyTuple_GET_ITEM(run->forked, 0);
     }
     for (uint32_t k = 0; k < run->node->n_inputs; k++) {
         if (inputs[k].value != value) {
@@ -167,8 +168,8 @@ keep(const Run *run, KlValueId value, PyObject *result)
 static PyObject *
 written(const Run *run)
 {
-    if (run->target != NULL) {
-        return run->target;
+    if (run->forked != NULL) {
+        return PyTuple_GET_ITEM(run->forked, 0);
     }
     KlValueId value = run->tape->core.inputs[run->node->first_input].value;
     PyObject *made = PyList_GET_ITEM(run->env, value);
@@ -187,7 +188,8 @@ keep_results(const Run *run, PyObject *result)
     }
     if (node->writes != 0 && node->n_outs == 2) {
         KlValueId base = run->tape->core.inputs[node->first_input + node->n_inputs - 1].value;
-        PyObject *made = PyList_GET_ITEM(run->env, base);
+        PyObject *made = run->forked != NULL ? PyTuple_GET_ITEM(run->forked, 1)
+                                             : PyList_GET_ITEM(run->env, base);
         if (made == Py_None) {
             PyErr_SetString(PyExc_SystemError,
                             "koila: a view of a value of another stage was written");
@@ -223,14 +225,17 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context, PyObject *key)
     }
     int is_cloned = PySet_Contains(run->cloned, key);
     if (is_cloned > 0) {
-        KlValueId value = run->tape->core.inputs[run->node->first_input].value;
-        PyObject *before = run_value(run, value);
-        run->target = before != NULL ? PyObject_CallOneArg(run->clone, before) : NULL;
+        const KlInput *inputs = &run->tape->core.inputs[run->node->first_input];
+        bool is_view = run->node->n_outs == 2; /* its storage is the last input */
+        PyObject *storage = run_value(run, inputs[is_view ? run->node->n_inputs - 1 : 0].value);
+        run->forked = storage != NULL
+                          ? PyObject_CallFunction(run->clone, "IO", inputs[0].value, storage)
+                          : NULL;
     }
-    bool is_failed = is_cloned < 0 || (is_cloned > 0 && run->target == NULL);
+    bool is_failed = is_cloned < 0 || (is_cloned > 0 && run->forked == NULL);
     PyObject *result = is_failed ? NULL : call_node(run, id);
     int status = result == NULL ? -1 : keep_results(run, result);
-    Py_CLEAR(run->target);
+    Py_CLEAR(run->forked);
     Py_XDECREF(result);
     if (PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0) {
         return -1;

@@ -3,6 +3,8 @@
  * read. */
 #include "py.h"
 
+#include "alloc.h"
+
 int64_t
 kl_stale_version(PyObject *tensor)
 {
@@ -158,4 +160,79 @@ kl_tape_refresh_leaf(Tape *tape, KlValueId id)
     KlPyValue *entry = &tape->values[id];
     entry->version = kl_stale_version(entry->real);
     Py_XSETREF(entry->pointer, kl_stale_pointer(entry->real));
+}
+
+static bool
+reads_lost(const KlTape *core, const KlNode *node, const bool *is_lost)
+{
+    bool result = false;
+    for (uint32_t k = 0; k < node->n_inputs && !node->is_done; k++) {
+        KlValueId value = core->inputs[node->first_input + k].value;
+        result = result || (value != KL_ID_NONE && is_lost[value]);
+    }
+    return result;
+}
+
+/* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed.
+ * 0: there are some that have none; -1 on failure. */
+static int
+find_outdated(const Tape *tape, bool *is_lost, PyObject *list)
+{
+    const KlTape *core = &tape->core;
+    for (size_t i = 0; i < core->n_values; i++) {
+        bool is_read = core->values[i].node == KL_ID_NONE && core->values[i].n_pending > 0;
+        is_lost[i] = is_read && is_changed(&tape->values[i]) > 0;
+    }
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        bool is_outdated = reads_lost(core, node, is_lost);
+        for (uint32_t k = 0; k < node->n_outs && is_outdated; k++) {
+            KlValueId out = node->first_out + k;
+            is_lost[out] = true;
+            if (tape->values[out].handle == NULL) {
+                continue;
+            }
+            if (tape->values[out].number == NULL) {
+                return 0;
+            }
+            PyObject *id = PyLong_FromUnsignedLong(out);
+            int status = id != NULL ? PyList_Append(list, id) : -1;
+            Py_XDECREF(id);
+            if (status < 0) {
+                return -1;
+            }
+        }
+    }
+    return 1;
+}
+
+PyObject *
+kl_stale_outdated(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    PyObject *list = PyList_New(0);
+    if (tape == NULL || list == NULL) {
+        return list;
+    }
+    bool is_due = kl_tape_has_draw(&tape->core); /* an effect that nothing else asks for */
+    for (size_t i = tape->core.n_done; i < tape->core.n_nodes; i++) {
+        bool is_writing = !tape->core.nodes[i].is_done && tape->core.nodes[i].leaf_writes != 0;
+        is_due = is_due || (is_writing && kl_program_is_committed(tape, (KlNodeId)i) == 0);
+    }
+    if (!is_due) {
+        kl_tape_retire(&tape->core, false);
+    }
+    bool *is_lost = tape->core.n_done < tape->core.n_nodes
+                        ? kl_alloc_zeroed(tape->core.n_values, sizeof(*is_lost))
+                        : NULL;
+    int status = is_lost != NULL ? find_outdated(tape, is_lost, list) : 1;
+    kl_alloc_free(is_lost);
+    if (status < 0) {
+        Py_CLEAR(list);
+    } else if (status == 0) {
+        Py_XSETREF(list, PyList_New(0));
+    }
+    return list;
 }

@@ -108,7 +108,7 @@ def _call(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return func(*args, **kwargs)
 
 
-def _as_it_is(tensor: torch.Tensor, _: int) -> torch.Tensor:
+def _as_it_is(tensor: Any, *_: Any) -> Any:
     return tensor
 
 
@@ -121,12 +121,12 @@ def run_alone(
         env[value] = tensor
     import_of = {i: (0,) * len(_core.node(i)[5])}  # not looked at: env has all inputs
     _core.run(
-        [i], [()], env, [], import_of, n_rows, is_grad_off, _call, _as_it_is, set(), torch.clone
+        [i], [()], env, [], import_of, n_rows, is_grad_off, _call, _as_it_is, set(), _as_it_is
     )
     return env
 
 
-def draw_again(
+def run_again(
     i: int,
     axis: int,
     inputs: list[tuple[int, rows.Place | None, torch.Tensor]],
@@ -135,16 +135,20 @@ def draw_again(
     is_written: bool,
     n_values: int,
 ) -> Any:
-    """Run a call live that drew in chunks before: its numbers may be known, and must stay theirs.
+    """Run a call live that ran in chunks before: what it drew may be known, and must stay what it
+    is; what it wrote is written.
 
     Returns:
         What the call returns.
     """
     memo = _core.memo()
+    outs = range(first_out, first_out + n_outs)
+    if i in memo.get("effects", ()):  # on copies of the statistics
+        env = run_alone(i, -1, {value: tensor for value, _, tensor in inputs}, n_values, False)
+        return env[first_out] if n_outs == 1 else tuple(env[out] for out in outs)
     cells: dict[Cell, torch.Tensor | int] = memo["cells"]
     generator = generator_of(_core.value(first_out)[-1])
     before = _get_state(generator)
-    outs = range(first_out, first_out + n_outs)
 
     def run(chunk: int | None, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
         _set(generator, cells[i, chunk])

@@ -12,6 +12,7 @@ from koila import _core, draws, plan
 from koila.program import ONCE, REDUCE, Node, Program, Run
 
 _MODES = ("rows", "reduce", "once")
+_SPREAD = "memory that several stages use is written where no stage can"
 _DATA_STAGE = 1  # label counts and masks: never differentiated
 _logger = logging.getLogger("koila")
 _logged: set[str] = set()
@@ -44,12 +45,15 @@ def log_whole(program: Program) -> None:
     }
     whole = sum(sizes[node.id] for node in program.nodes.values() if node.mode == ONCE)
     joint = next((n for n in program.nodes.values() if _joins(program, n)), None)
-    if joint is None or 2 * whole <= sum(sizes.values()):
-        return
-    where = _core.node(joint.id)[3]
-    if where not in _logged:
-        _logged.add(where)
-        _logger.warning(
+    if program.spread is not None:
+        where = _core.node(program.spread.id)[3]
+        _log(
+            where, "%s makes the program run whole (%s): %s", _name(program.spread), where, _SPREAD
+        )
+    elif joint is not None and 2 * whole > sum(sizes.values()):
+        where = _core.node(joint.id)[3]
+        _log(
+            where,
             "%s needs the whole batch (%s; %s), and %d of %d calls run whole with it: "
             "koila saves little memory here",
             _name(joint),
@@ -60,13 +64,19 @@ def log_whole(program: Program) -> None:
         )
 
 
+def _log(where: str, text: str, *words: Any) -> None:
+    if where not in _logged:
+        _logged.add(where)
+        _logger.warning(text, *words)
+
+
 def log_live(func: Any) -> None:
     """Say once, with the line, where a call that cannot be recorded runs all before it whole."""
     where = draws.user_line()
     if where in _logged or plan.is_whole():
         return
-    _logged.add(where)
-    _logger.warning(
+    _log(
+        where,
         "%s cannot be recorded (%s): what was recorded before it runs now, on the whole batch, and "
         "koila saves no memory there",
         getattr(func, "__name__", func),
@@ -129,12 +139,9 @@ def explain(*losses: Any) -> str:
     program = Program(roots)
     runs = [run for run in program.runs if run.nodes or run.combined]
     lines = [f"program of {len(program.nodes)} calls in {len(runs)} stages"]
-    spread = program.spread_writes()
+    spread = program.spread
     if spread is not None:
-        lines.append(
-            "it runs whole: memory that several stages use is written through a view\n"
-            + _line(program, spread)
-        )
+        lines.append(f"it runs whole: {_SPREAD}\n" + _line(program, spread))
     elif program.last_body is not None and not program.is_tail_linear:
         tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
         name = f" through {_name(tail)} ({_core.node(tail.id)[3]})" if tail is not None else ""

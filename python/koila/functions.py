@@ -159,7 +159,7 @@ def register_all() -> None:
         enter.enter,
         replay.read,
         handlers.in_transform,
-        draws.draw_again,
+        draws.run_again,
         hooks.bind,
         explain.log_live,
         draws.INSIDE,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from koila import _core, patches, replay
+from koila.numbers import settle_outdated
 
 _WHOLE = -1
 
@@ -162,6 +163,7 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
+    settle_outdated()
     replay.flush_known()
     axis = _core.new_axis()
 

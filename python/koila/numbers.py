@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from koila import _core, draws, hooks
-from koila.errors import NotInChunksError
+from koila import _core, hooks, views
 from koila.program import Program
 from koila.spent import spent
 
@@ -60,31 +59,24 @@ class Numbers:
 
     def _of_storage(self, value: int) -> torch.Tensor:
         """A value taken of the memory that its storage has now."""
-        info = self.program.info(value)
-        if info.view is not None:
-            return self._view_of(self._of_storage(info.view[2]), value)
-        base = self.program.info(info.base)
-        return base.real.detach() if base.real is not None else self._of_kept(info.base)
-
-    def _view_of(self, memory: torch.Tensor, value: int) -> torch.Tensor:
-        view = self.program.info(value).view
-        assert view is not None
-        node, out, source = view
-        given = {source: memory}
-        for other in _core.node(node)[5]:
-            if other >= 0 and other != source:  # view_as() looks at its sizes
-                info = self.program.info(other)
-                zero = torch.zeros((), dtype=info.dtype, device=info.device)
-                given[other] = zero.expand(info.shape)
-        n_values = len(self.program.values)
-        env = draws.run_alone(node, -1, given, n_values, not self._is_spent(value))
-        result: torch.Tensor = env[out]
-        if result.untyped_storage()._cdata != memory.untyped_storage()._cdata:
-            raise NotInChunksError(f"{_core.node(node)[3]}: the whole is laid out otherwise")
-        return result
+        number = self.program.info(value).base
+        real = self.program.info(number).real
+        memory = real.detach() if real is not None else self._of_kept(number)
+        return views.take(self.program, value, memory, -1, self._is_spent(value))
 
     def deliver(self) -> None:
         """Give each lazy its number."""
         for value, number, is_final in self.found:
             given = hooks.give(value, number) if self._is_spent(value) else number
             _core.deliver(value, given, is_final)
+
+
+def settle_outdated() -> None:
+    """What has a number, and whose parameters have changed since, keeps it and loses its graph."""
+    values = _core.outdated()
+    for value in values:
+        number, requires_grad = _core.value(value)[6], _core.value(value)[2]
+        assert number is not None
+        _core.deliver(value, spent(number) if requires_grad else number, True)
+    if values:
+        _core.close()

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 import torch.fx.experimental.proxy_tensor
 import torch.utils.checkpoint
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from koila import _core, budget, checkpoints, explain, handlers, meta, replay
+from koila import _core, budget, checkpoints, explain, handlers, meta, numbers, replay
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -260,6 +263,10 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     replay.flush()
 
 
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    numbers.settle_outdated()
+
+
 def refresh() -> None:
     """Tell dynamo, once it is there, not to trace lazies: they are recorded instead."""
     dynamo = sys.modules.get("torch._dynamo")
@@ -289,6 +296,7 @@ def install() -> None:
     _patch_scripts()
     _patch_tracers()
     _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def uninstall() -> None:

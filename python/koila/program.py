@@ -101,7 +101,7 @@ class Program:
         self.is_tail_linear: bool = staged["is_tail_linear"]
         self.tail_node: int | None = staged["tail_node"]
         self.n_stages: int = staged["n_stages"]
-        self.cloned: set[int] = set()  # writes, found by spread_writes()
+        self.cloned: set[int] = set()  # writes that are run on a clone
         self._info: dict[int, Info] = {}
         self.n_sharing: dict[int, int] = dict(staged["shared"])  # lazies of a storage, if several
         self.kept = self._find_kept()
@@ -111,6 +111,8 @@ class Program:
                 if number >= 0:
                     self._readers[self.imports[number].value].append(node)
         self.runs = [run for stage in range(self.n_stages) for run in self._build(stage)]
+        #: A write that cannot run by stages: the program runs whole.
+        self.spread = self._spread_writes()
 
     def _find_kept(self) -> set[int]:
         """The values that must be there whole at the end, for the wanted ones to be had from them.
@@ -172,12 +174,11 @@ class Program:
         same = [r for r in self.runs if r.stage == run.stage and r.has_gradient]
         return len(same) == 1
 
-    def spread_writes(self) -> Node | None:
+    def _spread_writes(self) -> Node | None:
         """A write that cannot run by stages; or None, and `cloned` are those that write a clone.
 
         A run may write what it made, and nothing else: what other stages made, or read as it was
-        before, stays as it is, and the calls that come after read the clone. A view cannot be
-        written so, for what it is a view of would not show it: that program runs whole.
+        before, stays as it is, and the calls that come after read the clone.
         """
         self.cloned = set()
         for run in self.runs:
@@ -198,7 +199,7 @@ class Program:
                 is_own = all(v in made for v in self._written(node, storage))
                 if is_own and not before:
                     continue
-                if node.n_outs != 1 or self._is_handed_out(storage):
+                if self._is_handed_out(storage) or (run.is_body and self._is_across(node)):
                     return node
                 self.cloned.add(i)
                 since[storage] = i
@@ -209,6 +210,15 @@ class Program:
         backward, and torch does not notice."""
         of = (n for n in self.nodes.values() if self.info(n.first_out).storage == storage)
         return any(getattr(_core.node(n.id)[0], "__self__", None) is _DATA for n in of)
+
+    def _is_across(self, node: Node) -> bool:
+        """Whether a call writes a view that no chunk can take again: it is of other rows."""
+        view = self.info(self.imports[node.imports[0]].value).view
+        while view is not None:
+            if _core.node(view[0])[4] == 0:  # not by rows
+                return True
+            view = self.info(view[2]).view
+        return False
 
     def _written(self, node: Node, storage: int) -> list[int]:
         """What a call writes, and where that is a view also the whole storage."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, draws, explain, hooks, plan, reductions, reports, tail
+from koila import _core, config, draws, explain, hooks, plan, reductions, reports, tail, views
 from koila.cross import Cross, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory
-from koila.numbers import Numbers
+from koila.numbers import Numbers, settle_outdated
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, cut, grid
 
@@ -119,9 +119,10 @@ class Replay:
             result = func(*args, **kwargs)
             return result if node.is_random else self._settle_view(node, result, args)
 
-        def clone(tensor: torch.Tensor) -> torch.Tensor:
+        def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.set_grad_enabled(is_graph):  # a write keeps the graph also under no_grad
-                return tensor.clone()
+                storage = storage.clone()
+                return views.take(self.program, value, storage, rows, is_graph), storage
 
         def cut_import(tensor: torch.Tensor, number: int) -> torch.Tensor:
             entry = self.program.imports[number]
@@ -328,9 +329,7 @@ class Replay:
 
     def settle(self, is_spent: bool) -> None:
         """Find the numbers of the user's lazies."""
-        self.numbers = Numbers(
-            self.program, lambda value: self.cross[value].read_whole(False), is_spent
-        )
+        self.numbers = Numbers(self.program, lambda v: self.cross[v].read_whole(False), is_spent)
 
     def commit(self) -> None:
         """Write statistics, leave the generator as eager would, give the user's lazies their
@@ -393,14 +392,17 @@ def _attempt(
 def _stage(
     roots: list[torch.Tensor], is_known_only: bool = False
 ) -> tuple[Program, plan.Plan] | None:
-    """The program and its plan; None where it runs whole."""
+    """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
     if _core.pending_bytes() > 0:  # else an optimizer that steps has nothing to report
         reports.note(None)
     if plan.is_whole():
         return None
+    settle_outdated()
     program = Program(roots, is_known_only)
+    if not program.nodes:
+        return program, plan.Plan(0)
     explain.log_whole(program)
-    if not any(run.is_body for run in program.runs) or program.spread_writes() is not None:
+    if not any(run.is_body for run in program.runs) or program.spread is not None:
         return None
     try:
         planned = plan.plan(program, bool(roots))
@@ -420,6 +422,8 @@ def read(is_known_only: bool = False) -> bool:
     """
     staged = _stage([], is_known_only)
     if staged is not None:
+        if staged[1].n_chunks == 0:
+            return True
         _core.check_leaves()
 
     def run(replay: Replay) -> None:

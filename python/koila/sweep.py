@@ -254,7 +254,7 @@ class Sweep:
                 for value in node.outs:
                     self._hold(value)
             if i in self.program.cloned:
-                self.storages.add(-1 - i, self._size(node.first_out))
+                self.storages.add(-1 - i, self._size(node.outs[-1]))
                 copies[-1 - i] = self.program.info(node.first_out).storage
             self.further.add(i, self.kept[i].further)
             self._note(i, self.kept[i].workspace)
