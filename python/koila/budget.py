@@ -17,6 +17,8 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 # What the interpreter and torch's own threads may still take beside tensors.
 SLACK = 16 * 2**20
+# cuBLAS takes a workspace for each thread that calls it, forward and backward: of 32 MiB at most.
+CUDA_SLACK = 64 * 2**20
 
 _fixed = False
 
@@ -128,21 +130,60 @@ def free_on_cpu() -> int:
     return max(0, min(left)) if left else 2**62
 
 
+def _fraction(index: int) -> float:
+    """The share of a GPU that this process may take."""
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    try:
+        return float(ask(index)) if ask is not None else 1.0
+    except RuntimeError:  # an allocator of the user's own knows of none
+        return 1.0
+
+
+def _stats(index: int) -> dict[str, int]:
+    """What the allocator of a GPU tells of itself; nothing where it is one of the user's own."""
+    try:
+        return torch.cuda.memory_stats(index)
+    except RuntimeError:
+        return {}
+
+
 def free_on_cuda(device: torch.device) -> int:
     """Bytes that the allocator can still hand out on a GPU.
 
     That is what the driver has and what the allocator has cached, but for what is in use (by
     another stream too) and the free parts of blocks in use, into which not much may fit. A fraction
-    of the device set for this process bounds what the allocator may hold.
+    of the device set for this process bounds what the allocator may hold. The libraries' own
+    buffers, which they take on their first call, are kept back.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     free, total = torch.cuda.mem_get_info(index)
-    stats = torch.cuda.memory_stats(index)
+    stats = _stats(index)
     reserved = stats.get("reserved_bytes.all.current", 0)
-    taken = stats.get("active_bytes.all.current", 0)
+    # With cudaMallocAsync only what is allocated is counted.
+    names = ("active_bytes.all.current", "allocated_bytes.all.current")
+    taken = max(stats.get(name, 0) for name in names)
     taken += stats.get("inactive_split_bytes.all.current", 0)
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(index))
-    return int(max(0, min(free + max(0, reserved - taken), allowed - taken)))
+    left = free + max(0, reserved - taken)
+    fraction = _fraction(index)
+    if fraction < 1:
+        left = min(left, int(total * fraction) - taken)
+    return max(0, left - CUDA_SLACK)
+
+
+def defragment() -> None:
+    """Give what the allocators of GPUs have cached back, after a run that met the end of memory.
+
+    An allocator does so itself before it gives up; but what is left then is cut to the sizes of
+    the run that failed, and the next has others.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def taken_on_cuda(device: torch.device) -> int:
+    """Bytes of all tensors on a GPU."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _stats(index).get("allocated_bytes.all.current", 0)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -160,15 +201,19 @@ def free_bytes(device: torch.device, held: Iterable[torch.Tensor]) -> int:
 
     Args:
         device: where the step runs.
-        held: tensors that are there already, counted against `config(memory_limit=)`.
+        held: tensors that are there already, counted against `config(memory_limit=)`. On CUDA the
+            allocator knows of all that are there.
     """
     limit = config.get("memory_limit")
     free = free_on_cuda(device) if device.type == "cuda" else free_on_cpu()
     if limit is None:
         return free
+    taken = _storage_bytes(t for t in held if t.device == device)
     if device.type == "cpu":
         fix_malloc()
-    return max(0, min(free, limit - _storage_bytes(t for t in held if t.device == device)))
+    elif device.type == "cuda":
+        taken = max(taken, taken_on_cuda(device))
+    return max(0, min(free, limit - taken))
 
 
 _QUICK_SECONDS = 0.5
@@ -180,7 +225,7 @@ def _free_anywhere() -> float:
     free = float(free_on_cpu())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
-            if torch.cuda.memory_reserved(index) > 0:  # asking others would set them up
+            if _stats(index).get("reserved_bytes.all.current", 0) > 0:  # asking others sets them up
                 free = min(free, float(free_on_cuda(torch.device("cuda", index))))
     return free
 

@@ -1,5 +1,7 @@
 """The exceptions koila raises by itself; torch's own pass through unchanged."""
 
+import traceback
+
 import torch
 
 
@@ -19,8 +21,14 @@ class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
     """Not even one row at a time fits into the memory there is."""
 
 
-# torch's and oneDNN's words for it, where the type does not say so.
-_OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive", "out of memory")
+# The words of torch, oneDNN and CUDA's libraries for it, where the type does not say so.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "could not create a primitive",
+    "out of memory",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -30,3 +38,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def let_go(error: BaseException) -> None:
+    """Drop the tensors that the frames of a failed attempt hold, of what led to the error too."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

@@ -49,12 +49,14 @@ def is_whole() -> bool:
     return budget.is_ample(int(_core.pending_bytes()))
 
 
-def _device(program: Program) -> torch.device:
-    for entry in program.imports:
-        info = program.info(entry.value)
-        if info.real is not None and info.place is not None:
-            return info.real.device
-    return torch.device("cpu")
+def _devices(program: Program) -> list[torch.device]:
+    """Where the program's values are made: on the CPU only where no accelerator makes any.
+
+    A batch may still be on the CPU when it is made lazy, and be moved by a call of the program.
+    """
+    made = {program.info(v).device for node in program.nodes.values() for v in node.outs}
+    others = sorted((d for d in made if d.type != "cpu"), key=str)
+    return others or [torch.device("cpu")]
 
 
 def _held(program: Program) -> list[torch.Tensor]:
@@ -71,7 +73,9 @@ def _held(program: Program) -> list[torch.Tensor]:
 
 
 def _allowed(program: Program) -> float:
-    return float(budget.free_bytes(_device(program), _held(program)))
+    """The least that any device has: what the program needs is summed over all."""
+    held = _held(program)
+    return float(min(budget.free_bytes(device, held) for device in _devices(program)))
 
 
 def refusal(program: Program, is_graph: bool) -> MemoryLimitError:

@@ -12,9 +12,21 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, draws, explain, hooks, plan, reductions, reports, tail, views
+from koila import (
+    _core,
+    budget,
+    config,
+    draws,
+    explain,
+    hooks,
+    plan,
+    reductions,
+    reports,
+    tail,
+    views,
+)
 from koila.cross import Cross, send_back
-from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory
+from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory, let_go
 from koila.numbers import Numbers, settle_outdated
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, cut, grid
@@ -380,12 +392,15 @@ def _attempt(
             if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
                 _core.abandon()
                 if is_out_of_memory(error) and not is_pinned and not is_forced:
+                    del replay
+                    let_go(error)
                     raise plan.refusal(program, bool(program.roots)) from error
                 raise
-            error.__traceback__ = None  # its frames hold the tensors of the failed attempt
+            let_go(error)
         finally:
             _core.set_busy(False)
         del replay
+        budget.defragment()
         n_chunks, n_tries = min(most, 2 * n_chunks), n_tries + 1
 
 
