@@ -42,6 +42,7 @@ RARE = {
     "instance_norm": "a weight that is repeated for each row",
     "linalg_vector_norm": "norms other than the second",
     "pairwise_distance": "norms other than the second",
+    "pow": "a tensor as exponent, which the row's own rule counts",
     "std": "correction",
 }
 
