@@ -42,7 +42,8 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
         for following, number in node.next_functions:
             if following is None:
                 continue
-            leaf = following.variable if type(following) is _ACCUMULATE else None
+            is_leaf = type(following) is _ACCUMULATE  # a custom node may have any attribute
+            leaf = getattr(following, "variable", None) if is_leaf else None
             size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[number])
             made += 0 if node.name() in _HANDS_ON and size <= taken else size
             if leaf is not None:
