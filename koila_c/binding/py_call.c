@@ -5,12 +5,6 @@
 
 #include "alloc.h"
 
-static bool
-is_tensor(PyObject *object)
-{
-    return PyObject_TypeCheck(object, kl_py.tensor_base);
-}
-
 static int
 push(Tape *tape, KlSlotKind kind, uint32_t n, PyObject *object)
 {
@@ -63,8 +57,9 @@ must_open(PyObject *object)
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
         PyObject *item = PyTuple_GET_ITEM(object, i);
-        if (is_tensor(item) || ((PyTuple_Check(item) || PyList_Check(item) || PyDict_Check(item)) &&
-                                must_open(item))) {
+        if (kl_lazy_is_tensor(item) ||
+            ((PyTuple_Check(item) || PyList_Check(item) || PyDict_Check(item)) &&
+             must_open(item))) {
             return true;
         }
     }
@@ -129,7 +124,7 @@ static int
 encode(Tape *tape, PyObject *object, Inputs *inputs)
 {
     KlValueId value = KL_ID_NONE;
-    if (is_tensor(object)) {
+    if (kl_lazy_is_tensor(object)) {
         int result = kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
                                            : kl_tape_enter(tape, object, &value);
         return result < 0 ? -1 : push_value(tape, value, inputs);
