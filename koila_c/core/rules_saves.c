@@ -122,10 +122,12 @@ saves_indices(const KlCall *call, const KlInferred *result, KlSaves *saves)
 void
 saves_pow(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
-    (void)result;
     keep(call, 0, saves);
     keep(call, 1, saves);
-    saves->outputs = call->args[1].kind == KL_ARG_VALUE ? 1 : 0;
+    if (call->args[1].kind == KL_ARG_VALUE) {
+        saves->outputs = 1;
+        saves->bytes_backward = 2 * kl_meta_n_bytes(&result->outs[0]); /* where the exponent is 0 */
+    }
 }
 
 /* The words 1 and 2, each for the other's gradient: addcmul. */

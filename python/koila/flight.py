@@ -75,13 +75,11 @@ def _ins(
 
 
 # They work on a copy with the channels last, and copy the result back.
-_UPSAMPLE = (
-    "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact2d upsample_bilinear2d "
-    "upsample_nearest2d"
-)
+_UPSAMPLE = "_upsample_nearest_exact2d upsample_bilinear2d upsample_nearest2d"
+_UPSAMPLE_BACK = "_upsample_bicubic2d_aa _upsample_bilinear2d_aa"  # on the way back too
 
 
-_ROWS: dict[str, Flight] = {
+ROWS: dict[str, Flight] = {
     # elementwise, one tensor
     **dict.fromkeys("abs cosh digamma exp2 expm1 i0 lgamma log10 log1p log2".split(), _outs(1)),
     **dict.fromkeys("sin sinh sqrt native_dropout".split(), _outs(1)),
@@ -114,7 +112,7 @@ _ROWS: dict[str, Flight] = {
     "minimum": _wide(1, masks=2),
     "mul": _wide(0),
     "outer": _wide(0),
-    "pow": _wide(2, 3, masks=2),
+    "pow": _wide(2, 4, masks=2),
     "prelu": _wide(1),
     "remainder": _wide(0, 1),
     "rsub": _wide(0, handed_on=(1,)),
@@ -122,12 +120,12 @@ _ROWS: dict[str, Flight] = {
     "where": _wide(0),
     "xlogy": _wide(1, masks=3),
     # losses
-    "binary_cross_entropy_with_logits": _ins(1, forward=2),
+    "binary_cross_entropy_with_logits": _ins(3, forward=2),
     "cosine_embedding_loss": _ins(1, forward=3),
     "hinge_embedding_loss": _ins(2, forward=5),
     "huber_loss": _ins(0, forward=1),
     "kl_div": _ins(1, 2, forward=3),
-    "l1_loss": _ins(1, forward=1),
+    "l1_loss": _ins(2, forward=1),
     "margin_ranking_loss": _ins(2, forward=2),
     "mse_loss": _ins(0, forward=1),
     "poisson_nll_loss": _ins(2, forward=2),
@@ -136,6 +134,7 @@ _ROWS: dict[str, Flight] = {
     "triplet_margin_loss": _ins(1, forward=2),
     # layers
     **dict.fromkeys(_UPSAMPLE.split(), _ins(0, forward=1, forward_outs=1)),
+    **dict.fromkeys(_UPSAMPLE_BACK.split(), _ins(1, outs=1, forward=1, forward_outs=1)),
     "batch_norm": _outs(1),
     "bilinear": _outs(0, forward=1),
     "gelu": Flight(turned=Amount(2)),
@@ -188,4 +187,4 @@ def of(row: str | None) -> Flight:
     """What a row holds in flight; a write holds what the call without the write does."""
     if row is None:
         return NOTHING
-    return _ROWS.get(row) or _ROWS.get(row.removesuffix("_"), NOTHING)
+    return ROWS.get(row) or ROWS.get(row.removesuffix("_"), NOTHING)

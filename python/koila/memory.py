@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from koila import flight
+from koila import flight, outside
 from koila.flight import Parts
 from koila.program import REDUCTION_NAMES, Program, Run
 from koila.sizes import Sizes
@@ -216,7 +216,8 @@ class _Step:
             self.held_per_chunk -= kept
 
     def deliver(self) -> None:
-        """Gradients of leaves that were cut are put together; those of half precision cast."""
+        """Gradients of leaves that were cut are put together; those of half precision cast. Then
+        torch goes on through graphs that were there before."""
         more = 0.0
         for value in self.gathering:
             if self.program.is_leaf(value):
@@ -224,7 +225,14 @@ class _Step:
                 is_cut = info.place is not None
                 is_narrow = self.sizes.gradient(value) > self.sizes.whole(value)
                 more += self.sizes.whole(value) * (is_cut or is_narrow)
-        self._note_end(more)
+        self._note_end(more + outside.peak(self._graphs_before()))
+
+    def _graphs_before(self) -> Iterator[torch.Tensor]:
+        """What entered with a graph of its own."""
+        for value in {entry.value for entry in self.program.imports}:
+            real = self.program.info(value).real
+            if real is not None and real.grad_fn is not None and self.program.needs_gradient(value):
+                yield real
 
     def commit(self) -> None:
         """The numbers of the user's lazies are put together from the chunks, one by one."""

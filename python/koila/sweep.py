@@ -322,8 +322,9 @@ class Sweep:
                 if self.n_to_come[value] == 0:
                     done.append(value)  # it is added to what other chunks gave
             if not self.gradients.put(value, size, shared):
-                fixed += 2 * size[0]  # the second gradient, and the sum
-                per_row += 2 * size[1]
+                n = 1 if value in self.n_to_come else 2  # the second gradient, and the sum
+                fixed += n * size[0]
+                per_row += n * size[1]
         self._note(node.id, (fixed, per_row))
         for value in outs:
             self.gradients.take(value)

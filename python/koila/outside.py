@@ -1,0 +1,60 @@
+"""What torch's own backward takes through a graph that was made outside of the program: by plain
+calls, or by what had to run at once (a custom autograd.Function, a gradient inside the program)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+# They hand the gradient on as it is, or a view of it.
+_HANDS_ON = frozenset(
+    "AddBackward0 AliasBackward0 DetachBackward0 PermuteBackward0 ReshapeAliasBackward0 "
+    "SqueezeBackward0 SqueezeBackward1 TBackward0 TransposeBackward0 UnsafeViewBackward0 "
+    "UnsqueezeBackward0 ViewBackward0".split()
+)
+
+
+_ACCUMULATE = type(torch.autograd.graph.get_gradient_edge(torch.ones((), requires_grad=True)).node)
+
+
+def _bytes(metadata: Any) -> int:
+    n: int = torch.Size(metadata.shape).numel() * metadata.dtype.itemsize
+    return n
+
+
+def peak(tensors: Iterable[torch.Tensor]) -> float:
+    """The most bytes of gradients at once, beside those of `tensors`, which are there.
+
+    Nodes are gone through as torch does, the last made first. What they keep counts as being there
+    to the end: how much of it goes on the way, they do not tell.
+    """
+    waiting: dict[Any, float] = {t.grad_fn: 0.0 for t in tensors if t.grad_fn is not None}
+    arrived: set[tuple[Any, int]] = set()
+    heap = [(-node._sequence_nr(), id(node), node) for node in waiting]
+    heapq.heapify(heap)
+    live = worst = 0.0  # gradients on their way, and those that leaves were given
+    while heap:
+        _, _, node = heapq.heappop(heap)
+        taken, made, kept = waiting.pop(node), 0.0, 0.0
+        for following, number in node.next_functions:
+            if following is None:
+                continue
+            is_leaf = type(following) is _ACCUMULATE  # a custom node may have any attribute
+            leaf = getattr(following, "variable", None) if is_leaf else None
+            size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[number])
+            made += 0 if node.name() in _HANDS_ON and size <= taken else size
+            if leaf is not None:
+                kept += size if leaf.grad is None else 0
+            elif (following, number) not in arrived:
+                arrived.add((following, number))
+                if following not in waiting:
+                    waiting[following] = 0.0
+                    heapq.heappush(heap, (-following._sequence_nr(), id(following), following))
+                waiting[following] += size
+                kept += size
+        worst = max(worst, live + made)
+        live += kept - taken
+    return worst

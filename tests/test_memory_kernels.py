@@ -1,0 +1,258 @@
+"""The model of bytes in float32 and narrower, where kernels work in memory of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+import koila
+from allocations import Allocations, measure
+from koila import memory as model_of_bytes
+from oracle import eager
+from programs_kit import Program
+from programs_losses import labels, randn
+from test_memory_limit import Prediction
+
+
+class Convolutions(nn.Sequential):
+    """Strided, grouped, depthwise, pointwise and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(4, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, groups=4, padding=1),
+            nn.SiLU(),
+            nn.Conv2d(32, 32, 5, groups=32, padding=2),
+            nn.Conv2d(32, 64, 1),
+            nn.ConvTranspose2d(64, 16, 4, 2, 1),
+            nn.Conv2d(16, 4, 3, padding=1),
+        )
+
+
+class Unet(nn.Module):
+    """Down, up by interpolation, and a skip; GroupNorm throughout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.deep, self.up = self.block(3, 16), self.block(16, 32), self.block(48, 16)
+        self.out = nn.Conv2d(16, 4, 1)
+
+    @staticmethod
+    def block(n_in: int, n_out: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(n_in, n_out, 3, padding=1), nn.GroupNorm(4, n_out), nn.SiLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.down(x)
+        deep = F.interpolate(self.deep(F.max_pool2d(skip, 2)), scale_factor=2, mode="bilinear")
+        return self.out(self.up(torch.cat([deep, skip], 1)))
+
+
+class Experts(nn.Module):
+    """All experts by einsum, and a gate that is broadcast over their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 6)
+        self.first = nn.Parameter(torch.randn(6, 32, 64) / 8)
+        self.second = nn.Parameter(torch.randn(6, 64, 32) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.gate(x).softmax(-1)
+        value, index = p.topk(2, -1)
+        gate = torch.zeros_like(p).scatter(-1, index, value / value.sum(-1, keepdim=True))
+        h = F.gelu(torch.einsum("bd,edi->bei", x, self.first))
+        return (torch.einsum("bei,eio->beo", h, self.second) * gate.unsqueeze(-1)).sum(1)
+
+
+class Gated(nn.Module):
+    """Norms and gates written out, all of them broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 96), nn.Linear(32, 96), nn.Linear(96, 32)
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+            more = self.c(F.silu(self.a(h)) * self.b(h))
+            x = x + more * torch.sigmoid(h.mean(-1, keepdim=True))
+        return x
+
+
+class Recurrent(nn.Module):
+    """Two layers of LSTM, which is one kernel in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(16, 32, 2, batch_first=True), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x)[0][:, -1])
+
+
+class States(nn.Module):
+    """A short GRU of many layers: its first states are plain, with the rows in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(5, 5, 24, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0][:, -1]
+
+
+class Scan(nn.Module):
+    """A weight that is used at each step: its gradients wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(x @ self.weight)
+        return x
+
+
+class Embedder(nn.Module):
+    """As many features as the products of all of them make large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def images(n_channels: int, size: int) -> Any:
+    """Return what makes a batch of images."""
+    return lambda n, g: (randn(g, n, n_channels, size, size),)
+
+
+def to_itself(model: nn.Module, x: Tensor) -> Tensor:
+    """A reconstruction."""
+    return F.mse_loss(model(x), x)
+
+
+def pixels(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A class for each pixel."""
+    return F.cross_entropy(model(x), y)
+
+
+def images_and_pixels(n: int, g: Generator) -> tuple[Tensor, Tensor]:
+    """Images, and a class for each pixel."""
+    return randn(g, n, 3, 16, 16), torch.randint(4, (n, 16, 16), generator=g)
+
+
+def sequences(n: int, g: Generator) -> tuple[Tensor, Tensor]:
+    """Vectors in twelve steps, and a class."""
+    return randn(g, n, 12, 16), *labels(n, g)
+
+
+def gram(model: nn.Module, x: Tensor) -> Tensor:
+    """Correlations of features over the batch: each chunk leaves a product as large as all."""
+    z = model(x)
+    c = z.T @ z / len(z)
+    return (c - torch.eye(128, dtype=c.dtype)).pow(2).mean()
+
+
+def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    """In bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    return F.mse_loss(out.float(), x)
+
+
+PROGRAMS = [
+    Program("convolutions", Convolutions, images(4, 16), to_itself),
+    Program("convolutions_autocast", Convolutions, images(4, 16), under_autocast),
+    Program("unet", Unet, images_and_pixels, pixels),
+    Program("experts", Experts, lambda n, g: (randn(g, n, 32),), to_itself),
+    Program("gated", Gated, lambda n, g: (randn(g, n, 8, 32),), to_itself),
+    Program("recurrent", Recurrent, sequences, pixels),
+    Program("gram", Embedder, lambda n, g: (randn(g, n, 8),), gram),
+    Program("scan", Scan, lambda n, g: (randn(g, n, 256),), to_itself),
+    Program("states", States, lambda n, g: (randn(g, n, 1, 5), *labels(n, g)), pixels),
+]
+N_ROWS = {"convolutions_autocast": 192, "experts": 512, "gated": 192, "gram": 2048, "states": 512}
+# Gradients of weights, or what each chunk leaves, are more.
+REFUSED = {
+    ("gram", 0.4): "rows at a time, the least, needs",
+    ("scan", 0.4): "one row at a time needs",
+    ("scan", 0.7): "one row at a time needs",
+}
+each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+single: dict[str, Any] = {"dtype": torch.float32, "rounded": torch.float32}
+
+
+@each_program
+@pytest.mark.parametrize("chunks", [3, 10])
+def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a step in chunks is what was predicted, within a few per cent."""
+    n_rows = N_ROWS.get(program.name, 64)
+    measure(program, 8, koila.lazy, **single)  # what kernels allocate once
+    memory = Allocations()
+    prediction = Prediction(memory, monkeypatch)
+    with koila.config(chunks=chunks):
+        _, peak = measure(program, n_rows, koila.lazy, memory, **single)
+    assert 0.95 * peak <= prediction.n_bytes <= 1.2 * peak, (
+        f"{prediction.n_bytes:.0f} bytes were predicted, {peak} used"
+    )
+
+
+@each_program
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_limit_is_kept(program: Program, share: float) -> None:
+    """The step stays under its limit with kernels' buffers, or is refused."""
+    n_rows = N_ROWS.get(program.name, 64)
+    _, peak = measure(program, n_rows, eager, **single)
+    limit = int(peak * share)
+    with koila.config(memory_limit=limit):
+        if (program.name, share) in REFUSED:
+            with pytest.raises(koila.MemoryLimitError, match=REFUSED[program.name, share]):
+                measure(program, n_rows, koila.lazy, **single)
+            return
+        _, found = measure(program, n_rows, koila.lazy, **single)
+    assert found <= limit, f"{found} bytes, the limit is {limit}, eager's {peak}"
+
+
+def test_evaluation_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients nothing is kept, and a kernel's own memory is much of what there is."""
+    torch.manual_seed(0)
+    model, x = Convolutions(), torch.randn(64, 4, 16, 16)
+    model(x[:8])
+    memory = Allocations()
+    memory.count(list(model.parameters()), x)
+    prediction = Prediction(memory, monkeypatch)
+    with koila.config(chunks=4), torch.no_grad():
+        with memory:
+            out = model(koila.lazy(x)).mean()
+        with memory:
+            out.item()
+    assert 0.95 * memory.peak <= prediction.n_bytes <= 1.2 * memory.peak, (
+        f"{prediction.n_bytes:.0f} bytes were predicted, {memory.peak} used"
+    )
+
+
+def test_parts_of_many_chunks_count() -> None:
+    """More chunks are not always less memory: the largest that fits lies between two bounds."""
+    need = model_of_bytes.Need(100.0, 10.0, 0, per_chunk=50.0)
+    estimate = model_of_bytes.Estimate((need,), 1000)
+    assert estimate.peak(1000)[0] == 100 + 10_000 + 50
+    rows = estimate.largest_chunk(3000)
+    assert estimate.peak(rows)[0] <= 3000 < estimate.peak(rows + 20)[0]
+    assert estimate.largest_chunk(1000) == 0  # 1 row: 50,110 bytes; 70 rows, about the least: 1,550
+    assert estimate.least()[0] == 64
+    plain = dataclasses.replace(estimate, moments=(need._replace(per_chunk=0.0),))
+    assert plain.largest_chunk(3000) == 290
+    assert plain.least()[0] == 1

@@ -1,0 +1,73 @@
+"""What torch's own backward takes through a graph that was there before the program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from allocations import Allocations
+from koila import outside
+from test_memory_limit import Prediction
+
+
+class Twice(torch.autograd.Function):
+    """A custom function, with an attribute that torch's own nodes have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.variable = 2
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * ctx.variable
+
+
+def graph(x: Tensor) -> Tensor:
+    """Branches that meet again, a custom function, views."""
+    h = Twice.apply(x)
+    return (h.view(-1).reshape(h.shape) + torch.tanh(h)).exp().sum(1)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_peak(is_there: bool) -> None:
+    """Gradients on their way, and those that leaves keep, unless they have one."""
+    x = torch.randn(64, 128, requires_grad=True)
+    x.grad = torch.zeros_like(x) if is_there else None
+    out = graph(x)
+    memory = Allocations()
+    with memory:
+        seed = torch.ones(64)
+    with memory:
+        memory.mark()
+        out.backward(seed, retain_graph=True)
+    used = memory.peak - memory.at_marks[0]
+    assert 0.9 * used <= outside.peak([graph(x)]) <= 2 * used
+
+
+def test_nothing_is_taken_without_a_graph() -> None:
+    assert outside.peak([]) == outside.peak([torch.ones(2, requires_grad=True)]) == 0
+
+
+def test_what_goes_on_after_the_chunks_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features made plainly, by a wide layer, enter with their graph."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 16))
+    head, x, y = nn.Linear(16, 5), torch.randn(256, 16), torch.randint(5, (256,))
+    memory = Allocations()
+    memory.count(list(plain.parameters()), list(head.parameters()), x, y)
+    prediction = Prediction(memory, monkeypatch)
+    with koila.config(chunks=4):
+        with memory:
+            loss = F.cross_entropy(head(koila.lazy(plain(x))), koila.lazy(y))
+        with memory:
+            loss.backward()
+    assert plain[0].weight.grad is not None
+    assert 0.95 * memory.peak <= prediction.n_bytes <= 1.35 * memory.peak, (
+        f"{prediction.n_bytes:.0f} bytes were predicted, {memory.peak} used"
+    )
