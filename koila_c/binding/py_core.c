@@ -443,7 +443,7 @@ core_configure(PyObject *module, PyObject *args)
 }
 
 PyObject *
-core_count_transforms(PyObject *module, PyObject *n)
+core_count_interpreters(PyObject *module, PyObject *n)
 {
     (void)module;
     long long more = PyLong_AsLongLong(n);
