@@ -150,8 +150,6 @@ typedef struct KlPyState {
     uint64_t n_axis_keys;   /* batches made */
     int64_t n_transforms;   /* of torch.func, and tracers, under way on any thread */
     uint32_t reductions;    /* bit i: KlReduce i can be split */
-    int64_t n_chunks;       /* config(chunks=); 0: as few as fit */
-    int64_t bytes_limit;    /* config(memory_limit=); 0: what is free */
 } KlPyState;
 
 extern KlPyState kl_py;

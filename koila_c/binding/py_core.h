@@ -34,7 +34,6 @@ PyObject *core_pending_bytes(PyObject *module, PyObject *ignored);
 PyObject *core_fix_malloc(PyObject *module, PyObject *ignored);
 PyObject *core_memo(PyObject *module, PyObject *ignored);
 PyObject *core_count_interpreters(PyObject *module, PyObject *n);
-PyObject *core_configure(PyObject *module, PyObject *args);
 PyObject *core_reads_by_handle(PyObject *module, PyObject *ignored);
 PyObject *core_recycles(PyObject *module, PyObject *ignored);
 PyObject *core_fail_alloc_after(PyObject *module, PyObject *n);
