@@ -6,12 +6,33 @@ KOILA_COVERAGE=1  gcov counters
 """
 
 import os
+import shlex
+import subprocess
+import sysconfig
 from glob import glob
 
 from setuptools import Extension, setup
 
-compile_args = ["-std=c11", "-fvisibility=hidden", "-O2"]
+compile_args = ["-std=c11", "-fvisibility=hidden", "-O3"]
 link_args: list[str] = []
+
+
+def is_gcc() -> bool:
+    """Whether the compiler is gcc itself, which can always link what it compiled with -flto."""
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    command = [*shlex.split(compiler), "--version"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return "Free Software Foundation" in said
+
+
+# A call is recorded by many small functions in several files: together they cost a tenth less.
+is_instrumented = "1" in (os.environ.get("KOILA_SANITIZE"), os.environ.get("KOILA_COVERAGE"))
+if is_gcc() and not is_instrumented:
+    compile_args += ["-flto"]
+    link_args += ["-flto=auto", "-O3"]
 
 if os.environ.get("KOILA_DEV") == "1":
     compile_args += [

@@ -465,3 +465,25 @@ def test_threads_record_apart() -> None:
     for thread in threads:
         thread.join(60)
     assert found == {i: 10.0 * (i + 50) for i in range(8)}
+
+
+def test_threads_take_turns() -> None:
+    """Two threads record a call each, in turn, and each goes on where it was."""
+    turns = threading.Barrier(2)
+    found: dict[int, float] = {}
+
+    def work(number: int) -> None:
+        lazy = koila.lazy(torch.full((5, 2), float(number)))
+        for turn in range(20):
+            turns.wait(60)
+            if turn % 2 == number:
+                lazy = torch.add(lazy, 1) + 1
+        turns.wait(60)
+        found[number] = lazy.sum().item()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {i: 10.0 * (i + 20) for i in range(2)}

@@ -12,6 +12,13 @@
 #include "py_args.h"
 #include "tape.h"
 
+/* Whether memory is kept and used again here; not where a sanitizer is to see who still points to it. */
+#ifdef __SANITIZE_ADDRESS__
+#define KL_IS_REUSED false
+#else
+#define KL_IS_REUSED true
+#endif
+
 typedef struct Tape Tape;
 
 /* What a LazyTensor holds. *Attached*: one value of one tape. *Detached* (tape NULL): a real tensor, and
@@ -104,6 +111,7 @@ typedef enum {
 
 typedef struct Function {
     PyObject_HEAD KlCallKind kind;
+    PyObject *func;    /* the callable: its key in the table */
     PyObject *name;    /* str, as torch spells it */
     PyObject *handler; /* HANDLER: callable; else NULL */
     bool has_meta; /* OP: its schema neither writes nor aliases: it may be asked of meta tensors */
@@ -164,6 +172,13 @@ static inline bool
 kl_lazy_check(PyObject *object)
 {
     return Py_TYPE(object) == kl_py.lazy;
+}
+/* A lazy, or a real tensor of whatever class. */
+static inline bool
+kl_lazy_is_tensor(PyObject *object)
+{
+    return Py_IS_TYPE(object, kl_py.tensor) || kl_lazy_check(object) ||
+           PyObject_TypeCheck(object, kl_py.tensor_base);
 }
 /* Borrowed: the Value of a LazyTensor. */
 static inline Value *
@@ -231,6 +246,8 @@ void kl_tape_give_up(Tape *tape);
 /* -- py_meta.c: what real tensors say of themselves ------------------------------------------- */
 
 int kl_meta_init(void);
+/* What libtorch calls `name`, or NULL. */
+void *kl_meta_symbol(const char *name);
 /* Read dtype, shape, strides and requires_grad of a real tensor. 0, or 1 where it has no KlMeta (more
  * than KL_DIMS_MAX dims, not strided), or -1 with an exception. */
 int kl_meta_read(PyObject *tensor, KlMeta *meta);
@@ -279,9 +296,15 @@ void kl_failure_keep(Tape *tape, KlNodeId id);
 /* Raise what was kept; NULL: in words of our own. */
 void kl_failure_raise(PyObject *error);
 /* Borrowed: what was kept for a value whose call failed, or NULL. */
-PyObject *kl_failure_find(const Tape *tape, KlValueId value, bool *is_failed);
+PyObject *kl_failure_find(const Tape *tape, KlValueId value);
+/* Raise what was kept for a value whose call failed; -1. */
+int kl_failure_tell(const Tape *tape, KlValueId value);
 /* -1 with the exception where the call that makes `value` failed. */
-int kl_failure_check(const Tape *tape, KlValueId value);
+static inline int
+kl_failure_check(const Tape *tape, KlValueId value)
+{
+    return kl_tape_is_failed(&tape->core, value) ? kl_failure_tell(tape, value) : 0;
+}
 
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
@@ -309,7 +332,8 @@ KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred,
 
 /* Record a call of an op, or run it live: what __torch_function__ does with it. */
 PyObject *kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs);
-PyObject *kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+/* What LazyTensor.__torch_function__(func, types, args[, kwargs]) does. */
+PyObject *kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args);
 PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 /* Record one node for `call`; what torch's frame says is noted. -1 on failure. */
@@ -317,6 +341,13 @@ int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNod
                      KlNodeId *id);
 /* The outputs of a node as torch returns them: `container` None for a single tensor, else its type. */
 PyObject *kl_record_results(Tape *tape, KlNodeId id, PyObject *container);
+
+/* -- py_dispatch.c: what torch's dispatch finds on a lazy ----------------------------------------- */
+
+/* New reference: LazyTensor's __torch_function__. */
+PyObject *kl_dispatch_function(PyObject *module);
+/* Let lazies answer for it at once. */
+void kl_dispatch_install(void);
 
 /* -- py_rows.c: calls that have a row --------------------------------------------------------------- */
 

@@ -115,7 +115,8 @@ add_input(KlPyBound *bound, const KlMeta *meta, PyObject *object, uint32_t arg, 
 static bool
 is_numpy_scalar(PyObject *object, const char *prefix)
 {
-    return strncmp(Py_TYPE(object)->tp_name, prefix, strlen(prefix)) == 0;
+    const char *name = Py_TYPE(object)->tp_name;
+    return name[0] == prefix[0] && strncmp(name, prefix, strlen(prefix)) == 0;
 }
 
 /* A Python or numpy int that fits; bools are none. Tensors have an __index__ too: it would read them, so

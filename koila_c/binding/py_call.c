@@ -5,12 +5,6 @@
 
 #include "alloc.h"
 
-static bool
-is_tensor(PyObject *object)
-{
-    return PyObject_TypeCheck(object, kl_py.tensor_base);
-}
-
 static int
 push(Tape *tape, KlSlotKind kind, uint32_t n, PyObject *object)
 {
@@ -73,8 +67,9 @@ must_open(PyObject *object)
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
         PyObject *item = PyTuple_GET_ITEM(object, i);
-        if (is_tensor(item) || ((PyTuple_Check(item) || PyList_Check(item) || PyDict_Check(item)) &&
-                                must_open(item))) {
+        if (kl_lazy_is_tensor(item) ||
+            ((PyTuple_Check(item) || PyList_Check(item) || PyDict_Check(item)) &&
+             must_open(item))) {
             return true;
         }
     }
@@ -150,7 +145,7 @@ encode_tensor(Tape *tape, PyObject *object, Inputs *inputs)
 static int
 encode(Tape *tape, PyObject *object, Inputs *inputs)
 {
-    if (is_tensor(object)) {
+    if (kl_lazy_is_tensor(object)) {
         return encode_tensor(tape, object, inputs);
     }
     if (PyList_Check(object) || PyTuple_Check(object)) {

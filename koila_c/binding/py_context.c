@@ -2,7 +2,6 @@
  * Each combination met is interned to a small id, kept with a node, and put in force again at replay. */
 #include "py.h"
 
-#include <dlfcn.h>
 #include <string.h>
 
 #include "autocast.h"
@@ -62,15 +61,10 @@ is_direct(void)
 static void
 find_direct(void)
 {
-    void *library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
-    if (library == NULL) {
-        return;
-    }
-    *(void **)&direct.is_grad_enabled = dlsym(library, "aoti_torch_grad_mode_is_enabled");
-    *(void **)&direct.is_inference_enabled = dlsym(library, "_ZN3c1013InferenceMode10is_enabledEv");
+    *(void **)&direct.is_grad_enabled = kl_meta_symbol("aoti_torch_grad_mode_is_enabled");
+    *(void **)&direct.is_inference_enabled = kl_meta_symbol("_ZN3c1013InferenceMode10is_enabledEv");
     *(void **)&direct.is_autocast_enabled =
-        dlsym(library, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE");
-    (void)dlclose(library);
+        kl_meta_symbol("_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE");
 }
 
 static int

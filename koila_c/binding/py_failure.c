@@ -46,20 +46,18 @@ kl_failure_raise(PyObject *error)
 }
 
 PyObject *
-kl_failure_find(const Tape *tape, KlValueId value, bool *is_failed)
+kl_failure_find(const Tape *tape, KlValueId value)
 {
-    KlNodeId id = value != KL_ID_NONE ? tape->core.values[value].node : KL_ID_NONE;
-    *is_failed = id != KL_ID_NONE && tape->core.nodes[id].is_failed;
-    return *is_failed ? tape->nodes[tape->core.nodes[id].failed_by].error : NULL;
+    if (!kl_tape_is_failed(&tape->core, value)) {
+        return NULL;
+    }
+    KlNodeId node = tape->core.values[value].node;
+    return tape->nodes[tape->core.nodes[node].failed_by].error;
 }
 
 int
-kl_failure_check(const Tape *tape, KlValueId value)
+kl_failure_tell(const Tape *tape, KlValueId value)
 {
-    bool is_failed = false;
-    PyObject *error = kl_failure_find(tape, value, &is_failed);
-    if (is_failed) {
-        kl_failure_raise(error);
-    }
-    return is_failed ? -1 : 0;
+    kl_failure_raise(kl_failure_find(tape, value));
+    return -1;
 }

@@ -1,10 +1,13 @@
 /* py_function.c - what is known of torch's callables: a dict from the callable itself, filled at import. */
 #include "py.h"
 
+#include <string.h>
+
 static int
 Function_traverse(Function *function, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(function));
+    Py_VISIT(function->func);
     Py_VISIT(function->handler);
     return 0;
 }
@@ -12,6 +15,7 @@ Function_traverse(Function *function, visitproc visit, void *arg)
 static int
 Function_clear(Function *function)
 {
+    Py_CLEAR(function->func);
     Py_CLEAR(function->handler);
     return 0;
 }
@@ -71,10 +75,22 @@ find_accessor(PyObject *func)
     return (Function *)found;
 }
 
+/* Functions found lately, by the address of their callable, which they keep alive. */
+#define KL_N_LATELY 256
+
+static Function *lately[KL_N_LATELY]; /* borrowed from the table */
+
 Function *
 kl_function_find(PyObject *func)
 {
+    size_t slot = ((size_t)func >> 4) % KL_N_LATELY;
+    if (lately[slot] != NULL && lately[slot]->func == func) {
+        return lately[slot];
+    }
     PyObject *found = PyDict_GetItemWithError(kl_py.functions, func);
+    if (found != NULL && ((Function *)found)->func == func) { /* not only equal to it */
+        lately[slot] = (Function *)found;
+    }
     if (found == NULL && !PyErr_Occurred() && Py_IS_TYPE(func, &_PyMethodWrapper_Type)) {
         found = (PyObject *)find_accessor(func);
     }
@@ -101,6 +117,7 @@ kl_function_register(PyObject *module, PyObject *args)
         return NULL;
     }
     function->kind = (KlCallKind)kind;
+    function->func = Py_NewRef(func);
     function->name = Py_NewRef(name);
     function->handler = handler != Py_None ? Py_NewRef(handler) : NULL;
     function->has_meta = has_meta;
@@ -117,6 +134,7 @@ kl_function_register(PyObject *module, PyObject *args)
         result = function->signature == NULL ? -1 : 0;
     }
     if (result == 0) {
+        memset(lately, 0, sizeof(lately));
         result = PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
     }
     Py_DECREF(function);

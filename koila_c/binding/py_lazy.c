@@ -10,10 +10,27 @@
 
 /* -- Value ---------------------------------------------------------------------------------------- */
 
+/* Dead Values are used again, as the lazies that held them are (py_recycle.c). */
+#define KL_FREE_MAX 256
+
+static struct {
+    Value *values[KL_FREE_MAX]; /* [n] untracked; each keeps its reference to the type */
+    int n;
+} dead;
+
 static Value *
 new_value(void)
 {
-    Value *value = (Value *)kl_py.value_type->tp_alloc(kl_py.value_type, 0);
+    Value *value = NULL;
+    if (dead.n > 0) {
+        value = dead.values[--dead.n];
+        const PyObject head = value->ob_base;
+        *value = (Value){.ob_base = head};
+        _Py_NewReference((PyObject *)value);
+        PyObject_GC_Track(value);
+    } else {
+        value = (Value *)kl_py.value_type->tp_alloc(kl_py.value_type, 0);
+    }
     if (value != NULL) {
         value->id = KL_ID_NONE;
         value->place = KL_PLACE_WHOLE;
@@ -58,6 +75,10 @@ Value_dealloc(Value *value)
     PyTypeObject *type = Py_TYPE(value);
     PyObject_GC_UnTrack(value);
     (void)Value_clear(value);
+    if (KL_IS_REUSED && dead.n < KL_FREE_MAX) {
+        dead.values[dead.n++] = value;
+        return;
+    }
     type->tp_free(value);
     Py_DECREF(type);
 }
@@ -100,8 +121,7 @@ kl_lazy_detach(Value *value, PyObject *real)
         value->place.axis = 0;
     }
     value->real = Py_XNewRef(real); /* NULL: its program failed */
-    bool is_failed = false;
-    value->error = Py_XNewRef(kl_failure_find(tape, value->id, &is_failed));
+    value->error = Py_XNewRef(kl_failure_find(tape, value->id));
     if (core->node != KL_ID_NONE) {
         value->epoch = kl_py.n_backwards;
     }
@@ -381,8 +401,6 @@ static PyMethodDef methods[] = {
 
 /* -- the class --------------------------------------------------------------------------------------- */
 
-static PyMethodDef torch_function_def = {
-    "__torch_function__", (PyCFunction)(void *)kl_record_torch_function, METH_FASTCALL, NULL};
 static PyMethodDef torch_dispatch_def = {
     "__torch_dispatch__", (PyCFunction)(void *)kl_record_torch_dispatch, METH_FASTCALL, NULL};
 
@@ -395,15 +413,14 @@ set_item_stolen(PyObject *dict, const char *key, PyObject *item)
 }
 
 /* The class must have both hooks before the metaclass runs: a class with __torch_dispatch__ alone loses
- * its __torch_function__. Builtins do not bind, so no bound method is made for each call. */
+ * its __torch_function__. Neither binds, so no bound method is made for each call. */
 static PyObject *
 make_class_dict(PyObject *module)
 {
     PyObject *dict = PyDict_New();
     if (dict == NULL || set_item_stolen(dict, "__slots__", Py_BuildValue("(s)", "_node")) < 0 ||
         set_item_stolen(dict, "__module__", PyUnicode_FromString("koila")) < 0 ||
-        set_item_stolen(dict, "__torch_function__", PyCFunction_New(&torch_function_def, module)) <
-            0 ||
+        set_item_stolen(dict, "__torch_function__", kl_dispatch_function(module)) < 0 ||
         set_item_stolen(dict, "__torch_dispatch__", PyCFunction_New(&torch_dispatch_def, module)) <
             0) {
         Py_CLEAR(dict);
@@ -455,6 +472,7 @@ kl_lazy_init(PyObject *module)
     }
     kl_py.slot_offset = ((PyMemberDescrObject *)member)->d_member->offset;
     kl_py.lazy = (PyTypeObject *)Py_NewRef(class);
+    kl_dispatch_install();
     result = PyModule_AddObjectRef(module, "LazyTensor", class);
     if (result == 0) {
         result = kl_recycle_init();

@@ -345,20 +345,27 @@ layout_self_test(PyObject *torch)
     return result;
 }
 
-static int
-load_abi(PyObject *torch)
+void *
+kl_meta_symbol(const char *name)
 {
     void *library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
     if (library == NULL) {
-        return 0;
+        return NULL;
     }
-    *(void **)&abi.dim = dlsym(library, "aoti_torch_get_dim");
-    *(void **)&abi.sizes = dlsym(library, "aoti_torch_get_sizes");
-    *(void **)&abi.strides = dlsym(library, "aoti_torch_get_strides");
-    *(void **)&abi.dtype = dlsym(library, "aoti_torch_get_dtype");
-    *(void **)&abi.requires_grad = dlsym(library, "_ZNK3c1010TensorImpl13requires_gradEv");
-    *(void **)&abi.default_dtype = dlsym(library, "_ZN3c1031get_default_dtype_as_scalartypeEv");
-    (void)dlclose(library);
+    void *symbol = dlsym(library, name);
+    (void)dlclose(library); /* it stays: torch is loaded, and is never unloaded */
+    return symbol;
+}
+
+static int
+load_abi(PyObject *torch)
+{
+    *(void **)&abi.dim = kl_meta_symbol("aoti_torch_get_dim");
+    *(void **)&abi.sizes = kl_meta_symbol("aoti_torch_get_sizes");
+    *(void **)&abi.strides = kl_meta_symbol("aoti_torch_get_strides");
+    *(void **)&abi.dtype = kl_meta_symbol("aoti_torch_get_dtype");
+    *(void **)&abi.requires_grad = kl_meta_symbol("_ZNK3c1010TensorImpl13requires_gradEv");
+    *(void **)&abi.default_dtype = kl_meta_symbol("_ZN3c1031get_default_dtype_as_scalartypeEv");
     if (abi.dim == NULL || abi.sizes == NULL || abi.strides == NULL || abi.dtype == NULL) {
         return 0;
     }

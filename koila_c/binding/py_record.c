@@ -267,9 +267,8 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
 }
 
 PyObject *
-kl_record_torch_function(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
+kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
 {
-    (void)module;
     if (n_args != 3 && n_args != 4) {
         return PyErr_Format(PyExc_TypeError, "__torch_function__ takes func, types, args, kwargs");
     }

@@ -22,11 +22,20 @@ value_of(const Tape *tape, PyObject *tensor)
     return kl_tape_find(tape, tensor);
 }
 
+/* The value that a meta on the tape is the meta of. */
+static KlValueId
+value_with(const Tape *tape, const KlMeta *meta)
+{
+    const KlValue *value =
+        (const KlValue *)(const void *)((const char *)meta - offsetof(KlValue, meta));
+    return (KlValueId)(value - tape->core.values);
+}
+
 static const KlMeta *
 desk_meta_of(void *context, PyObject *object)
 {
     Desk *desk = context;
-    if (!PyObject_TypeCheck(object, kl_py.tensor_base)) {
+    if (!kl_lazy_is_tensor(object)) {
         return NULL;
     }
     KlValueId id = value_of(desk->tape, object);
@@ -339,10 +348,8 @@ find_inputs(Recording *recording)
         }
     }
     for (uint32_t i = 0; i < n; i++) {
-        bool is_none = recording->bound.inputs[i] == NULL;
-        recording->inputs[i] =
-            is_none ? KL_ID_NONE
-                    : value_of(recording->tape, recording->bound.input_origins[i].object);
+        const KlMeta *meta = recording->bound.inputs[i];
+        recording->inputs[i] = meta == NULL ? KL_ID_NONE : value_with(recording->tape, meta);
     }
     return 0;
 }
@@ -382,8 +389,14 @@ int
 kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                PyObject *kwargs, PyObject **results)
 {
-    Recording recording = {
-        .tape = tape, .function = function, .func = func, .args = args, .kwargs = kwargs};
+    Recording recording; /* its buffers are left unset: two kilobytes for each call */
+    recording.tape = tape;
+    recording.function = function;
+    recording.func = func;
+    recording.args = args;
+    recording.kwargs = kwargs;
+    recording.call = (KlPyNode){0};
+    recording.saves = (KlSaves){0};
     int64_t context = kl_context_now(&recording.is_grad_enabled);
     if (context < 0) {
         return -1;

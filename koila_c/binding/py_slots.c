@@ -4,7 +4,6 @@
  * pushed, overriding is not switched off, and a lazy is the first to be asked. */
 #include "py.h"
 
-#include <dlfcn.h>
 #include <structmember.h>
 
 /* C++ functions of libtorch that say so; without them nothing is installed. */
@@ -255,15 +254,10 @@ install_operators(void)
 static bool
 find_torch_state(void)
 {
-    void *library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
-    if (library == NULL) {
-        return false;
-    }
     *(void **)&torch_state.n_modes =
-        dlsym(library, "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
+        kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
     *(void **)&torch_state.disabled =
-        dlsym(library, "_ZN2at4impl22PythonTorchFunctionTLS18get_disabled_stateEv");
-    (void)dlclose(library);
+        kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS18get_disabled_stateEv");
     return torch_state.n_modes != NULL && torch_state.disabled != NULL;
 }
 

@@ -246,15 +246,50 @@ detach_handles(Tape *tape)
     }
 }
 
+/* What is taken off a tape while its objects are dropped. */
+typedef struct Arrays {
+    KlPyNode *nodes;
+    KlPyValue *values;
+    KlSlot *slots;
+    size_t n_nodes_max, n_values_max, n_slots_max;
+} Arrays;
+
+/* The next program finds the room that this one had: fresh pages cost more than what is written there. */
+static void
+give_back_room(Tape *tape, const Arrays *arrays, size_t n_nodes, size_t n_values)
+{
+    bool is_filled = tape->nodes != NULL || tape->values != NULL || tape->slots != NULL;
+    if (is_filled || !KL_IS_REUSED || kl_tape_is_roomy(n_values, arrays->n_values_max)) {
+        kl_alloc_free(arrays->nodes);
+        kl_alloc_free(arrays->values);
+        kl_alloc_free(arrays->slots);
+        return;
+    }
+    if (n_nodes > 0) {
+        memset(arrays->nodes, 0, n_nodes * sizeof(*arrays->nodes));
+    }
+    if (n_values > 0) {
+        memset(arrays->values, 0, n_values * sizeof(*arrays->values));
+    }
+    tape->nodes = arrays->nodes;
+    tape->values = arrays->values;
+    tape->slots = arrays->slots;
+    tape->n_nodes_max = arrays->n_nodes_max;
+    tape->n_values_max = arrays->n_values_max;
+    tape->n_slots_max = arrays->n_slots_max;
+}
+
 /* Dropping objects can run user code that records: everything is taken off the tape first. */
 static void
 clear_tape(Tape *tape)
 {
-    size_t n_nodes = tape->core.n_nodes, n_values = tape->core.n_values;
-    KlPyNode *nodes = tape->nodes;
-    KlPyValue *values = tape->values;
-    KlSlot *slots = tape->slots;
-    size_t n_slots = tape->n_slots;
+    size_t n_nodes = tape->core.n_nodes, n_values = tape->core.n_values, n_slots = tape->n_slots;
+    const Arrays arrays = {.nodes = tape->nodes,
+                           .values = tape->values,
+                           .slots = tape->slots,
+                           .n_nodes_max = tape->n_nodes_max,
+                           .n_values_max = tape->n_values_max,
+                           .n_slots_max = tape->n_slots_max};
     tape->nodes = NULL;
     tape->values = NULL;
     tape->slots = NULL;
@@ -266,20 +301,18 @@ clear_tape(Tape *tape)
     }
     kl_tape_clear(&tape->core);
     for (size_t i = 0; i < n_nodes; i++) {
-        clear_node(&nodes[i]);
+        clear_node(&arrays.nodes[i]);
     }
     for (size_t i = 0; i < n_values; i++) {
-        Py_CLEAR(values[i].real);
-        Py_CLEAR(values[i].pointer);
-        Py_CLEAR(values[i].number);
-        Py_CLEAR(values[i].recorded);
+        Py_CLEAR(arrays.values[i].real);
+        Py_CLEAR(arrays.values[i].pointer);
+        Py_CLEAR(arrays.values[i].number);
+        Py_CLEAR(arrays.values[i].recorded);
     }
     for (size_t i = 0; i < n_slots; i++) {
-        Py_CLEAR(slots[i].object);
+        Py_CLEAR(arrays.slots[i].object);
     }
-    kl_alloc_free(nodes);
-    kl_alloc_free(values);
-    kl_alloc_free(slots);
+    give_back_room(tape, &arrays, n_nodes, n_values);
 }
 
 void
@@ -338,6 +371,9 @@ Tape_dealloc(Tape *tape)
     PyObject_GC_UnTrack(tape);
     clear_tape(tape);
     kl_tape_fini(&tape->core);
+    kl_alloc_free(tape->nodes);
+    kl_alloc_free(tape->values);
+    kl_alloc_free(tape->slots);
     kl_alloc_free(tape->externals);
     kl_alloc_free(tape->axis_keys);
     kl_infer_fini(&tape->inferred);
@@ -366,20 +402,38 @@ kl_tape_type_init(PyObject *module)
     return kl_py.tape_type == NULL ? -1 : 0;
 }
 
+/* The tape of the thread that was asked for last. A thread state's dict keeps its tape as long as it is
+ * there, and ids of thread states are not used again. */
+static struct {
+    uint64_t thread; /* 0: none */
+    PyObject *dict;
+    Tape *tape; /* borrowed from the dict */
+} last;
+
 /* The tape lives in the interpreter's dict of this thread and goes with it. */
 Tape *
 kl_tape_open_or_null(void)
 {
+    PyThreadState *state = PyThreadState_Get();
+    if (last.thread == state->id && last.dict == state->dict) {
+        return last.tape;
+    }
     PyObject *thread = PyThreadState_GetDict();
-    return thread == NULL ? NULL : (Tape *)PyDict_GetItem(thread, (PyObject *)kl_py.tape_type);
+    PyObject *tape = thread == NULL ? NULL : PyDict_GetItem(thread, (PyObject *)kl_py.tape_type);
+    if (tape != NULL) {
+        last.thread = state->id;
+        last.dict = thread;
+        last.tape = (Tape *)tape;
+    }
+    return (Tape *)tape;
 }
 
 Tape *
 kl_tape_open(void)
 {
     Tape *tape = kl_tape_open_or_null();
-    PyObject *thread = PyThreadState_GetDict();
-    if (tape != NULL || thread == NULL) {
+    PyObject *thread = tape != NULL ? NULL : PyThreadState_GetDict();
+    if (thread == NULL) {
         return tape;
     }
     tape = (Tape *)kl_py.tape_type->tp_alloc(kl_py.tape_type, 0); /* zeroed */

@@ -25,9 +25,19 @@ kl_tape_fini(KlTape *tape)
     kl_tape_init(tape);
 }
 
+bool
+kl_tape_is_roomy(size_t n, size_t n_max)
+{
+    return n_max > 1 << 14 && n < n_max / 4;
+}
+
 void
 kl_tape_clear(KlTape *tape)
 {
+    if (kl_tape_is_roomy(tape->n_values, tape->n_values_max)) {
+        kl_tape_fini(tape);
+        return;
+    }
     tape->n_nodes = 0;
     tape->n_values = 0;
     tape->n_inputs = 0;
@@ -56,15 +66,6 @@ kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error)
     tape->axis_rows[*axis] = rows;
     tape->axis_of[*axis] = *axis;
     return KL_OK;
-}
-
-KlAxisId
-kl_tape_axis_find(const KlTape *tape, KlAxisId axis)
-{
-    while (axis != KL_ID_NONE && tape->axis_of[axis] != axis) {
-        axis = tape->axis_of[axis];
-    }
-    return axis;
 }
 
 void
@@ -255,13 +256,6 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
     return KL_OK;
 }
 
-bool
-kl_tape_is_stale(const KlTape *tape, KlValueId value)
-{
-    const KlValue *v = &tape->values[value];
-    return v->version != tape->storages[v->storage].version;
-}
-
 void
 kl_tape_set_done(KlTape *tape, KlNodeId id)
 {
@@ -297,21 +291,14 @@ kl_tape_has_draw(const KlTape *tape)
 }
 
 static bool
-is_failed(const KlTape *tape, KlValueId value)
-{
-    KlNodeId source = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
-    return source != KL_ID_NONE && tape->nodes[source].is_failed;
-}
-
-static bool
 reads_failed(const KlTape *tape, const KlNode *node)
 {
     for (uint32_t i = 0; i < node->n_inputs; i++) {
-        if (is_failed(tape, tape->inputs[node->first_input + i].value)) {
+        if (kl_tape_is_failed(tape, tape->inputs[node->first_input + i].value)) {
             return true;
         }
     }
-    return is_failed(tape, node->review_of);
+    return kl_tape_is_failed(tape, node->review_of);
 }
 
 void

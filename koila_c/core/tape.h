@@ -91,14 +91,24 @@ typedef struct KlTape {
 void kl_tape_init(KlTape *tape);
 void kl_tape_fini(KlTape *tape);
 
-/* Forget all nodes and values; keeps the memory. */
+/* Whether a program that used `n` of `n_max` entries leaves more room than is worth keeping. */
+bool kl_tape_is_roomy(size_t n, size_t n_max);
+
+/* Forget all nodes and values; keeps the memory, unless the tape is roomy. */
 void kl_tape_clear(KlTape *tape);
 
 /* A new axis of `rows` rows. */
 KlStatus kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error);
 
 /* The axis that stands for `axis` now. */
-KlAxisId kl_tape_axis_find(const KlTape *tape, KlAxisId axis);
+static inline KlAxisId
+kl_tape_axis_find(const KlTape *tape, KlAxisId axis)
+{
+    while (axis != KL_ID_NONE && tape->axis_of[axis] != axis) {
+        axis = tape->axis_of[axis];
+    }
+    return axis;
+}
 
 /* Two axes of equal rows met aligned: from now on they are one. */
 void kl_tape_axis_merge(KlTape *tape, KlAxisId left, KlAxisId right);
@@ -130,7 +140,20 @@ typedef struct KlRecord {
 KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error);
 
 /* Whether `value` was made before the last write to its storage. */
-bool kl_tape_is_stale(const KlTape *tape, KlValueId value);
+static inline bool
+kl_tape_is_stale(const KlTape *tape, KlValueId value)
+{
+    const KlValue *v = &tape->values[value];
+    return v->version != tape->storages[v->storage].version;
+}
+
+/* Whether the call that makes `value` failed; KL_ID_NONE has not. */
+static inline bool
+kl_tape_is_failed(const KlTape *tape, KlValueId value)
+{
+    KlNodeId source = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
+    return source != KL_ID_NONE && tape->nodes[source].is_failed;
+}
 
 /* Node `node` ran live: its outputs are live and its inputs have one reader less. */
 void kl_tape_set_done(KlTape *tape, KlNodeId node);

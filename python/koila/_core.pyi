@@ -1,7 +1,7 @@
 """The recorder, planner and replayer behind koila: the types of the C module."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NotRequired, TypedDict, type_check_only
+from typing import Any, ClassVar, NotRequired, TypedDict, type_check_only
 
 import torch
 
@@ -68,13 +68,18 @@ class _Inferred(TypedDict):
     inputs: NotRequired[list[tuple[_Where, int | None, bool]]]
     rewrites: NotRequired[list[tuple[_Where, int | None, str | None, int]]]
 
+@type_check_only
+class _TorchFunction:
+    @property
+    def __name__(self) -> str: ...
+    def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
+
 # What it has of its own beside what a tensor has; the texts are koila.patches'.
 class LazyTensor(torch.Tensor):
     _node: Any
     def __repr__(self) -> str: ...  # type: ignore[override]
     def __str__(self) -> str: ...
-    @staticmethod
-    def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
+    __torch_function__: ClassVar[_TorchFunction]
     @staticmethod
     def __torch_dispatch__(func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
 

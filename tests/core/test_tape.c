@@ -453,8 +453,21 @@ test_clearing_keeps_the_memory(void)
     CHECK(axis(&p, 9) == 0 && p.tape.axis_rows[0] == 9 && kl_tape_axis_find(&p.tape, 0) == 0);
     CHECK(small_program(&p) == 4 && !p.was_refused);
     kl_alloc_fail_after(-1);
-    CHECK(value(&p, 0)->n_pending == 2 && !kl_tape_is_stale(&p.tape, 0));
-    CHECK(!p.tape.nodes[0].is_done);
+    CHECK(value(&p, 0)->n_pending == 2 && !kl_tape_is_stale(&p.tape, 0) && !p.tape.nodes->is_done);
+    program_fini(&p);
+}
+
+static void
+test_a_roomy_tape_gives_its_memory_back(void)
+{
+    Program p = {0};
+    for (int n = 40000; n > 0; n /= 20000) { /* 40000 entries, then 2 of them */
+        for (int i = 0; i < n; i++) {
+            (void)leaf(&p, TENSOR(FLOAT32, 1));
+        }
+        kl_tape_clear(&p.tape);
+        CHECK((p.tape.values != NULL) == (n == 40000));
+    }
     program_fini(&p);
 }
 
@@ -481,6 +494,7 @@ main(void)
     test_draws_that_wait();
     test_ids_survive_growth();
     test_clearing_keeps_the_memory();
+    test_a_roomy_tape_gives_its_memory_back();
     CHECK(kl_alloc_n_blocks() == 0);
     return check_result();
 }
