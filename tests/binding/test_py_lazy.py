@@ -121,7 +121,7 @@ def test_size_of_what_has_no_dims() -> None:
 
 @pytest.mark.parametrize(
     ("args", "kwargs"),
-    [((0, 1), {}), ((), {"axis": 0}), pytest.param((0,), {"dim": 0}, marks=NEARLY)],
+    [((0, 1), {}), pytest.param((0,), {"dim": 0}, marks=NEARLY)],
 )
 def test_size_takes_one_dim(args: Any, kwargs: Any) -> None:
     for lazy in (koila.lazy(batch()), pending()):
