@@ -105,11 +105,9 @@ static PyMethodDef functions[] = {
      "refresh_leaf($module, value, /)\n--\n\nA replay wrote this leaf: remember its version."},
     {"note_backward", core_note_backward, METH_NOARGS,
      "note_backward($module, /)\n--\n\nA backward ran: what is live counts as spent."},
-    {"configure", core_configure, METH_VARARGS,
-     "configure($module, chunks, memory_limit, /)\n--\n\n"
-     "Set the number of chunks (0: as few as fit) and the bytes (0: what is free)."},
-    {"count_transforms", core_count_transforms, METH_O,
-     "count_transforms($module, n, /)\n--\n\nSo many more transforms of torch.func are under way."},
+    {"count_interpreters", core_count_interpreters, METH_O,
+     "count_interpreters($module, n, /)\n--\n\nSo many more of torch's interpreters of "
+     "calls are under way: transforms of torch.func, and tracers."},
     {"reads_by_handle", core_reads_by_handle, METH_NOARGS,
      "reads_by_handle($module, /)\n--\n\n"
      "Whether tensors are read through torch's C ABI, or by their attributes."},

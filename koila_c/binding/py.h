@@ -159,10 +159,8 @@ typedef struct KlPyState {
     Py_ssize_t slot_offset; /* of LazyTensor's one slot */
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;   /* batches made */
-    int64_t n_transforms;   /* of torch.func, under way on any thread */
+    int64_t n_transforms;   /* of torch.func, and tracers, under way on any thread */
     uint32_t reductions;    /* bit i: KlReduce i can be split */
-    int64_t n_chunks;       /* config(chunks=); 0: as few as fit */
-    int64_t bytes_limit;    /* config(memory_limit=); 0: what is free */
 } KlPyState;
 
 extern KlPyState kl_py;

@@ -427,20 +427,7 @@ core_memo(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-core_configure(PyObject *module, PyObject *args)
-{
-    (void)module;
-    long long chunks = 0, bytes = 0;
-    if (!PyArg_ParseTuple(args, "LL:configure", &chunks, &bytes)) {
-        return NULL;
-    }
-    kl_py.n_chunks = chunks;
-    kl_py.bytes_limit = bytes;
-    return Py_NewRef(Py_None);
-}
-
-PyObject *
-core_count_transforms(PyObject *module, PyObject *n)
+core_count_interpreters(PyObject *module, PyObject *n)
 {
     (void)module;
     long long more = PyLong_AsLongLong(n);

@@ -59,6 +59,16 @@ shape_gather(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
+/* The value and input `other` have their rows at `want`, and so has the result. */
+static KlStatus
+match_with(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace *want)
+{
+    const char *reason = kl_rules_match(call, result, 0, want);
+    reason = reason == NULL ? kl_rules_match(call, result, other, want) : reason;
+    result->outs[0].place = *want;
+    return reason == NULL ? KL_OK : kl_rules_once(result, reason);
+}
+
 KlStatus
 place_gather(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -77,10 +87,7 @@ place_gather(const KlCall *call, KlInferred *result, KlError *error)
     if (want.dim == dim) {
         return kl_rules_once(result, index_couples);
     }
-    const char *reason = kl_rules_match(call, result, 0, &want);
-    reason = reason == NULL ? kl_rules_match(call, result, 1, &want) : reason;
-    result->outs[0].place = want;
-    return reason == NULL ? KL_OK : kl_rules_once(result, reason);
+    return match_with(call, result, 1, &want);
 }
 
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
@@ -214,10 +221,7 @@ place_index_add(const KlCall *call, KlInferred *result, KlError *error)
     if (kl_place_is_rows(&call->inputs[1]->place) || want.dim == dim) {
         return kl_rules_once(result, index_couples);
     }
-    const char *reason = kl_rules_match(call, result, 0, &want);
-    reason = reason == NULL ? kl_rules_match(call, result, 2, &want) : reason;
-    result->outs[0].place = want;
-    return reason == NULL ? KL_OK : kl_rules_once(result, reason);
+    return match_with(call, result, 2, &want);
 }
 
 KlStatus

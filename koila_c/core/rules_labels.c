@@ -129,6 +129,16 @@ kl_rules_settle_plain(const KlCall *call, KlInferred *result)
     }
 }
 
+KlStatus
+kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, like, error);
+    if (status == KL_OK) {
+        kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
 void
 kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders)
 {

@@ -106,50 +106,28 @@ check_addend(const KlCall *call, const KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_mm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pair(call, 0, 2, 2, result, error);
-}
+/* Products of two arguments, the first in word `arg`, with so many dims. */
+#define SHAPE_PRODUCT(word, arg, n_left, n_right)                                                  \
+    KL_SHAPE(word)                                                                                 \
+    {                                                                                              \
+        return shape_pair(call, arg, n_left, n_right, result, error);                              \
+    }
+SHAPE_PRODUCT(mm, 0, 2, 2)
+SHAPE_PRODUCT(bmm, 0, 3, 3)
+SHAPE_PRODUCT(mv, 0, 2, 1)
+SHAPE_PRODUCT(dot, 0, 1, 1)
+#undef SHAPE_PRODUCT
 
-KlStatus
-shape_bmm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pair(call, 0, 3, 3, result, error);
-}
-
-KlStatus
-shape_mv(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pair(call, 0, 2, 1, result, error);
-}
-
-KlStatus
-shape_dot(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pair(call, 0, 1, 1, result, error);
-}
-
-KlStatus
-shape_addmm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = shape_pair(call, 1, 2, 2, result, error);
-    return status == KL_OK ? check_addend(call, result, error) : status;
-}
-
-KlStatus
-shape_addmv(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = shape_pair(call, 1, 2, 1, result, error);
-    return status == KL_OK ? check_addend(call, result, error) : status;
-}
-
-KlStatus
-shape_baddbmm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = shape_pair(call, 1, 3, 3, result, error);
-    return status == KL_OK ? check_addend(call, result, error) : status;
-}
+#define SHAPE_ADDED(word, n_left, n_right)                                                         \
+    KL_SHAPE(word)                                                                                 \
+    {                                                                                              \
+        KlStatus status = shape_pair(call, 1, n_left, n_right, result, error);                     \
+        return status == KL_OK ? check_addend(call, result, error) : status;                       \
+    }
+SHAPE_ADDED(addmm, 2, 2)
+SHAPE_ADDED(addmv, 2, 1)
+SHAPE_ADDED(baddbmm, 3, 3)
+#undef SHAPE_ADDED
 
 KlStatus
 shape_addbmm(const KlCall *call, KlInferred *result, KlError *error)

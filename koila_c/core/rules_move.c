@@ -356,6 +356,18 @@ shape_diagonal(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
+/* A dim in word 1, an int in word 2, and one in word 3 where it is asked for. */
+static KlStatus
+get_dim_and_ints(const KlCall *call, int32_t *dim, int64_t *second, int64_t *third, KlError *error)
+{
+    int32_t n_dims = call->inputs[0]->n_dims;
+    KlStatus status = n_dims == 0 ? KL_DECLINED : kl_rules_dim(call, 1, 0, n_dims, dim, error);
+    if (status == KL_OK) {
+        status = kl_rules_int(call, 2, 0, second);
+    }
+    return status == KL_OK && third != NULL ? kl_rules_int(call, 3, 0, third) : status;
+}
+
 /* x.unfold(dim, size, step): windows of `size` in a new last dim. */
 KlStatus
 shape_unfold(const KlCall *call, KlInferred *result, KlError *error)
@@ -364,16 +376,10 @@ shape_unfold(const KlCall *call, KlInferred *result, KlError *error)
     int32_t at = 0;
     int64_t size = 0;
     int64_t step = 0;
-    if (input->n_dims == 0 || input->n_dims == KL_DIMS_MAX) {
+    if (input->n_dims == KL_DIMS_MAX) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 2, 0, &size);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 3, 0, &step);
-    }
+    KlStatus status = get_dim_and_ints(call, &at, &size, &step, error);
     if (status == KL_OK && (size < 0 || size > input->shape[at] || step <= 0)) {
         return kl_error_set(error, KL_ERROR_ARGUMENT,
                             "windows of %lld by %lld do not fit into size %lld", (long long)size,
@@ -403,13 +409,7 @@ shape_select(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *input = call->inputs[0];
     int32_t at = 0;
     int64_t index = 0;
-    if (input->n_dims == 0) {
-        return KL_DECLINED;
-    }
-    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 2, 0, &index);
-    }
+    KlStatus status = get_dim_and_ints(call, &at, &index, NULL, error);
     if (status == KL_OK && (index >= input->shape[at] || index < -input->shape[at])) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld",
                             (long long)index, (long long)input->shape[at]);
@@ -446,16 +446,7 @@ shape_narrow(const KlCall *call, KlInferred *result, KlError *error)
     int32_t at = 0;
     int64_t start = 0;
     int64_t length = 0;
-    if (input->n_dims == 0) {
-        return KL_DECLINED;
-    }
-    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 2, 0, &start);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 3, 0, &length);
-    }
+    KlStatus status = get_dim_and_ints(call, &at, &start, &length, error);
     if (status != KL_OK) {
         return status;
     }

@@ -37,6 +37,9 @@ KlLabels kl_rules_letters_right(KlLabels full, int32_t n_dims_full, int32_t n_di
 bool kl_rules_is_plain(const KlMeta *meta);
 /* A new output: row-major strides if every tensor of the call is plain, else not known. */
 void kl_rules_settle_plain(const KlCall *call, KlInferred *result);
+/* kl_rules_out, settled so. */
+KlStatus kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like,
+                            KlError *error);
 /* The same by torch's memory formats: outputs of 4 dims are channels_last if one of the first
  * `n_deciders` inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as
  * kl_rules_settle_plain. */

@@ -93,13 +93,7 @@ shape_rms_norm(const KlCall *call, KlInferred *result, KlError *error)
 {
     int32_t n = 0;
     KlStatus status = read_normalized(call, 1, &n, error);
-    if (status == KL_OK) {
-        status = kl_rules_out(result, call->inputs[0], error);
-    }
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    return status == KL_OK ? kl_rules_out_plain(call, result, call->inputs[0], error) : status;
 }
 
 KlStatus

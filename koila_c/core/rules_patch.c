@@ -62,11 +62,7 @@ shape_im2col(const KlCall *call, KlInferred *result, KlError *error)
     if (out.shape[channel + 1] == 0) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the window does not fit into the input");
     }
-    status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    return kl_rules_out_plain(call, result, &out, error);
 }
 
 /* (n, c * kernel, windows) -> (n, c, h, w), or both without n */
@@ -96,11 +92,7 @@ shape_col2im(const KlCall *call, KlInferred *result, KlError *error)
     out.shape[channel] /= kernel;
     out.shape[channel + 1] = size[0];
     out.shape[channel + 2] = size[1];
-    status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    return kl_rules_out_plain(call, result, &out, error);
 }
 
 /* The first of `n_dims` dims is the batch, if the input has that many. */
@@ -150,11 +142,7 @@ shape_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
     for (int32_t dim = 2; dim <= last; dim++) {
         out.shape[dim] = grid->shape[dim - 1];
     }
-    KlStatus status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    return kl_rules_out_plain(call, result, &out, error);
 }
 
 KlStatus

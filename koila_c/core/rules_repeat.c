@@ -33,8 +33,8 @@ repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_
     return KL_OK;
 }
 
-KlStatus
-shape_repeat(const KlCall *call, KlInferred *result, KlError *error)
+static KlStatus
+shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result, KlError *error)
 {
     int64_t value = 0;
     const int64_t *repeats = NULL;
@@ -43,24 +43,22 @@ shape_repeat(const KlCall *call, KlInferred *result, KlError *error)
     if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
-    if ((int32_t)n < call->inputs[0]->n_dims) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "%u repeats for %d dims", n,
-                            (int)call->inputs[0]->n_dims);
+    if ((int32_t)n < n_least) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "%u repeats for %d dims", n, (int)n_least);
     }
     return repeat_by(call, result, repeats, (int32_t)n, error);
 }
 
 KlStatus
+shape_repeat(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return shape_repeats(call, call->inputs[0]->n_dims, result, error);
+}
+
+KlStatus
 shape_tile(const KlCall *call, KlInferred *result, KlError *error)
 {
-    int64_t value = 0;
-    const int64_t *repeats = NULL;
-    uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &value, &repeats, &n);
-    if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
-        return KL_DECLINED;
-    }
-    return repeat_by(call, result, repeats, (int32_t)n, error);
+    return shape_repeats(call, 0, result, error);
 }
 
 /* [b0 b1] repeated is [b0 b1 b0 b1]: more turns to the left of the digit. */

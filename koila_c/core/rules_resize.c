@@ -60,55 +60,22 @@ shape_upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlEr
     return status;
 }
 
-/* Decline an input that has not n spatial dims. */
-static KlStatus
-expect_spatial(const KlCall *call, int32_t n)
-{
-    const KlMeta *input = kl_rules_input(call, 0);
-    return input == NULL || input->n_dims != n + 2 ? KL_DECLINED : KL_OK;
-}
-
-KlStatus
-shape_nearest1d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = expect_spatial(call, 1);
-    return status == KL_OK ? shape_upsample(call, 2, result, error) : status;
-}
-
-KlStatus
-shape_nearest2d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = expect_spatial(call, 2);
-    return status == KL_OK ? shape_upsample(call, 2, result, error) : status;
-}
-
-KlStatus
-shape_nearest3d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = expect_spatial(call, 3);
-    return status == KL_OK ? shape_upsample(call, 2, result, error) : status;
-}
-
-KlStatus
-shape_linear1d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = expect_spatial(call, 1);
-    return status == KL_OK ? shape_upsample(call, 3, result, error) : status;
-}
-
-KlStatus
-shape_linear2d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = expect_spatial(call, 2);
-    return status == KL_OK ? shape_upsample(call, 3, result, error) : status;
-}
-
-KlStatus
-shape_linear3d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = expect_spatial(call, 3);
-    return status == KL_OK ? shape_upsample(call, 3, result, error) : status;
-}
+/* Of an input that has n spatial dims; others are declined. */
+#define SHAPE_UPSAMPLE(word, n, arg_scales)                                                        \
+    KL_SHAPE(word)                                                                                 \
+    {                                                                                              \
+        const KlMeta *input = kl_rules_input(call, 0);                                             \
+        return input == NULL || input->n_dims != (n) + 2                                           \
+                   ? KL_DECLINED                                                                   \
+                   : shape_upsample(call, arg_scales, result, error);                              \
+    }
+SHAPE_UPSAMPLE(nearest1d, 1, 2)
+SHAPE_UPSAMPLE(nearest2d, 2, 2)
+SHAPE_UPSAMPLE(nearest3d, 3, 2)
+SHAPE_UPSAMPLE(linear1d, 1, 3)
+SHAPE_UPSAMPLE(linear2d, 2, 3)
+SHAPE_UPSAMPLE(linear3d, 3, 3)
+#undef SHAPE_UPSAMPLE
 
 /* --- padding: input, pad, mode, value --------------------------------------------------------- */
 

@@ -99,11 +99,7 @@ make_reduced(const KlCall *call, KlInferred *result, KlMeta *full, int32_t dim, 
     } else {
         drop_dim(full, dim);
     }
-    KlStatus status = kl_rules_out(result, full, error);
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    return kl_rules_out_plain(call, result, full, error);
 }
 
 static KlStatus
@@ -232,11 +228,7 @@ shape_cdist(const KlCall *call, KlInferred *result, KlError *error)
     }
     out.shape[out.n_dims++] = left->shape[left->n_dims - 2];
     out.shape[out.n_dims++] = right->shape[right->n_dims - 2];
-    status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    return kl_rules_out_plain(call, result, &out, error);
 }
 
 KlStatus
@@ -333,11 +325,7 @@ shape_prelu(const KlCall *call, KlInferred *result, KlError *error)
         return kl_error_set(error, KL_ERROR_SHAPE, "%lld weights do not fit the channels",
                             (long long)n);
     }
-    KlStatus status = kl_rules_out(result, input, error);
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    return kl_rules_out_plain(call, result, input, error);
 }
 
 KlStatus

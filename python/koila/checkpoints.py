@@ -81,11 +81,11 @@ def is_live() -> bool:
 @contextlib.contextmanager
 def _live() -> Iterator[None]:
     _state.n_live += 1
-    _core.count_transforms(1)
+    _core.count_interpreters(1)
     try:
         yield
     finally:
-        _core.count_transforms(-1)
+        _core.count_interpreters(-1)
         _state.n_live -= 1
 
 

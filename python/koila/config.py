@@ -6,8 +6,6 @@ import re
 from types import TracebackType
 from typing import Any
 
-from koila import _core
-
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -63,17 +61,12 @@ class _Config:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _apply(self._before)
+        _settings.update(self._before)
 
 
 def get(name: str) -> int | None:
     """A setting as it is now."""
     return _settings[name]
-
-
-def _apply(settings: dict[str, int | None]) -> None:
-    _core.configure(settings["chunks"] or 0, settings["memory_limit"] or 0)
-    _settings.update(settings)
 
 
 def config(**changes: Any) -> _Config:
@@ -103,5 +96,5 @@ def config(**changes: Any) -> _Config:
         after["chunks"] = _check_chunks(changes["chunks"])
     if "memory_limit" in changes:
         after["memory_limit"] = parse_bytes(changes["memory_limit"])
-    _apply(after)
+    _settings.update(after)
     return _Config(before)

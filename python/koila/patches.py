@@ -117,7 +117,7 @@ def _counting(original: Callable[..., Any], step: int) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        _core.count_transforms(step)
+        _core.count_interpreters(step)
         return result
 
     return patched
@@ -248,11 +248,11 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        _core.count_transforms(1)
+        _core.count_interpreters(1)
         try:
             return original(*args, **kwargs)
         finally:
-            _core.count_transforms(-1)
+            _core.count_interpreters(-1)
 
     return patched
 

@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "call": (core.call, ("x",)),
     "refresh_leaf": (core.refresh_leaf, (None,)),
     "note_drawn": (core.note_drawn, ("x",)),
-    "count of transforms": (core.count_transforms, (None,)),
+    "count_interpreters": (core.count_interpreters, (None,)),
     "set_type_attribute": (core.set_type_attribute, (3, "name", 1)),
     "set_type_attribute by number": (core.set_type_attribute, (int, 3, 1)),
     "fail_alloc_after": (core.fail_alloc_after, ("x",)),
