@@ -44,15 +44,15 @@ def test_a_read_reports_too(chunks: int | None, made: tuple[int, ...]) -> None:
     assert koila.report() == koila.Report(*made)
 
 
-@pytest.mark.parametrize("n_bytes", [1200, 10**9])
+@pytest.mark.parametrize("n_bytes", [40_000, 10**9])
 def test_memory_limit(n_bytes: int) -> None:
     with koila.config(memory_limit=n_bytes):
-        loss(64).backward()
+        loss(2048).backward()
     made = koila.report()
     assert made is not None
     assert made.bytes_predicted is not None and made.bytes_allowed is not None
     assert 0 < made.bytes_predicted <= made.bytes_allowed < n_bytes
-    assert (made.n_chunks > 1) == (n_bytes == 1200)
+    assert (made.n_chunks > 1) == (n_bytes == 40_000)
 
 
 def test_nothing_pending_is_not_a_run() -> None:
