@@ -439,6 +439,22 @@ def test_what_is_left_over_by_a_step(chunks: int | None, draws: bool) -> None:
 
 
 @each_split
+def test_a_loss_read_before_its_weights_change(chunks: int | None) -> None:
+    """It cannot be gone back through after that, and says so: no gradient is lost in silence."""
+    model, x, y = make()
+    x, y = koila.lazy(x, y)
+    with split(chunks):
+        loss = F.cross_entropy(model(x), y)
+        loss.item()
+        with torch.no_grad():
+            model.body[0].weight.mul_(2.0)
+            model.head.weight.mul_(2.0)
+        with pytest.raises((koila.StaleError, RuntimeError)):
+            loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@each_split
 def test_running_total(chunks: int | None) -> None:
     """A sum of losses, detached or not, is the sum of their values."""
 
