@@ -55,7 +55,7 @@ TESTS_OF_MANY = {"no_memory"}
 
 N_LINES_OF_A_FILE = 500
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 21500
+N_LINES_OF_KOILA_C = 21750
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 
