@@ -412,10 +412,7 @@ def test_flat_memory_over_many_steps(chunks: int | None) -> None:
 @pytest.mark.parametrize("draws", [False, True])
 @each_split
 def test_what_is_left_over_by_a_step(chunks: int | None, draws: bool) -> None:
-    """A number with a graph that nobody goes back through, read after the weights have changed.
-
-    Nothing is run for it again: not before the step, and not when it is read.
-    """
+    """A number whose graph is left over, read after the step: nothing is run for it again."""
 
     def story(lazy: Lazy) -> Any:
         model: nn.Module = DropoutMlp() if draws else Mlp()
