@@ -14,6 +14,8 @@ from stories import N_ROWS, assert_cut, each_split, make, rows
 
 DOUBLE = torch.float64
 
+pytestmark = pytest.mark.sanitize
+
 
 class Norm(nn.Module):
     """A layer and a BatchNorm: what comes after it is in a later stage."""

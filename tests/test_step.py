@@ -412,10 +412,7 @@ def test_flat_memory_over_many_steps(chunks: int | None) -> None:
 @pytest.mark.parametrize("draws", [False, True])
 @each_split
 def test_what_is_left_over_by_a_step(chunks: int | None, draws: bool) -> None:
-    """A number with a graph that nobody goes back through, read after the weights have changed.
-
-    Nothing is run for it again: not before the step, and not when it is read.
-    """
+    """A number whose graph is left over, read after the step: nothing is run for it again."""
 
     def story(lazy: Lazy) -> Any:
         model: nn.Module = DropoutMlp() if draws else Mlp()
@@ -436,6 +433,22 @@ def test_what_is_left_over_by_a_step(chunks: int | None, draws: bool) -> None:
         return kept, model, optimizer.state_dict()["state"][0]["exp_avg"]
 
     assert_same_story(story, chunks)
+
+
+@each_split
+def test_a_loss_read_before_its_weights_change(chunks: int | None) -> None:
+    """It cannot be gone back through after that, and says so: no gradient is lost in silence."""
+    model, x, y = make()
+    x, y = koila.lazy(x, y)
+    with split(chunks):
+        loss = F.cross_entropy(model(x), y)
+        loss.item()
+        with torch.no_grad():
+            model.body[0].weight.mul_(2.0)
+            model.head.weight.mul_(2.0)
+        with pytest.raises((koila.StaleError, RuntimeError)):
+            loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @each_split

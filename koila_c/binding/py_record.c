@@ -237,7 +237,7 @@ has_gradient(PyObject *lazy, void *context)
     if (value->tape != NULL) {
         return value->tape->core.values[value->id].meta.requires_grad;
     }
-    return kl_meta_requires_grad(value->real);
+    return value->real != NULL ? kl_meta_requires_grad(value->real) : 0; /* NULL: its call failed */
 }
 
 /* A call that needs the real graph: all that waits runs now, whole, and that is said. */

@@ -412,7 +412,6 @@ def _stage(
         reports.note(None)
     if plan.is_whole():
         return None
-    settle_outdated()
     program = Program(roots, is_known_only)
     if not program.nodes:
         return program, plan.Plan(0)
@@ -435,6 +434,7 @@ def read(is_known_only: bool = False) -> bool:
 
     Known only: leave those with a gradient in their history. False: it has to run whole.
     """
+    settle_outdated()
     staged = _stage([], is_known_only)
     if staged is not None:
         if staged[1].n_chunks == 0:
