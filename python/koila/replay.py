@@ -14,8 +14,6 @@ import torch
 
 from koila import (
     _core,
-    budget,
-    config,
     draws,
     explain,
     hooks,
@@ -25,8 +23,9 @@ from koila import (
     tail,
     views,
 )
+from koila.attempt import attempt
 from koila.cross import Cross, send_back
-from koila.errors import MemoryLimitError, NotInChunksError, is_out_of_memory, let_go
+from koila.errors import MemoryLimitError, NotInChunksError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, cut, grid
@@ -372,36 +371,11 @@ def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
 ) -> tuple[Replay, Any] | None:
     """Run a program, with twice the chunks where memory runs out; None: it has to run whole."""
-    most = max(program.axes.values())
-    n_chunks, n_tries = planned.n_chunks, 1
-    hooked: hooks.Seen = {}
-    while True:
-        replay = Replay(program, n_chunks, hooked, planned.unit)
-        _core.set_busy(True)
-        try:
-            result = run(replay)
-            reports.note(planned.report([replay.grids[a] for a in program.axes], n_tries))
-            return replay, result
-        except NotInChunksError:
-            replay.draws.roll_back()
-            return None
-        except BaseException as error:
-            replay.draws.roll_back()
-            is_pinned = bool(draws.pinned_grids())
-            is_forced = config.get("chunks") is not None
-            if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
-                _core.abandon()
-                if is_out_of_memory(error) and not is_pinned and not is_forced:
-                    del replay
-                    let_go(error)
-                    raise plan.refusal(program, bool(program.roots)) from error
-                raise
-            let_go(error)
-        finally:
-            _core.set_busy(False)
-        del replay
-        budget.defragment()
-        n_chunks, n_tries = min(most, 2 * n_chunks), n_tries + 1
+
+    def make(n_chunks: int, hooked: hooks.Seen) -> Replay:
+        return Replay(program, n_chunks, hooked, planned.unit)
+
+    return attempt(program, planned, make, run)
 
 
 def _stage(

@@ -1,0 +1,66 @@
+"""A run in chunks that meets the end of memory is undone, and tried again with more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from koila import _core, budget, draws, hooks, plan, reports
+from koila.config import get
+from koila.errors import NotInChunksError, is_out_of_memory, let_go
+from koila.program import Program
+
+if TYPE_CHECKING:
+    from koila.replay import Replay
+
+
+def attempt(
+    program: Program,
+    planned: plan.Plan,
+    make: Callable[[int, hooks.Seen], Replay],
+    run: Callable[[Replay], Any],
+) -> tuple[Replay, Any] | None:
+    """Run a program, with twice the chunks where memory runs out.
+
+    Args:
+        program: the staged program.
+        planned: how many chunks to begin with.
+        make: a replay in so many chunks; what hooks have seen is handed from one to the next.
+        run: what is done with it.
+
+    Returns:
+        The replay that came through and what `run` returned; None: it has to run whole.
+
+    Raises:
+        MemoryLimitError: not even one row at a time goes through.
+    """
+    most = max(program.axes.values())
+    n_chunks, n_tries = planned.n_chunks, 1
+    hooked: hooks.Seen = {}
+    while True:
+        replay = make(n_chunks, hooked)
+        _core.set_busy(True)
+        try:
+            result = run(replay)
+            reports.note(planned.report([replay.grids[a] for a in program.axes], n_tries))
+            return replay, result
+        except NotInChunksError:
+            replay.draws.roll_back()
+            return None
+        except BaseException as error:
+            replay.draws.roll_back()
+            is_pinned = bool(draws.pinned_grids())
+            is_forced = get("chunks") is not None
+            if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
+                _core.abandon()
+                if is_out_of_memory(error) and not is_pinned and not is_forced:
+                    del replay
+                    let_go(error)
+                    raise plan.refusal(program, bool(program.roots)) from error
+                raise
+            let_go(error)
+        finally:
+            _core.set_busy(False)
+        del replay
+        budget.defragment()
+        n_chunks, n_tries = min(most, 2 * n_chunks), n_tries + 1
