@@ -32,12 +32,12 @@ core_bind(PyObject *module, PyObject *args)
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
              *check_draws = NULL, *read = NULL, *in_transform = NULL, *draw_again = NULL,
-             *folders = NULL, *bind_hooks = NULL;
+             *folders = NULL, *bind_hooks = NULL, *device_of = NULL, *land = NULL, *choose = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error, &meta_infer,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error, &meta_infer,
                           &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
-                          &skip_one_hop, &read, &in_transform, &draw_again, &bind_hooks,
-                          &PyTuple_Type, &folders, &reductions) ||
+                          &skip_one_hop, &read, &in_transform, &draw_again, &bind_hooks, &device_of,
+                          &land, &choose, &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -48,6 +48,9 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
+    Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
+    Py_XSETREF(kl_py.land, Py_NewRef(land));
+    Py_XSETREF(kl_py.choose_attention, Py_NewRef(choose));
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
@@ -61,7 +64,8 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, bind_hooks, folders, "
+     "note_draw, check_draws, skip_one_hop, read, in_transform, draw_again, bind_hooks, device_of, "
+     "land, choose_attention, folders, "
      "reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
@@ -70,6 +74,9 @@ static PyMethodDef functions[] = {
      "container, /)"
      "\n--\n\n"
      "Say what is done with a torch callable that meets a lazy."},
+    {"note_attention", kl_context_note_attention, METH_O,
+     "note_attention($module, setting, /)\n--\n\n"
+     "The number of the setting of attention's kernels that is in force from now on."},
     {"new_axis", core_new_axis, METH_NOARGS, "new_axis($module, /)\n--\n\nA new batch's key."},
     {"input", core_input, METH_VARARGS,
      "input($module, tensor, dim, axis, rows, /)\n--\n\n"

@@ -163,6 +163,9 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
         PyObject *result =
             node->is_drawn ? kl_program_draw_again(tape, id) : kl_call_run(tape, id, real_of, tape);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
+        if (status == 0) {
+            status = kl_stage_land(tape, node);
+        }
         Py_XDECREF(result);
         if (status < 0) {
             return -1;

@@ -97,6 +97,9 @@ def bind(
     in_transform: Callable[..., Any],
     draw_again: Callable[..., Any],
     bind_hooks: Callable[[int, torch.Tensor], None],
+    device_of: Callable[[torch.device | str], torch.device | None],
+    land: Callable[[torch.device], None],
+    choose_attention: Callable[[int], None],
     folders: tuple[str, ...],
     reductions: int,
     /,
@@ -113,6 +116,7 @@ def register(
     container: type | None,
     /,
 ) -> None: ...
+def note_attention(setting: int, /) -> None: ...
 def count_transforms(n: int, /) -> None: ...
 def configure(chunks: int, memory_limit: int, /) -> None: ...
 def new_axis() -> int: ...
