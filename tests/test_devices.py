@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -147,6 +148,29 @@ def test_the_device_that_computes_has_the_budget() -> None:
     for value in next(iter(program.nodes.values())).outs:
         program._info[value] = program.info(value)._replace(device=gpu)
     assert plan._devices(program) == [gpu]
+
+
+# Layouts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "args"),
+    [
+        ("group_norm", (2,)),
+        ("pixel_shuffle", (2,)),
+        ("pad", ((1, 1, 1, 1), "reflect")),
+        ("log_sigmoid", ()),
+    ],
+)
+def test_a_layout_that_a_gpu_chooses_is_not_promised(row: str, args: tuple[Any, ...]) -> None:
+    x = torch.randn(2, 4, 6, 6)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for device, is_promised in (("cpu", True), ("cuda", False)):
+            plain = torch.empty(x.shape, device=device)
+            last = plain.to(memory_format=torch.channels_last)
+            said = [_core.infer(row, (t, *args), {})["outs"][0][2] for t in (plain, last)]
+            assert said[0] == torch.empty(_core.infer(row, (x, *args), {})["outs"][0][1]).stride()
+            assert (said[1] is not None) == is_promised
 
 
 # Out of memory ------------------------------------------------------------------------------------
