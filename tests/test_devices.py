@@ -240,6 +240,39 @@ def test_a_copy_to_the_cpu_is_waited_for(chunks: int, monkeypatch: pytest.Monkey
     assert waited == [torch.device("meta")] * chunks
 
 
+# Draws --------------------------------------------------------------------------------------------
+
+
+def test_seeds_come_from_the_place_of_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU no kernel runs for a seed: the same place gives the same, the next another."""
+
+    class Generator:
+        device = torch.device("cuda", 1)
+        offset = 8
+
+        def initial_seed(self) -> int:
+            return 5
+
+        def get_offset(self) -> int:
+            return self.offset
+
+        def set_offset(self, offset: int) -> None:
+            assert offset % 4 == 0
+            self.offset = offset
+
+    started: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(True))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, Generator()))
+    generator: Any = draws.generator_of(torch.device("cuda"))
+    assert started == [True]
+    seeds = [draws._seed_from(generator) for _ in range(3)]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    generator.offset = 8
+    assert draws._seed_from(generator) == seeds[0]
+
+
 # Kernels of attention -----------------------------------------------------------------------------
 
 

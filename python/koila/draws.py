@@ -49,6 +49,7 @@ def pinned_grids() -> dict[int, list[Bounds]]:
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that calls on a device draw from where none is named."""
     if device.type == "cuda":
+        torch.cuda.init()  # a program may be the first to use it, and has no generators before
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
