@@ -183,11 +183,6 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
             f(4, 3, 2, 2).to(memory_format=torch.channels_last), memory_format=torch.channels_last
         ),
     ],
-    "cpu": lambda: [
-        call(f(4, 3)),
-        call(i(4, 3).t()),
-        call(f(4, 3, 2, 2), memory_format=torch.channels_last),
-    ],
     "to": lambda: [
         call(f(4, 3), torch.float64),
         call(f(4, 3), torch.float32),

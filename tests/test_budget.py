@@ -389,3 +389,14 @@ def test_quick_look_at_gpus_in_use(gpu: Gpu, system: Path) -> None:
     assert gpu.asked == [0]
     gpu.stats[1] = {"reserved_bytes.all.current": 1, "active_bytes.all.current": 1}
     assert budget._free_anywhere() == GIB - budget.CUDA_SLACK
+
+
+def test_caches_of_gpus_are_emptied(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a run that met the end of memory; not where CUDA has not been set up."""
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    budget.defragment()
+    assert emptied == [True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    budget.defragment()
+    assert emptied == [True]

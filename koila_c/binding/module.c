@@ -32,12 +32,14 @@ core_bind(PyObject *module, PyObject *args)
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
              *check_draws = NULL, *read = NULL, *in_transform = NULL, *run_again = NULL,
-             *folders = NULL, *bind_hooks = NULL, *note_live = NULL;
+             *folders = NULL, *bind_hooks = NULL, *note_live = NULL, *device_of = NULL,
+             *land = NULL, *choose = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error, &meta_infer,
-                          &is_row_range, &checksum, &draw_like, &note_draw, &check_draws,
-                          &skip_one_hop, &read, &in_transform, &run_again, &bind_hooks, &note_live,
-                          &PyTuple_Type, &folders, &reductions) ||
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+                          &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
+                          &check_draws, &skip_one_hop, &read, &in_transform, &run_again,
+                          &bind_hooks, &note_live, &device_of, &land, &choose, &PyTuple_Type,
+                          &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -49,6 +51,9 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
     Py_XSETREF(kl_py.note_live, Py_NewRef(note_live));
+    Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
+    Py_XSETREF(kl_py.land, Py_NewRef(land));
+    Py_XSETREF(kl_py.choose_attention, Py_NewRef(choose));
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
@@ -63,7 +68,7 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, check_draws, skip_one_hop, read, in_transform, run_again, bind_hooks, note_live, "
-     "folders, reductions, /)"
+     "device_of, land, choose_attention, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -71,6 +76,9 @@ static PyMethodDef functions[] = {
      "container, /)"
      "\n--\n\n"
      "Say what is done with a torch callable that meets a lazy."},
+    {"note_attention", kl_context_note_attention, METH_O,
+     "note_attention($module, setting, /)\n--\n\n"
+     "The number of the setting of attention's kernels that is in force from now on."},
     {"new_axis", core_new_axis, METH_NOARGS, "new_axis($module, /)\n--\n\nA new batch's key."},
     {"input", core_input, METH_VARARGS,
      "input($module, tensor, dim, axis, rows, /)\n--\n\n"

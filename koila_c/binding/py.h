@@ -144,6 +144,9 @@ typedef struct KlPyState {
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
+    PyObject *device_of;               /* koila.devices: which device a name without index means */
+    PyObject *land;                    /* koila.devices: wait for a copy to the CPU */
+    PyObject *choose_attention;        /* koila.attention: put a setting of its kernels in force */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
@@ -263,7 +266,7 @@ PyObject *kl_meta_strides(const KlMeta *meta);
 bool kl_meta_by_handle(void);
 /* Whether a real tensor requires a gradient, or -1. */
 int kl_meta_requires_grad(PyObject *tensor);
-/* Index of a torch.device or its name, or -1 for one not met yet. */
+/* Index of a torch.device or its name, or -1 for one that is not there. */
 int kl_meta_device_from(PyObject *device);
 /* 0: the CPU. Other devices get the next number the first time they are met. 0, or -1. */
 int kl_meta_read_device(PyObject *tensor, KlMeta *meta);
@@ -340,9 +343,16 @@ int kl_context_switch(KlContextSwitch *context, uint32_t id);
 /* Restores what was in force; keeps an exception that is already set, and then returns -1. */
 int kl_context_end(KlContextSwitch *context);
 bool kl_context_is_autocast(uint32_t id);
+/* note_attention(setting): which kernels attention may use, by a number of koila.attention's. */
+PyObject *kl_context_note_attention(PyObject *module, PyObject *setting);
 /* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                           KlError *error);
+
+/* -- py_stage.c ---------------------------------------------------------------------------------- */
+
+/* Wait where a node copied something to the CPU, so that its numbers are there. */
+int kl_stage_land(const Tape *tape, const KlNode *node);
 
 /* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
 

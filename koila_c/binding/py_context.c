@@ -1,4 +1,5 @@
-/* py_context.c - what a call depends on besides its arguments: grad mode, inference mode, autocast.
+/* py_context.c - what a call depends on besides its arguments: grad mode, inference mode, autocast, and which
+ * kernels attention may use.
  * Each combination met is interned to a small id, kept with a node, and put in force again at replay. */
 #include "py.h"
 
@@ -9,8 +10,9 @@
 typedef struct Context {
     bool is_grad_enabled;
     bool is_inference;
-    bool is_autocast;  /* on for any device type */
-    KlCasting casting; /* where it is on; else zero */
+    bool is_autocast;   /* on for any device type */
+    uint32_t attention; /* number of a setting of koila.attention's */
+    KlCasting casting;  /* where it is on; else zero */
 } Context;
 
 #define KL_CONTEXTS_MAX 256
@@ -19,6 +21,7 @@ typedef struct Context {
 static struct {
     Context contexts[KL_CONTEXTS_MAX];
     uint32_t n;
+    uint32_t attention; /* the setting in force: of the process, as torch's is */
     PyObject *is_grad_enabled, *set_grad_enabled;
     PyObject *is_inference_enabled, *inference_mode;
     PyObject *is_any_autocast, *is_autocast_enabled, *get_autocast_dtype, *is_cache_enabled;
@@ -120,6 +123,7 @@ kl_context_now(bool *is_grad_enabled)
     now.is_grad_enabled = is_grad;
     now.is_inference = is_inference;
     now.is_autocast = is_autocast;
+    now.attention = state.attention;
     if (is_autocast && read_autocast(&now.casting) < 0) {
         return -1;
     }
@@ -132,11 +136,23 @@ kl_context_now(bool *is_grad_enabled)
         }
     }
     if (state.n == KL_CONTEXTS_MAX) {
-        PyErr_SetString(PyExc_RuntimeError, "koila: more than 256 different autocast contexts");
+        PyErr_SetString(PyExc_RuntimeError, "koila: more than 256 different contexts");
         return -1;
     }
     state.contexts[state.n] = now;
     return state.n++;
+}
+
+PyObject *
+kl_context_note_attention(PyObject *module, PyObject *setting)
+{
+    (void)module;
+    unsigned long number = PyLong_AsUnsignedLong(setting);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    state.attention = (uint32_t)number;
+    return Py_NewRef(Py_None);
 }
 
 bool
@@ -313,6 +329,13 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
     if (from->is_inference != to->is_inference &&
         (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
         return -1;
+    }
+    if (from->attention != to->attention) {
+        PyObject *result = PyObject_CallFunction(kl_py.choose_attention, "I", to->attention);
+        Py_XDECREF(result);
+        if (result == NULL) {
+            return -1;
+        }
     }
     bool is_grad = to->is_grad_enabled && !context->is_grad_off;
     if (call_ignoring(state.set_grad_enabled, is_grad ? Py_True : Py_False, NULL) < 0) {

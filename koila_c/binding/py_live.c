@@ -172,6 +172,9 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     } else {
         PyObject *result = run_call(tape, id);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
+        if (status == 0) {
+            status = kl_stage_land(tape, node);
+        }
         Py_XDECREF(result);
         if (status < 0) {
             return -1;

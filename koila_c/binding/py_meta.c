@@ -47,21 +47,34 @@ kl_meta_dtype_from(PyObject *dtype)
     return KL_DTYPE_OTHER;
 }
 
+static int
+find_device(PyObject *device)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kl_py.devices); i++) {
+        int is_equal = PyObject_RichCompareBool(PyList_GET_ITEM(kl_py.devices, i), device, Py_EQ);
+        if (is_equal != 0) {
+            return is_equal < 0 ? -1 : (int)i;
+        }
+    }
+    return -1;
+}
+
 int
 kl_meta_device_from(PyObject *device)
 {
-    PyObject *type = (PyObject *)Py_TYPE(PyList_GET_ITEM(kl_py.devices, 0));
-    PyObject *made = PyUnicode_Check(device) ? PyObject_CallOneArg(type, device) : NULL;
-    int found = -1;
-    for (Py_ssize_t i = 0; found < 0 && i < PyList_GET_SIZE(kl_py.devices); i++) {
-        int is_equal = PyObject_RichCompareBool(PyList_GET_ITEM(kl_py.devices, i),
-                                                made != NULL ? made : device, Py_EQ);
-        if (is_equal < 0) {
-            break;
-        }
-        found = is_equal ? (int)i : -1;
+    int found = PyUnicode_Check(device) ? -1 : find_device(device);
+    if (found >= 0 || PyErr_Occurred()) {
+        return found;
     }
-    Py_XDECREF(made);
+    PyObject *meant = PyObject_CallOneArg(kl_py.device_of, device);
+    if (meant != NULL && meant != Py_None) {
+        found = find_device(meant);
+        Py_ssize_t n = PyList_GET_SIZE(kl_py.devices);
+        if (found < 0 && !PyErr_Occurred() && n < UINT8_MAX) {
+            found = PyList_Append(kl_py.devices, meant) < 0 ? -1 : (int)n;
+        }
+    }
+    Py_XDECREF(meant);
     return found;
 }
 
@@ -197,7 +210,7 @@ kl_meta_read_device(PyObject *tensor, KlMeta *meta)
     if (device == NULL) {
         return -1;
     }
-    int found = kl_meta_device_from(device);
+    int found = find_device(device);
     int result = 0;
     if (found < 0 && !PyErr_Occurred()) {
         found = (int)PyList_GET_SIZE(kl_py.devices);

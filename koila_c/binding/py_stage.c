@@ -215,6 +215,26 @@ keep_results(const Run *run, PyObject *result)
     return 0;
 }
 
+int
+kl_stage_land(const Tape *tape, const KlNode *node)
+{
+    const KlTape *core = &tape->core;
+    if (PyList_GET_SIZE(kl_py.devices) == 1 || core->values[node->first_out].meta.device != 0) {
+        return 0;
+    }
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        KlValueId value = core->inputs[node->first_input + k].value;
+        uint8_t device = value == KL_ID_NONE ? 0 : core->values[value].meta.device;
+        if (device != 0) {
+            PyObject *from = PyList_GET_ITEM(kl_py.devices, device);
+            PyObject *result = PyObject_CallOneArg(kl_py.land, from);
+            Py_XDECREF(result);
+            return result == NULL ? -1 : 0;
+        }
+    }
+    return 0;
+}
+
 static int
 run_one(Run *run, KlNodeId id, KlContextSwitch *context, PyObject *key)
 {
@@ -236,6 +256,9 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context, PyObject *key)
     PyObject *result = is_failed ? NULL : call_node(run, id);
     int status = result == NULL ? -1 : keep_results(run, result);
     Py_CLEAR(run->forked);
+    if (status == 0) {
+        status = kl_stage_land(run->tape, run->node);
+    }
     Py_XDECREF(result);
     if (PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0) {
         return -1;

@@ -226,6 +226,7 @@ apply_rules(const KlCall *call, KlInferred *result, KlError *error)
     }
     if (status == KL_OK) {
         status = settle_grads(call, result);
+        kl_rules_settle_layout(call, result);
     }
     if (status == KL_OK) {
         status = settle_places(call, result, error);

@@ -69,6 +69,9 @@ KlStatus kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error);
 /* The strides torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: a
  * Python number takes part. Unknown strides of an operand leave the output's unknown. */
 void kl_rules_iterate(KlMeta *out, const KlMeta *const *operands, uint32_t n, bool has_number);
+/* Take back what was said of the results' layout where a GPU chooses another. */
+void kl_rules_settle_layout(const KlCall *call, KlInferred *result);
+
 /* The strides of empty_like(meta): the same if dense, else dense in the same order. */
 void kl_rules_preserve(KlMeta *out, const KlMeta *meta);
 bool kl_rules_is_channels_last(const KlMeta *meta); /* NHWC in memory, without holes */

@@ -172,15 +172,6 @@ DTYPE_CAST(int32, KL_DTYPE_INT32)
 DTYPE_CAST(int64, KL_DTYPE_INT64)
 DTYPE_CAST(boolean, KL_DTYPE_BOOL)
 
-/* x.cpu(memory_format=None) */
-KlStatus
-dtype_cpu(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    result->device = 0;
-    return cast_to(call, result, call->inputs[0]->dtype, false);
-}
-
 /* to(dtype, non_blocking, copy), to(device, dtype, non_blocking, copy), to(other, non_blocking, copy);
  * to(0) is the first accelerator, which is not known by its number. */
 KlStatus

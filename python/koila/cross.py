@@ -111,11 +111,10 @@ class Cross:
     # -- what a reading stage is given ------------------------------------------------------------
 
     def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
-        if not (
-            is_graph
-            and self.needs_gradient
-            and tensor.dtype.is_floating_point | tensor.dtype.is_complex
-        ):
+        # On the CPU beside a GPU it is a number of terms: its gradient would have to be waited for.
+        is_count = tensor.device != self.info.device
+        is_continuous = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if not (is_graph and self.needs_gradient and is_continuous) or is_count:
             return tensor.detach() if tensor.requires_grad else tensor
         if key not in self.aliases:
             self.aliases[key] = alias_of(tensor)

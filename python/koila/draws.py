@@ -49,6 +49,7 @@ def pinned_grids() -> dict[int, list[Bounds]]:
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that calls on a device draw from where none is named."""
     if device.type == "cuda":
+        torch.cuda.init()  # a program may be the first to use it, and has no generators before
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
@@ -57,7 +58,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 def _seed_from(generator: torch.Generator) -> int:
     """Draw a seed from a generator. On CUDA no kernel runs: the generator's place is hashed."""
     if generator.device.type != "cuda":
-        return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
     offset = generator.get_offset()
     generator.set_offset(offset + 4)  # in fours, as CUDA's generator asks
     text = f"{generator.initial_seed()} {offset}".encode()
@@ -256,7 +257,7 @@ class Draws:
             shape = info.shape
             if run.is_body and entry.place is not None:
                 shape = rows.chunk_shape(shape, entry.place, n_rows)
-            stand_ins[entry.value] = torch.ones(shape, dtype=info.dtype)
+            stand_ins[entry.value] = torch.ones(shape, dtype=info.dtype, device=info.device)
         run_alone(i, n_rows, stand_ins, len(program.values), True)
 
     def restore(self, i: int, chunk: int | None) -> None:

@@ -9,7 +9,19 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, enter, explain, handlers, hooks, meta, reductions, replay
+from koila import (
+    _core,
+    attention,
+    devices,
+    draws,
+    enter,
+    explain,
+    handlers,
+    hooks,
+    meta,
+    reductions,
+    replay,
+)
 from koila.errors import KoilaError, StaleError
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
@@ -22,7 +34,7 @@ READS = frozenset(
     __copy__ __format__ __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared
     share_memory_ __dir__ __setstate__ __array_wrap__ __array_priority__ _update_names _indices
     _values is_pinned has_names is_coalesced q_scale q_zero_point q_per_channel_scales qscheme
-    module_load ipc_handle is_inference map_ map2_ apply_ new type get_device""".split()
+    module_load ipc_handle is_inference map_ map2_ apply_ new type""".split()
 )
 
 # Their answer follows from metadata: a stand-in without memory gives it.
@@ -162,6 +174,9 @@ def register_all() -> None:
         draws.run_again,
         hooks.bind,
         explain.log_live,
+        devices.meant,
+        devices.land,
+        attention.choose,
         draws.INSIDE,
         reductions.known(),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, checkpoints, hooks, meta, plan, replay, reports
+from koila import _core, checkpoints, devices, hooks, meta, plan, replay, reports
 
 LazyTensor = _core.LazyTensor
 
@@ -46,12 +46,37 @@ def _device_type(name: str) -> Callable[..., Any]:
     return answer
 
 
+def get_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The index of the device; checkpoint asks for it to find the generators to restore."""
+    index = args[0].device.index
+    return -1 if index is None else int(index)
+
+
 def matrix_transpose(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """x.mT, which is recorded as what it stands for."""
     is_matrix = args[0].dim() >= 2
     return args[0].transpose(-2, -1) if is_matrix else _core.live(func, args, kwargs, True)
+
+
+def to_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.cpu(), which is recorded as what it stands for."""
+    if len(args) != 1:
+        return _core.live(func, args, kwargs, True)
+    return args[0].to("cpu", **kwargs)
+
+
+def to_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.cuda(), which is recorded as what it stands for."""
+    words = _words(("self", "device", "non_blocking"), args, kwargs)
+    device = words.pop("device", None)
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        return _core.live(func, args, kwargs, True)  # torch says what is wrong
+    return words.pop("self").to(device, **words)
 
 
 def is_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -189,7 +214,7 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """numpy() and __array__: torch refuses them to tensors that require a gradient."""
     if args[0].requires_grad and not kwargs.get("force"):
-        func(torch.empty(0, requires_grad=True), *args[1:], **kwargs)
+        func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
     return func(_core.read(args[0]), *args[1:], **kwargs)
 
 
@@ -199,13 +224,14 @@ def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call inside a transform or a trace: its tensors mean nothing outside, so it runs now.
+    """A call inside a transform, a trace or the capture of a CUDA graph: its tensors mean nothing
+    outside, so it runs now.
 
     What was recorded before runs first, as if it had been outside.
     """
     if checkpoints.is_live():
         return _core.live(func, args, kwargs, False)
-    if torch._C._get_tracing_state() is not None:
+    if torch._C._get_tracing_state() is not None or devices.is_capturing():
         return _core.live(func, args, kwargs, True)
     if torch._C._functorch.peek_interpreter_stack() is None:
         return NotImplemented  # the transform is another thread's
@@ -306,6 +332,9 @@ HANDLERS: dict[str, Handler] = {
     "backward": backward,
     "grad": grad,
     "mT": matrix_transpose,
+    "get_device": get_device,
+    "cpu": to_cpu,
+    "cuda": to_cuda,
     "is_leaf": is_leaf,
     "requires_grad_": requires_grad_,
     "is_cpu": _device_type("cpu"),

@@ -120,7 +120,7 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def count(n: int) -> torch.Tensor:
     """Return a number of terms, as a part: on the CPU, where it meets tensors of any device."""
-    return torch.tensor(n, dtype=torch.float64)
+    return torch.tensor(n, dtype=torch.float64, device="cpu")
 
 
 def ratio(parts: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:

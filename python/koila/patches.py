@@ -10,13 +10,24 @@ from typing import Any
 
 import torch
 import torch.fx.experimental.proxy_tensor
+import torch.utils._device
 import torch.utils.checkpoint
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from koila import _core, budget, checkpoints, explain, handlers, meta, numbers, replay
+from koila import (
+    _core,
+    attention,
+    budget,
+    checkpoints,
+    explain,
+    handlers,
+    meta,
+    numbers,
+    replay,
+)
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -90,6 +101,9 @@ def _patch_checkpoint() -> None:
 
 def _patch_factories() -> None:
     """torch.tensor(x) and its kin copy or share a tensor without asking its class."""
+    # A default device goes by a set of functions that is made when first asked for: of torch's own,
+    # which ours call.
+    torch.utils._device._device_constructors()
     for name in ("tensor", "as_tensor", "asarray", "scalar_tensor"):
         _replace(torch, name, _live_if_lazy(getattr(torch, name), True))
     for owner in (torch, torch.utils.dlpack, torch._C):
@@ -218,6 +232,43 @@ def _patch_defaults() -> None:
         _replace(torch, name, _flush_first(getattr(torch, name)))
 
 
+def _patch_attention() -> None:
+    """A recorded attention runs with the kernels that were allowed when it was recorded."""
+    for name in attention.SETTERS:
+        original = getattr(torch._C, name)
+
+        def patched(*args: Any, _original: Any = original) -> Any:
+            result = _original(*args)
+            attention.note()
+            return result
+
+        _replace(torch._C, name, patched)
+    attention.note()
+
+
+def _patch_graphs() -> None:
+    """A CUDA graph takes what runs while it is captured: what was recorded before runs before, and
+    nothing is recorded in it."""
+    graph: Any = torch.cuda.CUDAGraph
+    begin, end = graph.capture_begin, graph.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = _flush_first(begin)(self, *args, **kwargs)
+        _core.count_interpreters(1)
+        return result
+
+    @functools.wraps(end)
+    def capture_end(self: Any) -> Any:
+        _core.count_interpreters(-1)
+        return end(self)
+
+    _replace(graph, "capture_begin", capture_begin)
+    _replace(graph, "capture_end", capture_end)
+    # Before the stream is changed, or those who read it on the first would not wait for it.
+    _replace(torch.cuda.graph, "__enter__", _flush_first(torch.cuda.graph.__enter__))
+
+
 def _patch_scripts() -> None:
     """A TorchScript function sees only the placeholder."""
     _replace(
@@ -293,6 +344,8 @@ def install() -> None:
     _patch_data()
     _patch_generator()
     _patch_defaults()
+    _patch_attention()
+    _patch_graphs()
     _patch_scripts()
     _patch_tracers()
     _hooks.append(register_optimizer_step_pre_hook(_before_step))

@@ -1,0 +1,48 @@
+"""Accelerators: which one a call means, and when its numbers are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def meant(name: torch.device | str) -> torch.device | None:
+    """The device that a call means by what it was given: "cuda" is the current one.
+
+    Returns:
+        None where there is no such device: the call is left to torch, which says so.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.device("cuda", index) if index < torch.cuda.device_count() else None
+
+
+def is_capturing() -> bool:
+    """Whether what runs now is taken into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _wait_for_cuda(device: torch.device) -> None:
+    torch.cuda.current_stream(device).synchronize()
+
+
+_WAITS: dict[str, Callable[[torch.device], None]] = {"cuda": _wait_for_cuda}
+
+
+def land(device: torch.device) -> None:
+    """Wait for a copy from an accelerator to the CPU.
+
+    Whoever asks for one that does not block waits for the device before reading it. Recorded, it is
+    made after that wait.
+    """
+    wait = _WAITS.get(device.type)
+    if wait is not None:
+        wait(device)
