@@ -279,7 +279,6 @@ KL_DTYPE(bfloat16);
 KL_DTYPE(boolean);
 KL_DTYPE(float16);
 KL_DTYPE(float32);
-KL_DTYPE(cpu);
 KL_DTYPE(float64);
 KL_DTYPE(int16);
 KL_DTYPE(int32);

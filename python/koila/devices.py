@@ -17,8 +17,8 @@ def meant(name: torch.device | str) -> torch.device | None:
         device = torch.device(name)
     except RuntimeError:
         return None
-    if device.type == "cpu":
-        return torch.device("cpu")
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     index = torch.cuda.current_device() if device.index is None else device.index

