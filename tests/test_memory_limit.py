@@ -84,8 +84,8 @@ class Prediction:
         return max(map(sum, zip(self.memory.at_marks, self.needed, strict=True)), default=0.0)
 
 
-#: They run whole: nothing is said of them.
-WHOLE = {"mlp-selected", "mlp-selected_by_value", "slope"}
+#: What runs whole: nothing is said of it.
+WHOLE = {"slope"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
