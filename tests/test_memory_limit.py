@@ -9,9 +9,9 @@ from allocations import Allocations, measure
 from koila import memory as model_of_bytes
 from koila import plan
 from koila.program import Program as StagedProgram
-from oracle import assert_outcomes, eager, run
+from oracle import Outcome, assert_outcomes, eager, run
 from programs import PROGRAMS
-from programs_kit import Program
+from programs_kit import ANY, Program
 
 #: Program, rows, and the share of eager's peak that the step is given.
 LIMITED = [
@@ -60,6 +60,30 @@ def test_memory_limit_is_kept(name: str, n_rows: int, share: float) -> None:
     with koila.config(memory_limit=f"{limit // 1024}KiB"):
         _, peak_limited = measure(program, n_rows, koila.lazy)
     assert peak_limited <= limit, f"{peak_limited} bytes, the limit is {limit}, eager's {peak}"
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_every_program_under_a_limit(program: Program) -> None:
+    """Half way between what it takes whole and in eight chunks, the numbers are eager's.
+
+    What holds all rows at once may be refused there, but not with more.
+    """
+    n_rows = program.rows(256)
+    want, peak = measure(program, n_rows, eager)
+    with koila.config(chunks=8):
+        _, least = measure(program, n_rows, koila.lazy)
+    try:
+        got = run_limited(program, n_rows, (peak + least) // 2)
+    except koila.MemoryLimitError:
+        assert program.joint
+        got = run_limited(program, n_rows, 4 * peak)
+    if program.draws != ANY:
+        assert_outcomes(got, want)
+
+
+def run_limited(program: Program, n_rows: int, limit: int) -> Outcome:
+    with koila.config(memory_limit=limit):
+        return run(program, n_rows, koila.lazy)
 
 
 class Prediction:
