@@ -79,6 +79,7 @@ class _Step:
         self.moments: list[Need] = []
         self.graphs: dict[int, tuple[Sweep, float]] = {}
         self.gathering: set[int] = set()  # values whose gradients gather
+        self.cut = {entry.value for entry in program.imports if entry.place is not None}
 
     def _hold_states(self) -> None:
         """The generator's state before each draw, as draws.py keeps it."""
@@ -210,8 +211,7 @@ class _Step:
             kept, seeds = self._combined(run)
             self.held_per_chunk += seeds
             self.held -= live  # what is live at the start of its backward is counted there
-            cut = {entry.value for entry in self.program.imports if entry.place is not None}
-            self._note(sweep.back(v for v in run.exports if v in self.gathering & cut))
+            self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
             self.held += live - sweep.freed
             self.held_per_chunk -= kept
 

@@ -106,7 +106,10 @@ class Program:
         self.n_sharing: dict[int, int] = dict(staged["shared"])  # lazies of a storage, if several
         self.kept = self._find_kept()
         self._readers: dict[int, list[Node]] = defaultdict(list)
+        self._at: dict[int, list[Node]] = defaultdict(list)  # by stage
         for node in self.nodes.values():
+            for stage in self._stages_of(node):
+                self._at[stage].append(node)
             for number in node.imports:
                 if number >= 0:
                     self._readers[self.imports[number].value].append(node)
@@ -232,15 +235,13 @@ class Program:
     def _build(self, stage: int) -> list[Run]:
         if stage % 2 == 0:
             return [self._build_joint(stage)]
-        axes = {
-            n.axis for n in self.nodes.values() if n.mode != ONCE and stage in self._stages_of(n)
-        }
+        axes = {n.axis for n in self._at[stage] if n.mode != ONCE}
         runs = [self._build_body(stage, axis) for axis in sorted(axes)]
         return [run for run in runs if run.nodes]
 
     def _build_joint(self, stage: int) -> Run:
         run = Run(stage, -1)
-        run.nodes = [n.id for n in self.nodes.values() if n.mode == ONCE and n.stage == stage]
+        run.nodes = [n.id for n in self._at[stage] if n.mode == ONCE and n.stage == stage]
         self._finish(run)
         return run
 
@@ -263,8 +264,8 @@ class Program:
         run = Run(stage, axis)
         chosen: dict[int, tuple[int, ...]] = {}
         stack: list[Node] = []
-        for node in self.nodes.values():
-            if node.mode == ONCE or node.axis != axis or stage not in self._stages_of(node):
+        for node in self._at[stage]:
+            if node.mode == ONCE or node.axis != axis:
                 continue
             is_sink = not node.is_data or any(self._is_read_elsewhere(v, run) for v in node.outs)
             if is_sink:
@@ -349,7 +350,7 @@ class Program:
 
     def _combined_at(self, stage: int) -> list[Node]:
         """Reductions whose partials become values at this joint."""
-        return [n for n in self.nodes.values() if n.mode == REDUCE and n.stage + 1 == stage]
+        return [n for n in self._at[stage - 1] if n.mode == REDUCE and n.stage + 1 == stage]
 
     def _leaves(self, value: int, run: Run) -> bool:
         if not run.is_body:

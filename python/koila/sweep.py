@@ -196,17 +196,21 @@ class Sweep:
             for value in [*node.outs, *self._reads(node)]:
                 last_use[self.program.info(value).storage] = position
         self.saved = saved
+        clones = self._clones()
         for storage, i in saved.items():
             if storage not in self.held:
-                self.freed_by[i] += [storage, *self._clones_of(storage)]
+                self.freed_by[i] += [storage, *clones.get(storage, ())]
         for storage, position in last_use.items():
             if storage not in saved and storage not in self.held:
                 self.drops[position].append(storage)
 
-    def _clones_of(self, storage: int) -> list[int]:
-        """Keys of the clones that writes of this run make of a storage."""
-        nodes = (self.program.nodes[i] for i in self.run.nodes if i in self.program.cloned)
-        return [-1 - n.id for n in nodes if self.program.info(n.first_out).storage == storage]
+    def _clones(self) -> dict[int, list[int]]:
+        """By storage: keys of the clones that writes of this run make of it."""
+        clones: dict[int, list[int]] = defaultdict(list)
+        for i in filter(self.program.cloned.__contains__, self.run.nodes):
+            node = self.program.nodes[i]
+            clones[self.program.info(node.first_out).storage].append(-1 - node.id)
+        return clones
 
     # -- forward -----------------------------------------------------------------------------------
 
