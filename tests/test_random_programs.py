@@ -251,7 +251,10 @@ A_TAIL_WITH_OTHERS = [(pool, (0, 0, 0)), (reduce_mean, (0, 0, 0)), (linear, (2, 
 A_TAIL_WITH_OTHERS += [(linear, (0, 0, 0))] * 2
 A_COPY_THAT_IS_A_VIEW = [(permute, (0, 1, 0)), *[(linear, (0, 0, 0))] * 2, (write, (2, 0, 3))]
 
+A_CHUNK_OF_ONE_ROW = [(permute, (1, 2, 1)), *[(linear, (0, 0, 0))] * 2, (reshape, (2, 3, 0))]
 
+
+@example(calls=A_CHUNK_OF_ONE_ROW, n_rows=3, chunks=3, seed=0)
 @example(calls=A_VIEW_TAKEN_AGAIN, n_rows=1, chunks=2, seed=0)
 @example(calls=A_WRITE_OF_ANOTHER_STAGE, n_rows=1, chunks=2, seed=0)
 @example(calls=A_TAIL_WITH_OTHERS, n_rows=1, chunks=2, seed=0)

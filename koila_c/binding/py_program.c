@@ -350,7 +350,7 @@ view_object(const Tape *tape, KlValueId value)
 }
 
 /* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage, value of the
- * whole storage, view, device) */
+ * whole storage, view, device, strides or None) */
 PyObject *
 kl_program_value(PyObject *module, PyObject *args)
 {
@@ -371,12 +371,13 @@ kl_program_value(PyObject *module, PyObject *args)
     PyObject *dtype =
         value->meta.dtype == KL_DTYPE_OTHER ? Py_None : kl_py.dtypes[value->meta.dtype];
     PyObject *size = kl_meta_size(&value->meta);
-    return Py_BuildValue("(ONONLOOIINO)", dtype, size,
+    PyObject *strides = value->meta.is_strided ? kl_meta_strides(&value->meta) : Py_NewRef(Py_None);
+    return Py_BuildValue("(ONONLOOIINON)", dtype, size,
                          value->meta.requires_grad ? Py_True : Py_False, place_object(&place), rows,
                          entry->real != NULL ? entry->real : Py_None,
                          entry->number != NULL ? entry->number : Py_None, value->storage,
                          tape->core.storages[value->storage].base, view_object(tape, id),
-                         PyList_GET_ITEM(kl_py.devices, value->meta.device));
+                         PyList_GET_ITEM(kl_py.devices, value->meta.device), strides);
 }
 
 /* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids),

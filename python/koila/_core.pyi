@@ -184,6 +184,7 @@ def value(
     int,
     tuple[int, int, int] | None,
     torch.device,
+    tuple[int, ...] | None,
 ]: ...
 def node(
     id: int, /

@@ -129,7 +129,7 @@ class Cross:
         assert self.info.place is not None
         parts = [self._alias(("chunk", c), self.chunks[c], is_graph) for c in sorted(self.chunks)]
         with torch.set_grad_enabled(is_graph):
-            return rows.gather(parts, self.info.place)
+            return rows.gather(parts, self.info.place, self.info.strides)
 
     def read_rows(
         self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
@@ -173,7 +173,7 @@ class Cross:
             torch.zeros_like(self.chunks[chunk]) if grad is None else grad
             for chunk, grad in enumerate(grads)
         ]
-        return rows.gather(filled, self.info.place)
+        return rows.gather(filled, self.info.place, self.info.strides)
 
     def part_seeds(
         self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]

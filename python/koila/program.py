@@ -63,6 +63,7 @@ class Info(NamedTuple):
     base: int  # the value of the whole storage, after all writes
     view: tuple[int, int, int] | None  # the node that took it, its output, what it views
     device: torch.device
+    strides: tuple[int, ...] | None  # None: they are not known
 
 
 @dataclass

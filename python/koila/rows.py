@@ -62,9 +62,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _memory_order(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+def _memory_order(strides: Sequence[int]) -> tuple[list[int], list[int]]:
     """The dims from the outermost in memory inwards, and the way back."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
     return order, sorted(range(len(order)), key=order.__getitem__)
 
 
@@ -73,7 +73,7 @@ def in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
     What is legal for the whole, such as a view, is then legal for the part.
     """
-    order, back = _memory_order(whole)
+    order, back = _memory_order(whole.stride())
     return part.permute(order).contiguous().permute(back)
 
 
@@ -96,14 +96,22 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
     return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
 
 
-def gather(parts: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
-    """Put the chunks of a value together, in the order of the rows, laid out as they are."""
+def gather(
+    parts: Sequence[torch.Tensor], place: Place, strides: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Put the chunks of a value together, in the order of the rows.
+
+    Its dims are in memory in the order of `strides`, those of the whole value; None: row by row.
+    The chunks themselves do not tell: the stride of a dim of one entry means nothing.
+    """
     _, dim, outer, inner = place
     if len(parts) == 1:
         return parts[0]
-    if outer == 1:
-        order, back = _memory_order(parts[0])
+    if outer == 1 and strides is not None:
+        order, back = _memory_order(strides)
         return torch.cat([part.permute(order) for part in parts], order.index(dim)).permute(back)
+    if outer == 1:
+        return torch.cat(list(parts), dim)
     digits = [
         part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts
     ]
