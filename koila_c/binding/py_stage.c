@@ -161,9 +161,17 @@ error:
     return result;
 }
 
+/* A part of a reduction is none of the node's own outputs; all else is what inference said. */
 static int
 keep(const Run *run, KlValueId value, PyObject *result)
 {
+    const KlNode *node = run->node;
+    bool is_part = run->rows >= 0 && node->mode == KL_MODE_REDUCE;
+    long long rows = node->mode == KL_MODE_ONCE ? -1 : run->rows;
+    KlNodeId id = (KlNodeId)(node - run->tape->core.nodes);
+    if (!is_part && kl_promise_check(run->tape, id, value, result, rows) < 0) {
+        return -1;
+    }
     return PyList_SetItem(run->env, value, Py_NewRef(result));
 }
 
@@ -188,9 +196,8 @@ keep_results(const Run *run, PyObject *result)
         return keep(run, node->first_out, result);
     }
     if (PySequence_Fast_GET_SIZE(result) != (Py_ssize_t)node->n_outs) {
-        PyErr_Format(kl_py.koila_error, "a call gave %zd results by rows where it gives %u whole",
-                     PySequence_Fast_GET_SIZE(result), node->n_outs);
-        return -1;
+        KlNodeId id = (KlNodeId)(node - run->tape->core.nodes);
+        return kl_promise_break(run->tape, id, node->first_out, result, run->rows);
     }
     for (uint32_t i = 0; i < node->n_outs; i++) {
         if (keep(run, node->first_out + i, PySequence_Fast_GET_ITEM(result, i)) < 0) {

@@ -190,6 +190,7 @@ class Replay:
                     parts = cross.read_parts(is_graph)
                     combined = reductions.combine(self.program, node, parts)
                 for out, tensor in zip(node.outs, combined, strict=True):
+                    _core.check_result(node.id, out, tensor)
                     env[out] = tensor
 
     # -- forward ----------------------------------------------------------------------------------
