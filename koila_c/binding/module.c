@@ -32,14 +32,14 @@ core_bind(PyObject *module, PyObject *args)
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
              *check_draws = NULL, *read = NULL, *in_transform = NULL, *run_again = NULL,
-             *folders = NULL, *bind_hooks = NULL, *note_live = NULL, *device_of = NULL,
-             *land = NULL, *choose = NULL;
+             *folders = NULL, *bind_hooks = NULL, *note_live = NULL, *note_ran = NULL,
+             *device_of = NULL, *land = NULL, *choose = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
                           &check_draws, &skip_one_hop, &read, &in_transform, &run_again,
-                          &bind_hooks, &note_live, &device_of, &land, &choose, &PyTuple_Type,
-                          &folders, &reductions) ||
+                          &bind_hooks, &note_live, &note_ran, &device_of, &land, &choose,
+                          &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -51,6 +51,7 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
     Py_XSETREF(kl_py.note_live, Py_NewRef(note_live));
+    Py_XSETREF(kl_py.note_ran, Py_NewRef(note_ran));
     Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
     Py_XSETREF(kl_py.land, Py_NewRef(land));
     Py_XSETREF(kl_py.choose_attention, Py_NewRef(choose));
@@ -68,7 +69,7 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, check_draws, skip_one_hop, read, in_transform, run_again, bind_hooks, note_live, "
-     "device_of, land, choose_attention, folders, reductions, /)"
+     "note_ran, device_of, land, choose_attention, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,

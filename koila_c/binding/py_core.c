@@ -404,10 +404,7 @@ core_pending_bytes(PyObject *module, PyObject *ignored)
     long long bytes = 0;
     for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
-            const KlValue *value = &tape->core.values[node->first_out + k];
-            bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
-        }
+        bytes += node->is_done ? 0 : kl_tape_n_bytes(&tape->core, (KlNodeId)i);
         bytes += node->saves.bytes_extra + node->saves.bytes_fixed + node->saves.bytes_workspace;
     }
     return PyLong_FromLongLong(bytes);

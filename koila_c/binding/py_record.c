@@ -98,8 +98,7 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         return -1;
     }
     call->func = Py_NewRef(func);
-    /* Nodes that end a body are named in messages: there the user's own line is worth a walk. */
-    kl_source_note(call, record->inferred->split.mode != KL_MODE_ROWS);
+    kl_source_note(call);
     tape->nodes[*id] = *call;
     return 0;
 }

@@ -183,6 +183,18 @@ bool kl_tape_has_draw(const KlTape *tape);
  * Returns whether there is one. */
 bool kl_tape_find_known(KlTape *tape);
 
+/* Bytes that node `node` makes: views share theirs. */
+static inline int64_t
+kl_tape_n_bytes(const KlTape *tape, KlNodeId node)
+{
+    int64_t bytes = 0;
+    for (uint32_t k = 0; k < tape->nodes[node].n_outs; k++) {
+        const KlValue *value = &tape->values[tape->nodes[node].first_out + k];
+        bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
+    }
+    return bytes;
+}
+
 /* Whether nobody needs the number of `value` any more: not the user, not a pending node. */
 static inline bool
 kl_tape_is_dead(const KlTape *tape, KlValueId value)

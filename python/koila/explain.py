@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, plan
+from koila import _core, draws, memory, plan, reports
+from koila.errors import MemoryLimitError
 from koila.program import ONCE, REDUCE, Node, Program, Run
+from koila.reports import Decision, ProgramReport, Stage, Whole, count, size
+from koila.rows import Bounds, largest
 
+ASKED = Decision("config(chunks=1) asks for it")
+FITS = Decision("it certainly fits")
 _MODES = ("rows", "reduce", "once")
 _SPREAD = "memory that several stages use is written where no stage can"
 _DATA_STAGE = 1  # label counts and masks: never differentiated
@@ -35,23 +40,81 @@ def _joins(program: Program, node: Node) -> bool:
     return node.mode == ONCE and any(program.info(v).place is not None for v in reads)
 
 
+def _where(node: Node) -> str:
+    """The line that recorded a call: "model.py:40"."""
+    call, _, line = _core.node(node.id)[3].partition(", ")
+    return str(line or call)
+
+
+def _bytes_made(program: Program, node: Node) -> int:
+    """Bytes of a call's results for all rows; views share theirs."""
+    infos = [program.info(v) for v in node.outs]
+    return sum(math.prod(i.shape) * i.dtype.itemsize for i in infos if i.view is None)
+
+
+def _whole(program: Program, node: Node, why: str) -> Whole:
+    return Whole(_name(node), _where(node), why, _bytes_made(program, node))
+
+
+def cause_of_whole(program: Program) -> Decision:
+    """Why a program runs whole that has no body, or a write across stages."""
+    if program.spread is not None:
+        return Decision(_SPREAD, whole=(_whole(program, program.spread, _SPREAD),))
+    joints = [node for node in program.nodes.values() if _joins(program, node)]
+    whole = sorted((_whole(program, n, _why(n)) for n in joints), key=lambda one: -one.n_bytes)
+    why = "no call of it keeps rows apart" if joints else "nothing in it has rows"
+    return Decision(why, whole=tuple(whole))
+
+
+def told(
+    program: Program,
+    planned: plan.Plan,
+    grids: dict[int, list[Bounds]],
+    n_tries: int,
+    measured: int | None,
+) -> ProgramReport:
+    """What the user is told of a program that ran stage by stage, its bodies in chunks."""
+    used = [grids[axis] for axis in program.axes]
+    joints = [node for node in program.nodes.values() if _joins(program, node)]
+    whole = sorted((_whole(program, n, _why(n)) for n in joints), key=lambda one: -one.n_bytes)
+    return ProgramReport(
+        reports.asked(),
+        draws.user_line(),
+        len(program.nodes),
+        sum(_bytes_made(program, node) for node in program.nodes.values()),
+        max(map(len, used), default=1),
+        max((stop - start for grid in used for start, stop in grid), default=None),
+        n_tries,
+        planned.predicted,
+        planned.allowed,
+        measured,
+        "" if used else "nothing in it has rows",
+        stages=tuple(
+            Stage(
+                number,
+                len(run.nodes) + len(run.combined),
+                len(grids[run.axis]) if run.is_body else 1,
+                max(stop - start for start, stop in grids[run.axis]) if run.is_body else None,
+                _passes(program, run),
+            )
+            for number, run in enumerate(_runs(program), 1)
+        ),
+        whole=tuple(whole),
+    )
+
+
 def log_whole(program: Program) -> None:
     """Say once, with the line, where a joint leaves most of a program's memory whole."""
-    sizes = {
-        node.id: sum(
-            math.prod(program.info(v).shape) * program.info(v).dtype.itemsize for v in node.outs
-        )
-        for node in program.nodes.values()
-    }
+    sizes = {node.id: _bytes_made(program, node) for node in program.nodes.values()}
     whole = sum(sizes[node.id] for node in program.nodes.values() if node.mode == ONCE)
     joint = next((n for n in program.nodes.values() if _joins(program, n)), None)
     if program.spread is not None:
-        where = _core.node(program.spread.id)[3]
+        where = _where(program.spread)
         _log(
             where, "%s makes the program run whole (%s): %s", _name(program.spread), where, _SPREAD
         )
     elif joint is not None and 2 * whole > sum(sizes.values()):
-        where = _core.node(joint.id)[3]
+        where = _where(joint)
         _log(
             where,
             "%s needs the whole batch (%s; %s), and %d of %d calls run whole with it: "
@@ -97,7 +160,12 @@ def _describe(program: Program, value: int) -> str:
 def _line(program: Program, node: Node) -> str:
     why = f"; {_why(node)}" if _joins(program, node) else ""
     mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"
-    return f"    {node.id:4d} {_name(node):24s} {mode}  ({_core.node(node.id)[3]})"
+    return f"    {node.id:4d} {_name(node):24s} {mode}  ({_where(node)})"
+
+
+def _runs(program: Program) -> list[Run]:
+    """Its runs, in their order, that do anything."""
+    return [run for run in program.runs if run.nodes or run.combined]
 
 
 def _passes(program: Program, run: Run) -> str:
@@ -109,23 +177,52 @@ def _passes(program: Program, run: Run) -> str:
     )
 
 
-def _head(program: Program, run: Run) -> str:
+def _head(program: Program, run: Run, number: int) -> str:
     if not run.is_body:
-        return f"stage {run.stage}: joint, runs once"
+        return f"stage {number}: joint, runs once"
     rows = program.axes[run.axis]
-    return f"stage {run.stage}: body over {rows} rows, {_passes(program, run)}"
+    return f"stage {number}: body over {rows} rows, {_passes(program, run)}"
 
 
-def explain(*losses: Any) -> str:
+def _forecast(program: Program, is_graph: bool) -> str:
+    """In how many chunks it would run now, and in how many bytes."""
+    try:
+        planned = plan.plan(program, is_graph)
+    except MemoryLimitError as error:
+        return f"it does not fit: {error}"
+    estimate = memory.estimate(program, is_graph)
+    rows = largest(estimate.rows, planned.n_chunks, planned.unit)
+    needed = planned.predicted
+    if needed is None:
+        needed, _ = estimate.peak(rows)
+    n_chunks = -(-estimate.rows // rows)
+    chunks = f"in {n_chunks} chunks of at most {count(rows, 'row')}" if n_chunks > 1 else "whole"
+    allowed = f"; {size(planned.allowed)} are allowed" if planned.allowed is not None else ""
+    return f"run now, it would run {chunks} and take {size(needed)} at its worst moment{allowed}"
+
+
+class Explanation(str):
+    """A text that a terminal or a notebook shows as it is, without print() too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def explain(*losses: Any) -> Explanation:
     """Describe the program behind some losses, without running it.
 
     Args:
         losses: lazy tensors that backward() would be called on.
 
     Returns:
-        A text: each stage with its nodes (shape, place, mode), each call that runs once with
-        its reason
-        and line, and how often each body is run.
+        A text: in how many chunks and bytes it would run now; each stage, in the order they run,
+        with its calls (shape, place, mode, line), why one runs once, and how often each body is
+        run. Where all has run: what the last step ran.
 
     Example:
         >>> import torch, koila
@@ -134,23 +231,27 @@ def explain(*losses: Any) -> str:
         program of 2 calls in 2 stages
     """
     roots = [loss for loss in losses if type(loss) is _core.LazyTensor]
-    if not roots or all(_core.real(root) is not None for root in roots):
-        return "nothing is pending: the program has run"
+    if not roots:
+        return Explanation("no lazy tensor was given: nothing is recorded for it")
+    if all(_core.real(root) is not None for root in roots):
+        return Explanation(f"nothing is pending: the program has run\n{reports.report()}")
     program = Program(roots)
-    runs = [run for run in program.runs if run.nodes or run.combined]
+    runs = _runs(program)
     lines = [f"program of {len(program.nodes)} calls in {len(runs)} stages"]
     spread = program.spread
     if spread is not None:
         lines.append(f"it runs whole: {_SPREAD}\n" + _line(program, spread))
     elif program.last_body is not None and not program.is_tail_linear:
         tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
-        name = f" through {_name(tail)} ({_core.node(tail.id)[3]})" if tail is not None else ""
+        name = f" through {_name(tail)} ({_where(tail)})" if tail is not None else ""
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
-    for run in runs:
-        lines.append(_head(program, run))
+    if program.axes and spread is None:
+        lines.append(_forecast(program, any(root.requires_grad for root in roots)))
+    for number, run in enumerate(runs, 1):
+        lines.append(_head(program, run, number))
         lines += [f"    {n.id:4d} combine the partials" for n in run.combined if n.mode == REDUCE]
         lines += [_line(program, program.nodes[i]) for i in run.nodes]
-    return "\n".join(lines)
+    return Explanation("\n".join(lines))
 
 
 def plan_of(loss: torch.Tensor) -> plan.Plan:

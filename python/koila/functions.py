@@ -21,6 +21,7 @@ from koila import (
     meta,
     reductions,
     replay,
+    reports,
 )
 from koila.errors import KoilaError, StaleError
 
@@ -177,6 +178,7 @@ def register_all() -> None:
         draws.run_again,
         hooks.bind,
         explain.log_live,
+        reports.note_whole,
         devices.meant,
         devices.land,
         attention.choose,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, patches, replay
+from koila import _core, patches, replay, reports
 from koila.numbers import settle_outdated
 
 _WHOLE = -1
@@ -164,7 +164,8 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
     settle_outdated()
-    replay.flush_known()
+    replay.flush_known("lazy() of another batch")
+    reports.begin_batch()
     axis = _core.new_axis()
 
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:

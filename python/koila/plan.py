@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +9,7 @@ import torch
 from koila import _core, budget, config, memory
 from koila.errors import MemoryLimitError
 from koila.program import Program
-from koila.reports import Report
-from koila.rows import Bounds, largest
+from koila.rows import largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
 WHOLE_SHARE = 0.9
@@ -32,12 +30,6 @@ class Plan:
     unit: int = 1
     predicted: float | None = None
     allowed: float | None = None
-
-    def report(self, grids: Sequence[Sequence[Bounds]], n_tries: int) -> Report:
-        """What the user is told: of these grids, or of a whole run where there are none."""
-        n_chunks = max(map(len, grids), default=1)
-        n_rows = max((stop - start for made in grids for start, stop in made), default=None)
-        return Report(n_chunks, n_rows, n_tries, self.predicted, self.allowed)
 
 
 def is_whole() -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from koila import (
     _core,
+    config,
     draws,
     explain,
     hooks,
@@ -398,35 +399,45 @@ def _stage(
     roots: list[torch.Tensor], is_known_only: bool = False
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
-    if _core.pending_bytes() > 0:  # else an optimizer that steps has nothing to report
-        reports.note(None)
     if plan.is_whole():
+        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
         return None
     program = Program(roots, is_known_only)
     if not program.nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
     if program.spread is not None or (roots and not program.has_body):
+        reports.decide(explain.cause_of_whole(program))
         return None
     try:
         if not roots:
-            planned = plan.plan_read(program, is_known_only)
-            return None if planned is None else (program, planned)
+            reading = plan.plan_read(program, is_known_only)
+            if reading is not None:
+                return program, reading
+            reports.decide(explain.FITS if program.has_body else explain.cause_of_whole(program))
+            return None
         planned = plan.plan(program, True)
     except MemoryLimitError:
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if planned.n_chunks > 1:
         return program, planned
-    reports.note(planned.report([], 1))
+    is_asked = planned.predicted is None
+    fits = reports.Decision("it fits", planned.predicted, planned.allowed)
+    reports.decide(explain.ASKED if is_asked else fits)
     return None
 
 
-def read(is_known_only: bool = False) -> bool:
+def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
     """Give the pending values that the user can reach their numbers, in chunks.
 
     Known only: leave those with a gradient in their history. False: it has to run whole.
     """
+    with reports.Asking("a read" if caller is None else f"{reports.name_of(caller)}()"):
+        return _read(is_known_only)
+
+
+def _read(is_known_only: bool) -> bool:
     settle_outdated()
     staged = _stage([], is_known_only)
     if staged is not None:
@@ -440,24 +451,27 @@ def read(is_known_only: bool = False) -> bool:
 
     done = _attempt(*staged, run) if staged is not None else None
     if done is None:
-        reports.note_whole()
         return False
     done[0].commit()
     return True
 
 
-def flush() -> None:
+def flush(why: str) -> None:
     """Run what is pending, in chunks or whole; nothing while a replay is under way."""
     if _core.is_busy():
         return
-    if not read():
-        _core.flush()
+    with reports.Asking(why):
+        if not _read(False):
+            _core.flush()
 
 
-def flush_known() -> None:
+def flush_known(why: str) -> None:
     """Run what the user can reach and has no gradient in its history."""
-    if not _core.is_busy() and _core.has_known() and not read(True):
-        _core.flush()
+    if _core.is_busy() or not _core.has_known():
+        return
+    with reports.Asking(why):
+        if not _read(True):
+            _core.flush()
 
 
 def differentiate(
