@@ -105,6 +105,9 @@ static PyMethodDef functions[] = {
     {"has_known", core_has_known, METH_NOARGS,
      "has_known($module, /)\n--\n\n"
      "Whether the user can reach a pending value without a gradient in its history."},
+    {"has_numbers", core_has_numbers, METH_NOARGS,
+     "has_numbers($module, /)\n--\n\n"
+     "Whether a value has a number without its graph: it was read, and can be differentiated."},
     {"read", core_read, METH_O,
      "read($module, lazy, /)\n--\n\nThe number of a lazy; runs what is pending, in chunks or "
      "whole."},
@@ -125,7 +128,7 @@ static PyMethodDef functions[] = {
     {"stage", kl_program_stage, METH_VARARGS,
      "stage($module, roots, is_known_only, /)\n--\n\n"
      "The staged program that makes every reachable value (or only those without a gradient in "
-     "their history) and differentiates the roots, as a dict."},
+     "their history) and differentiates the roots (lazies, or numbers of values), as a dict."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
      "cloned, clone, /)\n--\n\n"

@@ -169,6 +169,22 @@ core_has_known(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
+core_has_numbers(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
+        const KlValue *value = &tape->core.values[i];
+        if (value->state == KL_STATE_KNOWN && value->meta.requires_grad &&
+            !tape->core.nodes[value->node].is_done) {
+            return Py_NewRef(Py_True);
+        }
+    }
+    return Py_NewRef(Py_False);
+}
+
+PyObject *
 core_read(PyObject *module, PyObject *object)
 {
     (void)module;

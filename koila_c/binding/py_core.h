@@ -14,6 +14,7 @@ PyObject *core_describe(PyObject *module, PyObject *object);
 PyObject *core_live(PyObject *module, PyObject *args);
 PyObject *core_flush(PyObject *module, PyObject *ignored);
 PyObject *core_has_known(PyObject *module, PyObject *ignored);
+PyObject *core_has_numbers(PyObject *module, PyObject *ignored);
 PyObject *core_read(PyObject *module, PyObject *object);
 PyObject *core_call(PyObject *module, PyObject *args);
 PyObject *core_refresh_leaf(PyObject *module, PyObject *args);

@@ -11,7 +11,7 @@ typedef struct Desk {
     bool is_unknown; /* a tensor was met that has no KlMeta */
 } Desk;
 
-static KlPyTypes types;
+static KlPyTypes types; /* filled at import */
 
 static KlValueId
 value_of(const Tape *tape, PyObject *tensor)
@@ -360,9 +360,8 @@ bind_and_append(Recording *recording, PyObject **results)
 {
     KlError error;
     Desk desk = {.tape = recording->tape};
-    types.context = &desk;
     int bound = kl_py_args_bind_dict(&recording->bound, recording->function->signature, &types,
-                                     recording->args, recording->kwargs);
+                                     &desk, recording->args, recording->kwargs);
     if (bound <= 0 || desk.is_unknown) {
         return bound < 0 ? -1 : 0;
     }

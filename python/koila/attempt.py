@@ -35,7 +35,7 @@ def attempt(
     Raises:
         MemoryLimitError: not even one row at a time goes through.
     """
-    most = max(program.axes.values())
+    most = max(program.axes.values(), default=1)
     n_chunks, n_tries = planned.n_chunks, 1
     hooked: hooks.Seen = {}
     meter = budget.Meter()

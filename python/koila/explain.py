@@ -16,6 +16,7 @@ from koila.rows import Bounds, largest
 
 ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
+FITS_LATER = Decision("it fits, with the backward that may follow")
 _MODES = ("rows", "reduce", "once")
 _SPREAD = "memory that several stages use is written where no stage can"
 _DATA_STAGE = 1  # label counts and masks: never differentiated
@@ -57,7 +58,8 @@ def _whole(program: Program, node: Node, why: str) -> Whole:
 
 
 def cause_of_whole(program: Program) -> Decision:
-    """Why a program runs whole that has no body, or a write across stages."""
+    """Why a program runs whole that has no body, or a write across stages; of any other, the calls
+    that make values of the whole batch."""
     if program.spread is not None:
         return Decision(_SPREAD, whole=(_whole(program, program.spread, _SPREAD),))
     joints = [node for node in program.nodes.values() if _joins(program, node)]
@@ -73,21 +75,24 @@ def told(
     n_tries: int,
     measured: int | None,
 ) -> ProgramReport:
-    """What the user is told of a program that ran in chunks."""
+    """What the user is told of a program that ran by stages."""
     used = [grids[axis] for axis in program.axes]
-    joints = [node for node in program.nodes.values() if _joins(program, node)]
-    whole = sorted((_whole(program, n, _why(n)) for n in joints), key=lambda one: -one.n_bytes)
+    n_chunks = max(map(len, used), default=1)
+    n_rows = max(stop - start for grid in used for start, stop in grid) if n_chunks > 1 else None
+    cause = cause_of_whole(program)
+    why = "its numbers fit, without autograd's graph" if used else cause.why
     return ProgramReport(
         reports.asked(),
         draws.user_line(),
         len(program.nodes),
         sum(_bytes_made(program, node) for node in program.nodes.values()),
-        max(map(len, used)),
-        max(stop - start for grid in used for start, stop in grid),
+        n_chunks,
+        n_rows,
         n_tries,
         planned.predicted,
         planned.allowed,
         measured,
+        "" if n_chunks > 1 else why,
         stages=tuple(
             Stage(
                 number,
@@ -98,7 +103,7 @@ def told(
             )
             for number, run in enumerate(_runs(program), 1)
         ),
-        whole=tuple(whole),
+        whole=cause.whole,
     )
 
 

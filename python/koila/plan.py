@@ -107,3 +107,31 @@ def plan(program: Program, is_graph: bool) -> Plan:
     unit = UNIT if largest(estimate.rows, n_chunks, UNIT) <= rows else 1
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
     return Plan(n_chunks, unit, predicted, allowed)
+
+
+def plan_read(program: Program, is_known_only: bool) -> Plan | None:
+    """Choose how a program is run whose numbers are enough, while its backward is still to come.
+
+    Where the step fits with its graph it runs live, and the graph is there when backward() asks
+    for it. Else it runs without one, in the chunks that backward() will need: they draw the same.
+
+    Returns:
+        None: it runs live, and all else that waits with it.
+
+    Raises:
+        MemoryLimitError: one row does not fit, even without its graph.
+    """
+    is_read = _core.has_numbers()  # run live, what that took would be run again, with its graph
+    is_apart = is_known_only or is_read
+    if not program.has_body and not is_apart:
+        return None
+    if is_apart and not program.is_drawing:
+        planned = plan(program, False)
+        return None if planned.n_chunks == 1 and program.is_all and not is_read else planned
+    step = Program([]) if is_known_only else program
+    ends = step.ends()
+    try:
+        planned = plan(Program(ends), True) if ends else plan(step, False)
+    except MemoryLimitError:
+        return plan(program, False)  # it may be that no backward comes
+    return planned if planned.n_chunks > 1 or is_read else None

@@ -89,7 +89,7 @@ class Run:
 class Program:
     """What the thread's tape holds now, staged for a goal."""
 
-    def __init__(self, roots: Sequence[torch.Tensor], is_known_only: bool = False) -> None:
+    def __init__(self, roots: Sequence[torch.Tensor | int], is_known_only: bool = False) -> None:
         staged: Any = _core.stage(list(roots), is_known_only)
         nodes = (Node._make((*node, range(node[6], node[6] + node[7]))) for node in staged["nodes"])
         self.nodes = {node.id: node for node in nodes}
@@ -102,6 +102,7 @@ class Program:
         self.is_tail_linear: bool = staged["is_tail_linear"]
         self.tail_node: int | None = staged["tail_node"]
         self.n_stages: int = staged["n_stages"]
+        self.is_all: bool = staged["is_all"]  # every call that waits is in it
         self.cloned: set[int] = set()  # writes that are run on a clone
         self._info: dict[int, Info] = {}
         self.n_sharing: dict[int, int] = dict(staged["shared"])  # lazies of a storage, if several
@@ -160,6 +161,25 @@ class Program:
         if value not in self._info:
             self._info[value] = Info(*_core.value(value))
         return self._info[value]
+
+    @property
+    def is_drawing(self) -> bool:
+        return any(node.is_random for node in self.nodes.values())
+
+    @property
+    def has_body(self) -> bool:
+        return any(run.is_body for run in self.runs)
+
+    def ends(self) -> list[int]:
+        """The values a backward may start from: wanted, and nothing goes on from them."""
+        inner = {
+            self.imports[number].value
+            for node in self.nodes.values()
+            if any(self.info(v).requires_grad for v in node.outs)
+            for number in node.imports
+            if number >= 0
+        }
+        return [v for v in self.wanted if self.info(v).requires_grad and v not in inner]
 
     @property
     def axes(self) -> dict[int, int]:

@@ -41,6 +41,7 @@ class Replay:
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, n_chunks, unit))
         self.hooked = hooked
+        self.is_forward = False  # nothing is differentiated
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.scratch = self._copy_statistics()
@@ -126,6 +127,9 @@ class Replay:
             node = self.program.nodes[i]
             if node.is_random:
                 self.draws.restore(i, chunk if run.is_body else None)
+            if i in run.parts and self._is_plain(node, run):
+                results = func(*args, **kwargs)
+                return tuple(results) if isinstance(results, tuple | list) else (results,)
             if i in run.parts:
                 return reductions.run_parts(self.program, node, run.parts[i], func, args, kwargs)
             result = func(*args, **kwargs)
@@ -156,6 +160,12 @@ class Replay:
         )
         return env
 
+    def _is_plain(self, node: Node, run: Run) -> bool:
+        """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
+        together from parts, its last bit could be another."""
+        is_one = len(self.grids[run.axis]) == 1
+        return self.is_forward and is_one and node.stage == run.stage
+
     def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
         """What was recorded as a copy must be one, and what was recorded as a view too: a write
         tells them apart."""
@@ -176,8 +186,10 @@ class Replay:
             for node in run.combined:
                 value = node.first_out
                 cross = (stand_ins or {}).get(value) or self.cross[value]
-                parts = cross.read_parts(is_graph)
-                combined = reductions.combine(self.program, node, parts)
+                combined = cross.results
+                if combined is None:
+                    parts = cross.read_parts(is_graph)
+                    combined = reductions.combine(self.program, node, parts)
                 for out, tensor in zip(node.outs, combined, strict=True):
                     env[out] = tensor
 
@@ -191,7 +203,9 @@ class Replay:
             if value not in self.cross:
                 info = self.program.info(value)
                 self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
-            if node.id in run.parts:
+            if node.id in run.parts and self._is_plain(node, run):
+                self.cross[value].results = env[value]
+            elif node.id in run.parts:
                 self.cross[value].add_parts(chunk, run.parts[node.id], env[value])
             else:
                 self.cross[value].add_chunk(chunk, env[value])
@@ -330,6 +344,7 @@ class Replay:
 
     def compute(self) -> None:
         """Run everything forward, without graphs."""
+        self.is_forward = True
         self.draws.prepare()
         for run in self.program.runs:
             if run.is_body:
@@ -390,19 +405,24 @@ def _stage(
     if not program.nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
-    if not any(run.is_body for run in program.runs) or program.spread is not None:
+    if program.spread is not None or (roots and not program.has_body):
         reports.decide(explain.cause_of_whole(program))
         return None
     try:
-        planned = plan.plan(program, bool(roots))
+        if not roots:
+            planned = plan.plan_read(program, is_known_only)
+            if planned is not None:
+                return program, planned
+            known = explain.FITS_LATER if program.has_body else explain.cause_of_whole(program)
+            reports.decide(known)
+            return None
+        planned = plan.plan(program, True)
     except MemoryLimitError:
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if planned.n_chunks > 1:
         return program, planned
-    is_asked = planned.predicted is None
-    fits = reports.Decision("it fits", planned.predicted, planned.allowed)
-    reports.decide(explain.ASKED if is_asked else fits)
+    reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None
 
 
