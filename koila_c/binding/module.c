@@ -133,6 +133,9 @@ static PyMethodDef functions[] = {
      "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
      "cloned, clone, /)\n--\n\n"
      "Run nodes in order on one chunk (rows < 0: whole)."},
+    {"check_result", kl_promise_check_result, METH_VARARGS,
+     "check_result($module, node, value, tensor, /)\n--\n\n"
+     "Raise where a value made outside of run() is not what inference promised."},
     {"deliver", kl_stage_deliver, METH_VARARGS,
      "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},
     {"value", kl_program_value, METH_VARARGS,

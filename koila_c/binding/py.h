@@ -260,6 +260,9 @@ void *kl_meta_symbol(const char *name);
 /* Read dtype, shape, strides and requires_grad of a real tensor. 0, or 1 where it has no KlMeta (more
  * than KL_DIMS_MAX dims, not strided), or -1 with an exception. */
 int kl_meta_read(PyObject *tensor, KlMeta *meta);
+/* Whether a tensor has memory laid out by strides, and the dtype and sizes of `meta`, but `size` in dim
+ * `dim` (-1: in none); -1 with an exception. */
+int kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t size);
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
@@ -349,6 +352,17 @@ PyObject *kl_context_note_attention(PyObject *module, PyObject *setting);
 /* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                           KlError *error);
+
+/* -- py_promise.c: what was inferred, held against what torch gives ------------------------------- */
+
+/* Check sizes and dtype of what node `id` gave for `value`, on a chunk of `rows` rows (-1: whole). 0, or
+ * -1 with an exception that names the call and its line. */
+int kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result,
+                     long long rows);
+/* Raise that exception; -1. */
+int kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result,
+                     long long rows);
+PyObject *kl_promise_check_result(PyObject *module, PyObject *args);
 
 /* -- py_stage.c ---------------------------------------------------------------------------------- */
 

@@ -42,55 +42,20 @@ keep_flags(Tape *tape)
     return 0;
 }
 
-static int
-raise_mismatch(Tape *tape, KlNodeId id, KlValueId value, PyObject *result)
-{
-    const KlMeta *promised = &tape->core.values[value].meta;
-    PyObject *where = kl_source_where(tape, id);
-    PyObject *expected = where != NULL ? kl_meta_size(promised) : NULL;
-    PyObject *shape = PyObject_GetAttrString(result, "shape");
-    PyObject *requires_grad =
-        shape != NULL ? PyObject_GetAttrString(result, "requires_grad") : NULL;
-    PyErr_Clear();
-    if (expected != NULL) {
-        PyErr_Format(
-            kl_py.koila_error,
-            "%R gave %.80s of %R (requires_grad %R) where %R (requires_grad %s, %s) was expected "
-            "(%U): a mistake in koila's inference, please report it",
-            tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
-            requires_grad != NULL ? requires_grad : Py_None, expected,
-            promised->requires_grad ? "True" : "False", kl_meta_dtype_name(promised->dtype), where);
-    }
-    Py_XDECREF(requires_grad);
-    Py_XDECREF(shape);
-    Py_XDECREF(expected);
-    Py_XDECREF(where);
-    return -1;
-}
-
 /* What was promised when the call was recorded must be what torch gives. */
 static int
 check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
-    const KlMeta *promised = &tape->core.values[value].meta;
-    KlMeta meta;
     if (real == NULL) {
         PyErr_Format(PyExc_SystemError, "koila: value %u stands for one that has no tensor", value);
         return -1;
     }
-    if (!PyObject_TypeCheck(real, kl_py.tensor_base)) {
-        return raise_mismatch(tape, id, value, real);
+    if (kl_promise_check(tape, id, value, real, -1) < 0) {
+        return -1;
     }
-    int result = kl_meta_read(real, &meta);
-    if (result != 0) {
-        return result < 0 ? -1 : raise_mismatch(tape, id, value, real);
-    }
-    bool is_same = meta.dtype == promised->dtype && meta.n_dims == promised->n_dims &&
-                   meta.requires_grad == promised->requires_grad;
-    for (int32_t i = 0; is_same && i < meta.n_dims; i++) {
-        is_same = meta.shape[i] == promised->shape[i];
-    }
-    return is_same ? 0 : raise_mismatch(tape, id, value, real);
+    int requires_grad = kl_meta_requires_grad(real);
+    bool is_same = requires_grad == tape->core.values[value].meta.requires_grad;
+    return requires_grad < 0 ? -1 : is_same ? 0 : kl_promise_break(tape, id, value, real, -1);
 }
 
 static int
@@ -127,7 +92,7 @@ bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
         return bind(tape, id, node->first_out, result);
     }
     if (PySequence_Fast_GET_SIZE(result) != (Py_ssize_t)node->n_outs) {
-        return raise_mismatch(tape, id, node->first_out, result);
+        return kl_promise_break(tape, id, node->first_out, result, -1);
     }
     for (uint32_t i = 0; i < node->n_outs; i++) {
         if (bind(tape, id, node->first_out + i, PySequence_Fast_GET_ITEM(result, i)) < 0) {

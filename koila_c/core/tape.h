@@ -60,6 +60,7 @@ typedef struct KlNode {
                               whose tensor live replay uses; else KL_ID_NONE */
     uint32_t review_out; /* which output that is */
     bool is_grad_enabled;
+    bool is_open;      /* made by sizes alone: WHOLE until a reader says where its rows are */
     bool must_run;     /* scratch of kl_tape_find_known */
     bool is_abandoned; /* a run of it raised, and nobody has asked for it since */
 } KlNode;
@@ -138,6 +139,10 @@ typedef struct KlRecord {
  * Where input 0 is written, output 0 is its new version; if it is a view, the base as it was before the
  * write becomes one input more, and output 1 is the base's new version. */
 KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error);
+
+/* `value` is about to be read at `place`. Where it is open, and nothing has read it, it is made there: from
+ * now on its rows are at `place`. */
+void kl_tape_settle_open(KlTape *tape, KlValueId value, const KlPlace *place);
 
 /* Whether `value` was made before the last write to its storage. */
 static inline bool

@@ -45,7 +45,7 @@ class Replay:
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.scratch = self._copy_statistics()
-        self.draws = draws.Draws(self)
+        self.draws = draws.Draws(program, self.grids)
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
@@ -191,6 +191,7 @@ class Replay:
                     parts = cross.read_parts(is_graph)
                     combined = reductions.combine(self.program, node, parts)
                 for out, tensor in zip(node.outs, combined, strict=True):
+                    _core.check_result(node.id, out, tensor)
                     env[out] = tensor
 
     # -- forward ----------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ class Replay:
 
     def settle(self, is_spent: bool) -> None:
         """Find the numbers of the user's lazies."""
-        self.numbers = Numbers(self.program, lambda v: self.cross[v].read_whole(False), is_spent)
+        self.numbers = Numbers(self.program, self.cross, is_spent)
 
     def commit(self) -> None:
         """Write statistics, leave the generator as eager would, give the user's lazies their
