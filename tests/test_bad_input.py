@@ -6,6 +6,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_lazy_in_a_worker_of_a_data_loader(workers: int) -> None:
 
 
 def test_lazy_in_a_worker_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: 1)
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=0))
     said: list[bool] = []
 
     def call() -> None:  # in a thread of its own: nothing has been said there
