@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
 
 from koila import _core, draws, memory, plan, reports
 from koila.errors import MemoryLimitError
-from koila.program import ONCE, REDUCE, Node, Program, Run
+from koila.program import ONCE, REDUCE, Node, Program, Run, name_of_node, where_of_node
 from koila.reports import Decision, ProgramReport, Stage, Whole, count, size
 from koila.rows import Bounds, largest
 
 ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
+FITS_LATER = Decision("it fits, with the backward that may follow")
 _MODES = ("rows", "reduce", "once")
 _SPREAD = "memory that several stages use is written where no stage can"
 _DATA_STAGE = 1  # label counts and masks: never differentiated
@@ -23,44 +23,22 @@ _logger = logging.getLogger("koila")
 _logged: set[str] = set()
 
 
-def _name(node: Node) -> str:
-    func, row, *_ = _core.node(node.id)
-    return str(row or getattr(func, "__name__", "call"))
-
-
 def _why(node: Node) -> str:
     """Why a call that reads rows runs once, or nothing."""
     _, row, reason, *_ = _core.node(node.id)
-    return reason or ("" if row else f"no row for {_name(node)}")
-
-
-def _joins(program: Program, node: Node) -> bool:
-    """Whether a call runs once although it reads rows of a batch."""
-    reads = (program.imports[number].value for number in node.imports if number >= 0)
-    return node.mode == ONCE and any(program.info(v).place is not None for v in reads)
-
-
-def _where(node: Node) -> str:
-    """The line that recorded a call: "model.py:40"."""
-    call, _, line = _core.node(node.id)[3].partition(", ")
-    return str(line or call)
-
-
-def _bytes_made(program: Program, node: Node) -> int:
-    """Bytes of a call's results for all rows; views share theirs."""
-    infos = [program.info(v) for v in node.outs]
-    return sum(math.prod(i.shape) * i.dtype.itemsize for i in infos if i.view is None)
+    return reason or ("" if row else f"no row for {name_of_node(node)}")
 
 
 def _whole(program: Program, node: Node, why: str) -> Whole:
-    return Whole(_name(node), _where(node), why, _bytes_made(program, node))
+    return Whole(name_of_node(node), where_of_node(node), why, program.bytes_made(node))
 
 
 def cause_of_whole(program: Program) -> Decision:
-    """Why a program runs whole that has no body, or a write across stages."""
+    """Why a program runs whole that has no body, or a write across stages; of any other, the calls
+    that make values of the whole batch."""
     if program.spread is not None:
         return Decision(_SPREAD, whole=(_whole(program, program.spread, _SPREAD),))
-    joints = [node for node in program.nodes.values() if _joins(program, node)]
+    joints = [node for node in program.nodes.values() if program.joins_rows(node)]
     whole = sorted((_whole(program, n, _why(n)) for n in joints), key=lambda one: -one.n_bytes)
     why = "no call of it keeps rows apart" if joints else "nothing in it has rows"
     return Decision(why, whole=tuple(whole))
@@ -73,22 +51,24 @@ def told(
     n_tries: int,
     measured: int | None,
 ) -> ProgramReport:
-    """What the user is told of a program that ran stage by stage, its bodies in chunks."""
+    """What the user is told of a program that ran by stages."""
     used = [grids[axis] for axis in program.axes]
-    joints = [node for node in program.nodes.values() if _joins(program, node)]
-    whole = sorted((_whole(program, n, _why(n)) for n in joints), key=lambda one: -one.n_bytes)
+    n_chunks = max(map(len, used), default=1)
+    n_rows = max(stop - start for grid in used for start, stop in grid) if n_chunks > 1 else None
+    cause = cause_of_whole(program)
+    why = "its numbers fit, without autograd's graph" if used else cause.why
     return ProgramReport(
         reports.asked(),
         draws.user_line(),
         len(program.nodes),
-        sum(_bytes_made(program, node) for node in program.nodes.values()),
-        max(map(len, used), default=1),
-        max((stop - start for grid in used for start, stop in grid), default=None),
+        sum(program.bytes_made(node) for node in program.nodes.values()),
+        n_chunks,
+        n_rows,
         n_tries,
         planned.predicted,
         planned.allowed,
         measured,
-        "" if used else "nothing in it has rows",
+        "" if n_chunks > 1 else why,
         stages=tuple(
             Stage(
                 number,
@@ -99,27 +79,31 @@ def told(
             )
             for number, run in enumerate(_runs(program), 1)
         ),
-        whole=tuple(whole),
+        whole=cause.whole,
     )
 
 
 def log_whole(program: Program) -> None:
     """Say once, with the line, where a joint leaves most of a program's memory whole."""
-    sizes = {node.id: _bytes_made(program, node) for node in program.nodes.values()}
+    sizes = {node.id: program.bytes_made(node) for node in program.nodes.values()}
     whole = sum(sizes[node.id] for node in program.nodes.values() if node.mode == ONCE)
-    joint = next((n for n in program.nodes.values() if _joins(program, n)), None)
+    joint = next((n for n in program.nodes.values() if program.joins_rows(n)), None)
     if program.spread is not None:
-        where = _where(program.spread)
+        where = where_of_node(program.spread)
         _log(
-            where, "%s makes the program run whole (%s): %s", _name(program.spread), where, _SPREAD
+            where,
+            "%s makes the program run whole (%s): %s",
+            name_of_node(program.spread),
+            where,
+            _SPREAD,
         )
     elif joint is not None and 2 * whole > sum(sizes.values()):
-        where = _where(joint)
+        where = where_of_node(joint)
         _log(
             where,
             "%s needs the whole batch (%s; %s), and %d of %d calls run whole with it: "
             "koila saves little memory here",
-            _name(joint),
+            name_of_node(joint),
             _why(joint),
             where,
             sum(node.mode == ONCE for node in program.nodes.values()),
@@ -158,9 +142,9 @@ def _describe(program: Program, value: int) -> str:
 
 
 def _line(program: Program, node: Node) -> str:
-    why = f"; {_why(node)}" if _joins(program, node) else ""
+    why = f"; {_why(node)}" if program.joins_rows(node) else ""
     mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"
-    return f"    {node.id:4d} {_name(node):24s} {mode}  ({_where(node)})"
+    return f"    {node.id:4d} {name_of_node(node):24s} {mode}  ({where_of_node(node)})"
 
 
 def _runs(program: Program) -> list[Run]:
@@ -243,7 +227,7 @@ def explain(*losses: Any) -> Explanation:
         lines.append(f"it runs whole: {_SPREAD}\n" + _line(program, spread))
     elif program.last_body is not None and not program.is_tail_linear:
         tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
-        name = f" through {_name(tail)} ({_where(tail)})" if tail is not None else ""
+        name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
     if program.axes and spread is None:
         lines.append(_forecast(program, any(root.requires_grad for root in roots)))

@@ -411,10 +411,11 @@ def _stage(
         return None
     try:
         if not roots:
-            reading = plan.plan_read(program, is_known_only)
-            if reading is not None:
-                return program, reading
-            reports.decide(explain.FITS if program.has_body else explain.cause_of_whole(program))
+            planned = plan.plan_read(program, is_known_only)
+            if planned is not None:
+                return program, planned
+            known = explain.FITS_LATER if program.has_body else explain.cause_of_whole(program)
+            reports.decide(known)
             return None
         planned = plan.plan(program, True)
     except MemoryLimitError:
@@ -422,9 +423,7 @@ def _stage(
         raise
     if planned.n_chunks > 1:
         return program, planned
-    is_asked = planned.predicted is None
-    fits = reports.Decision("it fits", planned.predicted, planned.allowed)
-    reports.decide(explain.ASKED if is_asked else fits)
+    reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None
 
 
