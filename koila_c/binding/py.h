@@ -60,7 +60,7 @@ typedef struct KlPyNode {
     PyObject *func;
     PyObject *kwnames; /* tuple of the last arguments' names, or NULL */
     PyObject *error;   /* why it has no number: (type, args, notes) of what it raised; else NULL */
-    PyObject *code; /* the innermost frame's code object, for the source line; NULL where unknown */
+    PyObject *code;    /* of the user's innermost frame, for the source line; NULL where unknown */
     int lasti;
     uint32_t first_slot; /* into tape->slots */
     uint32_t n_slots;
@@ -136,7 +136,7 @@ typedef struct KlPyState {
     PyObject *size_type; /* torch.Size */
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
-    PyObject *requires_grad; /* str */
+    PyObject *requires_grad, *out; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
@@ -144,11 +144,13 @@ typedef struct KlPyState {
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
+    PyObject *note_ran;                /* koila.reports.note_whole: what ran whole, and for whom */
     PyObject *device_of;               /* koila.devices: which device a name without index means */
     PyObject *land;                    /* koila.devices: wait for a copy to the CPU */
     PyObject *choose_attention;        /* koila.attention: put a setting of its kernels in force */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
+    PyObject *record_out;              /* koila.outs.record: a call that writes to out= */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
@@ -403,8 +405,8 @@ int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObjec
 
 /* The folders, a tuple of str, whose files are not the user's. */
 int kl_source_init(PyObject *folders);
-/* Keep the innermost frame; walked: the innermost that is the user's. */
-void kl_source_note(KlPyNode *call, bool is_walked);
+/* Keep the innermost frame that is the user's; the outermost where none is. */
+void kl_source_note(KlPyNode *call);
 /* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
 PyObject *kl_source_where(const Tape *tape, KlNodeId id);
 

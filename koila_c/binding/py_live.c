@@ -179,11 +179,33 @@ add_note(Tape *tape, KlNodeId id)
     PyErr_Restore(type, value, traceback);
 }
 
+/* The call that needs what waits, while this thread runs it; borrowed. */
+static _Thread_local PyObject *caller;
+
+/* Tell how much ran whole; an exception stays. */
+static int
+note_ran(unsigned long long n_calls, long long n_bytes)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *noted = PyObject_CallFunction(kl_py.note_ran, "OKL",
+                                            caller != NULL ? caller : Py_None, n_calls, n_bytes);
+    int result = noted != NULL ? 0 : -1;
+    Py_XDECREF(noted);
+    if (type != NULL) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    return result;
+}
+
 static int
 run_tape(Tape *tape)
 {
     KlContextSwitch context;
     int result = 0;
+    unsigned long long n_calls = 0;
+    long long n_bytes = 0;
     if (tape->is_running) {
         PyErr_SetString(kl_py.koila_error,
                         "a value was read while the program that makes it is running");
@@ -204,6 +226,8 @@ run_tape(Tape *tape)
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
             if (!tape->core.nodes[i].is_done && !tape->core.nodes[i].is_abandoned) {
                 result = run_node(tape, (KlNodeId)i, &context);
+                n_calls++;
+                n_bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
                 if (result < 0) {
                     /* As in eager, what depends on a call that raised does not exist; the rest does. */
                     add_note(tape, (KlNodeId)i);
@@ -216,6 +240,9 @@ run_tape(Tape *tape)
         result = kl_context_end(&context);
         if (result < 0) {
             kl_tape_abandon(&tape->core, true);
+        }
+        if (note_ran(n_calls, n_bytes) < 0) {
+            result = -1;
         }
     }
     kl_tape_give_up(tape);
@@ -247,7 +274,9 @@ kl_live_read(Value *value)
         /* What has no gradient may be had of labels alone, without the model. */
         bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
         for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
-            PyObject *answer = PyObject_CallOneArg(kl_py.read, is_known_only ? Py_True : Py_False);
+            PyObject *answer =
+                PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
+                                             caller != NULL ? caller : Py_None, NULL);
             bool is_known = answer == Py_True;
             Py_XDECREF(answer);
             if (answer == NULL) {
@@ -413,8 +442,14 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     Met met = {.kind = kind};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
-    if (kl_call_visit(args, force_one, &met) < 0 ||
-        (has_kwargs && kl_call_visit(kwargs, force_one, &met) < 0)) {
+    PyObject *before = caller;
+    caller = func;
+    int status = kl_call_visit(args, force_one, &met);
+    if (status >= 0 && has_kwargs) {
+        status = kl_call_visit(kwargs, force_one, &met);
+    }
+    caller = before;
+    if (status < 0) {
         return NULL;
     }
     real_args = kl_call_real(args);

@@ -133,6 +133,9 @@ call_node(Run *run, KlNodeId id)
     if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random && !is_view) {
         result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
                                      (size_t)n_positional, call->kwnames);
+        if (result == Py_None && run->node->writes != 0) { /* __setitem__ gives nothing back */
+            Py_SETREF(result, Py_NewRef(PyList_GET_ITEM(args, 0)));
+        }
         goto error;
     }
     PyObject *positional = PyList_GetSlice(args, 0, n_positional);
@@ -172,28 +175,10 @@ keep(const Run *run, KlValueId value, PyObject *result)
     return PyList_SetItem(run->env, value, Py_NewRef(result));
 }
 
-/* Borrowed: what the node writes, which was made in this run or given to it. */
-static PyObject *
-written(const Run *run)
-{
-    if (run->forked != NULL) {
-        return PyTuple_GET_ITEM(run->forked, 0);
-    }
-    KlValueId value = run->tape->core.inputs[run->node->first_input].value;
-    PyObject *made = PyList_GET_ITEM(run->env, value);
-    if (made != Py_None) {
-        return made;
-    }
-    return PyList_GET_ITEM(run->imports, PyLong_AsSsize_t(PyTuple_GET_ITEM(run->node_imports, 0)));
-}
-
 static int
 keep_results(const Run *run, PyObject *result)
 {
     const KlNode *node = run->node;
-    if (result == Py_None) { /* __setitem__ gives nothing back */
-        result = written(run);
-    }
     if (node->writes != 0 && node->n_outs == 2) {
         KlValueId base = run->tape->core.inputs[node->first_input + node->n_inputs - 1].value;
         PyObject *made = run->forked != NULL ? PyTuple_GET_ITEM(run->forked, 1)

@@ -97,6 +97,7 @@ class Cross:
         self.is_graph = is_graph
         self.chunks: dict[int, torch.Tensor] = {}
         self.parts: dict[int, dict[int, torch.Tensor]] = {}
+        self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
         self.aliases: dict[Key, torch.Tensor] = {}
         self.seeds: dict[Key, torch.Tensor | None] = {}
         #: Its gradient is sent back already: what comes now is only looked at.
