@@ -136,7 +136,7 @@ typedef struct KlPyState {
     PyObject *size_type; /* torch.Size */
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
-    PyObject *requires_grad; /* str */
+    PyObject *requires_grad, *out; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
@@ -150,6 +150,7 @@ typedef struct KlPyState {
     PyObject *choose_attention;        /* koila.attention: put a setting of its kernels in force */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
+    PyObject *record_out;              /* koila.outs.record: a call that writes to out= */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */

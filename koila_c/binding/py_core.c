@@ -275,6 +275,24 @@ core_leaf_of(PyObject *module, PyObject *tensor)
 }
 
 PyObject *
+core_storage(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Tape *tape = kl_tape_open_or_null();
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    if (tape == NULL || value->tape != tape) {
+        return Py_NewRef(Py_None);
+    }
+    KlStorageId id = tape->core.values[value->id].storage;
+    const KlStorage *storage = &tape->core.storages[id];
+    bool is_own = tape->core.values[storage->base].node != KL_ID_NONE && !storage->is_uncertain;
+    return is_own ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
+}
+
+PyObject *
 core_has_draw(PyObject *module, PyObject *ignored)
 {
     (void)module;

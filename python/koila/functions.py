@@ -19,6 +19,7 @@ from koila import (
     handlers,
     hooks,
     meta,
+    outs,
     reductions,
     replay,
     reports,
@@ -100,7 +101,7 @@ def _has_effect(schema: Any) -> bool:
 
 def _is_random(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
     tag = torch.Tag.nondeterministic_seeded
     return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
@@ -119,7 +120,7 @@ def _row_of(func: Callable[..., Any], name: str) -> str | None:
 
 def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
-    is_random = bool(schemas) and _is_random(name)
+    is_random = _is_random(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
     returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
@@ -182,6 +183,7 @@ def register_all() -> None:
         devices.meant,
         devices.land,
         attention.choose,
+        outs.record,
         draws.INSIDE,
         reductions.known(),
     )
