@@ -500,6 +500,8 @@ def differentiate(
             gradient = torch.ones(root.shape, dtype=root.dtype, device=root.device)
         elif type(gradient) is _core.LazyTensor:
             gradient = _core.read(gradient)
+        if not isinstance(gradient, torch.Tensor):
+            return NotImplemented  # likewise
         if gradient.shape != root.shape:
             return NotImplemented
         filled.append(gradient)
