@@ -19,8 +19,10 @@ from koila import (
     handlers,
     hooks,
     meta,
+    outs,
     reductions,
     replay,
+    reports,
     scalars,
 )
 from koila.errors import KoilaError, StaleError
@@ -93,14 +95,6 @@ def _schemas(name: str) -> list[Any]:
     return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
 
 
-def _is_factory(name: str) -> bool:
-    """Whether torch knows it only without tensors: those that it is given are taken for numbers."""
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return bool(schemas) and not any(
-        _takes_tensor(schema) for schema in schemas if not _is_out(schema)
-    )
-
-
 def _has_effect(schema: Any) -> bool:
     parts = list(schema.arguments) + list(schema.returns)
     return any(part.alias_info is not None for part in parts)
@@ -108,7 +102,7 @@ def _has_effect(schema: Any) -> bool:
 
 def _is_random(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
     tag = torch.Tag.nondeterministic_seeded
     return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
@@ -127,7 +121,7 @@ def _row_of(func: Callable[..., Any], name: str) -> str | None:
 
 def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
-    is_random = bool(schemas) and _is_random(name)
+    is_random = _is_random(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
     returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
@@ -145,8 +139,6 @@ def _register(func: Any, name: str) -> None:
         _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
         _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
-    elif isinstance(func, types.BuiltinFunctionType) and _is_factory(name):
-        _core.register(func, READ, name, None, False, False, False, None, None)
     elif isinstance(func, _C_CALLABLES) or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
@@ -188,9 +180,11 @@ def register_all() -> None:
         draws.run_again,
         hooks.bind,
         explain.log_live,
+        reports.note_whole,
         devices.meant,
         devices.land,
         attention.choose,
+        outs.record,
         draws.INSIDE,
         reductions.known(),
     )

@@ -135,6 +135,10 @@ def _words(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+#: What is said of a backward that ran no recorded call.
+_HAD_RUN = "all calls had run before, and left autograd's graph"
+
+
 def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     """NotImplemented where the program has to run whole."""
     inputs = words.get("inputs")
@@ -160,7 +164,12 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
 
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.backward and torch.autograd.backward."""
-    reports.note(None)
+    reports.note_backward()
+    with reports.Asking("backward()", _HAD_RUN):
+        _backward(func, args, kwargs)
+
+
+def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     names: tuple[str, ...]
     if func is torch.Tensor.backward:
         names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
@@ -179,7 +188,6 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return
     try:
         _core.live(func, args, kwargs, True)
-        reports.note_whole()
     finally:
         _core.note_backward()
 
@@ -224,14 +232,17 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
 
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.autograd.grad: the gradients are plain tensors."""
-    reports.note(None)
+    reports.note_backward()
+    with reports.Asking("autograd.grad()", _HAD_RUN):
+        return _autograd_grad(func, args, kwargs)
+
+
+def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _grad_in_chunks(_words(_GRAD_WORDS, args, kwargs))
     if found is not NotImplemented:
         return found
     try:
-        result = _core.live(func, args, kwargs, True)
-        reports.note_whole()
-        return result
+        return _core.live(func, args, kwargs, True)
     finally:
         if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
             _core.note_backward()

@@ -27,6 +27,7 @@ from koila import (
     meta,
     numbers,
     replay,
+    reports,
 )
 
 _undo: list[tuple[Any, str, Any, bool]] = []
@@ -180,7 +181,7 @@ def _patch_grad_modes() -> None:
         def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
-                replay.flush_known()
+                replay.flush_known("the end of a block without gradients")
             return result
 
         _replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -215,7 +216,7 @@ def _patch_data() -> None:
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         leaf = _core.leaf_of(self)
         if leaf is not None and not _core.is_busy():
-            replay.flush_known()
+            replay.flush_known(".data of a tensor that waits to be read")
             leaf = _core.leaf_of(self)
             if leaf is not None:
                 watched = _core.memo().setdefault("watched", {})
@@ -245,7 +246,7 @@ def _patch_generator() -> None:
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
             if is_shared and not _core.is_busy() and _core.has_draw():
-                replay.flush()
+                replay.flush(f"{_original.__name__}() of a generator")
             return _original(self, *args, **kwargs)
 
         _replace(generator, name, patched)
@@ -335,7 +336,8 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
     budget.note_optimizer(optimizer)
-    replay.flush()
+    replay.flush("an optimizer's step")
+    reports.note_step(optimizer)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
