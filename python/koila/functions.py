@@ -95,14 +95,6 @@ def _schemas(name: str) -> list[Any]:
     return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
 
 
-def _is_factory(name: str) -> bool:
-    """Whether torch knows it only without tensors: those that it is given are taken for numbers."""
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return bool(schemas) and not any(
-        _takes_tensor(schema) for schema in schemas if not _is_out(schema)
-    )
-
-
 def _has_effect(schema: Any) -> bool:
     parts = list(schema.arguments) + list(schema.returns)
     return any(part.alias_info is not None for part in parts)
@@ -147,8 +139,6 @@ def _register(func: Any, name: str) -> None:
         _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
         _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
-    elif isinstance(func, types.BuiltinFunctionType) and _is_factory(name):
-        _core.register(func, READ, name, None, False, False, False, None, None)
     elif isinstance(func, _C_CALLABLES) or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
