@@ -206,7 +206,7 @@ is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
         for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
             is_run = is_run || is_needed[node->first_out + k];
         }
-        result = is_run && node->is_random;
+        result = is_run && kl_tape_waits_to_draw(node);
         for (uint32_t k = 0; k < node->n_inputs && is_run; k++) {
             KlValueId value = core->inputs[node->first_input + k].value;
             if (value != KL_ID_NONE) {
@@ -239,8 +239,7 @@ find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *l
     int draws = is_drawing(&tape->core, *wanted, *n);
     for (size_t i = 0; i < tape->core.n_nodes && draws > 0; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        bool is_due = node->is_random && !node->is_done && !node->is_abandoned;
-        if (is_due && add_id(wanted, n, n_max, node->first_out) < 0) {
+        if (kl_tape_waits_to_draw(node) && add_id(wanted, n, n_max, node->first_out) < 0) {
             return -1;
         }
     }
