@@ -12,7 +12,7 @@ _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
 # (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
 #  is data, draws inside, imports)
 _StagedNode = tuple[
-    int, int, int | None, int, int, int, int, int, bool, int, int, bool, bool, tuple[int, ...]
+    int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
 ]
 # (inputs, outputs, bytes_extra, is_extra_rows, bytes_fixed, bytes_workspace, bytes_backward)
 _NodeSaves = tuple[int, int, int, bool, int, int, int]

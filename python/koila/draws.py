@@ -150,9 +150,36 @@ def move_on() -> None:
     _note_drawn()
 
 
+def noises_of(i: int, first_out: int) -> list[noise.Noise] | None:
+    """What a call draws, on the CPU; None: that is not known."""
+    known: dict[int, list[noise.Noise] | None] = _core.memo().setdefault("noises", {})
+    if i not in known:
+        is_cpu = _core.value(first_out)[10].type == "cpu"
+        known[i] = noise.of(i, first_out) if is_cpu else None
+    return known[i]
+
+
+def bytes_whole(i: int, first_out: int) -> int:
+    """Bytes of a call's noise where it is drawn whole, and cut for the chunks."""
+    noises = noises_of(i, first_out)
+    if noises is None or is_by_chunks(noises, [1, 1]):
+        return 0
+    return sum(one.n_bytes for one in noises)
+
+
+def why_others(i: int, first_out: int) -> str:
+    """Why a random call draws other numbers in chunks than eager, or nothing."""
+    noises = noises_of(i, first_out)
+    if noises is None:
+        return f"in chunks it draws other numbers than eager on {_core.value(first_out)[10]}"
+    if all(map(noise.is_eagers, noises)):
+        return ""
+    return "in chunks it may draw other numbers than eager: how memory lies is not known"
+
+
 def _advance(i: int, first_out: int, n_outs: int, generator: torch.Generator) -> None:
     """Let one call draw for the whole batch, and forget the numbers."""
-    noises = noise.of(i, first_out) if generator.device.type == "cpu" else None
+    noises = noises_of(i, first_out)
     if noises is not None:
         for one in noises:
             noise.advance(one, one.n_elements, generator)
@@ -164,10 +191,9 @@ def _advance(i: int, first_out: int, n_outs: int, generator: torch.Generator) ->
 def _stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
     """Ones, which are legal as weights, as probabilities and as deviations: where a call is made
     for its draws alone, only sizes and types matter."""
-    dtype, shape, *_ = info = _core.value(value)
-    if place is not None:
-        shape = rows.chunk_shape(shape, place, n_rows)
-    return torch.ones(shape, dtype=dtype, device=info[10])
+    info = _core.value(value)
+    shape = info[1] if place is None else rows.chunk_shape(info[1], place, n_rows)
+    return torch.ones(shape, dtype=info[0], device=info[10])
 
 
 def user_line() -> str:
@@ -319,9 +345,7 @@ class Draws:
         else:
             self.starts[i] = here
             self.new_starts.append(i)
-        noises = None
-        if generator.device.type == "cpu":
-            noises = noise.of(i, self.replay.program.nodes[i].first_out)
+        noises = noises_of(i, self.replay.program.nodes[i].first_out)
         if noises is not None:
             self.noises[i] = noises
         if not run.is_body:

@@ -96,6 +96,8 @@ def _describe(program: Program, value: int) -> str:
 
 def _line(program: Program, node: Node) -> str:
     why = f"; {_why(node)}" if _joins(program, node) else ""
+    others = draws.why_others(node.id, node.first_out) if node.is_random else ""
+    why += f"; {others}" if others and node.mode != ONCE else ""
     mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"
     return f"    {node.id:4d} {_name(node):24s} {mode}  ({_core.node(node.id)[3]})"
 

@@ -319,7 +319,7 @@ def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """rrelu() in training draws a slope for each negative number: with these known, it is a
     product with the slopes."""
-    words = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
+    words: dict[str, Any] = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
     words |= _words(("input", "lower", "upper", "training", "generator"), args, kwargs)
     x = words["input"]
     if not words["training"] or words["generator"] is not None or type(x) is not LazyTensor:

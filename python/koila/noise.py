@@ -39,6 +39,7 @@ class Noise(NamedTuple):
     dtype: torch.dtype
     place: rows.Place | None  # where its rows are; None: all rows share it
     follows: bool  # on a chunk it is laid out as the first argument is
+    is_known: bool = True  # how it is laid out; else it is taken to lie row by row
 
     @property
     def n_elements(self) -> int:
@@ -112,17 +113,41 @@ def _bind(names: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 
 def _dropout(name: str, source: Info, out: Info, p: float) -> Noise:
     shape = source.shape
-    is_feature = name.startswith("feature")
-    if is_feature:
+    follows = not name.startswith("feature")
+    if not follows:
         shape = (*shape[:2], *(1 for _ in shape[2:]))
-    follows = not is_feature and name != "native_dropout"
     strides = _like(shape, source.strides) if follows else _contiguous(shape)
-    return Noise("bernoulli_", {}, (1 - p,), shape, strides, source.dtype, out.place, follows)
+    is_known = source.strides is not None or not follows
+    values = (1 - p,)
+    return Noise(
+        "bernoulli_", {}, values, shape, strides, source.dtype, out.place, follows, is_known
+    )
 
 
 def _fill(method: str, out: Info, values: tuple[Any, ...], words: dict[str, Any]) -> Noise:
-    strides = out.strides if out.strides is not None else _contiguous(out.shape)
-    return Noise(method, words, values, out.shape, strides, out.dtype, out.place, True)
+    is_known = out.strides is not None
+    strides = out.strides or _contiguous(out.shape)
+    return Noise(method, words, values, out.shape, strides, out.dtype, out.place, True, is_known)
+
+
+def _by_chance(source: Info, out: Info, is_in_place: bool) -> Noise:
+    """bernoulli() of a tensor: what is compared with its chances, number by number."""
+    dtype = torch.float64 if source.dtype == torch.float64 else torch.float32
+    strides = _like(out.shape, out.strides)
+    is_known = out.strides is not None
+    return Noise("uniform_", {}, (), out.shape, strides, dtype, out.place, is_in_place, is_known)
+
+
+def _multiple(source: Info, out: Info, is_replaced: bool) -> Noise:
+    """multinomial(): a number for each sample, or for each of what is drawn from."""
+    if is_replaced:
+        strides = _contiguous(out.shape)
+        return Noise("uniform_", {}, (), out.shape, strides, torch.float64, out.place, False)
+    strides = _like(source.shape, source.strides)
+    is_known = source.strides is not None
+    return Noise(
+        "exponential_", {}, (), source.shape, strides, source.dtype, out.place, True, is_known
+    )
 
 
 def _attention(out: Info, key: Info, p: float) -> Noise:
@@ -154,7 +179,9 @@ def of(i: int, first_out: int) -> list[Noise] | None:
     if name.rstrip("_").endswith("dropout"):
         p = _bind("input p train", args, kwargs)["p"]
         return [_dropout(name, inputs[0], out, p)]
-    if name in _FILLS and len(inputs) == 1:
+    if name == "bernoulli_" and None in (*args[1:2], *kwargs.values()):
+        return [_by_chance(inputs[1], out, True)]
+    if name in _FILLS:
         return [_fill(name, out, args[1:], kwargs)]
     if name in _LIKES:
         limits = _bind("input low high", args, kwargs)
@@ -165,14 +192,13 @@ def of(i: int, first_out: int) -> list[Noise] | None:
         values = (0.0, std if len(inputs) == 1 and std is not None else 1.0)
         strides = _contiguous(out.shape)
         return [Noise("normal_", {}, values, out.shape, strides, out.dtype, out.place, False)]
-    if name == "bernoulli" and _bind("input p", args, kwargs).get("p") is not None:
-        return [_fill("bernoulli_", out, (_bind("input p", args, kwargs)["p"],), {})]
-    if name == "multinomial" and not _is_replaced(args, kwargs):
-        place = out.place
-        strides = _like(inputs[0].shape, inputs[0].strides)
-        return [
-            Noise("exponential_", {}, (), inputs[0].shape, strides, inputs[0].dtype, place, True)
-        ]
+    if name == "bernoulli":
+        p = _bind("input p", args, kwargs).get("p")
+        if p is None:
+            return [_by_chance(inputs[0], out, False)]
+        return [_fill("bernoulli_", out, (p,), {})._replace(follows=False)]
+    if name == "multinomial":
+        return [_multiple(inputs[0], out, _is_replaced(args, kwargs))]
     if name == "scaled_dot_product_attention":
         p = _bind("query key value attn_mask dropout_p", args, kwargs)["dropout_p"]
         return [_attention(out, inputs[1], p)]
@@ -234,9 +260,15 @@ def is_in_order(noise: Noise, sizes: Sequence[int]) -> bool:
     return not ends_within and sizes[-1] * per_row >= _SIXTEEN
 
 
+def is_eagers(noise: Noise) -> bool:
+    """Whether it is known that a chunk has eager's numbers; else its rows lie inside other dims,
+    and in which order is not known."""
+    return noise.is_known or noise.place is None or _is_outermost(noise)
+
+
 def fits(noise: Noise, args: Sequence[Any]) -> bool:
     """Whether a call on a chunk draws in the order in which it draws on the whole."""
-    if not noise.follows:
+    if not noise.follows or not noise.is_known:
         return True
     given: torch.Tensor = args[0]
     if given.is_contiguous() and _is_contiguous(noise.shape, noise.strides):
@@ -268,7 +300,7 @@ class Given(TorchDispatchMode):
     """Calls in it draw nothing: they are given their noise."""
 
     def __init__(self, noises: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.noises = iter(noises)
 
     def __torch_dispatch__(
@@ -277,7 +309,9 @@ class Given(TorchDispatchMode):
         words = kwargs or {}
         name = func.overloadpacket.__name__
         if name in _FILLS:
-            return args[0].copy_(next(self.noises))
+            noise = next(self.noises)
+            is_compared = len(args) > 1 and isinstance(args[1], torch.Tensor)
+            return args[0].copy_(noise < args[1] if is_compared else noise)
         if name in _DRAWN:
             return _DRAWN[name](next(self.noises), *args, **words)
         return func(*args, **words)
@@ -295,7 +329,8 @@ def _normal(noise: torch.Tensor, mean: Any, std: Any = 1.0, **_: Any) -> torch.T
 
 
 def _take_bernoulli(noise: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return noise.to(source.dtype, copy=True)
+    is_compared = noise.dtype != torch.bool
+    return (noise < source if is_compared else noise).to(source.dtype, copy=True)
 
 
 def _native_dropout(noise: torch.Tensor, source: torch.Tensor, p: float, _: Any) -> Any:

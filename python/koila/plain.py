@@ -64,7 +64,7 @@ def wrappers() -> list[tuple[Any, str, Any]]:
     if not _wrappers:
         for owner in _OWNERS:
             for name in dir(torch._C._VariableFunctions if owner is torch._VF else owner):
-                original = getattr(owner, name, None)
+                original: Any = getattr(owner, name, None)
                 is_of_c = callable(original) and not hasattr(original, "__code__")
                 if is_of_c and not isinstance(original, type) and draws(name):
                     _wrappers.append((owner, name, _wrap(original)))
