@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 import koila
@@ -47,6 +52,71 @@ def test_batch_dim_that_is_no_number() -> None:
     """The dim of the rows is an int."""
     with pytest.raises((TypeError, ValueError), match="batch"):
         koila.lazy(torch.zeros(3), batch="0")
+
+
+@pytest.mark.parametrize(
+    "objs",
+    [
+        (),
+        (5,),
+        ("text", None),
+        (np.ones((3, 2)),),
+        ([],),
+        ({"x": [1, 2]},),
+        (range(3), np.float64(2)),
+    ],
+    ids=str,
+)
+def test_nothing_to_make_lazy(objs: tuple[Any, ...]) -> None:
+    """Without a tensor all stays as it is, which is said with the line of the call."""
+    with pytest.warns(UserWarning, match="no tensor is in what it was given") as caught:
+        made = koila.lazy(*objs)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert made is objs[0] if len(objs) == 1 else made == objs
+    for obj in objs:
+        assert type(obj).__name__ in str(caught[0].message)
+
+
+def test_what_is_beside_a_tensor_passes_through() -> None:
+    """Silently: numbers, texts and arrays belong to many batches."""
+    x, ids, name = koila.lazy(torch.ones(3), np.arange(3), "train")
+    assert koila.is_lazy(x) and type(ids) is np.ndarray and name == "train"
+    with koila.off():
+        assert koila.lazy(5) == 5
+
+
+def collate(items: list[Tensor]) -> Tensor:
+    made: Tensor = koila.lazy(torch.stack(items))
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_lazy_in_a_worker_of_a_data_loader(workers: int) -> None:
+    """Its tensors come back plain: that is said there, and what to do instead."""
+    rows = [torch.full((2,), float(i)) for i in range(4)]
+    loader = DataLoader(rows, 2, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+    if workers == 0:
+        assert [koila.is_lazy(x) for x in loader] == [True, True]
+    else:
+        with pytest.raises(UserWarning, match=r"call lazy\(\) on the batch in the training loop"):
+            list(loader)
+
+
+def test_lazy_in_a_worker_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=0))
+    said: list[bool] = []
+
+    def call() -> None:  # in a thread of its own: nothing has been said there
+        for _ in range(3):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                koila.lazy(torch.ones(3))
+            said.append(bool(caught))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert said == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -129,14 +129,18 @@ kl_function_register(PyObject *module, PyObject *args)
     function->container = Py_NewRef(container);
     function->row = row_name != NULL ? kl_ops_find(row_name) : NULL;
     int result = 0;
+    PyObject *before = NULL; /* what was known of it: alive until nothing points to it any more */
     if (function->row != NULL) {
         function->signature = kl_py_signature_new(function->row->call);
         result = function->signature == NULL ? -1 : 0;
     }
     if (result == 0) {
+        before = Py_XNewRef(PyDict_GetItemWithError(kl_py.functions, func));
+        result =
+            PyErr_Occurred() ? -1 : PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
         memset(lately, 0, sizeof(lately));
-        result = PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
     }
+    Py_XDECREF(before);
     Py_DECREF(function);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }

@@ -1,6 +1,10 @@
 """A value that crosses from stage to stage: a detached alias on each side that reads it, so
-that its
-gradient gathers there, and is sent back when the stage that made it runs backward."""
+that its gradient gathers there, and is sent back when the stage that made it runs backward.
+
+A gradient that is put together lies in memory as its value does, which is how torch lays out what
+gathers in a leaf. It is not only a matter of speed: some of torch's own backwards (batch_norm's on
+the CPU) are wrong where the gradient's layout is another than the input's.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +94,7 @@ class Cross:
         self.is_graph = is_graph
         self.chunks: dict[int, torch.Tensor] = {}
         self.parts: dict[int, dict[int, torch.Tensor]] = {}
+        self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
         self.aliases: dict[Key, torch.Tensor] = {}
         self.seeds: dict[Key, torch.Tensor | None] = {}
 
@@ -173,7 +178,7 @@ class Cross:
             torch.zeros_like(self.chunks[chunk]) if grad is None else grad
             for chunk, grad in enumerate(grads)
         ]
-        return rows.gather(filled, self.info.place, self.info.strides)
+        return rows.gather(filled, self.info.place, self._strides())
 
     def part_seeds(
         self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -205,15 +210,20 @@ class Cross:
                 torch.zeros_like(chunks[c]) if grad is None else grad
                 for c, grad in zip(sorted(chunks), grads, strict=True)
             ]
-            total = _add(total, rows.gather(filled, place))
+            total = _add(total, rows.gather(filled, place, self._strides()))
         return total
+
+    def _strides(self) -> Sequence[int] | None:
+        """How the whole value lies in memory; None: it is not there, and nobody knows."""
+        return self.info.strides if self.whole is None else self.whole.stride()
 
     # -- stand-ins for a linear tail --------------------------------------------------------------
 
     def zero_whole(self) -> list[tuple[Cross, Key, torch.Tensor]]:
         """Stand in for a value that will be gathered; returns the leaf whose gradient is the
         seed."""
-        zeros = torch.zeros(self.info.shape, dtype=self.info.dtype, device=self.info.device)
+        strides = self.info.strides
+        zeros = rows.zeros(self.info.shape, strides, self.info.dtype, self.info.device)
         self.whole = zeros.requires_grad_() if self.needs_gradient else zeros
         self.is_graph = True
         return [(self, ("whole",), self.whole)]

@@ -27,8 +27,7 @@ from koila.errors import KoilaError
 from koila.rows import Bounds
 
 if TYPE_CHECKING:
-    from koila.program import Run
-    from koila.replay import Replay
+    from koila.program import Program, Run
 
 Cell = tuple[int, int | None]
 #: Where the files are that are not the user's.
@@ -265,7 +264,7 @@ def run_again(
 
     try:
         if not isinstance(cells.get((i, 0)), int):  # eager's own numbers, in chunks too
-            cell = starts[i] if i in starts else cells[i, None]
+            cell = cells[i, None] if (i, None) in cells else starts[i]
             results = run(cell, -1, {value: tensor for value, _, tensor in inputs})
             return results[0] if is_written or n_outs == 1 else tuple(results)
         bounds: list[Bounds] = memo["grids"][axis]
@@ -306,8 +305,9 @@ def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
 class Draws:
     """The draws of one program, kept with the program: a state, or a seed, for each cell."""
 
-    def __init__(self, replay: Replay) -> None:
-        self.replay = replay
+    def __init__(self, program: Program, grids: dict[int, list[Bounds]]) -> None:
+        self.program = program
+        self.grids = grids
         self.before: dict[torch.device, torch.Tensor] = {}
         self.after: dict[torch.device, torch.Tensor] = {}
         memo = _core.memo()
@@ -320,16 +320,13 @@ class Draws:
         self.whole: dict[int, list[torch.Tensor]] = {}  # noise that is cut for each chunk
 
     def _device(self, i: int) -> torch.device:
-        program = self.replay.program
-        return program.info(program.nodes[i].first_out).device
+        return self.program.info(self.program.nodes[i].first_out).device
 
     def prepare(self) -> None:
         """Move the generator past every draw that has not been made yet, and keep its states."""
         check_undisturbed()
-        for run in self.replay.program.runs:
-            self.run_of.update(
-                (i, run) for i in run.nodes if self.replay.program.nodes[i].is_random
-            )
+        for run in self.program.runs:
+            self.run_of.update((i, run) for i in run.nodes if self.program.nodes[i].is_random)
         for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
             self.before[device] = _get_state(generator_of(device))
         for i in sorted(self.run_of):
@@ -345,19 +342,18 @@ class Draws:
         else:
             self.starts[i] = here
             self.new_starts.append(i)
-        noises = noises_of(i, self.replay.program.nodes[i].first_out)
+        noises = noises_of(i, self.program.nodes[i].first_out)
         if noises is not None:
             self.noises[i] = noises
-        if not run.is_body:
-            self._note((i, None), self.starts[i])
-        if generator.device.type != "cpu":
+        if generator.device.type != "cpu" and (run.is_body or not is_late):
             self._seed(i, run, generator)
-        elif not run.is_body:
-            if not is_late:
-                nodes = self.replay.program.nodes
-                _advance(i, nodes[i].first_out, len(nodes[i].outs), generator)
-        else:
+        elif run.is_body:
             self._draw_chunks(i, run, generator)
+        else:
+            self._note((i, None), self.starts[i])
+            if not is_late:
+                node = self.program.nodes[i]
+                _advance(i, node.first_out, len(node.outs), generator)
         if is_late:
             _set_state(generator, here)
 
@@ -367,13 +363,13 @@ class Draws:
             self.new_cells.append(cell)
 
     def _seed(self, i: int, run: Run, generator: torch.Generator) -> None:
-        for chunk in range(len(self.replay.grids[run.axis]) if run.is_body else 1):
+        for chunk in range(len(self.grids[run.axis]) if run.is_body else 1):
             cell = (i, chunk if run.is_body else None)
             if cell not in self.cells:
                 self._note(cell, _seed_from(generator))
 
     def _draw_chunks(self, i: int, run: Run, generator: torch.Generator) -> None:
-        bounds = self.replay.grids[run.axis]
+        bounds = self.grids[run.axis]
         sizes = [stop - start for start, stop in bounds]
         noises = self.noises.get(i)
         if noises is not None and not is_by_chunks(noises, sizes):
@@ -387,16 +383,17 @@ class Draws:
                 _set_state(generator, start)  # one draw serves all rows
 
     def _advance_chunk(self, i: int, run: Run, n_rows: int, generator: torch.Generator) -> None:
-        program = self.replay.program
         if i in self.noises:
             for one in self.noises[i]:
                 share = one.n_elements if one.place is None else one.n_elements // one.n_rows
                 advance = share if one.place is None else share * n_rows
                 noise.advance(one, advance, generator)
             return
-        entries = [program.imports[number] for number in program.nodes[i].imports if number >= 0]
+        entries = [
+            self.program.imports[number] for number in self.program.nodes[i].imports if number >= 0
+        ]
         given = {entry.value: _stand_in(entry.value, entry.place, n_rows) for entry in entries}
-        run_alone(i, n_rows, given, len(program.values), True)
+        run_alone(i, n_rows, given, len(self.program.values), True)
 
     def call(
         self,
@@ -411,7 +408,7 @@ class Draws:
         _set(generator, self.cells[i, chunk])
         given: list[torch.Tensor] = []
         if chunk is not None and i in self.whole:
-            bounds = self.replay.grids[self.run_of[i].axis]
+            bounds = self.grids[self.run_of[i].axis]
             for one, whole in zip(self.noises[i], self.whole[i], strict=True):
                 assert one.place is not None
                 given.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
@@ -429,7 +426,7 @@ class Draws:
         for i in {*self.new_starts, *(i for i, _ in self.new_cells)}:
             _core.note_drawn(i)
         if self.cells:
-            _core.memo()["grids"] = dict(self.replay.grids)
+            _core.memo()["grids"] = dict(self.grids)
         if is_new:
             _note_drawn()
         if _core.has_dead_draw():

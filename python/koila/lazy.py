@@ -6,12 +6,14 @@ import contextlib
 import copy
 import dataclasses
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.utils.data
 
-from koila import _core, patches, replay
+from koila import _core, patches, replay, reports
 from koila.numbers import settle_outdated
 
 _WHOLE = -1
@@ -19,6 +21,7 @@ _WHOLE = -1
 
 class _State(threading.local):
     is_off = False
+    is_warned = False  # of a call in a worker of a DataLoader
 
 
 _state = _State()
@@ -51,6 +54,11 @@ def is_lazy(obj: object) -> bool:
         True
     """
     return type(obj) is _core.LazyTensor
+
+
+def _kind(obj: object) -> str:
+    kind = type(obj)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path: str) -> Any:
@@ -138,6 +146,10 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
     Returns:
         The same structure with lazy tensors: one object for one argument, else a tuple.
 
+    Warns:
+        UserWarning: there is no tensor in `objs`; or it is called in a worker of a DataLoader, from
+            which tensors come back plain.
+
     Raises:
         ValueError: the tensors disagree on the number of rows, or `batch` is no dim of one.
 
@@ -153,18 +165,39 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
     whole = objs[0] if len(objs) == 1 else objs
     rows: dict[str, int] = {}
 
+    n_tensors = 0
+
     def look(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
+        nonlocal n_tensors
+        n_tensors += 1
         dim = _dim_of(tensor, leaf_batch, path)
         if dim != _WHOLE:
             rows[path] = tensor.shape[dim]
         return tensor
 
     _map(look, whole, batch, "input")
+    if n_tensors == 0:
+        what = ", ".join(map(_kind, objs)) or "nothing"
+        warnings.warn(
+            f"koila.lazy: no tensor is in what it was given ({what}): it is returned as it is, and "
+            "what is made of it runs whole; give it tensors, such as torch.as_tensor(...)",
+            stacklevel=2,
+        )
+        return whole
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None and worker.id == 0 and not _state.is_warned:  # one speaks for all
+        _state.is_warned = True
+        warnings.warn(
+            "koila.lazy: called in a worker of a DataLoader, from which tensors come back plain: "
+            "what is made of them runs whole; call lazy() on the batch in the training loop",
+            stacklevel=2,
+        )
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
     settle_outdated()
-    replay.flush_known()
+    replay.flush_known("lazy() of another batch")
+    reports.begin_batch()
     axis = _core.new_axis()
 
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:

@@ -31,13 +31,22 @@ class Estimate:
     moments: tuple[Need, ...]
     rows: int
 
-    def peak(self, rows: int) -> tuple[float, int]:
-        """Bytes with chunks of `rows` rows, and the node that needs them."""
+    def _worst(self, rows: int) -> tuple[Need, int]:
+        """The moment that needs most with chunks of `rows` rows, and the number of chunks."""
         n_chunks = -(-self.rows // max(rows, 1))
         worst = max(
             self.moments, key=lambda need: need.bytes(rows, n_chunks), default=Need(0, 0, 0)
         )
+        return worst, n_chunks
+
+    def peak(self, rows: int) -> tuple[float, int]:
+        """Bytes with chunks of `rows` rows, and the node that needs them."""
+        worst, n_chunks = self._worst(rows)
         return worst.bytes(rows, n_chunks), worst.node
+
+    def fixed(self, rows: int) -> float:
+        """Bytes at that moment that smaller chunks do not make less."""
+        return self._worst(rows)[0].fixed
 
     def least(self) -> tuple[int, float, int]:
         """About the least bytes any chunks need: rows of a chunk, bytes, and the node.

@@ -29,6 +29,7 @@ from koila import (
     numbers,
     plain,
     replay,
+    reports,
 )
 
 _undo: list[tuple[Any, str, Any, bool]] = []
@@ -158,7 +159,7 @@ def _patch_grad_modes() -> None:
         def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
-                replay.flush_known()
+                replay.flush_known("the end of a block without gradients")
             return result
 
         _replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -193,7 +194,7 @@ def _patch_data() -> None:
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         leaf = _core.leaf_of(self)
         if leaf is not None and not _core.is_busy():
-            replay.flush_known()
+            replay.flush_known(".data of a tensor that waits to be read")
             leaf = _core.leaf_of(self)
             if leaf is not None:
                 watched = _core.memo().setdefault("watched", {})
@@ -313,7 +314,8 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
     budget.note_optimizer(optimizer)
-    replay.flush()
+    replay.flush("an optimizer's step")
+    reports.note_step(optimizer)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
