@@ -277,6 +277,19 @@ def test_without_an_optimizer_a_batch_is_a_step() -> None:
             assert ran() == [("backward()", chunks)]
 
 
+def test_gradients_of_another_model_are_not_of_this_step() -> None:
+    """They wait for an optimizer that has stepped, and this backward gives it none."""
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    for chunks in (4, 3):
+        with koila.config(chunks=chunks):
+            loss(100 * chunks).backward()
+            assert ran() == [("backward()", chunks)]
+
+
 def test_the_last_step_is_told_until_another_runs_something() -> None:
     with koila.config(chunks=3):
         loss().backward()

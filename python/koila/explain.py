@@ -203,7 +203,7 @@ def explain(*losses: Any) -> Explanation:
     """Describe the program behind some losses, without running it.
 
     Args:
-        losses: lazy tensors that backward() would be called on.
+        losses: lazy tensors that backward() would be called on, or lists of them.
 
     Returns:
         A text: in how many chunks and bytes it would run now; each stage, in the order they run,
@@ -216,14 +216,17 @@ def explain(*losses: Any) -> Explanation:
         >>> print(koila.explain((x * 2).sum()).splitlines()[0])
         program of 2 calls in 2 stages
     """
-    roots = [loss for loss in losses if type(loss) is _core.LazyTensor]
+    listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
+    roots = [loss for some in listed for loss in some if type(loss) is _core.LazyTensor]
     if not roots:
         return Explanation("no lazy tensor was given: nothing is recorded for it")
+    if all(map(_core.is_input, roots)):
+        return Explanation("an input: nothing is recorded for it alone")
     if all(_core.real(root) is not None for root in roots):
         return Explanation(f"nothing is pending: the program has run\n{reports.report()}")
     program = Program(roots)
     runs = _runs(program)
-    lines = [f"program of {len(program.nodes)} calls in {len(runs)} stages"]
+    lines = [f"program of {count(len(program.nodes), 'call')} in {count(len(runs), 'stage')}"]
     spread = program.spread
     if spread is not None:
         lines.append(f"it runs whole: {_SPREAD}\n" + _line(program, spread))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -83,6 +84,8 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         rebuilt = copy.copy(obj)
         for field in dataclasses.fields(obj):
+            if not hasattr(obj, field.name):
+                continue  # one with init=False that nothing has set yet
             item = getattr(obj, field.name)
             value = _map(fn, item, _entry(batch, field.name), f"{path}.{field.name}")
             object.__setattr__(rebuilt, field.name, value)
@@ -92,7 +95,7 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
 
 def _entry(batch: Any, key: Any) -> Any:
     """The part of `batch` for one entry: a number or None goes for all entries."""
-    if batch is None or isinstance(batch, int):
+    if batch is None or hasattr(batch, "__index__"):
         return batch
     if isinstance(batch, Mapping):
         if key not in batch:
@@ -124,8 +127,9 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
     """The dim of the rows, or _WHOLE."""
     if batch is None or tensor.dim() == 0:
         return _WHOLE
-    if isinstance(batch, bool) or not isinstance(batch, int):
+    if isinstance(batch, bool | torch.Tensor) or not hasattr(batch, "__index__"):
         raise ValueError(f"lazy: batch= for {path} must be an int or None, not {batch!r}")
+    batch = operator.index(batch)  # numpy's integers too
     if not -tensor.dim() <= batch < tensor.dim():
         raise ValueError(
             f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}"
@@ -172,7 +176,7 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
         n_tensors += 1
         dim = _dim_of(tensor, leaf_batch, path)
         if dim != _WHOLE:
-            rows[path] = tensor.shape[dim]
+            rows[path] = tensor.size(dim)  # a nested tensor has no shape
         return tensor
 
     _map(look, whole, batch, "input")

@@ -24,6 +24,7 @@ from koila.draws import user_line
 MOST_PROGRAMS = 1000
 _MOST_LISTED = 5
 _MOST_PRINTED = 12
+_N_WATCHED = 4  # parameters of each group
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,7 @@ class _State(threading.local):
         self.n_at_backward = -1  # n_noted when a backward of this step began; -1: none did
         self.n_at_step = -1  # when an optimizer stepped last in it
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.gradients: dict[int, list[Any]] = {}  # before the first backward of this step
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this step
         self.asked: str | None = None
         self.decision: Decision | None = None
@@ -251,12 +253,22 @@ def _begin(n_kept: int) -> None:
     _state.stepped.clear()
 
 
+def _gradients() -> dict[int, list[Any]]:
+    """What a few gradients are now of the parameters that optimizers of this thread step."""
+    found: dict[int, list[Any]] = {}
+    for optimizer in _state.optimizers:
+        groups = (group["params"] for group in optimizer.param_groups)
+        grads = (p.grad for params in groups for p in params[:_N_WATCHED])
+        found[id(optimizer)] = [g if g is None else (id(g), g._version) for g in grads]
+    return found
+
+
 def _is_gathering() -> bool:
-    """Whether gradients gather for an optimizer that has yet to step."""
+    """Whether this step's gradients gather for an optimizer that has yet to step."""
     if _state.n_at_backward < 0 or _state.n_at_step >= 0:
         return False
-    groups = (group for optimizer in _state.optimizers for group in optimizer.param_groups)
-    return any(p.grad is not None for group in groups for p in group["params"])
+    before = _state.gradients
+    return any(key in before and now != before[key] for key, now in _gradients().items())
 
 
 def begin_batch() -> None:
@@ -278,6 +290,8 @@ def note_backward() -> None:
     """A backward is about to run."""
     if _state.is_over:
         _begin(0)
+    if _state.n_at_backward < 0:
+        _state.gradients = _gradients()
     _state.n_at_backward = _state.n_noted
 
 
