@@ -152,6 +152,7 @@ typedef struct KlPyState {
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
+    PyObject *move_on;                 /* koila.draws: what waits draws now */
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */

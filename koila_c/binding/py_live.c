@@ -212,8 +212,8 @@ run_tape(Tape *tape)
         return -1;
     }
     if (tape->core.n_done < tape->core.n_nodes) {
-        PyObject *checked =
-            tape->memo != NULL ? PyObject_CallNoArgs(kl_py.check_draws) : Py_NewRef(Py_None);
+        PyObject *checked = kl_tape_has_draw(&tape->core) ? PyObject_CallNoArgs(kl_py.check_draws)
+                                                          : Py_NewRef(Py_None);
         if (checked == NULL) {
             return -1;
         }

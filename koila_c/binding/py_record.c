@@ -316,6 +316,20 @@ is_into_plain(const Function *function, PyObject *args, PyObject *out)
            PyTuple_GET_SIZE(args) > 0 && is_plain_and_unread(PyTuple_GET_ITEM(args, 0));
 }
 
+/* A call that draws now comes after the draws that were recorded before it. */
+static int
+draw_before(const Function *function)
+{
+    const Tape *tape = kl_tape_open_or_null();
+    if (!function->is_random || tape == NULL || tape->is_running ||
+        !kl_tape_has_draw(&tape->core)) {
+        return 0;
+    }
+    PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
+    Py_XDECREF(moved);
+    return moved == NULL ? -1 : 0;
+}
+
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
  * its lazies, their numbers are enough: what else waits can still be cut. */
 static PyObject *
@@ -337,8 +351,10 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (needs_graph < 0) {
         return NULL;
     }
-    return needs_graph != 0 ? run_with_all(func, args, kwargs)
-                            : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+    if (needs_graph != 0) {
+        return run_with_all(func, args, kwargs);
+    }
+    return draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
 }
 
 /* Whether a call was recorded, with its results, or raised (-1), or must run now (0). */
@@ -376,7 +392,7 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         return NULL;
     }
     if (!met.is_any_lazy) {
-        return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
+        return draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
     }
     if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;

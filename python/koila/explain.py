@@ -143,6 +143,8 @@ def _describe(program: Program, value: int) -> str:
 
 def _line(program: Program, node: Node) -> str:
     why = f"; {_why(node)}" if program.joins_rows(node) else ""
+    others = draws.why_others(node.id, node.first_out) if node.is_random else ""
+    why += f"; {others}" if others and node.mode != ONCE else ""
     mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"
     return f"    {node.id:4d} {name_of_node(node):24s} {mode}  ({where_of_node(node)})"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, checkpoints, devices, hooks, meta, plan, replay, reports
+from koila import _core, checkpoints, devices, draws, hooks, meta, plan, replay, reports
 
 LazyTensor = _core.LazyTensor
 
@@ -353,6 +353,33 @@ def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return select(func, (x.expand(shape), mask.expand(shape)), {})
 
 
+def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """rrelu() in training draws a slope for each negative number: with these known, it is a
+    product with the slopes."""
+    words: dict[str, Any] = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
+    words |= _words(("input", "lower", "upper", "training", "generator"), args, kwargs)
+    x = words["input"]
+    if not words["training"] or words["generator"] is not None or type(x) is not LazyTensor:
+        return NotImplemented
+    number = _core.read(x).detach()
+    slopes = torch.empty_like(number, memory_format=torch.contiguous_format)
+    draws.move_on()
+    nn: Any = torch._C._nn
+    nn.rrelu_with_noise(number, slopes, words["lower"], words["upper"], True)
+    return x * _core.like(slopes, x)
+
+
+def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """poisson() draws the more often, the larger the numbers are: these are read."""
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
+        return NotImplemented
+    number = _core.read(x).detach()
+    draws.move_on()
+    drawn = _core.like(torch.poisson(number), x)
+    return drawn + x * 0 if x.requires_grad and torch.is_grad_enabled() else drawn
+
+
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 HANDLERS: dict[str, Handler] = {
@@ -392,5 +419,7 @@ HANDLERS: dict[str, Handler] = {
 DECLINED: dict[str, Handler] = {
     "__getitem__": select,
     "masked_select": masked_select,
+    "rrelu": rrelu,
+    "poisson": poisson,
     "type": type_of,
 }

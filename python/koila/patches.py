@@ -22,10 +22,12 @@ from koila import (
     attention,
     budget,
     checkpoints,
+    draws,
     explain,
     handlers,
     meta,
     numbers,
+    plain,
     replay,
     reports,
 )
@@ -227,7 +229,7 @@ def _patch_data() -> None:
 
 
 def _patch_generator() -> None:
-    """The generator answers, and is set, after the draws that were recorded before."""
+    """The generator answers, and is set, where the draws that were recorded before leave it."""
     generator: Any = torch._C.Generator
     for name in (
         "get_state",
@@ -246,7 +248,7 @@ def _patch_generator() -> None:
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
             if is_shared and not _core.is_busy() and _core.has_draw():
-                replay.flush(f"{_original.__name__}() of a generator")
+                draws.move_on()
             return _original(self, *args, **kwargs)
 
         _replace(generator, name, patched)
@@ -388,3 +390,4 @@ def uninstall() -> None:
             delattr(owner, name)
     while _hooks:
         _hooks.pop().remove()
+    plain.unwatch_all()
