@@ -11,7 +11,7 @@
 typedef struct Met {
     Tape *tape;          /* this thread's, or NULL */
     bool is_any_lazy;    /* one at least is not settled: the call is worth recording */
-    bool is_any_foreign; /* one at least is attached to another thread's tape */
+    bool is_any_foreign; /* one at least is made by another thread's program */
 } Met;
 
 /* Settled: it has its number and nothing can be gained by recording on it. */
@@ -38,8 +38,9 @@ look_at(PyObject *lazy, void *context)
     if (value == NULL) {
         return -1;
     }
-    if (value->tape != NULL && value->tape != met->tape) {
-        met->is_any_foreign = true;
+    if (value->tape != NULL && value->tape != met->tape &&
+        value->tape->core.values[value->id].node != KL_ID_NONE) {
+        met->is_any_foreign = true; /* a leaf is but a tensor: this tape takes it over */
     }
     if (!is_settled(value)) {
         met->is_any_lazy = true;
@@ -225,8 +226,13 @@ error:
 static PyObject *
 draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
 {
-    return PyObject_CallFunctionObjArgs(kl_py.draw_like, func, args,
-                                        kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    if (kl_turn_draw() < 0) {
+        return NULL;
+    }
+    PyObject *drawn = PyObject_CallFunctionObjArgs(
+        kl_py.draw_like, func, args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    kl_turn_drawn();
+    return drawn;
 }
 
 static int
@@ -263,10 +269,9 @@ run_with_all(PyObject *func, PyObject *args, PyObject *kwargs)
 
 /* Whether a call that waits reads memory of a plain tensor: it must run before that is written. */
 static bool
-is_read(PyObject *tensor)
+is_read(const Tape *tape, PyObject *tensor)
 {
-    const Tape *tape = kl_tape_open_or_null();
-    for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
+    for (size_t i = 0; i < tape->core.n_values; i++) {
         PyObject *real = tape->values[i].real;
         if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
             continue;
@@ -282,8 +287,8 @@ is_read(PyObject *tensor)
     return false;
 }
 
-/* Whether a call writes a plain tensor and nothing else, and nothing waits that reads it. */
-static bool
+/* Whether a call writes a plain tensor and nothing else, and nothing waits that reads it; -1. */
+static int
 is_into_plain(const Function *function, PyObject *args)
 {
     if (function->row == NULL || function->row->kind != KL_ROW_INPLACE ||
@@ -294,7 +299,13 @@ is_into_plain(const Function *function, PyObject *args)
     if (!PyObject_TypeCheck(target, kl_py.tensor_base) || kl_lazy_check(target)) {
         return false;
     }
-    return !is_read(target);
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || kl_lock_take(&tape->lock) < 0) {
+        return -1;
+    }
+    bool is_free = !is_read(tape, target);
+    kl_lock_give(&tape->lock);
+    return is_free;
 }
 
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
@@ -306,7 +317,8 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    int needs_graph = !(function->has_meta || is_into_plain(function, args));
+    int is_plain = function->has_meta ? 1 : is_into_plain(function, args);
+    int needs_graph = is_plain < 0 ? -1 : !is_plain;
     if (needs_graph == 0 && is_grad_enabled) {
         needs_graph = kl_call_visit(args, has_gradient, NULL);
         if (needs_graph == 0 && kwargs != NULL && kwargs != Py_None) {
@@ -320,6 +332,34 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
                             : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
 }
 
+/* Whether this thread runs the program of `tape`: what is called meanwhile is no part of it. */
+static bool
+is_in_a_run(const Tape *tape)
+{
+    uint64_t holder = tape->lock.holder;
+    return tape->is_running && (holder == 0 || holder == PyThreadState_Get()->id);
+}
+
+/* Record a call in a turn at the tape. As kl_rows_record. */
+static int
+record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+          PyObject **results)
+{
+    int recorded = 0;
+    if (kl_lock_take(&tape->lock) < 0) {
+        return -1;
+    }
+    tape->is_running = true; /* what a finalizer calls on the way is not recorded into this */
+    if (function->row != NULL) {
+        recorded = kl_rows_record(tape, function, func, args, kwargs, results);
+    } else if (function->has_meta) {
+        recorded = record_by_meta(tape, function, func, args, kwargs, results);
+    }
+    tape->is_running = false;
+    kl_lock_give(&tape->lock);
+    return recorded;
+}
+
 PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -331,9 +371,8 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     if (!met.is_any_lazy) {
         return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
     }
-    if (!met.is_any_foreign && !met.tape->is_running) {
+    if (!met.is_any_foreign && !is_in_a_run(met.tape)) {
         PyObject *results = NULL;
-        int recorded = 0;
         if (function->is_draw_like && !kl_tape_has_draw(&met.tape->core)) {
             PyObject *drawn = draw_now(func, args, kwargs);
             if (drawn != Py_NotImplemented) {
@@ -341,12 +380,7 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
             }
             Py_DECREF(drawn);
         }
-        if (function->row != NULL) {
-            recorded = kl_rows_record(met.tape, function, func, args, kwargs, &results);
-        }
-        if (function->row == NULL && function->has_meta) {
-            recorded = record_by_meta(met.tape, function, func, args, kwargs, &results);
-        }
+        int recorded = record_on(met.tape, function, func, args, kwargs, &results);
         if (recorded == KL_ROWS_ILLEGAL) {
             return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
         }

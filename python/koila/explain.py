@@ -10,6 +10,7 @@ import torch
 
 from koila import _core, draws, plan
 from koila.program import ONCE, REDUCE, Node, Program, Run
+from koila.threads import in_turn
 
 _MODES = ("rows", "reduce", "once")
 _SPREAD = "memory that several stages use is written where no stage can"
@@ -116,6 +117,7 @@ def _head(program: Program, run: Run) -> str:
     return f"stage {run.stage}: body over {rows} rows, {_passes(program, run)}"
 
 
+@in_turn
 def explain(*losses: Any) -> str:
     """Describe the program behind some losses, without running it.
 
@@ -153,6 +155,7 @@ def explain(*losses: Any) -> str:
     return "\n".join(lines)
 
 
+@in_turn
 def plan_of(loss: torch.Tensor) -> plan.Plan:
     """The number of chunks that the program behind `loss` would run in, with the bytes
     predicted."""
