@@ -247,26 +247,52 @@ find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *l
     return draws < 0 ? -1 : 0;
 }
 
+/* The value that a root stands for: a lazy, or the number of a value. */
+static int
+read_root(Tape *tape, PyObject *root, KlValueId *id)
+{
+    if (PyLong_Check(root)) {
+        unsigned long number = PyLong_AsUnsignedLong(root);
+        if (!PyErr_Occurred() && number >= tape->core.n_values) {
+            PyErr_Format(PyExc_IndexError, "stage: there is no value %lu", number);
+        }
+        *id = (KlValueId)number;
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (!kl_lazy_check(root) || kl_lazy_checked(root) == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "stage: a root is not lazy");
+        }
+        return -1;
+    }
+    if (kl_lazy_value(root)->tape == tape) {
+        kl_tape_ask(&tape->core, kl_lazy_value(root)->id);
+    }
+    return kl_tape_attach(tape, kl_lazy_value(root), id);
+}
+
 static int
 find_roots(Tape *tape, PyObject *roots, KlValueId **ids, size_t *n, size_t *n_max)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); i++) {
-        PyObject *root = PyList_GET_ITEM(roots, i);
         KlValueId id = KL_ID_NONE;
-        if (!kl_lazy_check(root) || kl_lazy_checked(root) == NULL) {
-            if (!PyErr_Occurred()) {
-                PyErr_SetString(PyExc_TypeError, "stage: a root is not lazy");
-            }
-            return -1;
-        }
-        if (kl_lazy_value(root)->tape == tape) {
-            kl_tape_ask(&tape->core, kl_lazy_value(root)->id);
-        }
-        if (kl_tape_attach(tape, kl_lazy_value(root), &id) < 0 || add_id(ids, n, n_max, id) < 0) {
+        if (read_root(tape, PyList_GET_ITEM(roots, i), &id) < 0 || add_id(ids, n, n_max, id) < 0) {
             return -1;
         }
     }
     return 0;
+}
+
+/* Whether every call that waits is staged: nothing else would run if the tape did. */
+static bool
+is_all_staged(const KlTape *core, const KlStages *stages)
+{
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        if (!core->nodes[i].is_done && stages->node_stage[i] == KL_STAGE_NONE) {
+            return false;
+        }
+    }
+    return true;
 }
 
 static PyObject *
@@ -284,12 +310,13 @@ describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject 
     }
     PyObject *result = NULL;
     if (nodes != NULL && imports != NULL && values != NULL && roots != NULL) {
-        result = Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N}", "nodes", nodes,
+        result = Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N,s:O}", "nodes", nodes,
                                "imports", imports, "values", values, "roots", roots, "wanted",
                                wanted, "shared", shared, "n_stages", stages->n_stages, "last_body",
                                stage_object(stages->last_body), "is_tail_linear",
                                stages->is_tail_linear ? Py_True : Py_False, "tail_node",
-                               stage_object(stages->tail_node));
+                               stage_object(stages->tail_node), "is_all",
+                               is_all_staged(&tape->core, stages) ? Py_True : Py_False);
     }
     Py_XDECREF(roots);
     Py_XDECREF(values);
@@ -299,7 +326,7 @@ describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject 
 }
 
 /* stage(roots, is_known_only) -> dict: the program that computes every value the user can reach, or only
- * those that have no gradient in their history, and differentiates the roots. */
+ * those that have no gradient in their history, and differentiates the roots: lazies, or numbers of values. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)
 {

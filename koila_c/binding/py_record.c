@@ -99,8 +99,7 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         return -1;
     }
     call->func = Py_NewRef(func);
-    /* Nodes that end a body are named in messages: there the user's own line is worth a walk. */
-    kl_source_note(call, record->inferred->split.mode != KL_MODE_ROWS);
+    kl_source_note(call);
     tape->nodes[*id] = *call;
     return 0;
 }
@@ -287,25 +286,52 @@ is_read(const Tape *tape, PyObject *tensor)
     return false;
 }
 
-/* Whether a call writes a plain tensor and nothing else, and nothing waits that reads it; -1. */
-static int
-is_into_plain(const Function *function, PyObject *args)
+/* Whether all that is in `target` are plain tensors, and nothing waits that reads them. */
+static bool
+is_plain_and_unread(const Tape *tape, PyObject *target)
 {
-    if (function->row == NULL || function->row->kind != KL_ROW_INPLACE ||
-        PyTuple_GET_SIZE(args) == 0) {
-        return false;
+    if (PyTuple_Check(target) || PyList_Check(target)) {
+        bool result = true;
+        for (Py_ssize_t i = 0; result && i < PySequence_Fast_GET_SIZE(target); i++) {
+            result = is_plain_and_unread(tape, PySequence_Fast_GET_ITEM(target, i));
+        }
+        return result;
     }
-    PyObject *target = PyTuple_GET_ITEM(args, 0);
-    if (!PyObject_TypeCheck(target, kl_py.tensor_base) || kl_lazy_check(target)) {
-        return false;
+    return PyObject_TypeCheck(target, kl_py.tensor_base) && !kl_lazy_check(target) &&
+           !is_read(tape, target);
+}
+
+/* Borrowed: what a call is given as out=, or NULL. */
+static PyObject *
+out_of(PyObject *kwargs)
+{
+    bool has_kwargs = kwargs != NULL && kwargs != Py_None;
+    PyObject *out = has_kwargs ? PyDict_GetItemWithError(kwargs, kl_py.out) : NULL;
+    return out != Py_None ? out : NULL;
+}
+
+/* Whether a call writes plain tensors and nothing else, and nothing waits that reads them. */
+static bool
+is_into_plain(const Tape *tape, const Function *function, PyObject *args, PyObject *out)
+{
+    if (out != NULL) {
+        return is_plain_and_unread(tape, out);
     }
+    return function->row != NULL && function->row->kind == KL_ROW_INPLACE &&
+           PyTuple_GET_SIZE(args) > 0 && is_plain_and_unread(tape, PyTuple_GET_ITEM(args, 0));
+}
+
+/* The same, looked at in a turn at the tape; -1. */
+static int
+is_into_plain_only(const Function *function, PyObject *args, PyObject *out)
+{
     Tape *tape = kl_tape_open();
     if (tape == NULL || kl_lock_take(&tape->lock) < 0) {
         return -1;
     }
-    bool is_free = !is_read(tape, target);
+    bool result = is_into_plain(tape, function, args, out);
     kl_lock_give(&tape->lock);
-    return is_free;
+    return result;
 }
 
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
@@ -317,7 +343,9 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    int is_plain = function->has_meta ? 1 : is_into_plain(function, args);
+    PyObject *out = out_of(kwargs);
+    bool is_pure = function->has_meta && out == NULL;
+    int is_plain = is_pure ? 1 : is_into_plain_only(function, args, out);
     int needs_graph = is_plain < 0 ? -1 : !is_plain;
     if (needs_graph == 0 && is_grad_enabled) {
         needs_graph = kl_call_visit(args, has_gradient, NULL);
@@ -340,7 +368,7 @@ is_in_a_run(const Tape *tape)
     return tape->is_running && (holder == 0 || holder == PyThreadState_Get()->id);
 }
 
-/* Record a call in a turn at the tape. As kl_rows_record. */
+/* Record a call by its row, or by meta tensors, in a turn at the tape. As kl_rows_record. */
 static int
 record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
           PyObject **results)
@@ -358,6 +386,30 @@ record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, 
     tape->is_running = false;
     kl_lock_give(&tape->lock);
     return recorded;
+}
+
+/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). */
+static int
+record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+       PyObject **results)
+{
+    PyObject *handler = function->handler;
+    int recorded = 0;
+    if (out_of(kwargs) != NULL) {
+        handler = function->is_random ? NULL : kl_py.record_out;
+    } else {
+        recorded = record_on(tape, function, func, args, kwargs, results);
+    }
+    if (recorded != 0 || handler == NULL) {
+        return recorded;
+    }
+    *results = PyObject_CallFunctionObjArgs(handler, func, args,
+                                            kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    if (*results == Py_NotImplemented) {
+        Py_CLEAR(*results);
+        return 0;
+    }
+    return *results == NULL ? -1 : 1;
 }
 
 PyObject *
@@ -380,17 +432,9 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
             }
             Py_DECREF(drawn);
         }
-        int recorded = record_on(met.tape, function, func, args, kwargs, &results);
+        int recorded = record(met.tape, function, func, args, kwargs, &results);
         if (recorded == KL_ROWS_ILLEGAL) {
             return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
-        }
-        if (recorded == 0 && function->handler != NULL) {
-            results = PyObject_CallFunctionObjArgs(
-                function->handler, func, args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
-            recorded = results == NULL ? -1 : results != Py_NotImplemented;
-            if (recorded == 0) {
-                Py_CLEAR(results);
-            }
         }
         if (recorded != 0) {
             return recorded < 0 ? NULL : results;

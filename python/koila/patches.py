@@ -27,6 +27,7 @@ from koila import (
     meta,
     numbers,
     replay,
+    reports,
 )
 from koila.threads import in_turn
 
@@ -157,7 +158,7 @@ def _patch_grad_modes() -> None:
         def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
-                replay.flush_known()
+                replay.flush_known("the end of a block without gradients")
             return result
 
         _replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -198,7 +199,7 @@ def _patch_data() -> None:
     def watch(self: torch.Tensor) -> None:
         if _core.is_busy():
             return
-        replay.flush_known()
+        replay.flush_known(".data of a tensor that waits to be read")
         leaf = _core.leaf_of(self)
         if leaf is not None:
             watched = _core.memo().setdefault("watched", {})
@@ -227,7 +228,7 @@ def _patch_generator() -> None:
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
             if is_shared and _core.has_draw():
-                replay.flush()
+                replay.flush(f"{_original.__name__}() of a generator")
             return _original(self, *args, **kwargs)
 
         _replace(generator, name, patched)
@@ -317,7 +318,8 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
     budget.note_optimizer(optimizer)
-    replay.flush()
+    replay.flush("an optimizer's step")
+    reports.note_step(optimizer)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
