@@ -236,6 +236,12 @@ def test_other_limits_are_looked_at(free: SimpleNamespace, monkeypatch: pytest.M
         ("100", 100),
         ("7KB", 7000),
         ("1TiB", 2**40),
+        ("4G", 4 * GIB),
+        ("4g", 4 * GIB),
+        ("4Gi", 4 * GIB),
+        ("3M", 3 * MIB),
+        ("7 K", 7 * 1024),
+        ("0.5T", 2**39),
     ],
 )
 def test_sizes(text: int | str | None, n_bytes: int | None) -> None:

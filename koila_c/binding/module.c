@@ -198,6 +198,16 @@ static PyMethodDef functions[] = {
      "fix_malloc($module, /)\n--\n\nLet glibc give large blocks back to the system at once."},
     {"memo", core_memo, METH_NOARGS,
      "memo($module, /)\n--\n\nA dict that lives as long as the program of this thread."},
+    {"held", kl_turn_held, METH_VARARGS,
+     "held($module, lazy, func, args, kwargs, /)\n--\n\n"
+     "Call func while no other thread uses the tape that the lazy is on (None: this thread's own), "
+     "which is this thread's meanwhile."},
+    {"drawing", kl_turn_drawing, METH_O,
+     "drawing($module, func, /)\n--\n\n"
+     "Call func while no other program draws random numbers."},
+    {"is_pending_here", core_is_pending_here, METH_O,
+     "is_pending_here($module, lazy, /)\n--\n\n"
+     "Whether a lazy is a value of this thread's tape, without a tensor so far."},
     {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},
     {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
     {"fail_alloc_after", core_fail_alloc_after, METH_O,

@@ -23,8 +23,14 @@ core_new_axis(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     Tape *tape = kl_tape_open_or_null();
+    if (tape != NULL && kl_lock_take(&tape->lock) < 0) {
+        return NULL;
+    }
     if (tape != NULL && !tape->is_running) {
         kl_tape_give_up(tape);
+    }
+    if (tape != NULL) {
+        kl_lock_give(&tape->lock);
     }
     return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
 }
@@ -94,6 +100,18 @@ core_is_input(PyObject *module, PyObject *object)
     (void)module;
     Value *value = value_argument(object);
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
+}
+
+PyObject *
+core_is_pending_here(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    bool is_here = value->tape != NULL && value->tape == kl_tape_open_or_null();
+    return PyBool_FromLong(is_here && kl_lazy_real(value) == NULL);
 }
 
 /* (dtype, shape, strides or None, requires_grad, device number), or None where there is no KlMeta. */
@@ -215,9 +233,10 @@ core_refresh_leaf(PyObject *module, PyObject *args)
     if (tape == NULL || !PyArg_ParseTuple(args, "I:refresh_leaf", &id)) {
         return NULL;
     }
-    if (id < tape->core.n_values) {
-        kl_tape_refresh_leaf(tape, id);
+    if (id >= tape->core.n_values || tape->values[id].real == NULL) {
+        return PyErr_Format(PyExc_IndexError, "refresh_leaf: there is no leaf %u", id);
     }
+    kl_tape_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);
 }
 
@@ -399,6 +418,9 @@ core_set_busy(PyObject *module, PyObject *flag)
     Tape *tape = kl_tape_open();
     if (tape == NULL) {
         return NULL;
+    }
+    if (!PyBool_Check(flag)) {
+        return PyErr_Format(PyExc_TypeError, "set_busy: expected a bool, got %R", flag);
     }
     tape->is_running = flag == Py_True;
     return Py_NewRef(Py_None);

@@ -12,6 +12,7 @@ from koila.errors import MemoryLimitError
 from koila.program import ONCE, REDUCE, Node, Program, Run, name_of_node, where_of_node
 from koila.reports import Decision, ProgramReport, Stage, Whole, count, size
 from koila.rows import Bounds, largest
+from koila.threads import in_turn
 
 ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
@@ -199,6 +200,7 @@ class Explanation(str):
         printer.text(str(self))
 
 
+@in_turn
 def explain(*losses: Any) -> Explanation:
     """Describe the program behind some losses, without running it.
 
@@ -243,6 +245,7 @@ def explain(*losses: Any) -> Explanation:
     return Explanation("\n".join(lines))
 
 
+@in_turn
 def plan_of(loss: torch.Tensor) -> plan.Plan:
     """The number of chunks that the program behind `loss` would run in, with the bytes
     predicted."""

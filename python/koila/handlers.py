@@ -286,15 +286,16 @@ def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def repr_lazy(lazy: Any) -> str:
-    """What debuggers show: the number where it is there, and never a computation."""
+    """What debuggers show: the number where it is there. It never computes, nor waits for a thread
+    that does."""
     try:
-        real = _core.real(lazy)
+        real, description = _core.real(lazy), _core.describe(lazy)
     except Exception:  # what its call raised
         return "LazyTensor(failed)"
     if real is not None:
         return f"LazyTensor({real!r})"
     shape = tuple(lazy.shape)
-    grad_text = ", requires_grad=True" if lazy.requires_grad else ""
+    grad_text = ", requires_grad=True" if description is not None and description[3] else ""
     return (
         f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text})"
     )

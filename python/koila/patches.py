@@ -31,6 +31,7 @@ from koila import (
     replay,
     reports,
 )
+from koila.threads import in_turn
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -216,14 +217,19 @@ def _patch_data() -> None:
     def get(self: torch.Tensor) -> Any:
         if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
-        leaf = _core.leaf_of(self)
-        if leaf is not None and not _core.is_busy():
-            replay.flush_known(".data of a tensor that waits to be read")
-            leaf = _core.leaf_of(self)
-            if leaf is not None:
-                watched = _core.memo().setdefault("watched", {})
-                watched.setdefault(leaf, meta.checksum(self))
+        if _core.leaf_of(self) is not None:
+            watch(self)
         return original.__get__(self)
+
+    @in_turn
+    def watch(self: torch.Tensor) -> None:
+        if _core.is_busy():
+            return
+        replay.flush_known(".data of a tensor that waits to be read")
+        leaf = _core.leaf_of(self)
+        if leaf is not None:
+            watched = _core.memo().setdefault("watched", {})
+            watched.setdefault(leaf, meta.checksum(self))
 
     _replace(torch.Tensor, "data", property(get, original.__set__))
 
