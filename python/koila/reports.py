@@ -214,7 +214,7 @@ def name_of(func: Callable[..., Any]) -> str:
     if name == "__get__" and owner is not None:
         return str(owner.__name__)
     is_custom = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    return f"{owner.__name__}.{name}" if is_custom else name
+    return f"{owner.__name__}.{name}" if is_custom else name.strip("_") or name
 
 
 @dataclass(frozen=True)
@@ -313,14 +313,29 @@ def asked() -> str:
     return _state.asked or "a read"
 
 
-def note_whole(func: Callable[..., Any] | None, n_calls: int, n_bytes: int) -> None:
-    """Pending calls have run as they were written; `func` is the call that needed them, if any."""
+def note_whole(
+    func: Callable[..., Any] | None,
+    n_calls: int,
+    n_bytes: int,
+    error: type[BaseException] | None = None,
+) -> None:
+    """Pending calls have run as they were written.
+
+    Args:
+        func: the call that needed them, if any.
+        n_calls: how many ran.
+        n_bytes: what they made.
+        error: what the last of them raised.
+    """
     decision, _state.decision = _state.decision, None
     name, line = name_of(func) if func is not None else "a read", user_line()
     if decision is None:
         why = f"{name} needs its arguments as they are, and is not recorded"
         decision = Decision(why, whole=(Whole(name, line, "it is not recorded", n_bytes),))
-    if n_calls > 0:
+    if error is not None:
+        why = f"{error.__name__} in its call {n_calls}"
+        note(ProgramReport(_state.asked or f"{name}()", line, n_calls, n_chunks=0, why=why))
+    elif n_calls > 0:
         note(
             ProgramReport(
                 _state.asked or f"{name}()",
@@ -356,10 +371,11 @@ class Asking:
     ) -> None:
         if self.is_outermost:
             _state.asked = None
-            if error is not None:
+            is_told = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
+            if error is not None and not is_told:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 note(ProgramReport(self.what, user_line(), n_chunks=0, why=why))
-            elif self.idle and _state.n_noted == self.n_before:
+            elif error is None and self.idle and _state.n_noted == self.n_before:
                 note(ProgramReport(self.what, user_line(), why=self.idle))
 
 
