@@ -24,6 +24,16 @@ typedef struct Tape Tape;
 /* What a LazyTensor holds. *Attached*: one value of one tape. *Detached* (tape NULL): a real tensor, and
  * where its rows are; inputs before their first use, and everything that ran. A detached value is
  * attached again as a leaf when a call is recorded with it. */
+/* What torch's argument parser is shown of a lazy. Where a number is wanted it takes a tensor of no dims
+ * that needs no gradient, by its placeholder, and then asks for the number, which is read. */
+typedef enum {
+    KL_PLACEHOLDER_EMPTY, /* no number: of size 0 */
+    KL_PLACEHOLDER_INT,   /* the others have no dims, and no memory */
+    KL_PLACEHOLDER_BOOL,
+    KL_PLACEHOLDER_FLOAT, /* or complex */
+    KL_N_PLACEHOLDERS
+} KlPlaceholder;
+
 typedef struct Value {
     PyObject_HEAD Tape *tape; /* owned, or NULL */
     KlValueId id;             /* attached: its value on the tape */
@@ -36,6 +46,7 @@ typedef struct Value {
     uint64_t epoch;           /* backwards that had run when it became live */
     bool is_input;            /* made by lazy(): it stays lazy for ever */
     bool is_touched;          /* the dispatcher met its placeholder: the object is not used again */
+    KlPlaceholder placeholder;
 } Value;
 
 /* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
@@ -215,7 +226,7 @@ PyObject *kl_lazy_number(const Value *value);
 
 int kl_recycle_init(void);
 /* A new LazyTensor that stands for nothing yet. */
-PyObject *kl_recycle_take(void);
+PyObject *kl_recycle_take(KlPlaceholder kind);
 bool kl_recycle_works(void);
 
 /* -- py_tape.c: Tape -------------------------------------------------------------------------- */

@@ -470,9 +470,17 @@ force_one(PyObject *lazy, void *context)
     return real == NULL ? -1 : 0;
 }
 
+static int
+read_one(PyObject *lazy, void *context)
+{
+    (void)context;
+    Value *value = kl_lazy_checked(lazy);
+    return value == NULL ? -1 : kl_live_read(value);
+}
+
 /* Run what is pending as if from outside: down here autograd is off, and the program keeps its graph. */
 static int
-force_with_graph(PyObject *args, PyObject *kwargs)
+force_with_graph(PyObject *args, PyObject *kwargs, int (*force)(PyObject *, void *))
 {
     if (kl_call_visit(args, is_pending, NULL) == 0 &&
         (kwargs == NULL || kl_call_visit(kwargs, is_pending, NULL) == 0)) {
@@ -482,8 +490,8 @@ force_with_graph(PyObject *args, PyObject *kwargs)
     PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
     int result = -1;
     if (entered != NULL) {
-        result = kl_call_visit(args, force_one, NULL);
-        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force_one, NULL) : result;
+        result = kl_call_visit(args, force, NULL);
+        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force, NULL) : result;
         PyObject *type = NULL, *value = NULL, *traceback = NULL;
         PyErr_Fetch(&type, &value, &traceback);
         PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
@@ -524,7 +532,10 @@ kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_a
             "give it x.detach()",
             args[0]);
     }
-    return force_with_graph(args[2], kwargs) < 0
+    /* torch's argument parser asks for the number of what it takes for one. */
+    const Function *function = kl_function_find(args[0]);
+    bool is_read = function != NULL && function->kind == KL_CALL_READ;
+    return force_with_graph(args[2], kwargs, is_read ? read_one : force_one) < 0
                ? NULL
-               : kl_live_call(args[0], args[2], kwargs, KL_LIVE_PLAIN);
+               : kl_live_call(args[0], args[2], kwargs, is_read ? KL_LIVE_READ : KL_LIVE_PLAIN);
 }

@@ -23,6 +23,7 @@ from koila import (
     reductions,
     replay,
     reports,
+    scalars,
 )
 from koila.errors import KoilaError, StaleError
 
@@ -94,6 +95,14 @@ def _schemas(name: str) -> list[Any]:
     return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
 
 
+def _is_factory(name: str) -> bool:
+    """Whether torch knows it only without tensors: those that it is given are taken for numbers."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return bool(schemas) and not any(
+        _takes_tensor(schema) for schema in schemas if not _is_out(schema)
+    )
+
+
 def _has_effect(schema: Any) -> bool:
     parts = list(schema.arguments) + list(schema.returns)
     return any(part.alias_info is not None for part in parts)
@@ -126,7 +135,7 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
-    instead = handlers.DECLINED.get(name)
+    instead = scalars.instead(name, handlers.DECLINED.get(name))
     _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
 
 
@@ -138,6 +147,8 @@ def _register(func: Any, name: str) -> None:
         _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
         _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
+    elif isinstance(func, types.BuiltinFunctionType) and _is_factory(name):
+        _core.register(func, READ, name, None, False, False, False, None, None)
     elif isinstance(func, _C_CALLABLES) or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
@@ -190,6 +201,8 @@ def register_all() -> None:
     for name, func in _overridable():
         if callable(func) and not isinstance(func, type):
             _register(func, getattr(func, "__name__", name))
+    number = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
+    _core.register(number, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
     for name, member in _accessors():

@@ -215,14 +215,14 @@ class _Step:
     def _joint_back(self, run: Run) -> None:
         sweep, live = self.graphs.pop(run.stage)
         is_after = self.program.last_body is not None and run.stage > self.program.last_body
-        if not (is_after and self.program.is_tail_linear):
-            self._gather_gradients(run)
-            kept, seeds = self._combined(run)
+        self._gather_gradients(run)
+        kept, seeds = self._combined(run)
+        if not (is_after and self.program.is_tail_linear):  # else what comes is only looked at
             self.held_per_chunk += seeds
-            self.held -= live  # what is live at the start of its backward is counted there
-            self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
-            self.held += live - sweep.freed
-            self.held_per_chunk -= kept
+        self.held -= live  # what is live at the start of its backward is counted there
+        self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
+        self.held += live - sweep.freed
+        self.held_per_chunk -= kept
 
     def deliver(self) -> None:
         """Gradients of leaves that were cut are put together; those of half precision cast. Then

@@ -69,6 +69,28 @@ def _live_if_lazy(original: Callable[..., Any], is_plain: bool) -> Callable[...,
     return patched
 
 
+def _numbers(obj: Any) -> Any:
+    """The object with the numbers of lazies in their place."""
+    if type(obj) is _core.LazyTensor:
+        return _core.read(obj)
+    if isinstance(obj, tuple | list) and _holds_lazy(obj):
+        return [_numbers(item) for item in obj]
+    return obj
+
+
+def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which copies the numbers that it is given."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if _holds_lazy(args) or _holds_lazy(kwargs):
+            args = tuple(map(_numbers, args))
+            kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return patched
+
+
 def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +127,9 @@ def _patch_factories() -> None:
     # A default device goes by a set of functions that is made when first asked for: of torch's own,
     # which ours call.
     torch.utils._device._device_constructors()
-    for name in ("tensor", "as_tensor", "asarray", "scalar_tensor"):
+    for name in ("tensor", "scalar_tensor"):
+        _replace(torch, name, _read_if_lazy(getattr(torch, name)))
+    for name in ("as_tensor", "asarray"):
         _replace(torch, name, _live_if_lazy(getattr(torch, name), True))
     for owner in (torch, torch.utils.dlpack, torch._C):
         for name in ("to_dlpack", "_to_dlpack"):

@@ -44,6 +44,7 @@ class Replay:
         self.is_forward = False  # nothing is differentiated
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
+        self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
         self.scratch = self._copy_statistics()
         self.draws = draws.Draws(program, self.grids)
 
@@ -267,9 +268,9 @@ class Replay:
                 tail.seed(self, run, env, gradients)
             self._send_back(run, env, chunk)
             del env  # or the next chunk would run beside what is left of this one
-        for value in run.exports:
-            # Their gradient is sent back already: the tail's own run must not make another.
-            self.cross[value].needs_gradient = False
+        self.watched = {value: self.cross[value] for value in run.exports}
+        for cross in self.watched.values():
+            cross.watch = tail.Watch(cross.seeds)
 
     def _go_forward(self, gradients: list[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         graphs: dict[int, dict[int, torch.Tensor]] = {}
@@ -291,7 +292,9 @@ class Replay:
         for run in reversed(self.program.runs):
             if not run.is_body:
                 self._go_back_joint(graphs[run.stage], roots)
-            elif run.has_gradient and not self.program.is_fused(run):
+            elif run.has_gradient and self.program.is_fused(run):
+                tail.check(self, run, roots)
+            elif run.has_gradient:
                 for value in run.exports:
                     if value in roots:
                         self.cross[value].seeds["whole",] = roots[value]
