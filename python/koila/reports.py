@@ -328,17 +328,16 @@ def note_whole(
         error: what the last of them raised.
     """
     decision, _state.decision = _state.decision, None
-    name, line = name_of(func) if func is not None else "a read", user_line()
-    if decision is None:
-        why = f"{name} needs its arguments as they are, and is not recorded"
-        decision = Decision(why, whole=(Whole(name, line, "it is not recorded", n_bytes),))
+    line = user_line()
+    what = asked() if func is None or _state.asked is not None else f"{name_of(func)}()"
     if error is not None:
         why = f"{error.__name__} in its call {n_calls}"
-        note(ProgramReport(_state.asked or f"{name}()", line, n_calls, n_chunks=0, why=why))
+        note(ProgramReport(what, line, n_calls, n_chunks=0, why=why))
     elif n_calls > 0:
+        decision = decision or _undecided(func, line, n_bytes)
         note(
             ProgramReport(
-                _state.asked or f"{name}()",
+                what,
                 line,
                 n_calls,
                 n_bytes,
@@ -348,6 +347,14 @@ def note_whole(
                 whole=decision.whole,
             )
         )
+
+
+def _undecided(func: Callable[..., Any] | None, line: str, n_bytes: int) -> Decision:
+    """Why calls ran whole without a plan: something needed them as eager has them."""
+    if func is None:
+        return Decision("it has to have run before what follows")
+    why = "it needs its arguments with their graph, and is not recorded"
+    return Decision(f"for {name_of(func)}", whole=(Whole(name_of(func), line, why, n_bytes),))
 
 
 class Asking:
