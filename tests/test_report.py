@@ -193,7 +193,7 @@ def test_a_model_that_ran_whole_is_not_hidden_by_what_came_after() -> None:
     number = int(line.rpartition(":")[2]) + 1
     assert whole.call == "Double.apply" and whole.line == f"{__file__}:{number}"
     assert whole.n_bytes == report.programs[0].n_bytes == 2 * 12 * 64 * 4
-    assert f"Double.apply ({whole.line}) made 6.0 KiB whole: " in str(report)
+    assert f"Double.apply ({whole.line}), with 2 other calls, made 6.0 KiB whole" in str(report)
 
 
 def test_a_program_that_cannot_be_cut() -> None:
@@ -218,6 +218,32 @@ def test_joints_are_told_with_their_bytes() -> None:
     assert whole.call == "sort" and "every row depends on the others" in whole.why
     assert whole.line == f"{__file__}:{int(line.rpartition(':')[2]) + 1}"
     assert whole.n_bytes == 12 * 64 * (4 + 8)
+
+
+def test_what_follows_a_joint_is_told_with_it() -> None:
+    with koila.config(chunks=3):
+        x, _ = batch()
+        values = torch.linalg.svdvals(nn.Linear(6, 5)(x))
+        (values[:, None].expand(5, 1000) * 2).mean().backward()
+    (program,) = koila.report().programs
+    assert program.n_chunks == 3
+    (whole,) = program.whole
+    assert whole.call == "linalg_svdvals" and "no row for" in whole.why
+    assert whole.n_bytes == 5 * 4 + 5 * 1000 * 4 + 4 and whole.n_calls == 5
+
+
+def test_a_write_that_makes_all_whole() -> None:
+    with koila.config(chunks=3):
+        h = koila.lazy(torch.randn(6, 6)) @ torch.randn(6, 6, requires_grad=True)
+        mean = h.mean()
+        line = here()
+        h.diagonal().fill_(0.5)
+        (h * mean).sum().backward()
+    (program,) = koila.report().programs
+    assert program.n_chunks == 1
+    (whole,) = program.whole
+    assert whole.call == "fill_" and whole.why == program.why
+    assert whole.line == f"{__file__}:{int(line.rpartition(':')[2]) + 1}"
 
 
 def test_nothing_that_has_rows() -> None:

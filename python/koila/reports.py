@@ -35,16 +35,19 @@ class Whole:
         call: its name.
         line: where it was called, as "train.py:40".
         why: why it does not run by chunks.
-        n_bytes: bytes of what was made whole: by it, or by all that ran before it and with it.
+        n_bytes: bytes of what was made whole, views not counted.
+        n_calls: calls that made it: this one, and those whole because of it.
     """
 
     call: str
     line: str
     why: str
     n_bytes: int
+    n_calls: int = 1
 
     def __str__(self) -> str:
-        return f"{self.call} ({self.line}) made {size(self.n_bytes)} whole: {self.why}"
+        others = f", with {count(self.n_calls - 1, 'other call')}," if self.n_calls > 1 else ""
+        return f"{self.call} ({self.line}){others} made {size(self.n_bytes)} whole: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -334,7 +337,7 @@ def note_whole(
         why = f"{error.__name__} in its call {n_calls}"
         note(ProgramReport(what, line, n_calls, n_chunks=0, why=why))
     elif n_calls > 0:
-        decision = decision or _undecided(func, line, n_bytes)
+        decision = decision or _undecided(func, line, n_calls, n_bytes)
         note(
             ProgramReport(
                 what,
@@ -349,12 +352,14 @@ def note_whole(
         )
 
 
-def _undecided(func: Callable[..., Any] | None, line: str, n_bytes: int) -> Decision:
+def _undecided(func: Callable[..., Any] | None, line: str, n_calls: int, n_bytes: int) -> Decision:
     """Why calls ran whole without a plan: something needed them as eager has them."""
     if func is None:
         return Decision("it has to have run before what follows")
     why = "it needs its arguments with their graph, and is not recorded"
-    return Decision(f"for {name_of(func)}", whole=(Whole(name_of(func), line, why, n_bytes),))
+    return Decision(
+        f"for {name_of(func)}", whole=(Whole(name_of(func), line, why, n_bytes, n_calls + 1),)
+    )
 
 
 class Asking:
