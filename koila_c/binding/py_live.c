@@ -196,14 +196,15 @@ note_failed(Tape *tape, KlNodeId id)
 /* The call that needs what waits, while this thread runs it; borrowed. */
 static _Thread_local PyObject *caller;
 
-/* Tell how much ran whole; an exception stays. */
+/* Tell how much ran whole, and what it raised; an exception stays. */
 static int
 note_ran(unsigned long long n_calls, long long n_bytes)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *noted = PyObject_CallFunction(kl_py.note_ran, "OKL",
-                                            caller != NULL ? caller : Py_None, n_calls, n_bytes);
+    PyObject *noted =
+        PyObject_CallFunction(kl_py.note_ran, "OKLO", caller != NULL ? caller : Py_None, n_calls,
+                              n_bytes, type != NULL ? type : Py_None);
     int result = noted != NULL ? 0 : -1;
     Py_XDECREF(noted);
     if (type != NULL) {

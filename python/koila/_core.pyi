@@ -102,7 +102,7 @@ def bind(
     run_again: Callable[..., Any],
     bind_hooks: Callable[[int, torch.Tensor], None],
     note_live: Callable[[Any], None],
-    note_ran: Callable[[Any, int, int], None],
+    note_ran: Callable[[Any, int, int, type[BaseException] | None], None],
     device_of: Callable[[torch.device | str], torch.device | None],
     land: Callable[[torch.device], None],
     choose_attention: Callable[[int], None],

@@ -252,7 +252,8 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """numpy() and __array__: torch refuses them to tensors that require a gradient."""
     if args[0].requires_grad and not kwargs.get("force"):
         func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
-    return func(_core.read(args[0]), *args[1:], **kwargs)
+    with reports.Asking("numpy()"):
+        return func(_core.read(args[0]), *args[1:], **kwargs)
 
 
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,7 +304,8 @@ def repr_lazy(lazy: Any) -> str:
 
 def str_lazy(lazy: Any) -> str:
     """What print shows: the number."""
-    return str(_core.read(lazy))
+    with reports.Asking("print()"):
+        return str(_core.read(lazy))
 
 
 def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
@@ -314,7 +316,8 @@ def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
 
 
 def _read_number(tensor: torch.Tensor) -> torch.Tensor:
-    return _core.read(tensor) if type(tensor) is LazyTensor else tensor
+    with reports.Asking("getitem()"):
+        return _core.read(tensor) if type(tensor) is LazyTensor else tensor
 
 
 def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

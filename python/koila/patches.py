@@ -87,8 +87,9 @@ def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if _holds_lazy(args) or _holds_lazy(kwargs):
-            args = tuple(map(_numbers, args))
-            kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
+            with reports.Asking(f"{reports.name_of(original)}()"):
+                args = tuple(map(_numbers, args))
+                kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
         return original(*args, **kwargs)
 
     return patched
@@ -97,7 +98,8 @@ def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
 def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        _core.flush()  # live: nothing recorded before may run after
+        with reports.Asking(f"{reports.name_of(original)}()"):
+            _core.flush()  # live: nothing recorded before may run after
         return original(*args, **kwargs)
 
     return patched
