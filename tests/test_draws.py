@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
+from chunked import split
 from oracle import assert_close
 
 pytestmark = pytest.mark.sanitize
@@ -29,7 +30,7 @@ BY_VALUE: dict[str, Draw] = {
 def test_chunks_draw_numbers_of_their_own(name: str) -> None:
     x = torch.full((12, 8), 5.0, dtype=torch.float64)
     before = torch.get_rng_state()
-    with koila.config(chunks=4):
+    with split(4):
         drawn = BY_VALUE[name](koila.lazy(x) * 1.0).tolist()
     chunks = [str(drawn[i : i + 3]) for i in range(0, 12, 3)]
     assert len(set(chunks)) == 4
@@ -69,7 +70,8 @@ def step(draw: Draw, ask: Callable[[Tensor], Any], enter: Callable[[Tensor], Ten
 def test_a_read_and_the_gradient_after_it_have_the_same_draws(name: str, ask: str) -> None:
     """Also where the read was in chunks and the gradient must run whole."""
     want = step(IN_ORDER[name], ASK[ask], lambda x: x)
-    with koila.config(chunks=3):
+    partly = "create_graph" if ask == "create_graph" else ""
+    with split(3, partly=partly):
         got = step(IN_ORDER[name], ASK[ask], koila.lazy)
     for a, b, what in zip(got, want, ("loss", "gradient", "next"), strict=True):
         assert_close(a, b, what)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import koila
+from chunked import split
 from koila import replay
 from test_plan import Fails, limited_step, small
 
@@ -32,14 +33,14 @@ def test_whole() -> None:
 
 
 def test_chunks_that_were_asked_for() -> None:
-    with koila.config(chunks=3):
+    with split(3):
         loss().backward()
     assert koila.report() == koila.Report(3, 3)
 
 
 @pytest.mark.parametrize(("chunks", "made"), [(None, (1,)), (1, (1,)), (2, (2, 4))])
 def test_a_read_reports_too(chunks: int | None, made: tuple[int, ...]) -> None:
-    with koila.config(chunks=chunks):
+    with split(chunks):
         loss().item()
     assert koila.report() == koila.Report(*made)
 
@@ -58,7 +59,7 @@ def test_memory_limit(n_bytes: int) -> None:
 def test_nothing_pending_is_not_a_run() -> None:
     """An optimizer's step runs what is pending, and here nothing is."""
     w = torch.ones(2, requires_grad=True)
-    with koila.config(chunks=3):
+    with split(3):
         total = (koila.lazy(torch.ones(7, 2)) * w).sum()
         total.backward()
         torch.optim.SGD([w]).step()
@@ -68,7 +69,7 @@ def test_nothing_pending_is_not_a_run() -> None:
 
 def test_a_program_that_cannot_be_cut() -> None:
     """What runs live is one chunk, whatever ran before."""
-    with koila.config(chunks=3):
+    with split(3, partly="create_graph"):
         loss().backward()
         w = torch.ones(2, requires_grad=True)
         torch.autograd.grad((koila.lazy(torch.ones(7, 2)) * w).sum(), w, create_graph=True)
