@@ -228,3 +228,27 @@ def test_where_one_row_runs_out_of_memory_it_is_refused(monkeypatch: pytest.Monk
         limited_step(model, x, y)
     assert "can't allocate memory" in str(caught.value.__cause__)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_refusal_names_what_is_held_whole() -> None:
+    """Of batch normalization it is the batch that does not fit, not a row of it."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+    x = koila.lazy(torch.randn(64, 3, 32, 32))
+    with koila.config(memory_limit="6MiB"), pytest.raises(koila.MemoryLimitError) as caught:
+        model(x).mean().backward()
+    found = re.search(
+        r"needs ([\d.]+) MiB .* of which ([\d.]+) MiB do not depend on the rows of a chunk: "
+        r"batch_norm \((.*):\d+\), reading all rows at once, makes 4.0 MiB, and",
+        str(caught.value),
+    )
+    assert found is not None, str(caught.value)
+    assert 0.9 * float(found[1]) < float(found[2]) <= float(found[1])
+    assert found[3] == __file__
+
+
+def test_a_refusal_that_no_call_is_to_blame_for() -> None:
+    """The gradient of a weight is as large for one row."""
+    w = torch.randn(1000, 1000, requires_grad=True)
+    with koila.config(memory_limit="6MiB"), pytest.raises(koila.MemoryLimitError) as caught:
+        (koila.lazy(torch.randn(64, 1000)) @ w).mean().backward()
+    assert "MiB do not depend on the rows of a chunk, and " in str(caught.value)

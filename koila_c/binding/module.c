@@ -32,14 +32,14 @@ core_bind(PyObject *module, PyObject *args)
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
              *check_draws = NULL, *read = NULL, *in_transform = NULL, *run_again = NULL,
-             *folders = NULL, *bind_hooks = NULL, *note_live = NULL, *device_of = NULL,
-             *land = NULL, *choose = NULL;
+             *folders = NULL, *bind_hooks = NULL, *note_live = NULL, *note_ran = NULL,
+             *device_of = NULL, *land = NULL, *choose = NULL, *record_out = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
                           &check_draws, &skip_one_hop, &read, &in_transform, &run_again,
-                          &bind_hooks, &note_live, &device_of, &land, &choose, &PyTuple_Type,
-                          &folders, &reductions) ||
+                          &bind_hooks, &note_live, &note_ran, &device_of, &land, &choose,
+                          &record_out, &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -51,9 +51,11 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
     Py_XSETREF(kl_py.note_live, Py_NewRef(note_live));
+    Py_XSETREF(kl_py.note_ran, Py_NewRef(note_ran));
     Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
     Py_XSETREF(kl_py.land, Py_NewRef(land));
     Py_XSETREF(kl_py.choose_attention, Py_NewRef(choose));
+    Py_XSETREF(kl_py.record_out, Py_NewRef(record_out));
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
@@ -68,7 +70,7 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, check_draws, skip_one_hop, read, in_transform, run_again, bind_hooks, note_live, "
-     "device_of, land, choose_attention, folders, reductions, /)"
+     "note_ran, device_of, land, choose_attention, record_out, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -132,6 +134,9 @@ static PyMethodDef functions[] = {
      "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
      "cloned, clone, /)\n--\n\n"
      "Run nodes in order on one chunk (rows < 0: whole)."},
+    {"check_result", kl_promise_check_result, METH_VARARGS,
+     "check_result($module, node, value, tensor, /)\n--\n\n"
+     "Raise where a value made outside of run() is not what inference promised."},
     {"deliver", kl_stage_deliver, METH_VARARGS,
      "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},
     {"value", kl_program_value, METH_VARARGS,
@@ -146,6 +151,10 @@ static PyMethodDef functions[] = {
     {"abandon", core_abandon, METH_NOARGS,
      "abandon($module, /)\n--\n\nA run raised: what is pending waits until it is asked for by "
      "name."},
+    {"storage", core_storage, METH_O,
+     "storage($module, lazy, /)\n--\n\n"
+     "The number of the memory of a pending lazy; None where it is, or may be, memory of the "
+     "user's."},
     {"leaf_of", core_leaf_of, METH_O,
      "leaf_of($module, tensor, /)\n--\n\n"
      "The number of a real tensor that pending calls read, or None."},
@@ -212,9 +221,11 @@ import_torch(void)
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
     kl_py.requires_grad = PyUnicode_InternFromString("requires_grad");
+    kl_py.out = PyUnicode_InternFromString("out");
     if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
         kl_py.len_dispatch_stack == NULL || kl_py.reenter == NULL || kl_py.empty_tuple == NULL ||
-        kl_py.empty_dict == NULL || kl_py.zero == NULL || kl_py.requires_grad == NULL) {
+        kl_py.empty_dict == NULL || kl_py.zero == NULL || kl_py.requires_grad == NULL ||
+        kl_py.out == NULL) {
         goto error;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");

@@ -24,6 +24,16 @@ typedef struct Tape Tape;
 /* What a LazyTensor holds. *Attached*: one value of one tape. *Detached* (tape NULL): a real tensor, and
  * where its rows are; inputs before their first use, and everything that ran. A detached value is
  * attached again as a leaf when a call is recorded with it. */
+/* What torch's argument parser is shown of a lazy. Where a number is wanted it takes a tensor of no dims
+ * that needs no gradient, by its placeholder, and then asks for the number, which is read. */
+typedef enum {
+    KL_PLACEHOLDER_EMPTY, /* no number: of size 0 */
+    KL_PLACEHOLDER_INT,   /* the others have no dims, and no memory */
+    KL_PLACEHOLDER_BOOL,
+    KL_PLACEHOLDER_FLOAT, /* or complex */
+    KL_N_PLACEHOLDERS
+} KlPlaceholder;
+
 typedef struct Value {
     PyObject_HEAD Tape *tape; /* owned, or NULL */
     KlValueId id;             /* attached: its value on the tape */
@@ -36,6 +46,7 @@ typedef struct Value {
     uint64_t epoch;           /* backwards that had run when it became live */
     bool is_input;            /* made by lazy(): it stays lazy for ever */
     bool is_touched;          /* the dispatcher met its placeholder: the object is not used again */
+    KlPlaceholder placeholder;
 } Value;
 
 /* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
@@ -60,7 +71,7 @@ typedef struct KlPyNode {
     PyObject *func;
     PyObject *kwnames; /* tuple of the last arguments' names, or NULL */
     PyObject *error;   /* why it has no number: (type, args, notes) of what it raised; else NULL */
-    PyObject *code; /* the innermost frame's code object, for the source line; NULL where unknown */
+    PyObject *code;    /* of the user's innermost frame, for the source line; NULL where unknown */
     int lasti;
     uint32_t first_slot; /* into tape->slots */
     uint32_t n_slots;
@@ -136,7 +147,7 @@ typedef struct KlPyState {
     PyObject *size_type; /* torch.Size */
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
-    PyObject *requires_grad; /* str */
+    PyObject *requires_grad, *out; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
@@ -144,11 +155,13 @@ typedef struct KlPyState {
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
+    PyObject *note_ran;                /* koila.reports.note_whole: what ran whole, and for whom */
     PyObject *device_of;               /* koila.devices: which device a name without index means */
     PyObject *land;                    /* koila.devices: wait for a copy to the CPU */
     PyObject *choose_attention;        /* koila.attention: put a setting of its kernels in force */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
+    PyObject *record_out;              /* koila.outs.record: a call that writes to out= */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
@@ -213,7 +226,7 @@ PyObject *kl_lazy_number(const Value *value);
 
 int kl_recycle_init(void);
 /* A new LazyTensor that stands for nothing yet. */
-PyObject *kl_recycle_take(void);
+PyObject *kl_recycle_take(KlPlaceholder kind);
 bool kl_recycle_works(void);
 
 /* -- py_tape.c: Tape -------------------------------------------------------------------------- */
@@ -259,6 +272,9 @@ void *kl_meta_symbol(const char *name);
 /* Read dtype, shape, strides and requires_grad of a real tensor. 0, or 1 where it has no KlMeta (more
  * than KL_DIMS_MAX dims, not strided), or -1 with an exception. */
 int kl_meta_read(PyObject *tensor, KlMeta *meta);
+/* Whether a tensor has memory laid out by strides, and the dtype and sizes of `meta`, but `size` in dim
+ * `dim` (-1: in none); -1 with an exception. */
+int kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t size);
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
@@ -349,6 +365,17 @@ PyObject *kl_context_note_attention(PyObject *module, PyObject *setting);
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                           KlError *error);
 
+/* -- py_promise.c: what was inferred, held against what torch gives ------------------------------- */
+
+/* Check sizes and dtype of what node `id` gave for `value`, on a chunk of `rows` rows (-1: whole). 0, or
+ * -1 with an exception that names the call and its line. */
+int kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result,
+                     long long rows);
+/* Raise that exception; -1. */
+int kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result,
+                     long long rows);
+PyObject *kl_promise_check_result(PyObject *module, PyObject *args);
+
 /* -- py_stage.c ---------------------------------------------------------------------------------- */
 
 /* Wait where a node copied something to the CPU, so that its numbers are there. */
@@ -389,8 +416,8 @@ int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObjec
 
 /* The folders, a tuple of str, whose files are not the user's. */
 int kl_source_init(PyObject *folders);
-/* Keep the innermost frame; walked: the innermost that is the user's. */
-void kl_source_note(KlPyNode *call, bool is_walked);
+/* Keep the innermost frame that is the user's; the outermost where none is. */
+void kl_source_note(KlPyNode *call);
 /* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
 PyObject *kl_source_where(const Tape *tape, KlNodeId id);
 

@@ -275,6 +275,24 @@ core_leaf_of(PyObject *module, PyObject *tensor)
 }
 
 PyObject *
+core_storage(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Tape *tape = kl_tape_open_or_null();
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    if (tape == NULL || value->tape != tape) {
+        return Py_NewRef(Py_None);
+    }
+    KlStorageId id = tape->core.values[value->id].storage;
+    const KlStorage *storage = &tape->core.storages[id];
+    bool is_own = tape->core.values[storage->base].node != KL_ID_NONE && !storage->is_uncertain;
+    return is_own ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
+}
+
+PyObject *
 core_has_draw(PyObject *module, PyObject *ignored)
 {
     (void)module;
@@ -404,10 +422,7 @@ core_pending_bytes(PyObject *module, PyObject *ignored)
     long long bytes = 0;
     for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
-            const KlValue *value = &tape->core.values[node->first_out + k];
-            bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
-        }
+        bytes += node->is_done ? 0 : kl_tape_n_bytes(&tape->core, (KlNodeId)i);
         bytes += node->saves.bytes_extra + node->saves.bytes_fixed + node->saves.bytes_workspace;
     }
     return PyLong_FromLongLong(bytes);

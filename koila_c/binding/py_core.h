@@ -23,6 +23,7 @@ PyObject *core_is_busy(PyObject *module, PyObject *ignored);
 PyObject *core_forget(PyObject *module, PyObject *ignored);
 PyObject *core_abandon(PyObject *module, PyObject *ignored);
 PyObject *core_leaf_of(PyObject *module, PyObject *tensor);
+PyObject *core_storage(PyObject *module, PyObject *object);
 PyObject *core_has_draw(PyObject *module, PyObject *ignored);
 PyObject *core_hook(PyObject *module, PyObject *args);
 PyObject *core_note_drawn(PyObject *module, PyObject *id);

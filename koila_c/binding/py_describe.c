@@ -118,7 +118,8 @@ describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound,
     for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
         status = kl_py_append_new(inputs, input_object(bound, i, &result->split, n_args, kwargs));
     }
-    for (uint32_t i = 0; status == 0 && i < result->split.n_rewrites; i++) {
+    for (uint32_t i = 0; status == 0 && !result->split.is_open && i < result->split.n_rewrites;
+         i++) {
         status = kl_py_append_new(
             rewrites, rewrite_object(bound, &result->split.rewrites[i], n_args, kwargs));
     }

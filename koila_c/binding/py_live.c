@@ -42,55 +42,20 @@ keep_flags(Tape *tape)
     return 0;
 }
 
-static int
-raise_mismatch(Tape *tape, KlNodeId id, KlValueId value, PyObject *result)
-{
-    const KlMeta *promised = &tape->core.values[value].meta;
-    PyObject *where = kl_source_where(tape, id);
-    PyObject *expected = where != NULL ? kl_meta_size(promised) : NULL;
-    PyObject *shape = PyObject_GetAttrString(result, "shape");
-    PyObject *requires_grad =
-        shape != NULL ? PyObject_GetAttrString(result, "requires_grad") : NULL;
-    PyErr_Clear();
-    if (expected != NULL) {
-        PyErr_Format(
-            kl_py.koila_error,
-            "%R gave %.80s of %R (requires_grad %R) where %R (requires_grad %s, %s) was expected "
-            "(%U): a mistake in koila's inference, please report it",
-            tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
-            requires_grad != NULL ? requires_grad : Py_None, expected,
-            promised->requires_grad ? "True" : "False", kl_meta_dtype_name(promised->dtype), where);
-    }
-    Py_XDECREF(requires_grad);
-    Py_XDECREF(shape);
-    Py_XDECREF(expected);
-    Py_XDECREF(where);
-    return -1;
-}
-
 /* What was promised when the call was recorded must be what torch gives. */
 static int
 check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
-    const KlMeta *promised = &tape->core.values[value].meta;
-    KlMeta meta;
     if (real == NULL) {
         PyErr_Format(PyExc_SystemError, "koila: value %u stands for one that has no tensor", value);
         return -1;
     }
-    if (!PyObject_TypeCheck(real, kl_py.tensor_base)) {
-        return raise_mismatch(tape, id, value, real);
+    if (kl_promise_check(tape, id, value, real, -1) < 0) {
+        return -1;
     }
-    int result = kl_meta_read(real, &meta);
-    if (result != 0) {
-        return result < 0 ? -1 : raise_mismatch(tape, id, value, real);
-    }
-    bool is_same = meta.dtype == promised->dtype && meta.n_dims == promised->n_dims &&
-                   meta.requires_grad == promised->requires_grad;
-    for (int32_t i = 0; is_same && i < meta.n_dims; i++) {
-        is_same = meta.shape[i] == promised->shape[i];
-    }
-    return is_same ? 0 : raise_mismatch(tape, id, value, real);
+    int requires_grad = kl_meta_requires_grad(real);
+    bool is_same = requires_grad == tape->core.values[value].meta.requires_grad;
+    return requires_grad < 0 ? -1 : is_same ? 0 : kl_promise_break(tape, id, value, real, -1);
 }
 
 static int
@@ -127,7 +92,7 @@ bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
         return bind(tape, id, node->first_out, result);
     }
     if (PySequence_Fast_GET_SIZE(result) != (Py_ssize_t)node->n_outs) {
-        return raise_mismatch(tape, id, node->first_out, result);
+        return kl_promise_break(tape, id, node->first_out, result, -1);
     }
     for (uint32_t i = 0; i < node->n_outs; i++) {
         if (bind(tape, id, node->first_out + i, PySequence_Fast_GET_ITEM(result, i)) < 0) {
@@ -214,11 +179,33 @@ add_note(Tape *tape, KlNodeId id)
     PyErr_Restore(type, value, traceback);
 }
 
+/* The call that needs what waits, while this thread runs it; borrowed. */
+static _Thread_local PyObject *caller;
+
+/* Tell how much ran whole; an exception stays. */
+static int
+note_ran(unsigned long long n_calls, long long n_bytes)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *noted = PyObject_CallFunction(kl_py.note_ran, "OKL",
+                                            caller != NULL ? caller : Py_None, n_calls, n_bytes);
+    int result = noted != NULL ? 0 : -1;
+    Py_XDECREF(noted);
+    if (type != NULL) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    return result;
+}
+
 static int
 run_tape(Tape *tape)
 {
     KlContextSwitch context;
     int result = 0;
+    unsigned long long n_calls = 0;
+    long long n_bytes = 0;
     if (tape->is_running) {
         PyErr_SetString(kl_py.koila_error,
                         "a value was read while the program that makes it is running");
@@ -239,6 +226,8 @@ run_tape(Tape *tape)
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
             if (!tape->core.nodes[i].is_done && !tape->core.nodes[i].is_abandoned) {
                 result = run_node(tape, (KlNodeId)i, &context);
+                n_calls++;
+                n_bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
                 if (result < 0) {
                     /* As in eager, what depends on a call that raised does not exist; the rest does. */
                     add_note(tape, (KlNodeId)i);
@@ -251,6 +240,9 @@ run_tape(Tape *tape)
         result = kl_context_end(&context);
         if (result < 0) {
             kl_tape_abandon(&tape->core, true);
+        }
+        if (note_ran(n_calls, n_bytes) < 0) {
+            result = -1;
         }
     }
     kl_tape_give_up(tape);
@@ -282,7 +274,9 @@ kl_live_read(Value *value)
         /* What has no gradient may be had of labels alone, without the model. */
         bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
         for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
-            PyObject *answer = PyObject_CallOneArg(kl_py.read, is_known_only ? Py_True : Py_False);
+            PyObject *answer =
+                PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
+                                             caller != NULL ? caller : Py_None, NULL);
             bool is_known = answer == Py_True;
             Py_XDECREF(answer);
             if (answer == NULL) {
@@ -448,8 +442,14 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     Met met = {.kind = kind};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
-    if (kl_call_visit(args, force_one, &met) < 0 ||
-        (has_kwargs && kl_call_visit(kwargs, force_one, &met) < 0)) {
+    PyObject *before = caller;
+    caller = func;
+    int status = kl_call_visit(args, force_one, &met);
+    if (status >= 0 && has_kwargs) {
+        status = kl_call_visit(kwargs, force_one, &met);
+    }
+    caller = before;
+    if (status < 0) {
         return NULL;
     }
     real_args = kl_call_real(args);

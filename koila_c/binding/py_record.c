@@ -98,8 +98,7 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         return -1;
     }
     call->func = Py_NewRef(func);
-    /* Nodes that end a body are named in messages: there the user's own line is worth a walk. */
-    kl_source_note(call, record->inferred->split.mode != KL_MODE_ROWS);
+    kl_source_note(call);
     tape->nodes[*id] = *call;
     return 0;
 }
@@ -282,19 +281,39 @@ is_read(PyObject *tensor)
     return false;
 }
 
-/* Whether a call writes a plain tensor and nothing else, and nothing waits that reads it. */
+/* Whether all that is in `target` are plain tensors, and nothing waits that reads them. */
 static bool
-is_into_plain(const Function *function, PyObject *args)
+is_plain_and_unread(PyObject *target)
 {
-    if (function->row == NULL || function->row->kind != KL_ROW_INPLACE ||
-        PyTuple_GET_SIZE(args) == 0) {
-        return false;
+    if (PyTuple_Check(target) || PyList_Check(target)) {
+        bool result = true;
+        for (Py_ssize_t i = 0; result && i < PySequence_Fast_GET_SIZE(target); i++) {
+            result = is_plain_and_unread(PySequence_Fast_GET_ITEM(target, i));
+        }
+        return result;
     }
-    PyObject *target = PyTuple_GET_ITEM(args, 0);
-    if (!PyObject_TypeCheck(target, kl_py.tensor_base) || kl_lazy_check(target)) {
-        return false;
+    return PyObject_TypeCheck(target, kl_py.tensor_base) && !kl_lazy_check(target) &&
+           !is_read(target);
+}
+
+/* Borrowed: what a call is given as out=, or NULL. */
+static PyObject *
+out_of(PyObject *kwargs)
+{
+    bool has_kwargs = kwargs != NULL && kwargs != Py_None;
+    PyObject *out = has_kwargs ? PyDict_GetItemWithError(kwargs, kl_py.out) : NULL;
+    return out != Py_None ? out : NULL;
+}
+
+/* Whether a call writes plain tensors and nothing else, and nothing waits that reads them. */
+static bool
+is_into_plain(const Function *function, PyObject *args, PyObject *out)
+{
+    if (out != NULL) {
+        return is_plain_and_unread(out);
     }
-    return !is_read(target);
+    return function->row != NULL && function->row->kind == KL_ROW_INPLACE &&
+           PyTuple_GET_SIZE(args) > 0 && is_plain_and_unread(PyTuple_GET_ITEM(args, 0));
 }
 
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
@@ -306,7 +325,9 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    int needs_graph = !(function->has_meta || is_into_plain(function, args));
+    PyObject *out = out_of(kwargs);
+    bool is_pure = function->has_meta && out == NULL;
+    int needs_graph = !(is_pure || is_into_plain(function, args, out));
     if (needs_graph == 0 && is_grad_enabled) {
         needs_graph = kl_call_visit(args, has_gradient, NULL);
         if (needs_graph == 0 && kwargs != NULL && kwargs != Py_None) {
@@ -318,6 +339,32 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     }
     return needs_graph != 0 ? run_with_all(func, args, kwargs)
                             : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+}
+
+/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). */
+static int
+record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+       PyObject **results)
+{
+    PyObject *handler = function->handler;
+    int recorded = 0;
+    if (out_of(kwargs) != NULL) {
+        handler = function->is_random ? NULL : kl_py.record_out;
+    } else if (function->row != NULL) {
+        recorded = kl_rows_record(tape, function, func, args, kwargs, results);
+    } else if (function->has_meta) {
+        recorded = record_by_meta(tape, function, func, args, kwargs, results);
+    }
+    if (recorded != 0 || handler == NULL) {
+        return recorded;
+    }
+    *results = PyObject_CallFunctionObjArgs(handler, func, args,
+                                            kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    if (*results == Py_NotImplemented) {
+        Py_CLEAR(*results);
+        return 0;
+    }
+    return *results == NULL ? -1 : 1;
 }
 
 PyObject *
@@ -333,7 +380,6 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     }
     if (!met.is_any_foreign && !met.tape->is_running) {
         PyObject *results = NULL;
-        int recorded = 0;
         if (function->is_draw_like && !kl_tape_has_draw(&met.tape->core)) {
             PyObject *drawn = draw_now(func, args, kwargs);
             if (drawn != Py_NotImplemented) {
@@ -341,22 +387,9 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
             }
             Py_DECREF(drawn);
         }
-        if (function->row != NULL) {
-            recorded = kl_rows_record(met.tape, function, func, args, kwargs, &results);
-        }
-        if (function->row == NULL && function->has_meta) {
-            recorded = record_by_meta(met.tape, function, func, args, kwargs, &results);
-        }
+        int recorded = record(met.tape, function, func, args, kwargs, &results);
         if (recorded == KL_ROWS_ILLEGAL) {
             return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
-        }
-        if (recorded == 0 && function->handler != NULL) {
-            results = PyObject_CallFunctionObjArgs(
-                function->handler, func, args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
-            recorded = results == NULL ? -1 : results != Py_NotImplemented;
-            if (recorded == 0) {
-                Py_CLEAR(results);
-            }
         }
         if (recorded != 0) {
             return recorded < 0 ? NULL : results;
@@ -437,9 +470,17 @@ force_one(PyObject *lazy, void *context)
     return real == NULL ? -1 : 0;
 }
 
+static int
+read_one(PyObject *lazy, void *context)
+{
+    (void)context;
+    Value *value = kl_lazy_checked(lazy);
+    return value == NULL ? -1 : kl_live_read(value);
+}
+
 /* Run what is pending as if from outside: down here autograd is off, and the program keeps its graph. */
 static int
-force_with_graph(PyObject *args, PyObject *kwargs)
+force_with_graph(PyObject *args, PyObject *kwargs, int (*force)(PyObject *, void *))
 {
     if (kl_call_visit(args, is_pending, NULL) == 0 &&
         (kwargs == NULL || kl_call_visit(kwargs, is_pending, NULL) == 0)) {
@@ -449,8 +490,8 @@ force_with_graph(PyObject *args, PyObject *kwargs)
     PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
     int result = -1;
     if (entered != NULL) {
-        result = kl_call_visit(args, force_one, NULL);
-        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force_one, NULL) : result;
+        result = kl_call_visit(args, force, NULL);
+        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force, NULL) : result;
         PyObject *type = NULL, *value = NULL, *traceback = NULL;
         PyErr_Fetch(&type, &value, &traceback);
         PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
@@ -491,7 +532,10 @@ kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_a
             "give it x.detach()",
             args[0]);
     }
-    return force_with_graph(args[2], kwargs) < 0
+    /* torch's argument parser asks for the number of what it takes for one. */
+    const Function *function = kl_function_find(args[0]);
+    bool is_read = function != NULL && function->kind == KL_CALL_READ;
+    return force_with_graph(args[2], kwargs, is_read ? read_one : force_one) < 0
                ? NULL
-               : kl_live_call(args[0], args[2], kwargs, KL_LIVE_PLAIN);
+               : kl_live_call(args[0], args[2], kwargs, is_read ? KL_LIVE_READ : KL_LIVE_PLAIN);
 }

@@ -168,6 +168,16 @@ infer_merging_axes(Recording *recording, KlError *error)
     return infer(recording, error);
 }
 
+static void
+run_once(KlSplit *split, const char *reason)
+{
+    split->mode = KL_MODE_ONCE;
+    split->reason = reason;
+    split->axis = KL_ID_NONE;
+    split->n_rewrites = 0;
+    split->is_open = false;
+}
+
 /* Where the same value is given twice with different places, a slot could not tell which is meant. */
 static void
 refuse_two_roles(Recording *recording)
@@ -178,10 +188,7 @@ refuse_two_roles(Recording *recording)
             if (recording->inputs[i] == recording->inputs[k] &&
                 recording->inputs[i] != KL_ID_NONE &&
                 !kl_place_is_equal(&split->places[i], &split->places[k])) {
-                split->mode = KL_MODE_ONCE;
-                split->reason = "one tensor is given twice, once by rows and once whole";
-                split->axis = KL_ID_NONE;
-                split->n_rewrites = 0;
+                run_once(split, "one tensor is given twice, once by rows and once whole");
             }
         }
     }
@@ -196,10 +203,7 @@ refuse_unknown_reduction(Recording *recording)
 {
     KlSplit *split = &recording->tape->inferred.split;
     if (split->mode == KL_MODE_REDUCE && (kl_py.reductions >> split->reduce & 1) == 0) {
-        split->mode = KL_MODE_ONCE;
-        split->reason = "a reduction over the batch that is not split";
-        split->axis = KL_ID_NONE;
-        split->n_rewrites = 0;
+        run_once(split, "a reduction over the batch that is not split");
     }
 }
 
@@ -224,6 +228,39 @@ find_rows_again(Recording *recording)
                 out->shape[dim] == meta->shape[dim]) {
                 out->place = meta->place;
             }
+        }
+    }
+}
+
+/* Rows that are written into a view whose memory has none would have to be written by every chunk into the
+ * same whole: the write runs once. */
+static void
+refuse_rows_into_whole(const Recording *recording, uint32_t writes)
+{
+    const KlTape *core = &recording->tape->core;
+    KlInferred *inferred = &recording->tape->inferred;
+    if (writes == 0 || inferred->split.mode == KL_MODE_ONCE ||
+        core->values[recording->inputs[0]].view_of == KL_ID_NONE) {
+        return;
+    }
+    KlStorageId storage = core->values[recording->inputs[0]].storage;
+    const KlValue *base = &core->values[core->storages[storage].base];
+    if (kl_place_is_rows(&inferred->outs[0].place) && !kl_place_is_rows(&base->meta.place)) {
+        run_once(&inferred->split, "rows are written into memory that has none");
+        inferred->outs[0].place = KL_PLACE_WHOLE;
+    }
+}
+
+/* What is made by sizes alone gets its rows where the call reads them. */
+static void
+settle_open(const Recording *recording)
+{
+    const KlSplit *split = &recording->tape->inferred.split;
+    for (uint32_t i = 0; split->mode != KL_MODE_ONCE && i < recording->bound.n_inputs; i++) {
+        const KlMeta *meta = recording->bound.inputs[i];
+        if (meta != NULL && kl_place_is_rows(&split->places[i]) &&
+            !kl_place_is_rows(&meta->place)) {
+            kl_tape_settle_open(&recording->tape->core, recording->inputs[i], &split->places[i]);
         }
     }
 }
@@ -306,7 +343,9 @@ append(Recording *recording, PyObject **results)
         return *results == NULL ? -1 : 1;
     }
     refuse_unknown_reduction(recording);
+    refuse_rows_into_whole(recording, writes);
     refuse_two_roles(recording);
+    settle_open(recording);
     find_rows_again(recording);
     place_rewrites(recording);
     const KlRecord record = {.row = recording->function->row,

@@ -133,6 +133,9 @@ call_node(Run *run, KlNodeId id)
     if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random && !is_view) {
         result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
                                      (size_t)n_positional, call->kwnames);
+        if (result == Py_None && run->node->writes != 0) { /* __setitem__ gives nothing back */
+            Py_SETREF(result, Py_NewRef(PyList_GET_ITEM(args, 0)));
+        }
         goto error;
     }
     PyObject *positional = PyList_GetSlice(args, 0, n_positional);
@@ -158,34 +161,24 @@ error:
     return result;
 }
 
+/* A part of a reduction is none of the node's own outputs; all else is what inference said. */
 static int
 keep(const Run *run, KlValueId value, PyObject *result)
 {
+    const KlNode *node = run->node;
+    bool is_part = run->rows >= 0 && node->mode == KL_MODE_REDUCE;
+    long long rows = node->mode == KL_MODE_ONCE ? -1 : run->rows;
+    KlNodeId id = (KlNodeId)(node - run->tape->core.nodes);
+    if (!is_part && kl_promise_check(run->tape, id, value, result, rows) < 0) {
+        return -1;
+    }
     return PyList_SetItem(run->env, value, Py_NewRef(result));
-}
-
-/* Borrowed: what the node writes, which was made in this run or given to it. */
-static PyObject *
-written(const Run *run)
-{
-    if (run->forked != NULL) {
-        return PyTuple_GET_ITEM(run->forked, 0);
-    }
-    KlValueId value = run->tape->core.inputs[run->node->first_input].value;
-    PyObject *made = PyList_GET_ITEM(run->env, value);
-    if (made != Py_None) {
-        return made;
-    }
-    return PyList_GET_ITEM(run->imports, PyLong_AsSsize_t(PyTuple_GET_ITEM(run->node_imports, 0)));
 }
 
 static int
 keep_results(const Run *run, PyObject *result)
 {
     const KlNode *node = run->node;
-    if (result == Py_None) { /* __setitem__ gives nothing back */
-        result = written(run);
-    }
     if (node->writes != 0 && node->n_outs == 2) {
         KlValueId base = run->tape->core.inputs[node->first_input + node->n_inputs - 1].value;
         PyObject *made = run->forked != NULL ? PyTuple_GET_ITEM(run->forked, 1)
@@ -203,9 +196,8 @@ keep_results(const Run *run, PyObject *result)
         return keep(run, node->first_out, result);
     }
     if (PySequence_Fast_GET_SIZE(result) != (Py_ssize_t)node->n_outs) {
-        PyErr_Format(kl_py.koila_error, "a call gave %zd results by rows where it gives %u whole",
-                     PySequence_Fast_GET_SIZE(result), node->n_outs);
-        return -1;
+        KlNodeId id = (KlNodeId)(node - run->tape->core.nodes);
+        return kl_promise_break(run->tape, id, node->first_out, result, run->rows);
     }
     for (uint32_t i = 0; i < node->n_outs; i++) {
         if (keep(run, node->first_out + i, PySequence_Fast_GET_ITEM(result, i)) < 0) {

@@ -342,6 +342,7 @@ static int
 Tape_traverse(Tape *tape, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(tape));
+    Py_VISIT(tape->memo);
     for (size_t i = 0; i < tape->n_nodes_max && i < tape->core.n_nodes; i++) {
         Py_VISIT(tape->nodes[i].func);
         Py_VISIT(tape->nodes[i].error);

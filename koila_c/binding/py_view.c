@@ -6,10 +6,14 @@
 
 #include "alloc.h"
 
-/* The call of `node` again, on a later version of what it views. */
+#define KL_VIEW_INPUTS 64
+
+/* The call of `node` again, on later versions of what it reads: now[k] is what its input k is now. */
 static int
-copy_call(Tape *tape, KlNodeId node, KlValueId before, KlValueId after, KlPyNode *call)
+copy_call(Tape *tape, KlNodeId node, const KlValueId *now, KlPyNode *call)
 {
+    const KlInput *inputs = &tape->core.inputs[tape->core.nodes[node].first_input];
+    uint32_t n_inputs = tape->core.nodes[node].n_inputs;
     const KlPyNode original = tape->nodes[node];
     KlError error;
     if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max,
@@ -24,8 +28,12 @@ copy_call(Tape *tape, KlNodeId node, KlValueId before, KlValueId after, KlPyNode
     call->error = NULL;
     for (uint32_t i = 0; i < original.n_slots; i++) {
         KlSlot slot = tape->slots[original.first_slot + i];
-        if (slot.kind == KL_SLOT_VALUE && slot.n == before) {
-            slot.n = after;
+        uint32_t k = 0;
+        while (slot.kind == KL_SLOT_VALUE && k < n_inputs && inputs[k].value != slot.n) {
+            k++;
+        }
+        if (slot.kind == KL_SLOT_VALUE && k < n_inputs) {
+            slot.n = now[k];
         }
         Py_XINCREF(slot.object);
         tape->slots[tape->n_slots++] = slot;
@@ -44,10 +52,50 @@ kl_view_origin(const Tape *tape, KlValueId value)
     return value;
 }
 
+/* What the inputs of a view's node are now, and where a chunk reads them: `source` for what it views; what
+ * lends its sizes has these in every version. -1 on failure. */
+static int
+find_inputs(Tape *tape, const KlNode *node, KlValueId viewed, KlValueId source, KlValueId *now,
+            KlPlace *places)
+{
+    if (node->n_inputs > KL_VIEW_INPUTS) {
+        PyErr_SetString(PyExc_SystemError, "koila: a view has too many inputs");
+        return -1;
+    }
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        const KlInput input = tape->core.inputs[node->first_input + k];
+        now[k] = input.value == viewed ? source : input.value;
+        places[k] = input.place;
+        if (input.value != viewed && input.value != KL_ID_NONE &&
+            kl_view_current(tape, input.value, &now[k]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Which input the outputs of a view's node are views of; KL_ID_NONE: each of its own. */
+static uint32_t
+alias_input_of(const Tape *tape, const KlNode *node)
+{
+    const KlInput *inputs = &tape->core.inputs[node->first_input];
+    const KlValue *outs = &tape->core.values[node->first_out];
+    if (node->n_outs > 1 && node->n_inputs > 1 && outs[1].view_of == inputs[1].value) {
+        return KL_ID_NONE;
+    }
+    uint32_t k = 0;
+    while (k + 1 < node->n_inputs && inputs[k].value != outs[0].view_of) {
+        k++;
+    }
+    return k;
+}
+
 /* Append the view `value` again, on `source`, the current version of what it views. */
 static int
 take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
 {
+    KlValueId now[KL_VIEW_INPUTS];
+    KlPlace again[KL_VIEW_INPUTS];
     KlValueId origin = kl_view_origin(tape, value);
     const KlValue old = tape->core.values[origin];
     const KlNode node = tape->core.nodes[old.node];
@@ -55,6 +103,9 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     KlError error;
     KlPyNode call = {0};
     KlNodeId id = KL_ID_NONE;
+    if (find_inputs(tape, &node, old.view_of, source, now, again) < 0) {
+        return -1;
+    }
     if (kl_infer_reserve_outs(inferred, node.n_outs, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         return -1;
@@ -66,29 +117,28 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
         inferred->outs[i] = tape->core.values[node.first_out + i].meta;
         inferred->outs[i].requires_grad = inferred->outs[i].requires_grad || is_newly;
     }
-    KlPlace place = tape->core.inputs[node.first_input].place;
     KlPlace *places = inferred->split.places;
     inferred->alias = KL_ALIAS_VIEW;
-    inferred->alias_input = 0;
+    inferred->alias_input = alias_input_of(tape, &node);
     inferred->split = (KlSplit){.mode = (KlMode)node.mode,
                                 .axis = node.axis,
                                 .reason = node.reason,
-                                .places = &place,
+                                .places = again,
                                 .n_rewrites = node.n_rewrites};
     if (node.n_rewrites > 0) {
         memcpy(inferred->split.rewrites, &tape->core.rewrites[node.first_rewrite],
                node.n_rewrites * sizeof(KlRewrite));
     }
     const KlRecord record = {.row = node.row,
-                             .inputs = &source,
-                             .n_inputs = 1,
+                             .inputs = now,
+                             .n_inputs = node.n_inputs,
                              .inferred = inferred,
                              .saves = node.saves,
                              .context = node.context,
                              .is_grad_enabled = node.is_grad_enabled,
                              .review_of = value,
                              .review_out = origin - node.first_out};
-    int result = copy_call(tape, old.node, old.view_of, source, &call);
+    int result = copy_call(tape, old.node, now, &call);
     if (result == 0) {
         result = kl_record_append(tape, &record, tape->nodes[old.node].func, &call, &id);
         if (result < 0) {

@@ -191,6 +191,7 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
     if (status == KL_OK && split->mode == KL_MODE_ONCE) {
         split->axis = KL_ID_NONE;
         split->n_rewrites = 0;
+        split->is_open = false;
         split->row_ranges = 0;
         for (uint32_t i = 0; i < call->n_inputs; i++) {
             split->places[i] = KL_PLACE_WHOLE;

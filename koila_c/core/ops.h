@@ -99,7 +99,7 @@ typedef struct KlRewrite {
 #define KL_REWRITES_MAX 8
 
 /* How a node runs on a chunk. Filled by the row's place rule. A ROWS node with a WHOLE output reads no
- * rows (new_zeros): every chunk makes the same value. */
+ * rows (new_zeros, type_as): every chunk makes the same value. */
 typedef struct KlSplit {
     KlMode mode;
     KlReduce reduce;    /* REDUCE only */
@@ -111,6 +111,9 @@ typedef struct KlSplit {
     uint64_t row_ranges; /* bit i: input i counts the rows, a chunk of n rows gets its first n */
     uint32_t n_rewrites;
     KlRewrite rewrites[KL_REWRITES_MAX];
+    /* The output is WHOLE only until something reads it by rows: it is made by sizes alone, and
+     * rewrites[d], not in force yet, would let that of dim d follow the chunk. */
+    bool is_open;
 } KlSplit;
 
 /* What torch keeps for backward, given which inputs require grad. */

@@ -303,7 +303,7 @@ KL_PLACE(mean);
 KL_PLACE(prod);
 KL_PLACE(sum);
 KL_PLACE(var);
-KL_PLACE(constant); /* reads no row */
+KL_PLACE(constant); /* reads no row, only sizes */
 
 /* beside the shape rule of the same op */
 KL_PLACE(cat);

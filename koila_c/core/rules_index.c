@@ -339,7 +339,10 @@ place_setitem(const KlCall *call, KlInferred *result, KlError *error)
         uint32_t mask = call->args[1].u.items[0].input;
         place = kl_place_is_rows(&place) ? place : call->inputs[mask]->place;
         reason = kl_rules_match(call, result, 0, &place);
-        if (reason == NULL && place.dim < call->inputs[mask]->n_dims) {
+        /* A mask of fewer dims than that of the rows is given whole, which one with rows cannot be. */
+        bool is_met =
+            place.dim < call->inputs[mask]->n_dims || kl_place_is_rows(&call->inputs[mask]->place);
+        if (reason == NULL && is_met) {
             reason = kl_rules_match(call, result, mask, &place);
         }
         result->outs[0].place = place;

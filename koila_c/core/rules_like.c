@@ -345,12 +345,15 @@ shape_new_full(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_is_number(&call->args[2]) ? new_value(call, result, 3, error) : KL_DECLINED;
 }
 
-/* The value depends on no row. */
+/* The value depends on no row. Whether a size is the batch's shows where the value is used. */
 KlStatus
 place_constant(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)call;
-    (void)result;
     (void)error;
+    result->split.is_open = true;
+    for (int32_t dim = 0; dim < result->outs[0].n_dims; dim++) {
+        (void)kl_rules_rewrite(result, 1, (uint32_t)dim, 0, 0);
+    }
     return KL_OK;
 }

@@ -216,7 +216,8 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         .first_out = (KlValueId)tape->n_values,
         .n_outs = inferred->n_outs,
         .first_rewrite = (uint32_t)tape->n_rewrites,
-        .n_rewrites = split->n_rewrites,
+        .n_rewrites = split->is_open ? 0 : split->n_rewrites,
+        .is_open = split->is_open,
         .context = record->context,
         .writes = record->writes,
         .leaf_writes = record->leaf_writes,
@@ -254,6 +255,23 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         append_outputs(tape, record, *node);
     }
     return KL_OK;
+}
+
+void
+kl_tape_settle_open(KlTape *tape, KlValueId id, const KlPlace *place)
+{
+    KlValue *value = &tape->values[id];
+    KlNode *node = value->node != KL_ID_NONE ? &tape->nodes[value->node] : NULL;
+    if (node == NULL || !node->is_open || node->is_done || value->n_pending > 0 ||
+        value->state != KL_STATE_PENDING ||
+        kl_tape_axis_find(tape, node->axis) != kl_tape_axis_find(tape, place->axis)) {
+        return;
+    }
+    node->is_open = false;
+    node->first_rewrite += (uint32_t)place->dim;
+    node->n_rewrites = 1;
+    tape->rewrites[node->first_rewrite].scale = place->outer * place->inner;
+    value->meta.place = *place;
 }
 
 void

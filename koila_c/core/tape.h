@@ -60,6 +60,7 @@ typedef struct KlNode {
                               whose tensor live replay uses; else KL_ID_NONE */
     uint32_t review_out; /* which output that is */
     bool is_grad_enabled;
+    bool is_open;      /* made by sizes alone: WHOLE until a reader says where its rows are */
     bool must_run;     /* scratch of kl_tape_find_known */
     bool is_abandoned; /* a run of it raised, and nobody has asked for it since */
 } KlNode;
@@ -139,6 +140,10 @@ typedef struct KlRecord {
  * write becomes one input more, and output 1 is the base's new version. */
 KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error);
 
+/* `value` is about to be read at `place`. Where it is open, and nothing has read it, it is made there: from
+ * now on its rows are at `place`. */
+void kl_tape_settle_open(KlTape *tape, KlValueId value, const KlPlace *place);
+
 /* Whether `value` was made before the last write to its storage. */
 static inline bool
 kl_tape_is_stale(const KlTape *tape, KlValueId value)
@@ -177,6 +182,18 @@ bool kl_tape_has_draw(const KlTape *tape);
 /* Mark (must_run) the nodes that can be known for good: pending, wanted, no gradient in their history.
  * Returns whether there is one. */
 bool kl_tape_find_known(KlTape *tape);
+
+/* Bytes that node `node` makes: views share theirs. */
+static inline int64_t
+kl_tape_n_bytes(const KlTape *tape, KlNodeId node)
+{
+    int64_t bytes = 0;
+    for (uint32_t k = 0; k < tape->nodes[node].n_outs; k++) {
+        const KlValue *value = &tape->values[tape->nodes[node].first_out + k];
+        bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
+    }
+    return bytes;
+}
 
 /* Whether nobody needs the number of `value` any more: not the user, not a pending node. */
 static inline bool

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from koila import _core, budget, draws, hooks, plan, reports
 from koila.config import get
 from koila.errors import NotInChunksError, is_out_of_memory, let_go
+from koila.explain import told
 from koila.program import Program
 
 if TYPE_CHECKING:
@@ -37,15 +38,17 @@ def attempt(
     most = max(program.axes.values(), default=1)
     n_chunks, n_tries = planned.n_chunks, 1
     hooked: hooks.Seen = {}
+    meter = budget.Meter()
     while True:
         replay = make(n_chunks, hooked)
         _core.set_busy(True)
         try:
             result = run(replay)
-            reports.note(planned.report([replay.grids[a] for a in program.axes], n_tries))
+            reports.note(told(program, planned, replay.grids, n_tries, meter.bytes()))
             return replay, result
-        except NotInChunksError:
+        except NotInChunksError as error:
             replay.draws.roll_back()
+            reports.decide(reports.Decision(f"it cannot be cut: {error}"))
             return None
         except BaseException as error:
             replay.draws.roll_back()

@@ -25,8 +25,7 @@ from koila import _core, rows
 from koila.rows import Bounds
 
 if TYPE_CHECKING:
-    from koila.program import Run
-    from koila.replay import Replay
+    from koila.program import Program, Run
 
 Cell = tuple[int, int | None]
 #: Where the files are that are not the user's.
@@ -198,8 +197,9 @@ def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
 class Draws:
     """The draws of one program, kept with the program: a state, or a seed, for each cell."""
 
-    def __init__(self, replay: Replay) -> None:
-        self.replay = replay
+    def __init__(self, program: Program, grids: dict[int, list[Bounds]]) -> None:
+        self.program = program
+        self.grids = grids
         self.before: dict[torch.device, torch.Tensor] = {}
         self.after: dict[torch.device, torch.Tensor] = {}
         self.cells: dict[Cell, torch.Tensor | int] = _core.memo().setdefault("cells", {})
@@ -207,16 +207,13 @@ class Draws:
         self.run_of: dict[int, Run] = {}
 
     def _device(self, i: int) -> torch.device:
-        program = self.replay.program
-        return program.info(program.nodes[i].first_out).device
+        return self.program.info(self.program.nodes[i].first_out).device
 
     def prepare(self) -> None:
         """Set up every draw that has not been made yet."""
         check_undisturbed()
-        for run in self.replay.program.runs:
-            self.run_of.update(
-                (i, run) for i in run.nodes if self.replay.program.nodes[i].is_random
-            )
+        for run in self.program.runs:
+            self.run_of.update((i, run) for i in run.nodes if self.program.nodes[i].is_random)
         for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
             self.before[device] = _get_state(generator_of(device))
         for i in sorted(self.run_of):
@@ -226,9 +223,9 @@ class Draws:
     def _draw(self, i: int, run: Run) -> None:
         device = self._device(i)
         generator = generator_of(device)
-        is_in_order = device.type == "cpu" and not self.replay.program.nodes[i].draws_inside
+        is_in_order = device.type == "cpu" and not self.program.nodes[i].draws_inside
         is_in_order = is_in_order and _core.node(i)[1] not in BY_VALUE
-        for chunk in range(len(self.replay.grids[run.axis]) if run.is_body else 1):
+        for chunk in range(len(self.grids[run.axis]) if run.is_body else 1):
             cell = (i, chunk if run.is_body else None)
             if cell in self.cells:
                 continue
@@ -242,12 +239,12 @@ class Draws:
     def _advance(self, i: int, run: Run, chunk: int) -> None:
         """Let one call draw, on stand-ins: only sizes and types matter. They are ones, which are
         legal as weights, as probabilities and as deviations."""
-        program = self.replay.program
+        program = self.program
         node = program.nodes[i]
         stand_ins: dict[int, torch.Tensor] = {}
         n_rows = -1
         if run.is_body:
-            start, stop = self.replay.grids[run.axis][chunk]
+            start, stop = self.grids[run.axis][chunk]
             n_rows = stop - start
         for number in node.imports:
             if number < 0:
@@ -270,7 +267,7 @@ class Draws:
         for i, _ in self.new_cells:
             _core.note_drawn(i)
         if self.cells:
-            _core.memo()["grids"] = dict(self.replay.grids)
+            _core.memo()["grids"] = dict(self.grids)
 
     def roll_back(self) -> None:
         for cell in self.new_cells:

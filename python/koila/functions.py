@@ -19,22 +19,25 @@ from koila import (
     handlers,
     hooks,
     meta,
+    outs,
     reductions,
     replay,
+    reports,
+    scalars,
 )
 from koila.errors import KoilaError, StaleError
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
 
-# Their answer is a Python object, or a tensor that leaves torch: the number is needed now.
+# Their answer is a Python object, or a tensor that leaves torch: the number is needed now. What can
+# return a tensor with a gradient, or write its own, is none of these: a test asks torch.
 READS = frozenset(
     """item tolist __bool__ __float__ __int__ __index__ __complex__ __long__
     __nonzero__ is_nonzero equal allclose _is_all_true _is_any_true data_ptr
     untyped_storage storage _typed_storage storage_type __reduce_ex__ __reduce__ __deepcopy__
-    __copy__ __format__ __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared
-    share_memory_ __dir__ __setstate__ __array_wrap__ __array_priority__ _update_names _indices
-    _values is_pinned has_names is_coalesced q_scale q_zero_point q_per_channel_scales qscheme
-    module_load ipc_handle is_inference map_ map2_ apply_ new type""".split()
+    __format__ __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared
+    __dir__ __array_wrap__ is_pinned has_names is_coalesced q_scale q_zero_point qscheme
+    is_inference""".split()
 )
 
 # Their answer follows from metadata: a stand-in without memory gives it.
@@ -46,7 +49,10 @@ QUERIES = frozenset(
 )
 
 # Asked on meta tensors, these promise what the real call does not keep.
-META_UNRELIABLE = frozenset("native_batch_norm embedding_bag _embedding_bag batch_norm".split())
+META_UNRELIABLE = frozenset(
+    """native_batch_norm embedding_bag _embedding_bag batch_norm quantize_per_tensor
+    quantize_per_channel quantize_per_tensor_dynamic""".split()
+)
 
 NAMESPACES = (
     torch,
@@ -89,6 +95,14 @@ def _schemas(name: str) -> list[Any]:
     return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
 
 
+def _is_factory(name: str) -> bool:
+    """Whether torch knows it only without tensors: those that it is given are taken for numbers."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return bool(schemas) and not any(
+        _takes_tensor(schema) for schema in schemas if not _is_out(schema)
+    )
+
+
 def _has_effect(schema: Any) -> bool:
     parts = list(schema.arguments) + list(schema.returns)
     return any(part.alias_info is not None for part in parts)
@@ -96,7 +110,7 @@ def _has_effect(schema: Any) -> bool:
 
 def _is_random(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
     tag = torch.Tag.nondeterministic_seeded
     return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
@@ -115,13 +129,13 @@ def _row_of(func: Callable[..., Any], name: str) -> str | None:
 
 def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
-    is_random = bool(schemas) and _is_random(name)
+    is_random = _is_random(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
     returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
-    instead = handlers.DECLINED.get(name)
+    instead = scalars.instead(name, handlers.DECLINED.get(name))
     _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
 
 
@@ -133,6 +147,8 @@ def _register(func: Any, name: str) -> None:
         _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
         _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
+    elif isinstance(func, types.BuiltinFunctionType) and _is_factory(name):
+        _core.register(func, READ, name, None, False, False, False, None, None)
     elif isinstance(func, _C_CALLABLES) or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
@@ -174,15 +190,19 @@ def register_all() -> None:
         draws.run_again,
         hooks.bind,
         explain.log_live,
+        reports.note_whole,
         devices.meant,
         devices.land,
         attention.choose,
+        outs.record,
         draws.INSIDE,
         reductions.known(),
     )
     for name, func in _overridable():
         if callable(func) and not isinstance(func, type):
             _register(func, getattr(func, "__name__", name))
+    number = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
+    _core.register(number, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
     for name, member in _accessors():

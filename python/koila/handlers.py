@@ -89,9 +89,35 @@ def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return hooks.retained(args[0]) if real is None else func(real)
 
 
-def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What changes the tensor itself and gives it back: requires_grad_, share_memory_."""
     _core.live(func, args, kwargs, True)
     return args[0]
+
+
+def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of its type, and of no size: for calls that ask for no more."""
+    return torch.empty(0, dtype=lazy.dtype, device=lazy.device)
+
+
+def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.new(2, 3): of a tensor only its type is asked, but x.new(other) is on other's graph."""
+    if type(args[0]) is not LazyTensor or any(
+        isinstance(argument, torch.Tensor) for argument in (*args[1:], *kwargs.values())
+    ):
+        return _core.live(func, args, kwargs, False)
+    return func(_empty_like(args[0]), *args[1:], **kwargs)
+
+
+def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.type() is a text, x.type(text) and x.type(torch.DoubleTensor) are casts: torch says which,
+    and to what."""
+    answer = func(_empty_like(args[0]), *args[1:], **kwargs)
+    if isinstance(answer, str):
+        return answer
+    words = _words(("self", "dtype", "non_blocking"), args, kwargs)
+    words.update(device=answer.device, dtype=answer.dtype)
+    return words.pop("self").to(**words)
 
 
 def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,6 +133,10 @@ def _listed(obj: Any) -> list[Any]:
 
 def _words(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+#: What is said of a backward that ran no recorded call.
+_HAD_RUN = "all calls had run before, and left autograd's graph"
 
 
 def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
@@ -134,7 +164,12 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
 
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.backward and torch.autograd.backward."""
-    reports.note(None)
+    reports.note_backward()
+    with reports.Asking("backward()", _HAD_RUN):
+        _backward(func, args, kwargs)
+
+
+def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     names: tuple[str, ...]
     if func is torch.Tensor.backward:
         names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
@@ -153,7 +188,6 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return
     try:
         _core.live(func, args, kwargs, True)
-        reports.note_whole()
     finally:
         _core.note_backward()
 
@@ -198,14 +232,17 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
 
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.autograd.grad: the gradients are plain tensors."""
-    reports.note(None)
+    reports.note_backward()
+    with reports.Asking("autograd.grad()", _HAD_RUN):
+        return _autograd_grad(func, args, kwargs)
+
+
+def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _grad_in_chunks(_words(_GRAD_WORDS, args, kwargs))
     if found is not NotImplemented:
         return found
     try:
-        result = _core.live(func, args, kwargs, True)
-        reports.note_whole()
-        return result
+        return _core.live(func, args, kwargs, True)
     finally:
         if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
             _core.note_backward()
@@ -336,7 +373,9 @@ HANDLERS: dict[str, Handler] = {
     "cpu": to_cpu,
     "cuda": to_cuda,
     "is_leaf": is_leaf,
-    "requires_grad_": requires_grad_,
+    "new": new,
+    "requires_grad_": on_itself,
+    "share_memory_": on_itself,
     "is_cpu": _device_type("cpu"),
     "is_cuda": _device_type("cuda"),
     "is_meta": _device_type("meta"),
@@ -353,4 +392,5 @@ HANDLERS: dict[str, Handler] = {
 DECLINED: dict[str, Handler] = {
     "__getitem__": select,
     "masked_select": masked_select,
+    "type": type_of,
 }

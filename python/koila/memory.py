@@ -31,13 +31,22 @@ class Estimate:
     moments: tuple[Need, ...]
     rows: int
 
-    def peak(self, rows: int) -> tuple[float, int]:
-        """Bytes with chunks of `rows` rows, and the node that needs them."""
+    def _worst(self, rows: int) -> tuple[Need, int]:
+        """The moment that needs most with chunks of `rows` rows, and the number of chunks."""
         n_chunks = -(-self.rows // max(rows, 1))
         worst = max(
             self.moments, key=lambda need: need.bytes(rows, n_chunks), default=Need(0, 0, 0)
         )
+        return worst, n_chunks
+
+    def peak(self, rows: int) -> tuple[float, int]:
+        """Bytes with chunks of `rows` rows, and the node that needs them."""
+        worst, n_chunks = self._worst(rows)
         return worst.bytes(rows, n_chunks), worst.node
+
+    def fixed(self, rows: int) -> float:
+        """Bytes at that moment that smaller chunks do not make less."""
+        return self._worst(rows)[0].fixed
 
     def least(self) -> tuple[int, float, int]:
         """About the least bytes any chunks need: rows of a chunk, bytes, and the node.
@@ -206,14 +215,14 @@ class _Step:
     def _joint_back(self, run: Run) -> None:
         sweep, live = self.graphs.pop(run.stage)
         is_after = self.program.last_body is not None and run.stage > self.program.last_body
-        if not (is_after and self.program.is_tail_linear):
-            self._gather_gradients(run)
-            kept, seeds = self._combined(run)
+        self._gather_gradients(run)
+        kept, seeds = self._combined(run)
+        if not (is_after and self.program.is_tail_linear):  # else what comes is only looked at
             self.held_per_chunk += seeds
-            self.held -= live  # what is live at the start of its backward is counted there
-            self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
-            self.held += live - sweep.freed
-            self.held_per_chunk -= kept
+        self.held -= live  # what is live at the start of its backward is counted there
+        self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
+        self.held += live - sweep.freed
+        self.held_per_chunk -= kept
 
     def deliver(self) -> None:
         """Gradients of leaves that were cut are put together; those of half precision cast. Then

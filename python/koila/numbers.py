@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
 from koila import _core, hooks, views
+from koila.cross import Cross
 from koila.program import Program
 from koila.spent import spent
 
@@ -19,11 +20,9 @@ class Numbers:
     memory. So a view is not put together from chunks: it is taken of the whole storage again.
     """
 
-    def __init__(
-        self, program: Program, whole: Callable[[int], torch.Tensor], is_spent: bool
-    ) -> None:
+    def __init__(self, program: Program, cross: Mapping[int, Cross], is_spent: bool) -> None:
         self.program = program
-        self.whole = whole
+        self.cross = cross
         self.is_spent = is_spent
         self.made: dict[int, torch.Tensor] = {}
         groups: dict[int, list[int]] = defaultdict(list)
@@ -53,7 +52,7 @@ class Numbers:
     def _of_kept(self, value: int) -> torch.Tensor:
         if value not in self.made:
             known = self.program.info(value).number  # what was read stays what it was
-            number = known if known is not None else self.whole(value)
+            number = known if known is not None else self.cross[value].read_whole(False)
             self.made[value] = spent(number) if self._is_spent(value) else number
         return self.made[value]
 

@@ -27,6 +27,7 @@ from koila import (
     meta,
     numbers,
     replay,
+    reports,
 )
 
 _undo: list[tuple[Any, str, Any, bool]] = []
@@ -68,6 +69,28 @@ def _live_if_lazy(original: Callable[..., Any], is_plain: bool) -> Callable[...,
     return patched
 
 
+def _numbers(obj: Any) -> Any:
+    """The object with the numbers of lazies in their place."""
+    if type(obj) is _core.LazyTensor:
+        return _core.read(obj)
+    if isinstance(obj, tuple | list) and _holds_lazy(obj):
+        return [_numbers(item) for item in obj]
+    return obj
+
+
+def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which copies the numbers that it is given."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if _holds_lazy(args) or _holds_lazy(kwargs):
+            args = tuple(map(_numbers, args))
+            kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return patched
+
+
 def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +127,9 @@ def _patch_factories() -> None:
     # A default device goes by a set of functions that is made when first asked for: of torch's own,
     # which ours call.
     torch.utils._device._device_constructors()
-    for name in ("tensor", "as_tensor", "asarray", "scalar_tensor"):
+    for name in ("tensor", "scalar_tensor"):
+        _replace(torch, name, _read_if_lazy(getattr(torch, name)))
+    for name in ("as_tensor", "asarray"):
         _replace(torch, name, _live_if_lazy(getattr(torch, name), True))
     for owner in (torch, torch.utils.dlpack, torch._C):
         for name in ("to_dlpack", "_to_dlpack"):
@@ -156,7 +181,7 @@ def _patch_grad_modes() -> None:
         def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
-                replay.flush_known()
+                replay.flush_known("the end of a block without gradients")
             return result
 
         _replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -191,7 +216,7 @@ def _patch_data() -> None:
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         leaf = _core.leaf_of(self)
         if leaf is not None and not _core.is_busy():
-            replay.flush_known()
+            replay.flush_known(".data of a tensor that waits to be read")
             leaf = _core.leaf_of(self)
             if leaf is not None:
                 watched = _core.memo().setdefault("watched", {})
@@ -221,7 +246,7 @@ def _patch_generator() -> None:
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
             if is_shared and not _core.is_busy() and _core.has_draw():
-                replay.flush()
+                replay.flush(f"{_original.__name__}() of a generator")
             return _original(self, *args, **kwargs)
 
         _replace(generator, name, patched)
@@ -311,7 +336,8 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
     budget.note_optimizer(optimizer)
-    replay.flush()
+    replay.flush("an optimizer's step")
+    reports.note_step(optimizer)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from koila import _core, budget, config, memory
 from koila.errors import MemoryLimitError
-from koila.program import Program
-from koila.reports import Report
-from koila.rows import Bounds, largest
+from koila.program import Program, name_of_node, where_of_node
+from koila.reports import count
+from koila.rows import largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
 WHOLE_SHARE = 0.9
@@ -32,12 +31,6 @@ class Plan:
     unit: int = 1
     predicted: float | None = None
     allowed: float | None = None
-
-    def report(self, grids: Sequence[Sequence[Bounds]], n_tries: int) -> Report:
-        """What the user is told: of these grids, or of a whole run where there are none."""
-        n_chunks = max(map(len, grids), default=1)
-        n_rows = max((stop - start for made in grids for start, stop in made), default=None)
-        return Report(n_chunks, n_rows, n_tries, self.predicted, self.allowed)
 
 
 def is_whole() -> bool:
@@ -80,16 +73,34 @@ def _allowed(program: Program) -> float:
 
 def refusal(program: Program, is_graph: bool) -> MemoryLimitError:
     """What is raised where not even one row at a time fits: the call that needs most, and why."""
-    rows, needed, node = memory.estimate(program, is_graph).least()
+    estimate = memory.estimate(program, is_graph)
+    rows, needed, node = estimate.least()
     detail = _core.node(node)
     name = detail[1] or getattr(detail[0], "__name__", "a call")
     left = max(_allowed(program), 0.0)
     at_a_time = "one row at a time" if rows == 1 else f"{rows} rows at a time, the least,"
+    fixed = _held_whole(program, needed, estimate.fixed(rows))
     return MemoryLimitError(
-        f"{name}: {at_a_time} needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside "
-        f"what is there, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left ({detail[3]}); "
+        f"{name}: {at_a_time} needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside what is "
+        f"there{fixed}, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left ({detail[3]}); "
         "raise memory_limit, or make the model or the sequence smaller"
     )
+
+
+def _held_whole(program: Program, needed: float, fixed: float) -> str:
+    """How much of a refused program's bytes smaller chunks do not make less, and for whom."""
+    if 2 * fixed < needed:
+        return ""
+    share = f", of which {fixed / 2**20:.1f} MiB do not depend on the rows of a chunk"
+    joints = [node for node in program.nodes.values() if program.joins_rows(node)]
+    made = sum(map(program.bytes_made, joints))
+    if made == 0:
+        return share
+    first = max(joints, key=program.bytes_made)
+    others = f" and {count(len(joints) - 1, 'other call')}" if len(joints) > 1 else ""
+    named = f"{name_of_node(first)} ({where_of_node(first)}){others}"
+    verb = "make" if others else "makes"
+    return f"{share}: {named}, reading all rows at once, {verb} {made / 2**20:.1f} MiB"
 
 
 def plan(program: Program, is_graph: bool) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,18 @@ class Node(NamedTuple):
     draws_inside: bool  # it draws inside a larger operator: attention, a recurrent layer
     imports: tuple[int, ...]
     outs: range
+
+
+def name_of_node(node: Node) -> str:
+    """What a call is called in messages: its row, or torch's name."""
+    func, row, *_ = _core.node(node.id)
+    return str(row or getattr(func, "__name__", "call"))
+
+
+def where_of_node(node: Node) -> str:
+    """The line that recorded a call: "model.py:40"."""
+    call, _, line = _core.node(node.id)[3].partition(", ")
+    return str(line or call)
 
 
 class Import(NamedTuple):
@@ -142,6 +155,16 @@ class Program:
         if not hasattr(self, "_maker"):
             self._maker = {v: node for node in self.nodes.values() for v in node.outs}
         return self._maker.get(value)
+
+    def joins_rows(self, node: Node) -> bool:
+        """Whether a call runs once although it reads rows of a batch."""
+        reads = (self.imports[number].value for number in node.imports if number >= 0)
+        return node.mode == ONCE and any(self.info(v).place is not None for v in reads)
+
+    def bytes_made(self, node: Node) -> int:
+        """Bytes of a call's results for all rows; views share theirs."""
+        infos = [self.info(v) for v in node.outs]
+        return sum(math.prod(i.shape) * i.dtype.itemsize for i in infos if i.view is None)
 
     def readers(self, value: int) -> Sequence[Node]:
         """The nodes that read a value."""

@@ -14,6 +14,7 @@ import torch
 
 from koila import (
     _core,
+    config,
     draws,
     explain,
     hooks,
@@ -43,8 +44,9 @@ class Replay:
         self.is_forward = False  # nothing is differentiated
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
+        self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
         self.scratch = self._copy_statistics()
-        self.draws = draws.Draws(self)
+        self.draws = draws.Draws(program, self.grids)
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
@@ -190,6 +192,7 @@ class Replay:
                     parts = cross.read_parts(is_graph)
                     combined = reductions.combine(self.program, node, parts)
                 for out, tensor in zip(node.outs, combined, strict=True):
+                    _core.check_result(node.id, out, tensor)
                     env[out] = tensor
 
     # -- forward ----------------------------------------------------------------------------------
@@ -265,9 +268,9 @@ class Replay:
                 tail.seed(self, run, env, gradients)
             self._send_back(run, env, chunk)
             del env  # or the next chunk would run beside what is left of this one
-        for value in run.exports:
-            # Their gradient is sent back already: the tail's own run must not make another.
-            self.cross[value].needs_gradient = False
+        self.watched = {value: self.cross[value] for value in run.exports}
+        for cross in self.watched.values():
+            cross.watch = tail.Watch(cross.seeds)
 
     def _go_forward(self, gradients: list[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         graphs: dict[int, dict[int, torch.Tensor]] = {}
@@ -289,7 +292,9 @@ class Replay:
         for run in reversed(self.program.runs):
             if not run.is_body:
                 self._go_back_joint(graphs[run.stage], roots)
-            elif run.has_gradient and not self.program.is_fused(run):
+            elif run.has_gradient and self.program.is_fused(run):
+                tail.check(self, run, roots)
+            elif run.has_gradient:
                 for value in run.exports:
                     if value in roots:
                         self.cross[value].seeds["whole",] = roots[value]
@@ -355,7 +360,7 @@ class Replay:
 
     def settle(self, is_spent: bool) -> None:
         """Find the numbers of the user's lazies."""
-        self.numbers = Numbers(self.program, lambda v: self.cross[v].read_whole(False), is_spent)
+        self.numbers = Numbers(self.program, self.cross, is_spent)
 
     def commit(self) -> None:
         """Write statistics, leave the generator as eager would, give the user's lazies their
@@ -397,35 +402,44 @@ def _stage(
     roots: list[torch.Tensor], is_known_only: bool = False
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
-    if _core.pending_bytes() > 0:  # else an optimizer that steps has nothing to report
-        reports.note(None)
     if plan.is_whole():
+        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
         return None
     program = Program(roots, is_known_only)
     if not program.nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
     if program.spread is not None or (roots and not program.has_body):
+        reports.decide(explain.cause_of_whole(program))
         return None
     try:
         if not roots:
             planned = plan.plan_read(program, is_known_only)
-            return None if planned is None else (program, planned)
+            if planned is not None:
+                return program, planned
+            known = explain.FITS_LATER if program.has_body else explain.cause_of_whole(program)
+            reports.decide(known)
+            return None
         planned = plan.plan(program, True)
     except MemoryLimitError:
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if planned.n_chunks > 1:
         return program, planned
-    reports.note(planned.report([], 1))
+    reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None
 
 
-def read(is_known_only: bool = False) -> bool:
+def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
     """Give the pending values that the user can reach their numbers, in chunks.
 
     Known only: leave those with a gradient in their history. False: it has to run whole.
     """
+    with reports.Asking("a read" if caller is None else f"{reports.name_of(caller)}()"):
+        return _read(is_known_only)
+
+
+def _read(is_known_only: bool) -> bool:
     settle_outdated()
     staged = _stage([], is_known_only)
     if staged is not None:
@@ -439,24 +453,27 @@ def read(is_known_only: bool = False) -> bool:
 
     done = _attempt(*staged, run) if staged is not None else None
     if done is None:
-        reports.note_whole()
         return False
     done[0].commit()
     return True
 
 
-def flush() -> None:
+def flush(why: str) -> None:
     """Run what is pending, in chunks or whole; nothing while a replay is under way."""
     if _core.is_busy():
         return
-    if not read():
-        _core.flush()
+    with reports.Asking(why):
+        if not _read(False):
+            _core.flush()
 
 
-def flush_known() -> None:
+def flush_known(why: str) -> None:
     """Run what the user can reach and has no gradient in its history."""
-    if not _core.is_busy() and _core.has_known() and not read(True):
-        _core.flush()
+    if _core.is_busy() or not _core.has_known():
+        return
+    with reports.Asking(why):
+        if not _read(True):
+            _core.flush()
 
 
 def differentiate(
@@ -483,6 +500,8 @@ def differentiate(
             gradient = torch.ones(root.shape, dtype=root.dtype, device=root.device)
         elif type(gradient) is _core.LazyTensor:
             gradient = _core.read(gradient)
+        if not isinstance(gradient, torch.Tensor):
+            return NotImplemented  # likewise
         if gradient.shape != root.shape:
             return NotImplemented
         filled.append(gradient)

@@ -159,6 +159,22 @@ def test_has_known() -> None:
     assert is_pending(detached)
 
 
+def test_storage() -> None:
+    """Memory of the tape's own has a number; the user's, and what may be, has none."""
+    lazy = koila.lazy(batch())
+    made = lazy * 2
+    view = made[:, 0]
+    number = core.storage(made)
+    assert number is not None
+    assert core.storage(view) == number
+    assert core.storage(lazy * 2) != number
+    assert core.storage(lazy) is None
+    made.tolist()
+    assert core.storage(koila.lazy(batch())) is None
+    with pytest.raises(TypeError):
+        core.storage(1)
+
+
 def test_leaf_of() -> None:
     """Only what pending calls read."""
     w = weight()

@@ -85,32 +85,6 @@ def test_values_die_with_their_last_reader() -> None:
     assert most == 2
 
 
-PROMISES: dict[str, Callable[[Tensor], Any]] = {
-    "shape": lambda x: x[:2] * 2,
-    "dims": lambda x: x[0] * 2,
-    "dtype": lambda x: (x * 2).float(),
-    "gradient": lambda x: (x * 2).detach(),
-    "number of outputs": lambda x: [x * 2, x * 2],
-    "no tensor": lambda x: 3.0,
-    "sparse": lambda x: (x * 2).to_sparse(),
-    "nothing": lambda x: None,
-}
-
-
-@pytest.mark.parametrize("name", PROMISES)
-def test_what_was_promised_must_come(name: str) -> None:
-    """A wrong shape would be a wrong number further on: it is told where it comes."""
-
-    def breach(x: Tensor) -> Any:
-        return x * 2 if x.device.type == "meta" else PROMISES[name](x)
-
-    with op(breach) as recorded:
-        made = recorded(koila.lazy(batch()) * weight())
-        with pytest.raises(koila.KoilaError, match="a mistake in koila's inference") as told:
-            made.tolist()
-    assert "call 1, " in str(told.value)
-
-
 def test_a_program_cannot_be_read_while_it_runs() -> None:
     made: list[Tensor] = []
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from binding_kit import batch, is_pending, op
+from binding_kit import batch, is_pending
 from chunked import split
 from koila import _core, program
 
@@ -158,19 +158,6 @@ def test_a_call_that_raises_is_told_and_the_context_is_as_before() -> None:
         loss.tolist()
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     assert not core.is_busy()
-
-
-def test_another_number_of_results_is_told() -> None:
-    """A call that gives one thing whole and another by rows is no program."""
-
-    def parts(x: Tensor) -> Any:
-        return (x * 2, x * 3) if x.device.type == "meta" else (x * 2,)
-
-    with op(parts) as call:
-        one, two = call(koila.lazy(batch()) * weight())
-        total = (koila.lazy(batch()) * weight()).sum()
-        with split(2), pytest.raises(koila.KoilaError, match=r"1 results .* gives 2"):
-            (one + two + total).tolist()
 
 
 @pytest.mark.parametrize("args", [(), ([], [], [], [], {}), ((), [], [], [], {}, 1, False, 0, 0)])

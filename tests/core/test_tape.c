@@ -90,6 +90,34 @@ test_rewrites_are_copied(void)
     program_fini(&p);
 }
 
+static void
+test_an_open_value_gets_its_rows_from_its_first_reader(void)
+{
+    Program p = {0};
+    KlAxisId batch = axis(&p, 8), other = axis(&p, 8);
+    KlValueId x = leaf(&p, by_rows(batch, TENSOR(FLOAT32, 8, 4)));
+    KlValueId made = CALL1(&p, "new_zeros", x, INTS(3, 16, 4));
+    const KlNode *node = last_node(&p);
+    CHECK(node->is_open && node->n_rewrites == 0 && node->mode == KL_MODE_ROWS);
+    CHECK(!kl_place_is_rows(&value(&p, made)->meta.place));
+    KlPlace place = {.axis = other, .dim = 1, .outer = 1, .inner = 2};
+    kl_tape_settle_open(&p.tape, made, &place);
+    CHECK(node->is_open); /* rows of another batch */
+    place.axis = batch;
+    kl_tape_settle_open(&p.tape, x, &place);
+    kl_tape_settle_open(&p.tape, made, &place);
+    CHECK(!node->is_open && node->n_rewrites == 1);
+    const KlRewrite *rewrite = &p.tape.rewrites[node->first_rewrite];
+    CHECK(rewrite->entry == 1 && rewrite->scale == 2);
+    CHECK(kl_place_is_equal(&value(&p, made)->meta.place, &place));
+    KlValueId read = CALL1(&p, "new_ones", x, INTS(8, 4));
+    (void)call1(&p, "neg", read);
+    place = (KlPlace){.axis = batch, .dim = 0, .outer = 1, .inner = 1};
+    kl_tape_settle_open(&p.tape, read, &place);
+    CHECK(!kl_place_is_rows(&value(&p, read)->meta.place)); /* it is read whole already */
+    program_fini(&p);
+}
+
 /* -- memory: views, versions, writes ----------------------------------------------------------------- */
 
 static void
@@ -478,6 +506,7 @@ main(void)
     test_a_call_becomes_a_node();
     test_readers_are_counted();
     test_rewrites_are_copied();
+    test_an_open_value_gets_its_rows_from_its_first_reader();
     test_views_share_memory();
     test_a_view_that_may_be_a_copy_is_uncertain();
     test_a_write_makes_a_version();

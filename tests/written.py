@@ -1,0 +1,86 @@
+"""What the tests of writes share: small functions of a batch and two parameters, plain and lazy.
+
+A program is a function of some of `x`, `z` (rows of 4), `labels` (0 to 3), `ids` (rows of 5 ints),
+and the parameters `w` (4 x 4) and `v` (4), by name. It returns what its author would have looked
+at; the gradients of all that has one are compared too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import koila
+from oracle import Lazy, assert_same_story
+
+N_ROWS = 11
+Run = Callable[..., Any]
+
+#: One chunk, uneven ones, and one row a chunk.
+each_count = pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+
+
+class Programs(dict[str, tuple[Run, bool]]):
+    """The programs of a test file by name, each with whether it must run in chunks."""
+
+    def add(self, run: Run) -> Run:
+        """Take a program that must be cut."""
+        self[run.__name__] = (run, True)
+        return run
+
+    def add_whole(self, run: Run) -> Run:
+        """Take a program that may run whole, if it is right."""
+        self[run.__name__] = (run, False)
+        return run
+
+    def check(self, name: str, chunks: int, is_read_first: bool) -> None:
+        """Assert that lazy inputs make no difference to what a program gives."""
+        run, is_cut = self[name]
+
+        def story(lazy: Lazy) -> Any:
+            given = _inputs()
+            batch = [name for name in given if name not in ("w", "v")]
+            given |= dict(zip(batch, lazy(*(given[name] for name in batch)), strict=True))
+            seen = run(**{name: given[name] for name in inspect.signature(run).parameters})
+            outs = _tensors(seen)
+            if is_read_first:
+                _ = [out.tolist() for out in outs]
+            loss = sum((out.pow(2).sum() for out in outs if out.requires_grad), torch.zeros(()))
+            if loss.requires_grad:
+                loss.backward()
+            else:
+                _ = [out.tolist() for out in outs]
+            report = koila.report()
+            if lazy is koila.lazy and is_cut and not is_read_first:
+                assert report is not None
+                assert report.n_chunks == chunks
+            return seen, given["w"].grad, given["v"].grad
+
+        assert_same_story(story, chunks)
+
+
+def _inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "x": floats(N_ROWS, 4),
+        "z": floats(N_ROWS, 4),
+        "labels": torch.randint(0, 4, (N_ROWS,), generator=generator),
+        "ids": torch.randint(1, 9, (N_ROWS, 5), generator=generator),
+        "w": floats(4, 4).requires_grad_(),
+        "v": floats(4).requires_grad_(),
+    }
+
+
+def _tensors(seen: Any) -> list[Tensor]:
+    if isinstance(seen, Tensor):
+        return [seen]
+    return [t for one in seen for t in _tensors(one)] if isinstance(seen, (list, tuple)) else []
