@@ -246,6 +246,9 @@ int kl_tape_check_leaves(Tape *tape);
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
+/* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are
+ * met anew where they are used next. -1 on failure. */
+int kl_stale_release(Tape *tape);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
 void kl_tape_close(Tape *tape);
 /* Forget what a run that raised left pending and nobody can reach, and the program if that was all of it.

@@ -302,8 +302,9 @@ PyObject *
 kl_live_force(Value *value)
 {
     if (value->tape != NULL) {
+        KlValueId current = KL_ID_NONE;
         kl_tape_ask(&value->tape->core, value->id);
-        if (kl_live_run(value->tape) < 0) {
+        if (kl_tape_attach(value->tape, value, &current) < 0 || kl_live_run(value->tape) < 0) {
             return NULL;
         }
     }
@@ -458,6 +459,10 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         goto error;
     }
     result = PyObject_Call(func, real_args, real_kwargs);
+    Tape *tape = result != NULL ? kl_tape_open_or_null() : NULL;
+    if (tape != NULL && kl_stale_release(tape) < 0) {
+        Py_CLEAR(result);
+    }
     met.args = real_args;
     met.kwargs = real_kwargs;
     if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
