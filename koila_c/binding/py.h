@@ -408,6 +408,8 @@ PyObject *kl_slots_install(PyObject *module, PyObject *names);
 int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
 /* Let every lazy stand for what it shows after the writes recorded so far. */
 int kl_view_refresh(Tape *tape);
+/* Whether a value is, or is a view of, a detached view: no part of the graph of its storage. */
+bool kl_view_is_detached(const Tape *tape, KlValueId value);
 /* The value whose call took the view `value` first, before that was itself written. */
 KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 

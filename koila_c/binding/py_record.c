@@ -338,8 +338,14 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (needs_graph < 0) {
         return NULL;
     }
-    return needs_graph != 0 ? run_with_all(func, args, kwargs)
-                            : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+    if (needs_graph == 0) {
+        PyObject *result = kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+        if (result != Py_NotImplemented) {
+            return result;
+        }
+        Py_DECREF(result);
+    }
+    return run_with_all(func, args, kwargs);
 }
 
 /* Whether a call was recorded, with its results, or raised (-1), or must run now (0). */
