@@ -265,6 +265,9 @@ int kl_tape_check_leaves(Tape *tape);
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
+/* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are
+ * met anew where they are used next. -1 on failure. */
+int kl_stale_release(Tape *tape);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
 void kl_tape_close(Tape *tape);
 /* Forget what a run that raised left pending and nobody can reach, and the program if that was all of it.
@@ -484,6 +487,8 @@ PyObject *kl_slots_install(PyObject *module, PyObject *names);
 int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
 /* Let every lazy stand for what it shows after the writes recorded so far. */
 int kl_view_refresh(Tape *tape);
+/* Whether a value is, or is a view of, a detached view: no part of the graph of its storage. */
+bool kl_view_is_detached(const Tape *tape, KlValueId value);
 /* The value whose call took the view `value` first, before that was itself written. */
 KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 

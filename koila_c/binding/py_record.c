@@ -370,10 +370,15 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (needs_graph < 0) {
         return NULL;
     }
-    if (needs_graph != 0) {
-        return run_with_all(func, args, kwargs);
+    if (needs_graph == 0) {
+        PyObject *result =
+            draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+        if (result != Py_NotImplemented) {
+            return result;
+        }
+        Py_DECREF(result);
     }
-    return draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+    return run_with_all(func, args, kwargs);
 }
 
 /* Whether this thread runs the program of `tape`: what is called meanwhile is no part of it. */
