@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, checkpoints, devices, hooks, meta, plan, replay, reports
+from koila import _core, checkpoints, composed, devices, hooks, meta, plan, replay, reports
 
 LazyTensor = _core.LazyTensor
 
@@ -393,4 +393,5 @@ DECLINED: dict[str, Handler] = {
     "__getitem__": select,
     "masked_select": masked_select,
     "type": type_of,
+    **composed.HANDLERS,
 }
