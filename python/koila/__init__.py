@@ -1,6 +1,6 @@
 """Lazy batches for PyTorch: the same numbers as a machine with unlimited memory."""
 
-from koila import functions, patches
+from koila import functions, patches, versions
 from koila.config import config
 from koila.errors import KoilaError, MemoryLimitError, StaleError
 from koila.explain import explain
@@ -20,5 +20,6 @@ __all__ = [
     "report",
 ]
 
+versions.note_this()
 functions.register_all()
 patches.install()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from koila import flight, outside
+from koila import draws, flight, outside
 from koila.flight import Parts
 from koila.program import REDUCTION_NAMES, Program, Run
 from koila.sizes import Sizes
@@ -91,14 +91,13 @@ class _Step:
         self.cut = {entry.value for entry in program.imports if entry.place is not None}
 
     def _hold_states(self) -> None:
-        """The generator's state before each draw, as draws.py keeps it."""
+        """The generator's state before each draw, and what is drawn whole, as draws.py keeps it."""
         for run in self.program.runs:
-            nodes = (self.program.nodes[i] for i in run.nodes)
-            n_bytes = _STATE * sum(node.is_random and not node.draws_inside for node in nodes)
+            nodes = [self.program.nodes[i] for i in run.nodes if self.program.nodes[i].is_random]
             if run.is_body:
-                self.held_per_chunk += n_bytes
-            else:
-                self.held += n_bytes
+                self.held_per_chunk += _STATE * len(nodes)
+                self.held += sum(draws.bytes_whole(node.id, node.first_out) for node in nodes)
+            self.held += _STATE * len(nodes)
 
     def _note(self, moments: list[Need]) -> None:
         more = self.held_per_chunk
@@ -215,14 +214,14 @@ class _Step:
     def _joint_back(self, run: Run) -> None:
         sweep, live = self.graphs.pop(run.stage)
         is_after = self.program.last_body is not None and run.stage > self.program.last_body
-        if not (is_after and self.program.is_tail_linear):
-            self._gather_gradients(run)
-            kept, seeds = self._combined(run)
+        self._gather_gradients(run)
+        kept, seeds = self._combined(run)
+        if not (is_after and self.program.is_tail_linear):  # else what comes is only looked at
             self.held_per_chunk += seeds
-            self.held -= live  # what is live at the start of its backward is counted there
-            self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
-            self.held += live - sweep.freed
-            self.held_per_chunk -= kept
+        self.held -= live  # what is live at the start of its backward is counted there
+        self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
+        self.held += live - sweep.freed
+        self.held_per_chunk -= kept
 
     def deliver(self) -> None:
         """Gradients of leaves that were cut are put together; those of half precision cast. Then
