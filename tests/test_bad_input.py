@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 import threading
 import warnings
@@ -83,6 +85,144 @@ def test_what_is_beside_a_tensor_passes_through() -> None:
     assert koila.is_lazy(x) and type(ids) is np.ndarray and name == "train"
     with koila.off():
         assert koila.lazy(5) == 5
+
+
+def test_batch_dim_of_numpy() -> None:
+    x = torch.ones(2, 5)
+    assert koila.explain(koila.lazy(x, batch=np.int64(1)) * 2).count("5 rows") == 1
+    assert koila.is_lazy(koila.lazy([x, x], batch=[np.int32(1), 1])[1])
+    for wrong in (True, torch.tensor(0), 0.0, np.float32(0)):
+        with pytest.raises(ValueError, match="batch= for input must be an int or None"):
+            koila.lazy(x, batch=wrong)
+
+
+@dataclasses.dataclass
+class Batch:
+    """What a data pipeline may hand on before a field is set."""
+
+    x: Tensor
+    size: int = dataclasses.field(init=False)
+
+
+def test_a_field_that_is_not_set_yet() -> None:
+    made = koila.lazy(Batch(torch.ones(3)))
+    assert koila.is_lazy(made.x) and not hasattr(made, "size")
+    made.size = 3
+    assert koila.lazy(made).size == 3
+
+
+def quantized() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(rows(6).float(), 0.1, 0, torch.qint8)
+
+
+def nested(layout: torch.layout) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [torch.full((n, 3), n + 0.5) for n in (2, 4, 1)]
+        return torch.nested.nested_tensor(parts, layout=layout)
+
+
+class Hundred(Tensor):
+    """A tensor whose products are not what torch says."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made.add(100) if func in (Tensor.mul, torch.mul) else made
+
+
+# How a batch is made, and what is done with it.
+ODD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
+    "0-dim": (lambda: torch.tensor(3.0), lambda x: x * 2),
+    "no rows": (lambda: rows(6)[:0], lambda x: (x * 2).sum() + x.sum(1).numel()),
+    "no features": (lambda: rows(0), lambda x: (x * 2).sum()),
+    "sparse": (
+        lambda: rows(6).relu().to_sparse(),
+        lambda x: torch.sparse.mm(x, torch.ones(6, 2).double()).sum(),
+    ),
+    "nested": (lambda: nested(torch.strided), lambda x: (x * 2).to_padded_tensor(0.0).sum()),
+    "jagged": (lambda: nested(torch.jagged), lambda x: (x * 2).values().sum()),
+    "quantized": (quantized, lambda x: x.dequantize().mul(2).sum()),
+    "mkldnn": (lambda: rows(6).float().to_mkldnn(), lambda x: x.to_dense().sum()),
+    "complex": (lambda: torch.view_as_complex(rows(6, 2)), lambda x: (x * 2).abs().sum()),
+    "bool": (lambda: rows(6) > 0, lambda x: x.sum()),
+    "float8": (lambda: rows(6).to(torch.float8_e4m3fn), lambda x: x.float().sum()),
+    "expanded": (lambda: rows(6)[:1].expand(N_ROWS, 6), lambda x: (x * 2).sum()),
+    "of a class of its own": (lambda: rows(6).as_subclass(Hundred), lambda x: (x * 2).sum()),
+    "parameter": (lambda: nn.Parameter(rows(6)), lambda x: (x * 2).sum()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ODD)
+@each_split
+def test_odd_batches(chunks: int | None, name: str) -> None:
+    """They run as in eager, in chunks where they have rows."""
+    make_batch, call = ODD[name]
+    batch = make_batch()
+    wanted = call(batch).item()
+    with split(chunks):
+        made = call(koila.lazy(batch)).item()
+    assert math.isclose(made, wanted, rel_tol=1e-6, abs_tol=1e-6)
+
+
+@each_split
+def test_a_batch_that_is_not_a_leaf(chunks: int | None) -> None:
+    """Gradients go on through what made it."""
+
+    def story(lazy: Any) -> Any:
+        model, x, y = make()
+        w = torch.ones(6, dtype=x.dtype, requires_grad=True)
+        h = x * w
+        F.cross_entropy(model(lazy(h)), y).backward()
+        return gradients(model), w.grad
+
+    assert_same_story(story, chunks)
+
+
+def test_a_meta_batch_stays_without_numbers() -> None:
+    made = (koila.lazy(torch.ones(4, 3, device="meta")) * 2).sum()
+    assert made.device.type == "meta" and made.shape == ()
+    with pytest.raises(RuntimeError, match="meta"):
+        made.item()
+
+
+@pytest.mark.parametrize("gradient", ["text", 5, [1.0]], ids=str)
+@each_split
+def test_a_gradient_that_is_no_tensor(chunks: int | None, gradient: Any) -> None:
+    """torch's own type and text, and the step can still be taken."""
+    w = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(Exception, match=r".") as eagerly:
+        (rows(6) * w).sum().backward(gradient)
+    with split(chunks):
+        total = (koila.lazy(rows(6)) * w).sum()
+        with pytest.raises(type(eagerly.value)) as lazily:
+            total.backward(gradient)
+        assert str(lazily.value) == str(eagerly.value)
+        total.backward()
+    assert w.grad is not None
+
+
+@each_split
+def test_what_lazy_refuses_costs_nothing(chunks: int | None) -> None:
+    """What was recorded before waits on."""
+    model, x, y = make()
+    with split(chunks):
+        a, b = koila.lazy(x, y)
+        loss = F.cross_entropy(model(a), b)
+        for objs, batch in (((x, y[1:]), 0), ((x,), 7), ((x,), "0"), (({"x": x},), {"y": 0})):
+            with pytest.raises(ValueError, match="lazy: "):
+                koila.lazy(*objs, batch=batch)
+        with pytest.warns(UserWarning, match="no tensor"):
+            koila.lazy(x.numpy())
+        assert koila.explain("text") and koila._core.real(loss) is None
+        loss.backward()
+    lazily = gradients(model)
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(lazily, gradients(model))
 
 
 def collate(items: list[Tensor]) -> Tensor:

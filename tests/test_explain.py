@@ -137,6 +137,15 @@ def test_of_what_has_run_the_last_step_is_told() -> None:
 def test_without_a_lazy_nothing_is_recorded() -> None:
     assert "no lazy tensor" in koila.explain(torch.ones(2))
     assert "no lazy tensor" in koila.explain()
+    assert "nothing is recorded" in koila.explain(batch()[0])
+
+
+def test_several_losses() -> None:
+    x, _ = batch()
+    assert koila.explain(x * 2).startswith("program of 1 call in 1 stage\n")
+    first, second = x.sum(), (x * 2).sum()
+    assert koila.explain(first, second).startswith("program of 3 calls in 2 stages")
+    assert koila.explain([first, second]).startswith("program of 3 calls in 2 stages")
 
 
 def whole_step() -> None:

@@ -24,6 +24,16 @@ typedef struct Tape Tape;
 /* What a LazyTensor holds. *Attached*: one value of one tape. *Detached* (tape NULL): a real tensor, and
  * where its rows are; inputs before their first use, and everything that ran. A detached value is
  * attached again as a leaf when a call is recorded with it. */
+/* What torch's argument parser is shown of a lazy. Where a number is wanted it takes a tensor of no dims
+ * that needs no gradient, by its placeholder, and then asks for the number, which is read. */
+typedef enum {
+    KL_PLACEHOLDER_EMPTY, /* no number: of size 0 */
+    KL_PLACEHOLDER_INT,   /* the others have no dims, and no memory */
+    KL_PLACEHOLDER_BOOL,
+    KL_PLACEHOLDER_FLOAT, /* or complex */
+    KL_N_PLACEHOLDERS
+} KlPlaceholder;
+
 typedef struct Value {
     PyObject_HEAD Tape *tape; /* owned, or NULL */
     KlValueId id;             /* attached: its value on the tape */
@@ -36,6 +46,7 @@ typedef struct Value {
     uint64_t epoch;           /* backwards that had run when it became live */
     bool is_input;            /* made by lazy(): it stays lazy for ever */
     bool is_touched;          /* the dispatcher met its placeholder: the object is not used again */
+    KlPlaceholder placeholder;
 } Value;
 
 /* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
@@ -83,8 +94,15 @@ typedef struct KlExternal {
     KlValueId value;
 } KlExternal;
 
+/* What one thread has at a time, as often as it takes it; others wait (py_turn.c). Under the GIL. */
+typedef struct KlLock {
+    uint64_t holder; /* id of a thread state; 0: nobody */
+    uint32_t depth;
+} KlLock;
+
 struct Tape {
     PyObject_HEAD KlTape core;
+    KlLock lock;     /* whose turn it is */
     KlPyNode *nodes; /* [core.n_nodes] */
     size_t n_nodes_max;
     KlPyValue *values; /* [core.n_values] */
@@ -93,11 +111,10 @@ struct Tape {
     size_t n_slots, n_slots_max;
     KlExternal *externals; /* [n_externals_max] open addressing, by pointer */
     size_t n_externals, n_externals_max;
-    unsigned long thread; /* the thread that records on it */
-    uint64_t *axis_keys;  /* [core.n_axes] the batch each axis stands for */
+    uint64_t *axis_keys; /* [core.n_axes] the batch each axis stands for */
     size_t n_axis_keys_max;
     KlInferred inferred; /* scratch of the recorder */
-    bool is_running;     /* a replay is under way */
+    bool is_running;     /* a replay is under way, or a call is being recorded */
     PyObject *memo; /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
 
@@ -142,6 +159,7 @@ typedef struct KlPyState {
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
+    PyObject *move_on;                 /* koila.draws: what waits draws now */
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
@@ -216,7 +234,7 @@ PyObject *kl_lazy_number(const Value *value);
 
 int kl_recycle_init(void);
 /* A new LazyTensor that stands for nothing yet. */
-PyObject *kl_recycle_take(void);
+PyObject *kl_recycle_take(KlPlaceholder kind);
 bool kl_recycle_works(void);
 
 /* -- py_tape.c: Tape -------------------------------------------------------------------------- */
@@ -256,6 +274,52 @@ void kl_tape_close(Tape *tape);
 /* Forget what a run that raised left pending and nobody can reach, and the program if that was all of it.
  * An exception stays. */
 void kl_tape_give_up(Tape *tape);
+
+/* Let `tape` be this thread's; NULL: it has none. */
+int kl_tape_use(Tape *tape);
+
+/* -- py_turn.c: a tape is used by one thread at a time ------------------------------------------- */
+
+/* What kl_lock_take and kl_lock_give do where others want the lock too. */
+int kl_lock_wait(KlLock *lock);
+void kl_lock_pass(KlLock *lock);
+/* -1 with an exception: an interrupt, or waiting would never end. */
+static inline int
+kl_lock_take(KlLock *lock)
+{
+    const uint64_t thread = PyThreadState_Get()->id;
+    if (lock->holder != 0 && lock->holder != thread) {
+        return kl_lock_wait(lock);
+    }
+    lock->holder = thread;
+    lock->depth++;
+    return 0;
+}
+static inline void
+kl_lock_give(KlLock *lock)
+{
+    if (--lock->depth == 0) {
+        lock->holder = 0;
+        kl_lock_pass(lock);
+    }
+}
+
+/* While it lasts no other thread uses the tape, which is this thread's own. */
+typedef struct KlTurn {
+    Tape *tape;       /* owned */
+    Tape *own;        /* owned: this thread's before, or NULL */
+    bool is_visit;    /* it is another thread's tape */
+    bool was_running; /* the tape, when the turn began */
+} KlTurn;
+
+int kl_turn_begin(KlTurn *turn, Tape *tape);
+void kl_turn_end(KlTurn *turn);
+/* Draw from torch's generators with no other program in between. */
+int kl_turn_draw(void);
+void kl_turn_drawn(void);
+/* held(lazy or None, func, args, kwargs), drawing(func): call func in a turn. */
+PyObject *kl_turn_held(PyObject *module, PyObject *args);
+PyObject *kl_turn_drawing(PyObject *module, PyObject *func);
 
 /* -- py_meta.c: what real tensors say of themselves ------------------------------------------- */
 

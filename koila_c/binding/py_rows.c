@@ -17,7 +17,8 @@ static KlValueId
 value_of(const Tape *tape, PyObject *tensor)
 {
     if (kl_lazy_check(tensor)) {
-        return kl_lazy_value(tensor)->id;
+        const Value *value = kl_lazy_value(tensor);
+        return value->tape == tape ? value->id : KL_ID_NONE; /* another thread may record with it */
     }
     return kl_tape_find(tape, tensor);
 }

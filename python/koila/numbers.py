@@ -11,6 +11,7 @@ from koila import _core, hooks, views
 from koila.cross import Cross
 from koila.program import Program
 from koila.spent import spent
+from koila.threads import in_turn
 
 
 class Numbers:
@@ -70,6 +71,7 @@ class Numbers:
             _core.deliver(value, given, is_final)
 
 
+@in_turn
 def settle_outdated() -> None:
     """What has a number, and whose parameters have changed since, keeps it and loses its graph."""
     values = _core.outdated()
