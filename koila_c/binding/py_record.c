@@ -286,6 +286,26 @@ is_read(const Tape *tape, PyObject *tensor)
     return false;
 }
 
+/* A call may write a lazy that has its tensor: what waits and reads that memory runs before. */
+static int
+run_readers(PyObject *lazy, void *context)
+{
+    Tape *tape = kl_tape_open_or_null();
+    const Value *value = kl_lazy_value(lazy);
+    (void)context;
+    if (tape == NULL || tape->is_running || value->real == NULL || !is_read(tape, value->real)) {
+        return 0;
+    }
+    return kl_live_run(tape);
+}
+
+static int
+run_before_write(PyObject *args, PyObject *out)
+{
+    int result = kl_call_visit(args, run_readers, NULL);
+    return result < 0 || out == NULL ? result : kl_call_visit(out, run_readers, NULL);
+}
+
 /* Whether all that is in `target` are plain tensors, and nothing waits that reads them. */
 static bool
 is_plain_and_unread(const Tape *tape, PyObject *target)
@@ -367,7 +387,7 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
             needs_graph = kl_call_visit(kwargs, has_gradient, NULL);
         }
     }
-    if (needs_graph < 0) {
+    if (needs_graph < 0 || (!is_pure && run_before_write(args, out) < 0)) {
         return NULL;
     }
     if (needs_graph == 0) {
@@ -452,7 +472,12 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         return NULL;
     }
     if (!met.is_any_lazy) {
-        return draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
+        PyObject *out = out_of(kwargs);
+        bool is_pure = function->has_meta && out == NULL;
+        if (draw_before(function) < 0 || (!is_pure && run_before_write(args, out) < 0)) {
+            return NULL;
+        }
+        return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
     }
     if (!met.is_any_foreign && !is_in_a_run(met.tape)) {
         PyObject *results = NULL;
