@@ -500,6 +500,14 @@ core_reads_by_handle(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
+core_asks_libtorch(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(kl_context_is_direct());
+}
+
+PyObject *
 core_recycles(PyObject *module, PyObject *ignored)
 {
     (void)module;
