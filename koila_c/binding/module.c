@@ -25,6 +25,23 @@ kl_py_raise(const KlError *error)
     return NULL;
 }
 
+int
+kl_py_id(PyObject *object, void *id)
+{
+    if (!PyLong_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected a number of a node or a value, got %R", object);
+        return 0;
+    }
+    int overflow = 0;
+    long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow != 0 || number < 0 || number >= KL_ID_NONE) {
+        PyErr_Format(PyExc_IndexError, "no node and no value has the number %R", object);
+        return 0;
+    }
+    *(unsigned int *)id = (unsigned int)number;
+    return 1;
+}
+
 static PyObject *
 core_bind(PyObject *module, PyObject *args)
 {

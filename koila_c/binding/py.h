@@ -176,6 +176,9 @@ typedef struct KlPyState {
 
 extern KlPyState kl_py;
 
+/* "O&" of PyArg_ParseTuple: a number of a node or a value; what cannot be one is an IndexError. */
+int kl_py_id(PyObject *object, void *id);
+
 /* Raise the exception for `error`; returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
 
