@@ -189,6 +189,9 @@ typedef struct KlPyState {
 
 extern KlPyState kl_py;
 
+/* "O&" of PyArg_ParseTuple: a number of a node or a value; what cannot be one is an IndexError. */
+int kl_py_id(PyObject *object, void *id);
+
 /* Raise the exception for `error`; returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
 
@@ -393,6 +396,8 @@ kl_failure_check(const Tape *tape, KlValueId value)
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
 int kl_context_init(void);
+/* Whether libtorch itself says which context is in force. */
+bool kl_context_is_direct(void);
 /* The id of the context in force now, or -1. */
 int64_t kl_context_now(bool *is_grad_enabled);
 #define KL_N_DEVICES 2 /* device types whose autocast state is tracked */

@@ -25,6 +25,7 @@ from koila import (
     replay,
     reports,
     scalars,
+    versions,
 )
 from koila.errors import KoilaError, StaleError
 
@@ -218,4 +219,14 @@ def register_all() -> None:
     own = vars(_core.LazyTensor)
     rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
     methods = (name for name in vars(torch._C.TensorBase) if name in rows)
-    _core.install_slots(tuple(name for name in methods if name not in own and name[0] != "_"))
+    is_short = _core.install_slots(
+        tuple(name for name in methods if name not in own and name[0] != "_")
+    )
+    versions.note_slow_ways(
+        {
+            "methods of a lazy go through torch's dispatch": is_short,
+            "lazies are made anew each time": _core.recycles(),
+            "tensors are read by their attributes": _core.reads_by_handle(),
+            "torch's modes are asked for in Python": _core.asks_libtorch(),
+        }
+    )
