@@ -389,13 +389,24 @@ class Replay:
 
 def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
-) -> tuple[Replay, Any] | None:
-    """Run a program, with twice the chunks where memory runs out; None: it has to run whole."""
+) -> tuple[bool, Any]:
+    """Run a program, with twice the chunks where memory runs out, and give the user what it made.
 
-    def make(n_chunks: int, hooked: hooks.Seen) -> Replay:
-        return Replay(program, n_chunks, hooked, planned.unit)
+    Returns:
+        Whether it ran, for else it has to run whole; and what `run` returned.
+    """
 
-    return attempt(program, planned, make, run)
+    def make(planned: plan.Plan, hooked: hooks.Seen) -> Replay:
+        return Replay(program, planned.n_chunks, hooked, planned.unit)
+
+    done = attempt(program, planned, make, run)
+    if done is None:
+        return False, None
+    replay, result, planned = done
+    replay.commit()
+    del replay, done  # what is left now is left for the next step
+    planned.keep(program)
+    return True, result
 
 
 def _stage(
@@ -451,11 +462,7 @@ def _read(is_known_only: bool) -> bool:
         replay.compute()
         replay.settle(False)
 
-    done = _attempt(*staged, run) if staged is not None else None
-    if done is None:
-        return False
-    done[0].commit()
-    return True
+    return staged is not None and _attempt(*staged, run)[0]
 
 
 def flush(why: str) -> None:
@@ -517,10 +524,8 @@ def differentiate(
             cuts = [real if grad.is_sparse else real.view_as(real) for real, grad in found]
         return finish(cuts, [gradient for _, gradient in found])
 
-    done = _attempt(*staged, run)
-    if done is None:
+    is_done, result = _attempt(*staged, run)
+    if not is_done:
         return NotImplemented
-    replay, result = done
-    replay.commit()
     _core.note_backward()
     return result
