@@ -274,7 +274,7 @@ kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t size)
             return 0;
         }
         read.dtype = meta->dtype < KL_N_DTYPES && abi.codes[meta->dtype] == code ? meta->dtype
-                                                                                : KL_DTYPE_OTHER;
+                                                                                 : KL_DTYPE_OTHER;
         sizes = found;
     } else {
         int result = read_by_attribute(tensor, &read);

@@ -20,6 +20,7 @@ from koila import (
     hooks,
     meta,
     outs,
+    plain,
     reductions,
     replay,
     reports,
@@ -95,25 +96,9 @@ def _schemas(name: str) -> list[Any]:
     return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
 
 
-def _is_factory(name: str) -> bool:
-    """Whether torch knows it only without tensors: those that it is given are taken for numbers."""
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return bool(schemas) and not any(
-        _takes_tensor(schema) for schema in schemas if not _is_out(schema)
-    )
-
-
 def _has_effect(schema: Any) -> bool:
     parts = list(schema.arguments) + list(schema.returns)
     return any(part.alias_info is not None for part in parts)
-
-
-def _is_random(name: str) -> bool:
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
-    tag = torch.Tag.nondeterministic_seeded
-    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
 
 
 def _returns_list(schema: Any) -> bool:
@@ -129,7 +114,7 @@ def _row_of(func: Callable[..., Any], name: str) -> str | None:
 
 def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
-    is_random = _is_random(name)
+    is_random = plain.draws(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
     returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
@@ -147,8 +132,6 @@ def _register(func: Any, name: str) -> None:
         _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
         _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
-    elif isinstance(func, types.BuiltinFunctionType) and _is_factory(name):
-        _core.register(func, READ, name, None, False, False, False, None, None)
     elif isinstance(func, _C_CALLABLES) or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
@@ -183,7 +166,8 @@ def register_all() -> None:
         meta.checksum,
         meta.draw_like,
         draws.note_recorded,
-        draws.check_undisturbed,
+        draws.check_live,
+        draws.move_on,
         enter.enter,
         replay.read,
         handlers.in_transform,
@@ -218,6 +202,8 @@ def register_all() -> None:
             _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
         elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)
+    for _, name, wrapper in plain.wrappers():  # what a method is known by, while it is replaced
+        _register_op(wrapper, name)
     own = vars(_core.LazyTensor)
     rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
     methods = (name for name in vars(torch._C.TensorBase) if name in rows)
