@@ -294,6 +294,8 @@ WEIGHTS = {
     "read": 2,
     "draw": 0,
 }
+#: What may stand under no_grad, beside writes.
+UNDER_NO_GRAD = ("compute",)
 PLACE = re.compile(r"\{(\w)\}")
 
 
@@ -437,7 +439,8 @@ class Writer:
             return f"with torch.no_grad(): {text}"
         if kind == "write":
             return text
-        if kind in ("compute", "view") and self.random.random() < 0.1:
+        is_under = kind in ("compute", "view") and self.random.random() < 0.1
+        if is_under and kind in UNDER_NO_GRAD:
             return f"with torch.no_grad(): {name} = {text}"
         return f"{name} = {text}"
 

@@ -34,6 +34,18 @@ ONCE_WRONG = {
         n_others=5,
         data=629,
     ),
+    "the batch is as large as another dim": Program(
+        ("h = x * 1", "s = h.T", "s += x @ w", "s[0] = 1"), n_rows=4, n_others=4, data=1
+    ),
+    "two batches in one weighted mean": Program(
+        ("h = ((x @ w).pow(2).sum(1) * o[:, 0]).sum() / o[:, 0].sum()", "g = (h * o).sum() * x"),
+        n_rows=6,
+        n_others=6,
+        data=2,
+    ),
+    "an order without a gradient beside a quantile": Program(
+        ("h = x @ w", "i = x.argsort(0)", "g = torch.quantile(h, 0.5)"), 6, 5, data=3
+    ),
 }
 
 
