@@ -126,7 +126,8 @@ class Watch:
 
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-            watched: Sequence[torch.Tensor] = _Look.apply(note, *leaves)
+            look: Any = _Look  # torch leaves its apply without annotations
+            watched: Sequence[torch.Tensor] = look.apply(note, *leaves)
         return watched
 
     def is_on(self, key: Key) -> bool:
