@@ -189,6 +189,9 @@ typedef struct KlPyState {
 
 extern KlPyState kl_py;
 
+/* "O&" of PyArg_ParseTuple: a number of a node or a value; what cannot be one is an IndexError. */
+int kl_py_id(PyObject *object, void *id);
+
 /* Raise the exception for `error`; returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
 
@@ -269,6 +272,9 @@ PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 void kl_stale_drop_numbers(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
+/* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are
+ * met anew where they are used next. -1 on failure. */
+int kl_stale_release(Tape *tape);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
 void kl_tape_close(Tape *tape);
 /* Forget what a run that raised left pending and nobody can reach, and the program if that was all of it.
@@ -390,6 +396,8 @@ kl_failure_check(const Tape *tape, KlValueId value)
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
 int kl_context_init(void);
+/* Whether libtorch itself says which context is in force. */
+bool kl_context_is_direct(void);
 /* The id of the context in force now, or -1. */
 int64_t kl_context_now(bool *is_grad_enabled);
 #define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
@@ -488,6 +496,8 @@ PyObject *kl_slots_install(PyObject *module, PyObject *names);
 int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
 /* Let every lazy stand for what it shows after the writes recorded so far. */
 int kl_view_refresh(Tape *tape);
+/* Whether a value is, or is a view of, a detached view: no part of the graph of its storage. */
+bool kl_view_is_detached(const Tape *tape, KlValueId value);
 /* The value whose call took the view `value` first, before that was itself written. */
 KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 

@@ -136,7 +136,11 @@ kl_lazy_real(const Value *value)
     if (value->tape == NULL) {
         return value->real;
     }
-    return value->id < value->tape->core.n_values ? value->tape->values[value->id].real : NULL;
+    const Tape *tape = value->tape;
+    if (value->id >= tape->core.n_values || kl_tape_is_stale(&tape->core, value->id)) {
+        return NULL; /* what it was before a write is not what it shows after it */
+    }
+    return tape->values[value->id].real;
 }
 
 PyObject *
@@ -146,7 +150,6 @@ kl_lazy_number(const Value *value)
     if (real != NULL || value->tape == NULL || value->id >= value->tape->core.n_values) {
         return real;
     }
-    /* What it was when it was read is not what it shows after a write. */
     bool is_stale = kl_tape_is_stale(&value->tape->core, value->id);
     return is_stale ? NULL : value->tape->values[value->id].number;
 }

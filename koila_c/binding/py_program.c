@@ -385,7 +385,7 @@ kl_program_value(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:value", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:value", kl_py_id, &id)) {
         return NULL;
     }
     if (id >= tape->core.n_values) {
@@ -417,7 +417,7 @@ kl_program_node(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:node", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:node", kl_py_id, &id)) {
         return NULL;
     }
     if (id >= tape->core.n_nodes) {

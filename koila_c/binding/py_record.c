@@ -390,10 +390,15 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (needs_graph < 0 || (!is_pure && run_before_write(args, out) < 0)) {
         return NULL;
     }
-    if (needs_graph != 0) {
-        return run_with_all(func, args, kwargs);
+    if (needs_graph == 0) {
+        PyObject *result =
+            draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+        if (result != Py_NotImplemented) {
+            return result;
+        }
+        Py_DECREF(result);
     }
-    return draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+    return run_with_all(func, args, kwargs);
 }
 
 /* Whether this thread runs the program of `tape`: what is called meanwhile is no part of it. */
@@ -414,30 +419,19 @@ record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, 
         return -1;
     }
     tape->is_running = true; /* what a finalizer calls on the way is not recorded into this */
-    if (function->row != NULL) {
-        recorded = kl_rows_record(tape, function, func, args, kwargs, results);
-    } else if (function->has_meta) {
-        recorded = record_by_meta(tape, function, func, args, kwargs, results);
-    }
+    recorded = function->row != NULL ? kl_rows_record(tape, function, func, args, kwargs, results)
+                                     : record_by_meta(tape, function, func, args, kwargs, results);
     tape->is_running = false;
     kl_lock_give(&tape->lock);
     return recorded;
 }
 
-/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). */
+/* Whether a handler took a call (1), with its results, or raised (-1). */
 static int
-record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-       PyObject **results)
+hand_over(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **results)
 {
-    PyObject *handler = function->handler;
-    int recorded = 0;
-    if (out_of(kwargs) != NULL) {
-        handler = function->is_random ? NULL : kl_py.record_out;
-    } else {
-        recorded = record_on(tape, function, func, args, kwargs, results);
-    }
-    if (recorded != 0 || handler == NULL) {
-        return recorded;
+    if (handler == NULL) {
+        return 0;
     }
     *results = PyObject_CallFunctionObjArgs(handler, func, args,
                                             kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
@@ -446,6 +440,27 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
         return 0;
     }
     return *results == NULL ? -1 : 1;
+}
+
+/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). What is known of
+ * its rows comes first: asked on meta tensors, it runs on the whole batch. */
+static int
+record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+       PyObject **results)
+{
+    if (out_of(kwargs) != NULL) {
+        return hand_over(function->is_random ? NULL : kl_py.record_out, func, args, kwargs,
+                         results);
+    }
+    int recorded =
+        function->row != NULL ? record_on(tape, function, func, args, kwargs, results) : 0;
+    if (recorded == 0) {
+        recorded = hand_over(function->handler, func, args, kwargs, results);
+    }
+    if (recorded == 0 && function->row == NULL && function->has_meta) {
+        recorded = record_on(tape, function, func, args, kwargs, results);
+    }
+    return recorded;
 }
 
 PyObject *
