@@ -1,9 +1,10 @@
-"""Random programs of factories, writes, views, masks and reads in the middle are eager's."""
+"""Random programs of factories, writes, views, masks, draws and reads in the middle are eager's."""
 
 from __future__ import annotations
 
 import pytest
 
+import koila
 import random_writes
 from random_writes import Program
 
@@ -59,8 +60,12 @@ def test_once_wrong(name: str, chunks: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, 300, 20))
 def test_programs(first: int) -> None:
-    """More of them: python tests/random_writes.py --count 20000"""
+    """More of them: python tests/random_writes.py --count 20000. Many are cut."""
+    n_cut = 0
     for seed in range(first, first + 20):
         program = random_writes.write(seed)
         found = next(random_writes.failures(program), None)
         assert found is None, f"seed {seed}, {found[0]} chunks: {found[1]}\n{program}"
+        report = koila.report()
+        n_cut += report is not None and report.n_chunks > 1
+    assert n_cut > 5
