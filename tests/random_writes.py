@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from oracle import eager, plain, split
+from oracle import eager, plain
 
 WIDTH = 4
 COUNTS = (1, 2, 3, 7, 99)
@@ -292,8 +292,10 @@ WEIGHTS = {
     "write": 8,
     "out": 1,
     "read": 2,
-    "draw": 0,
+    "draw": 2,
 }
+#: What may stand under no_grad, beside writes.
+UNDER_NO_GRAD = ("compute",)
 PLACE = re.compile(r"\{(\w)\}")
 
 
@@ -437,7 +439,8 @@ class Writer:
             return f"with torch.no_grad(): {text}"
         if kind == "write":
             return text
-        if kind in ("compute", "view") and self.random.random() < 0.1:
+        is_under = kind in ("compute", "view") and self.random.random() < 0.1
+        if is_under and kind in UNDER_NO_GRAD:
             return f"with torch.no_grad(): {name} = {text}"
         return f"{name} = {text}"
 
@@ -524,7 +527,7 @@ def failure(program: Program, chunks: int) -> str | None:
     if wanted is None or not is_sound(wanted[0]):
         return None
     try:
-        with split(chunks):
+        with koila.config(chunks=chunks):
             seen = run(program, koila.lazy)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:600]
@@ -570,7 +573,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1000, help="how many programs")
-    parser.add_argument("--draws", type=int, default=0, help="how often a line draws numbers")
+    parser.add_argument("--draws", type=int, default=2, help="how often a line draws numbers")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they are")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

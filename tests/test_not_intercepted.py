@@ -16,6 +16,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import dlpack
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from oracle import Lazy, assert_same_story
 from small import Smalls, linear, ones
 
 SMALLS = Smalls()
@@ -380,3 +381,24 @@ def test_transformer_in_eval_takes_eagers_path() -> None:
     smalls = Smalls()
     smalls.add(encode)
     smalls["encode"].check(requires_grad=False)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 6])
+@pytest.mark.parametrize("n_rows", [6, 3, 12])
+def test_other_memory_is_set(n_rows: int, chunks: int) -> None:
+    """Of a lazy, which then shows what is written there; and a lazy's own, of a plain tensor."""
+
+    def story(lazy: Lazy) -> Any:
+        x = lazy(torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4))
+        w = torch.eye(4, dtype=torch.float64).requires_grad_()
+        plain, made = torch.ones(n_rows, 4, dtype=torch.float64), x * 1
+        before = made[:2]
+        made.set_(plain)
+        plain.add_(1)
+        loss = (made @ w).pow(2).sum() + (x @ w).exp().sum()
+        loss.backward()
+        taken = torch.zeros(1, dtype=torch.float64)
+        taken.set_(x * 2)
+        return loss, made, before, taken, w.grad
+
+    assert_same_story(story, chunks)

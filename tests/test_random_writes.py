@@ -1,9 +1,10 @@
-"""Random programs of factories, writes, views, masks and reads in the middle are eager's."""
+"""Random programs of factories, writes, views, masks, draws and reads in the middle are eager's."""
 
 from __future__ import annotations
 
 import pytest
 
+import koila
 import random_writes
 from random_writes import Program
 
@@ -34,6 +35,18 @@ ONCE_WRONG = {
         n_others=5,
         data=629,
     ),
+    "the batch is as large as another dim": Program(
+        ("h = x * 1", "s = h.T", "s += x @ w", "s[0] = 1"), n_rows=4, n_others=4, data=1
+    ),
+    "two batches in one weighted mean": Program(
+        ("h = ((x @ w).pow(2).sum(1) * o[:, 0]).sum() / o[:, 0].sum()", "g = (h * o).sum() * x"),
+        n_rows=6,
+        n_others=6,
+        data=2,
+    ),
+    "an order without a gradient beside a quantile": Program(
+        ("h = x @ w", "i = x.argsort(0)", "g = torch.quantile(h, 0.5)"), 6, 5, data=3
+    ),
 }
 
 
@@ -47,8 +60,12 @@ def test_once_wrong(name: str, chunks: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, 300, 20))
 def test_programs(first: int) -> None:
-    """More of them: python tests/random_writes.py --count 20000"""
+    """More of them: python tests/random_writes.py --count 20000. Many are cut."""
+    n_cut = 0
     for seed in range(first, first + 20):
         program = random_writes.write(seed)
         found = next(random_writes.failures(program), None)
         assert found is None, f"seed {seed}, {found[0]} chunks: {found[1]}\n{program}"
+        report = koila.report()
+        n_cut += report is not None and report.n_chunks > 1
+    assert n_cut > 5

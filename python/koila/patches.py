@@ -304,6 +304,11 @@ def _patch_graphs() -> None:
     _replace(torch.cuda.graph, "__enter__", _flush_first(torch.cuda.graph.__enter__))
 
 
+def _patch_set() -> None:
+    """Tensor.set_ is not dispatched: it would take the placeholder's memory, or give it other."""
+    _replace(torch.Tensor, "set_", _live_if_lazy(torch.Tensor.set_, False))
+
+
 def _patch_scripts() -> None:
     """A TorchScript function sees only the placeholder."""
     _replace(
@@ -386,6 +391,7 @@ def _install() -> None:
     _patch_grad_modes()
     _patch_fast_paths()
     _patch_data()
+    _patch_set()
     _patch_generator()
     _patch_defaults()
     _patch_attention()
