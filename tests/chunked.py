@@ -82,7 +82,7 @@ class Watched:
                 (replay.Replay, "run_nodes", self._run_nodes),
                 (replay, "Program", self._make),
                 (replay, "_stage", self._stage),
-                (replay, "_attempt", self._attempt),
+                (replay, "attempt", self._attempt),
                 (_core, "live", self._live),
                 (_core, "input", self._input),
             ):

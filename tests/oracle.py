@@ -315,21 +315,6 @@ def assert_gradient_of_loss(program: Any, n_rows: int, *, chunks: int) -> None:
     assert math.isclose(slope, measured, rel_tol=1e-5, abs_tol=1e-7), (slope, measured)
 
 
-def draws_in_order(width: int, chunk_rows: list[int]) -> bool:
-    """Probe whether dropout over chunks draws here what dropout over the whole draws."""
-    state = torch.get_rng_state()
-
-    def draw(rows: int) -> Tensor:
-        return nn.functional.dropout(torch.ones(rows, width, dtype=torch.float64), 0.5)
-
-    torch.manual_seed(0)
-    whole, end = draw(sum(chunk_rows)), torch.get_rng_state()
-    torch.manual_seed(0)
-    parts, end_parts = torch.cat([draw(rows) for rows in chunk_rows]), torch.get_rng_state()
-    torch.set_rng_state(state)
-    return torch.equal(whole, parts) and torch.equal(end, end_parts)
-
-
 def chunk_sizes(n_rows: int, chunks: int) -> list[int]:
     """Return the rows of each chunk when `n_rows` are cut in `chunks`, larger ones first."""
     return [len(part) for part in torch.arange(n_rows).tensor_split(min(chunks, n_rows))]

@@ -324,8 +324,8 @@ def assert_same(wanted: Outcome, got: Outcome, how: How = "bits") -> None:
 def assert_same_numbers(wanted: Outcome, got: Outcome, how: How = "close") -> None:
     """Assert that a run in chunks left the same numbers behind as the whole.
 
-    Shapes, dtypes and kinds of error are the same; layouts, the words of an error and the
-    generator need not be.
+    Shapes, dtypes, kinds of error and the generator are the same; layouts and the words of an
+    error need not be.
     """
     assert (got.failure and got.failure.kind) == (wanted.failure and wanted.failure.kind), (
         f"{got.failure or 'no error'}, not {wanted.failure}"
@@ -352,3 +352,5 @@ def assert_same_numbers(wanted: Outcome, got: Outcome, how: How = "close") -> No
             )
             if how != "unknown":
                 assert_close(one.values, other.values, what, largest)
+    if wanted.generator is not None and got.generator is not None:
+        assert_bits(wanted.generator, got.generator, "the generator's state")

@@ -12,9 +12,8 @@ from torch import Generator, Tensor, nn
 from programs_losses import N_STEPS, randn
 from programs_text import N_TOKENS
 
-#: How a program draws. WHOLE: noise of the batch's size, drawn when recorded. IN_ORDER: dropout,
-#: drawn as eager does where the kernel draws in the order of memory. ANY: inside a fused operator,
-#: or where the batch is not outermost in memory.
+#: How a program draws. WHOLE: noise of the batch's size, drawn when recorded. IN_ORDER: dropout, of
+#: rows that are outermost in memory. ANY: inside a fused operator, or where they are not.
 WHOLE, IN_ORDER, ANY = "whole", "in order", "any"
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import koila
-from oracle import Lazy, assert_same_story, chunk_sizes, draws_in_order, gradients, split
+from oracle import Lazy, assert_same_story, gradients, split
 from programs_vision import DropoutMlp, Mlp
 from stories import N_ROWS, batches, each_split, make
 
@@ -447,7 +447,7 @@ def test_function_mode_around_the_step(chunks: int | None) -> None:
 
 @each_split
 def test_dropout_is_eagers(chunks: int | None) -> None:
-    """Two steps with dropout draw what eager draws where the kernel draws in order."""
+    """Two steps with dropout draw what eager draws."""
 
     def story(lazy: Lazy) -> Any:
         model = DropoutMlp().double()
@@ -459,8 +459,7 @@ def test_dropout_is_eagers(chunks: int | None) -> None:
             losses.append(loss.item())
         return losses, gradients(model), torch.rand(3)
 
-    if chunks is None or draws_in_order(32, chunk_sizes(N_ROWS, chunks)):
-        assert_same_story(story, chunks)
+    assert_same_story(story, chunks)
 
 
 @each_split

@@ -274,7 +274,7 @@ kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t size)
             return 0;
         }
         read.dtype = meta->dtype < KL_N_DTYPES && abi.codes[meta->dtype] == code ? meta->dtype
-                                                                                : KL_DTYPE_OTHER;
+                                                                                 : KL_DTYPE_OTHER;
         sizes = found;
     } else {
         int result = read_by_attribute(tensor, &read);
@@ -438,15 +438,9 @@ kl_meta_init(void)
             goto error;
         }
     }
-    kl_py.strided = PyObject_GetAttrString(torch, "strided");
-    kl_py.get_default_dtype = PyObject_GetAttrString(torch, "get_default_dtype");
-    PyObject *torch_c = PyObject_GetAttrString(torch, "_C");
-    kl_py.is_alias_of = torch_c != NULL ? PyObject_GetAttrString(torch_c, "_is_alias_of") : NULL;
-    Py_XDECREF(torch_c);
     PyObject *cpu = PyObject_CallMethod(torch, "device", "s", "cpu");
     kl_py.devices = PyList_New(0);
-    if (kl_py.strided == NULL || kl_py.get_default_dtype == NULL || kl_py.is_alias_of == NULL ||
-        cpu == NULL || kl_py.devices == NULL || PyList_Append(kl_py.devices, cpu) < 0) {
+    if (cpu == NULL || kl_py.devices == NULL || PyList_Append(kl_py.devices, cpu) < 0) {
         Py_XDECREF(cpu);
         goto error;
     }

@@ -32,8 +32,8 @@ kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
             "expected%s (%U): a mistake in koila's inference, please report it",
             tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
             requires_grad != NULL ? requires_grad : Py_None, dtype != NULL ? dtype : Py_None,
-            expected, promised.requires_grad ? "True" : "False",
-            kl_meta_dtype_name(promised.dtype), rows >= 0 ? " of a chunk" : "", where);
+            expected, promised.requires_grad ? "True" : "False", kl_meta_dtype_name(promised.dtype),
+            rows >= 0 ? " of a chunk" : "", where);
     }
     Py_XDECREF(requires_grad);
     Py_XDECREF(dtype);

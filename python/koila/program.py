@@ -37,7 +37,6 @@ class Node(NamedTuple):
     writes: int
     leaf_writes: int
     is_data: bool
-    draws_inside: bool  # it draws inside a larger operator: attention, a recurrent layer
     imports: tuple[int, ...]
     outs: range
 
@@ -391,6 +390,14 @@ class Program:
         part.imports = sorted(n for n in numbers if self.imports[n].value not in made)
         part.drops = [()] * len(part.nodes)
         return part
+
+    def as_written(self) -> Run:
+        """The whole program as one run, in the order of the calls: what a live run does."""
+        run = Run(0, -1, nodes=sorted(self.nodes), has_gradient=True)
+        made = {v for node in self.nodes.values() for v in node.outs}
+        run.imports = [n for n, entry in enumerate(self.imports) if entry.value not in made]
+        run.exports = sorted(made & {*self.wanted, *self.roots})
+        return run
 
     def _combined_at(self, stage: int) -> list[Node]:
         """Reductions whose partials become values at this joint."""
