@@ -8,11 +8,6 @@ halves overflows nor many small chunks round worse than one large one.
     reduction = REDUCTIONS["MEAN"]
     parts = [[reduction.partial(i, chunk) for chunk in chunks] for i in range(reduction.n_parts)]
     value = reduction.combine(parts, call)
-
-`part_reads` names the words of the call whose values a part depends on: a part that reads labels
-only is known before the model has run. `saves_parts` are the parts whose values `combine` keeps for
-its backward: where it keeps none that come from the model, the loss is linear in the chunks and one
-pass over them is enough.
 """
 
 from __future__ import annotations
@@ -148,8 +143,6 @@ class Reduction:
     """One way to split a reduction."""
 
     n_parts = 1
-    part_reads: tuple[tuple[str, ...], ...] = (("input",),)
-    saves_parts: frozenset[int] = frozenset()
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         """Compute one part on a chunk; `call` holds the chunk's arguments."""
@@ -162,8 +155,6 @@ class Reduction:
 
 class Sum(Reduction):
     """Any op that is a sum over the rows: sum, matmul over them, einsum; also count_nonzero."""
-
-    part_reads = (("*",),)  # every tensor of the call
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         if call.wide == call.dtype:
@@ -180,8 +171,6 @@ class Mean(Reduction):
     """A sum, and the number of terms."""
 
     n_parts = 2
-    part_reads = (("input",), ())
-    saves_parts = frozenset({1})
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         x, dim = call.word("input"), call.word("dim")
@@ -197,8 +186,6 @@ class Var(Reduction):
     """Number of terms, mean, and sum of squared distances from it, joined by Chan's formula."""
 
     n_parts = 3
-    part_reads = ((), ("input",), ("input",))
-    saves_parts = frozenset({0, 1, 2})
 
     @staticmethod
     def options(call: Call) -> tuple[Any, bool, float]:
@@ -267,8 +254,6 @@ class Extreme(Reduction):
     """
 
     n_parts = 2
-    part_reads = (("input",), ("input",))
-    saves_parts = frozenset({0, 1})
 
     @staticmethod
     def is_max(call: Call) -> bool:
@@ -312,8 +297,6 @@ class LogSumExp(Reduction):
     """The largest entry, detached, and the sum of the exponentials of what lies below it."""
 
     n_parts = 2
-    part_reads = (("input",), ("input",))
-    saves_parts = frozenset({0, 1})
 
     @staticmethod
     def finite(x: torch.Tensor, instead: torch.Tensor | float = 0.0) -> torch.Tensor:
@@ -342,8 +325,6 @@ class LogSumExp(Reduction):
 class Norm(Reduction):
     """A p-norm is the p-norm of the chunks' norms, gradient at 0 included."""
 
-    saves_parts = frozenset({0})
-
     def partial(self, part: int, call: Call) -> torch.Tensor:
         return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
 
@@ -355,8 +336,6 @@ class Norm(Reduction):
 
 class Prod(Reduction):
     """A product of products."""
-
-    saves_parts = frozenset({0})
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
@@ -382,8 +361,6 @@ class Loss(Reduction):
     """Losses averaged over their terms: the sum, and the number of terms."""
 
     n_parts = 2
-    part_reads: tuple[tuple[str, ...], ...] = (("*",), ())
-    saves_parts = frozenset({1})
     BY_ROW = frozenset(
         {
             "cosine_embedding_loss",
@@ -415,8 +392,6 @@ class Loss(Reduction):
 
 class CrossEntropy(Loss):
     """Cross-entropy and nll: the weighted sum, and the weight of the labels that count."""
-
-    part_reads = (("*",), ("target", "weight"))
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         x: torch.Tensor = call.word("input")

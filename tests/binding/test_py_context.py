@@ -212,9 +212,11 @@ def test_settings_of_autocast_are_as_before(chunks: int) -> None:
 def test_contexts_are_interned() -> None:
     """As many records as one likes in a few contexts; there is room for 256 different ones."""
     x = koila.lazy(batch().float())
+    made = [x]
     for _, name in zip(range(600), itertools.cycle(CONTEXTS), strict=False):
         with CONTEXTS[name]():
-            x.tanh()
+            made.append(x.tanh())
+    assert all(map(is_pending, made[1:])), "each was recorded, and no context was one too many"
 
 
 class Casts(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -235,6 +236,9 @@ def test_a_number_is_delivered_for_good_or_for_now() -> None:
 def test_a_number_that_nobody_waits_for() -> None:
     dead = koila.lazy(batch()) * weight()
     del dead
-    core.deliver(2, batch(), True)
-    core.deliver(2, batch(), False)
+    made = batch()
+    n_before = sys.getrefcount(made)
+    core.deliver(2, made, True)
+    core.deliver(2, made, False)
     core.forget()
+    assert sys.getrefcount(made) == n_before, "it goes with the tape"
