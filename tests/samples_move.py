@@ -133,7 +133,6 @@ def items() -> list[Sample]:
         call(f(4, 5, 3, 2), (slice(None), i(4), slice(None), i(4, high=2))),
         call(f(4, 5, 3, 2), (slice(None), i(4), i(4, high=3))),
         call(f(4, 5, 3).permute(2, 0, 1), (slice(None), slice(None), i(2))),
-        call(f(4, 5), (slice(None), torch.tensor(1))),
         call(f(1, 5), (torch.arange(1), i(1))),
         call(f(1, 5), slice(0, 1)),
         call(f(4, 5), i(4, 3).to(torch.int32)),

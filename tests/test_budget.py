@@ -406,3 +406,40 @@ def test_caches_of_gpus_are_emptied(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     budget.defragment()
     assert emptied == [True]
+
+
+# What a run took --------------------------------------------------------------------------------
+
+
+def told(monkeypatch: pytest.MonkeyPatch, stats: dict[int, dict[str, int]]) -> None:
+    """Let GPUs say these numbers of themselves."""
+    monkeypatch.setattr(budget, "_used_gpus", lambda: list(stats))
+    monkeypatch.setattr(budget, "_stats", lambda index: dict(stats[index]))
+
+
+def counted(current: int, peak: int) -> dict[str, int]:
+    return {"allocated_bytes.all.current": current, "allocated_bytes.all.peak": peak}
+
+
+def test_a_peak_is_measured_from_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {0: counted(100, 300), 1: counted(5, 5)}
+    told(monkeypatch, stats)
+    meter = budget.Meter()
+    stats.update({0: counted(120, 450), 1: counted(5, 9)})
+    assert meter.bytes() == 350 + 4
+
+
+@pytest.mark.parametrize("after", [{0: (100, 300), 1: (5, 9)}, {0: (100, 450), 1: (5, 5)}])
+def test_an_older_peak_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, after: dict[int, tuple[int, int]]
+) -> None:
+    stats = {0: counted(100, 300), 1: counted(5, 5)}
+    told(monkeypatch, stats)
+    meter = budget.Meter()
+    stats.update({index: counted(*pair) for index, pair in after.items()})
+    assert meter.bytes() is None
+
+
+def test_on_the_cpu_nobody_counts() -> None:
+    if not torch.cuda.is_initialized():
+        assert budget.Meter().bytes() is None

@@ -48,13 +48,13 @@ core_bind(PyObject *module, PyObject *args)
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
-             *check_draws = NULL, *read = NULL, *in_transform = NULL, *run_again = NULL,
-             *folders = NULL, *bind_hooks = NULL, *note_live = NULL, *note_ran = NULL,
-             *device_of = NULL, *land = NULL, *choose = NULL, *record_out = NULL;
+             *check_draws = NULL, *move_on = NULL, *read = NULL, *in_transform = NULL,
+             *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *note_live = NULL,
+             *note_ran = NULL, *device_of = NULL, *land = NULL, *choose = NULL, *record_out = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
-                          &check_draws, &skip_one_hop, &read, &in_transform, &run_again,
+                          &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
                           &bind_hooks, &note_live, &note_ran, &device_of, &land, &choose,
                           &record_out, &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
@@ -66,6 +66,7 @@ core_bind(PyObject *module, PyObject *args)
     kl_py.reductions = reductions;
     Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
+    Py_XSETREF(kl_py.move_on, Py_NewRef(move_on));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
     Py_XSETREF(kl_py.note_live, Py_NewRef(note_live));
     Py_XSETREF(kl_py.note_ran, Py_NewRef(note_ran));
@@ -86,8 +87,8 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, check_draws, skip_one_hop, read, in_transform, run_again, bind_hooks, note_live, "
-     "note_ran, device_of, land, choose_attention, record_out, folders, reductions, /)"
+     "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
+     "note_live, note_ran, device_of, land, choose_attention, record_out, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -180,8 +181,15 @@ static PyMethodDef functions[] = {
      "The number of a real tensor that pending calls read, or None."},
     {"has_draw", core_has_draw, METH_NOARGS,
      "has_draw($module, /)\n--\n\nWhether a random call waits that has not drawn yet."},
+    {"has_dead_draw", core_has_dead_draw, METH_NOARGS,
+     "has_dead_draw($module, /)\n--\n\n"
+     "Whether a random call waits that nobody will look at, and keeps what it reads."},
+    {"waiting_draws", core_waiting_draws, METH_NOARGS,
+     "waiting_draws($module, /)\n--\n\n"
+     "[(node, first output, number of outputs)] of the random calls that have still to draw."},
     {"note_drawn", core_note_drawn, METH_O,
-     "note_drawn($module, node, /)\n--\n\nA node drew in chunks: every run draws the same."},
+     "note_drawn($module, node, /)\n--\n\n"
+     "The generator moved past a node's draws: every run of it draws the same."},
     {"set_type_attribute", core_set_type_attribute, METH_VARARGS,
      "set_type_attribute($module, type, name, value, /)\n--\n\n"
      "As setattr, also for types in C that are closed to it."},

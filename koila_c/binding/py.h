@@ -24,6 +24,16 @@ typedef struct Tape Tape;
 /* What a LazyTensor holds. *Attached*: one value of one tape. *Detached* (tape NULL): a real tensor, and
  * where its rows are; inputs before their first use, and everything that ran. A detached value is
  * attached again as a leaf when a call is recorded with it. */
+/* What torch's argument parser is shown of a lazy. Where a number is wanted it takes a tensor of no dims
+ * that needs no gradient, by its placeholder, and then asks for the number, which is read. */
+typedef enum {
+    KL_PLACEHOLDER_EMPTY, /* no number: of size 0 */
+    KL_PLACEHOLDER_INT,   /* the others have no dims, and no memory */
+    KL_PLACEHOLDER_BOOL,
+    KL_PLACEHOLDER_FLOAT, /* or complex */
+    KL_N_PLACEHOLDERS
+} KlPlaceholder;
+
 typedef struct Value {
     PyObject_HEAD Tape *tape; /* owned, or NULL */
     KlValueId id;             /* attached: its value on the tape */
@@ -36,6 +46,7 @@ typedef struct Value {
     uint64_t epoch;           /* backwards that had run when it became live */
     bool is_input;            /* made by lazy(): it stays lazy for ever */
     bool is_touched;          /* the dispatcher met its placeholder: the object is not used again */
+    KlPlaceholder placeholder;
 } Value;
 
 /* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
@@ -147,6 +158,7 @@ typedef struct KlPyState {
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
+    PyObject *move_on;                 /* koila.draws: what waits draws now */
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
@@ -224,7 +236,7 @@ PyObject *kl_lazy_number(const Value *value);
 
 int kl_recycle_init(void);
 /* A new LazyTensor that stands for nothing yet. */
-PyObject *kl_recycle_take(void);
+PyObject *kl_recycle_take(KlPlaceholder kind);
 bool kl_recycle_works(void);
 
 /* -- py_tape.c: Tape -------------------------------------------------------------------------- */
@@ -256,6 +268,9 @@ int kl_tape_check_leaves(Tape *tape);
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
+/* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are
+ * met anew where they are used next. -1 on failure. */
+int kl_stale_release(Tape *tape);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
 void kl_tape_close(Tape *tape);
 /* Forget what a run that raised left pending and nobody can reach, and the program if that was all of it.
@@ -477,6 +492,8 @@ PyObject *kl_slots_install(PyObject *module, PyObject *names);
 int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
 /* Let every lazy stand for what it shows after the writes recorded so far. */
 int kl_view_refresh(Tape *tape);
+/* Whether a value is, or is a view of, a detached view: no part of the graph of its storage. */
+bool kl_view_is_detached(const Tape *tape, KlValueId value);
 /* The value whose call took the view `value` first, before that was itself written. */
 KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 

@@ -307,6 +307,14 @@ get_bound(PyObject *object, bool *has, int64_t *value)
     return !*has || get_int(object, value);
 }
 
+/* torch takes the number of a tensor of ints without dims, and selects: it is one only when read. */
+static bool
+is_selecting(const KlMeta *meta)
+{
+    return meta->n_dims == 0 && (meta->dtype == KL_DTYPE_INT8 || meta->dtype == KL_DTYPE_INT16 ||
+                                 meta->dtype == KL_DTYPE_INT32 || meta->dtype == KL_DTYPE_INT64);
+}
+
 static int
 convert_item(const Binder *binder, PyObject *object, uint32_t number, uint32_t entry, KlIndex *item)
 {
@@ -336,7 +344,7 @@ convert_item(const Binder *binder, PyObject *object, uint32_t number, uint32_t e
         item->stop = n;
     } else {
         const KlMeta *meta = binder->types->meta_of(binder->context, object);
-        if (meta != NULL) {
+        if (meta != NULL && !is_selecting(meta)) {
             const KlPyTypes *types = binder->types;
             item->kind = KL_INDEX_TENSOR;
             item->input = binder->bound->n_inputs;

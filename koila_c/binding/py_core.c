@@ -324,6 +324,38 @@ core_has_draw(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
+core_has_dead_draw(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    return PyBool_FromLong(tape != NULL && kl_tape_has_dead_draw(&tape->core));
+}
+
+/* [(node, first output, number of outputs)] of the random calls that have still to draw. */
+PyObject *
+core_waiting_draws(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    PyObject *list = PyList_New(0);
+    KlNodeId id = tape != NULL && list != NULL ? kl_tape_next_draw(&tape->core, 0) : KL_ID_NONE;
+    while (id != KL_ID_NONE) {
+        const KlNode *node = &tape->core.nodes[id];
+        PyObject *item = Py_BuildValue("(III)", id, node->first_out, node->n_outs);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_XDECREF(item);
+            Py_DECREF(list);
+            return NULL;
+        }
+        Py_DECREF(item);
+        id = kl_tape_next_draw(&tape->core, id + 1);
+    }
+    return list;
+}
+
+PyObject *
 core_hook(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -415,14 +447,16 @@ core_close(PyObject *module, PyObject *ignored)
     if (tape == NULL) {
         return NULL;
     }
-    for (size_t i = 0; i < tape->core.n_values; i++) {
-        if (tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL) {
-            kl_tape_retire(&tape->core, false);
-            return Py_NewRef(Py_False);
-        }
+    bool is_needed = kl_tape_has_draw(&tape->core); /* an effect that nothing else asks for */
+    for (size_t i = 0; i < tape->core.n_values && !is_needed; i++) {
+        is_needed = tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL;
     }
-    kl_tape_close(tape);
-    return Py_NewRef(Py_True);
+    if (is_needed) {
+        kl_tape_retire(&tape->core, false);
+    } else {
+        kl_tape_close(tape);
+    }
+    return PyBool_FromLong(!is_needed);
 }
 
 PyObject *

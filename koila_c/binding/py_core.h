@@ -26,6 +26,8 @@ PyObject *core_abandon(PyObject *module, PyObject *ignored);
 PyObject *core_leaf_of(PyObject *module, PyObject *tensor);
 PyObject *core_storage(PyObject *module, PyObject *object);
 PyObject *core_has_draw(PyObject *module, PyObject *ignored);
+PyObject *core_has_dead_draw(PyObject *module, PyObject *ignored);
+PyObject *core_waiting_draws(PyObject *module, PyObject *ignored);
 PyObject *core_hook(PyObject *module, PyObject *args);
 PyObject *core_note_drawn(PyObject *module, PyObject *id);
 PyObject *core_set_type_attribute(PyObject *module, PyObject *args);

@@ -136,7 +136,11 @@ kl_lazy_real(const Value *value)
     if (value->tape == NULL) {
         return value->real;
     }
-    return value->id < value->tape->core.n_values ? value->tape->values[value->id].real : NULL;
+    const Tape *tape = value->tape;
+    if (value->id >= tape->core.n_values || kl_tape_is_stale(&tape->core, value->id)) {
+        return NULL; /* what it was before a write is not what it shows after it */
+    }
+    return tape->values[value->id].real;
 }
 
 PyObject *
@@ -146,17 +150,31 @@ kl_lazy_number(const Value *value)
     if (real != NULL || value->tape == NULL || value->id >= value->tape->core.n_values) {
         return real;
     }
-    /* What it was when it was read is not what it shows after a write. */
     bool is_stale = kl_tape_is_stale(&value->tape->core, value->id);
     return is_stale ? NULL : value->tape->values[value->id].number;
 }
 
 /* -- making lazies ----------------------------------------------------------------------------- */
 
-static PyObject *
-wrap(Value *value)
+static KlPlaceholder
+placeholder_of(const KlMeta *meta)
 {
-    PyObject *lazy = kl_recycle_take();
+    if (meta->n_dims != 0 || meta->requires_grad || meta->dtype == KL_DTYPE_OTHER) {
+        return KL_PLACEHOLDER_EMPTY;
+    }
+    if (meta->dtype == KL_DTYPE_BOOL) {
+        return KL_PLACEHOLDER_BOOL;
+    }
+    return kl_meta_dtype_is_float(meta->dtype) || kl_meta_dtype_is_complex(meta->dtype)
+               ? KL_PLACEHOLDER_FLOAT
+               : KL_PLACEHOLDER_INT;
+}
+
+static PyObject *
+wrap(Value *value, KlPlaceholder placeholder)
+{
+    value->placeholder = placeholder;
+    PyObject *lazy = kl_recycle_take(placeholder);
     if (lazy == NULL) {
         Py_DECREF(value);
         return NULL;
@@ -176,7 +194,7 @@ kl_lazy_new(Tape *tape, KlValueId id)
     value->id = id;
     tape->values[id].handle = value;
     tape->core.values[id].is_wanted = true;
-    return wrap(value);
+    return wrap(value, placeholder_of(&tape->core.values[id].meta));
 }
 
 PyObject *
@@ -195,7 +213,10 @@ kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key, in
     value->rows = rows;
     value->is_input = is_input;
     value->epoch = kl_py.n_backwards;
-    return wrap(value);
+    KlMeta meta;
+    bool is_known = kl_meta_read(real, &meta) == 0;
+    PyErr_Clear();
+    return wrap(value, is_known ? placeholder_of(&meta) : KL_PLACEHOLDER_EMPTY);
 }
 
 /* -- getters: metadata without computing --------------------------------------------------------- */

@@ -196,14 +196,15 @@ note_failed(Tape *tape, KlNodeId id)
 /* The call that needs what waits, while this thread runs it; borrowed. */
 static _Thread_local PyObject *caller;
 
-/* Tell how much ran whole; an exception stays. */
+/* Tell how much ran whole, and what it raised; an exception stays. */
 static int
 note_ran(unsigned long long n_calls, long long n_bytes)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *noted = PyObject_CallFunction(kl_py.note_ran, "OKL",
-                                            caller != NULL ? caller : Py_None, n_calls, n_bytes);
+    PyObject *noted =
+        PyObject_CallFunction(kl_py.note_ran, "OKLO", caller != NULL ? caller : Py_None, n_calls,
+                              n_bytes, type != NULL ? type : Py_None);
     int result = noted != NULL ? 0 : -1;
     Py_XDECREF(noted);
     if (type != NULL) {
@@ -226,8 +227,8 @@ run_tape(Tape *tape)
         return -1;
     }
     if (tape->core.n_done < tape->core.n_nodes) {
-        PyObject *checked =
-            tape->memo != NULL ? PyObject_CallNoArgs(kl_py.check_draws) : Py_NewRef(Py_None);
+        PyObject *checked = kl_tape_has_draw(&tape->core) ? PyObject_CallNoArgs(kl_py.check_draws)
+                                                          : Py_NewRef(Py_None);
         if (checked == NULL) {
             return -1;
         }
@@ -357,8 +358,10 @@ kl_live_force(Value *value)
         }
         int result = 0;
         if (value->tape == turn.tape) { /* else another thread has run it meanwhile */
+            KlValueId current = KL_ID_NONE;
             kl_tape_ask(&turn.tape->core, value->id);
-            result = kl_live_run(turn.tape);
+            result = kl_tape_attach(turn.tape, value, &current);
+            result = result < 0 ? result : kl_live_run(turn.tape);
         }
         kl_turn_end(&turn);
         if (result < 0) {
@@ -500,6 +503,35 @@ wrap(void *met, PyObject *object)
     return kl_call_map(object, wrap, met);
 }
 
+/* Whether a result is, or is a view of, the number of a lazy whose graph is still on the tape: torch gives
+ * many inputs back unchanged, and its schemas do not say which. */
+static bool
+hands_out_number(const Met *met, PyObject *result)
+{
+    if (PyTuple_Check(result) || PyList_Check(result)) {
+        bool is_found = false;
+        for (Py_ssize_t i = 0; !is_found && i < PySequence_Fast_GET_SIZE(result); i++) {
+            is_found = hands_out_number(met, PySequence_Fast_GET_ITEM(result, i));
+        }
+        return is_found;
+    }
+    for (int i = 0; i < met->n && PyObject_TypeCheck(result, kl_py.tensor_base); i++) {
+        const Value *value = kl_lazy_value(met->lazies[i]);
+        PyObject *number = kl_lazy_real(value) == NULL ? kl_lazy_number(value) : NULL;
+        if (number == NULL) {
+            continue;
+        }
+        PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.is_alias_of, result, number, NULL);
+        bool is_alias = answer != Py_False; /* or torch cannot tell */
+        Py_XDECREF(answer);
+        PyErr_Clear();
+        if (is_alias) {
+            return true;
+        }
+    }
+    return false;
+}
+
 PyObject *
 kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
@@ -522,8 +554,16 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         goto error;
     }
     result = PyObject_Call(func, real_args, real_kwargs);
+    Tape *tape = result != NULL ? kl_tape_open_or_null() : NULL;
+    if (tape != NULL && kl_stale_release(tape) < 0) {
+        Py_CLEAR(result);
+    }
     met.args = real_args;
     met.kwargs = real_kwargs;
+    if (result != NULL && kind == KL_LIVE_NUMBERS && hands_out_number(&met, result)) {
+        Py_SETREF(result, Py_NewRef(Py_NotImplemented));
+        goto error;
+    }
     if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
         Py_SETREF(result, wrap(&met, result));
     }

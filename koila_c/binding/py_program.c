@@ -47,18 +47,17 @@ node_inputs(const KlTape *core, const KlStages *stages, const KlNode *node)
 }
 
 /* (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes, is data,
- * does it draw inside a larger op, inputs as imports) */
+ * inputs as imports) */
 static PyObject *
 node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    bool is_fused = node->is_random && node->row != NULL && node->row->kind == KL_ROW_OP;
-    return Py_BuildValue("(INNiiiIIOIIOON)", id, stage_object(stages->node_stage[id]),
+    return Py_BuildValue("(INNiiiIIOIION)", id, stage_object(stages->node_stage[id]),
                          stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
                          axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
                          node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
-                         stages->is_data[id] ? Py_True : Py_False, is_fused ? Py_True : Py_False,
+                         stages->is_data[id] ? Py_True : Py_False,
                          node_inputs(&tape->core, stages, node));
 }
 
@@ -206,7 +205,7 @@ is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
         for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
             is_run = is_run || is_needed[node->first_out + k];
         }
-        result = is_run && node->is_random;
+        result = is_run && kl_tape_waits_to_draw(node);
         for (uint32_t k = 0; k < node->n_inputs && is_run; k++) {
             KlValueId value = core->inputs[node->first_input + k].value;
             if (value != KL_ID_NONE) {
@@ -239,8 +238,7 @@ find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *l
     int draws = is_drawing(&tape->core, *wanted, *n);
     for (size_t i = 0; i < tape->core.n_nodes && draws > 0; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        bool is_due = node->is_random && !node->is_done && !node->is_abandoned;
-        if (is_due && add_id(wanted, n, n_max, node->first_out) < 0) {
+        if (kl_tape_waits_to_draw(node) && add_id(wanted, n, n_max, node->first_out) < 0) {
             return -1;
         }
     }

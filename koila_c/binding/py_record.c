@@ -334,6 +334,20 @@ is_into_plain_only(const Function *function, PyObject *args, PyObject *out)
     return result;
 }
 
+/* A call that draws now comes after the draws that were recorded before it. */
+static int
+draw_before(const Function *function)
+{
+    const Tape *tape = kl_tape_open_or_null();
+    if (!function->is_random || tape == NULL || tape->is_running ||
+        !kl_tape_has_draw(&tape->core)) {
+        return 0;
+    }
+    PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
+    Py_XDECREF(moved);
+    return moved == NULL ? -1 : 0;
+}
+
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
  * its lazies, their numbers are enough: what else waits can still be cut. */
 static PyObject *
@@ -356,8 +370,15 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (needs_graph < 0) {
         return NULL;
     }
-    return needs_graph != 0 ? run_with_all(func, args, kwargs)
-                            : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+    if (needs_graph == 0) {
+        PyObject *result =
+            draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+        if (result != Py_NotImplemented) {
+            return result;
+        }
+        Py_DECREF(result);
+    }
+    return run_with_all(func, args, kwargs);
 }
 
 /* Whether this thread runs the program of `tape`: what is called meanwhile is no part of it. */
@@ -421,7 +442,7 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         return NULL;
     }
     if (!met.is_any_lazy) {
-        return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
+        return draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
     }
     if (!met.is_any_foreign && !is_in_a_run(met.tape)) {
         PyObject *results = NULL;
@@ -515,9 +536,17 @@ force_one(PyObject *lazy, void *context)
     return real == NULL ? -1 : 0;
 }
 
+static int
+read_one(PyObject *lazy, void *context)
+{
+    (void)context;
+    Value *value = kl_lazy_checked(lazy);
+    return value == NULL ? -1 : kl_live_read(value);
+}
+
 /* Run what is pending as if from outside: down here autograd is off, and the program keeps its graph. */
 static int
-force_with_graph(PyObject *args, PyObject *kwargs)
+force_with_graph(PyObject *args, PyObject *kwargs, int (*force)(PyObject *, void *))
 {
     if (kl_call_visit(args, is_pending, NULL) == 0 &&
         (kwargs == NULL || kl_call_visit(kwargs, is_pending, NULL) == 0)) {
@@ -527,8 +556,8 @@ force_with_graph(PyObject *args, PyObject *kwargs)
     PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
     int result = -1;
     if (entered != NULL) {
-        result = kl_call_visit(args, force_one, NULL);
-        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force_one, NULL) : result;
+        result = kl_call_visit(args, force, NULL);
+        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force, NULL) : result;
         PyObject *type = NULL, *value = NULL, *traceback = NULL;
         PyErr_Fetch(&type, &value, &traceback);
         PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
@@ -569,7 +598,10 @@ kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_a
             "give it x.detach()",
             args[0]);
     }
-    return force_with_graph(args[2], kwargs) < 0
+    /* torch's argument parser asks for the number of what it takes for one. */
+    const Function *function = kl_function_find(args[0]);
+    bool is_read = function != NULL && function->kind == KL_CALL_READ;
+    return force_with_graph(args[2], kwargs, is_read ? read_one : force_one) < 0
                ? NULL
-               : kl_live_call(args[0], args[2], kwargs, KL_LIVE_PLAIN);
+               : kl_live_call(args[0], args[2], kwargs, is_read ? KL_LIVE_READ : KL_LIVE_PLAIN);
 }

@@ -174,6 +174,40 @@ kl_tape_refresh_leaf(Tape *tape, KlValueId id)
     Py_XSETREF(entry->pointer, kl_stale_pointer(entry->real));
 }
 
+/* Whether the tensor of a value that has one is no longer what the value says. */
+static int
+is_another(const Tape *tape, KlValueId id)
+{
+    const KlMeta *meta = &tape->core.values[id].meta;
+    const KlPyValue *entry = &tape->values[id];
+    int is_same = kl_stale_is_flagged(entry->real, meta);
+    if (is_same <= 0) {
+        return is_same < 0 ? -1 : 1;
+    }
+    return tape->core.values[id].node == KL_ID_NONE ? is_changed(entry) : 0;
+}
+
+int
+kl_stale_release(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        Value *handle = tape->values[i].handle;
+        if (handle == NULL || tape->values[i].real == NULL) {
+            continue;
+        }
+        int result = is_another(tape, (KlValueId)i);
+        if (result < 0) {
+            return -1;
+        }
+        if (result > 0) {
+            tape->values[i].handle = NULL;
+            tape->core.values[i].is_wanted = false;
+            kl_lazy_detach(handle, tape->values[i].real);
+        }
+    }
+    return 0;
+}
+
 static bool
 reads_lost(const KlTape *core, const KlNode *node, const bool *is_lost)
 {

@@ -12,7 +12,7 @@ _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
 # (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
 #  is data, draws inside, imports)
 _StagedNode = tuple[
-    int, int, int | None, int, int, int, int, int, bool, int, int, bool, bool, tuple[int, ...]
+    int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
 ]
 # (inputs, outputs, bytes_extra, is_extra_rows, bytes_fixed, bytes_workspace, bytes_backward)
 _NodeSaves = tuple[int, int, int, bool, int, int, int]
@@ -95,13 +95,14 @@ def bind(
     draw_like: Callable[..., Any],
     note_draw: Callable[[], None],
     check_draws: Callable[[], None],
+    move_on: Callable[[], None],
     skip_one_hop: Callable[..., Any],
     read: Callable[..., Any],
     in_transform: Callable[..., Any],
     run_again: Callable[..., Any],
     bind_hooks: Callable[[int, torch.Tensor], None],
     note_live: Callable[[Any], None],
-    note_ran: Callable[[Any, int, int], None],
+    note_ran: Callable[[Any, int, int, type[BaseException] | None], None],
     device_of: Callable[[torch.device | str], torch.device | None],
     land: Callable[[torch.device], None],
     choose_attention: Callable[[int], None],
@@ -155,6 +156,8 @@ def held(
 ) -> Any: ...
 def drawing(func: Callable[[], Any], /) -> Any: ...
 def has_draw() -> bool: ...
+def has_dead_draw() -> bool: ...
+def waiting_draws() -> list[tuple[int, int, int]]: ...
 def note_drawn(node: int, /) -> None: ...
 def set_type_attribute(type: type, name: str, value: Any, /) -> None: ...
 def set_busy(flag: bool, /) -> None: ...

@@ -20,9 +20,11 @@ from koila import (
     hooks,
     meta,
     outs,
+    plain,
     reductions,
     replay,
     reports,
+    scalars,
     versions,
 )
 from koila.errors import KoilaError, StaleError
@@ -100,14 +102,6 @@ def _has_effect(schema: Any) -> bool:
     return any(part.alias_info is not None for part in parts)
 
 
-def _is_random(name: str) -> bool:
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
-    tag = torch.Tag.nondeterministic_seeded
-    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
-
-
 def _returns_list(schema: Any) -> bool:
     return len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]"
 
@@ -121,13 +115,13 @@ def _row_of(func: Callable[..., Any], name: str) -> str | None:
 
 def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
-    is_random = _is_random(name)
+    is_random = plain.draws(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
     returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
-    instead = handlers.DECLINED.get(name)
+    instead = scalars.instead(name, handlers.DECLINED.get(name))
     _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
 
 
@@ -173,7 +167,8 @@ def register_all() -> None:
         meta.checksum,
         meta.draw_like,
         draws.note_recorded,
-        draws.check_undisturbed,
+        draws.check_live,
+        draws.move_on,
         enter.enter,
         replay.read,
         handlers.in_transform,
@@ -191,6 +186,8 @@ def register_all() -> None:
     for name, func in _overridable():
         if callable(func) and not isinstance(func, type):
             _register(func, getattr(func, "__name__", name))
+    number = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
+    _core.register(number, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
     for name, member in _accessors():
@@ -206,6 +203,8 @@ def register_all() -> None:
             _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
         elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)
+    for _, name, wrapper in plain.wrappers():  # what a method is known by, while it is replaced
+        _register_op(wrapper, name)
     own = vars(_core.LazyTensor)
     rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
     methods = (name for name in vars(torch._C.TensorBase) if name in rows)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, checkpoints, devices, hooks, meta, plan, replay, reports
+from koila import _core, checkpoints, devices, draws, hooks, meta, plan, replay, reports
 
 LazyTensor = _core.LazyTensor
 
@@ -252,7 +252,8 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """numpy() and __array__: torch refuses them to tensors that require a gradient."""
     if args[0].requires_grad and not kwargs.get("force"):
         func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
-    return func(_core.read(args[0]), *args[1:], **kwargs)
+    with reports.Asking("numpy()"):
+        return func(_core.read(args[0]), *args[1:], **kwargs)
 
 
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,7 +304,8 @@ def repr_lazy(lazy: Any) -> str:
 
 def str_lazy(lazy: Any) -> str:
     """What print shows: the number."""
-    return str(_core.read(lazy))
+    with reports.Asking("print()"):
+        return str(_core.read(lazy))
 
 
 def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
@@ -314,7 +316,8 @@ def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
 
 
 def _read_number(tensor: torch.Tensor) -> torch.Tensor:
-    return _core.read(tensor) if type(tensor) is LazyTensor else tensor
+    with reports.Asking("getitem()"):
+        return _core.read(tensor) if type(tensor) is LazyTensor else tensor
 
 
 def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -352,6 +355,33 @@ def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return NotImplemented
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return select(func, (x.expand(shape), mask.expand(shape)), {})
+
+
+def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """rrelu() in training draws a slope for each negative number: with these known, it is a
+    product with the slopes."""
+    words: dict[str, Any] = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
+    words |= _words(("input", "lower", "upper", "training", "generator"), args, kwargs)
+    x = words["input"]
+    if not words["training"] or words["generator"] is not None or type(x) is not LazyTensor:
+        return NotImplemented
+    number = _core.read(x).detach()
+    slopes = torch.empty_like(number, memory_format=torch.contiguous_format)
+    draws.move_on()
+    nn: Any = torch._C._nn
+    nn.rrelu_with_noise(number, slopes, words["lower"], words["upper"], True)
+    return x * _core.like(slopes, x)
+
+
+def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """poisson() draws the more often, the larger the numbers are: these are read."""
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
+        return NotImplemented
+    number = _core.read(x).detach()
+    draws.move_on()
+    drawn = _core.like(torch.poisson(number), x)
+    return drawn + x * 0 if x.requires_grad and torch.is_grad_enabled() else drawn
 
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -393,5 +423,7 @@ HANDLERS: dict[str, Handler] = {
 DECLINED: dict[str, Handler] = {
     "__getitem__": select,
     "masked_select": masked_select,
+    "rrelu": rrelu,
+    "poisson": poisson,
     "type": type_of,
 }

@@ -132,12 +132,12 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
         return _WHOLE
     if isinstance(batch, bool | torch.Tensor) or not hasattr(batch, "__index__"):
         raise ValueError(f"lazy: batch= for {path} must be an int or None, not {batch!r}")
-    batch = operator.index(batch)  # numpy's integers too
-    if not -tensor.dim() <= batch < tensor.dim():
+    dim: int = operator.index(batch)  # numpy's integers too
+    if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
             f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}"
         )
-    return batch % tensor.dim()
+    return dim % tensor.dim()
 
 
 def lazy(*objs: Any, batch: Any = 0) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from koila import flight, outside
+from koila import draws, flight, outside
 from koila.flight import Parts
 from koila.program import REDUCTION_NAMES, Program, Run
 from koila.sizes import Sizes
@@ -91,14 +91,13 @@ class _Step:
         self.cut = {entry.value for entry in program.imports if entry.place is not None}
 
     def _hold_states(self) -> None:
-        """The generator's state before each draw, as draws.py keeps it."""
+        """The generator's state before each draw, and what is drawn whole, as draws.py keeps it."""
         for run in self.program.runs:
-            nodes = (self.program.nodes[i] for i in run.nodes)
-            n_bytes = _STATE * sum(node.is_random and not node.draws_inside for node in nodes)
+            nodes = [self.program.nodes[i] for i in run.nodes if self.program.nodes[i].is_random]
             if run.is_body:
-                self.held_per_chunk += n_bytes
-            else:
-                self.held += n_bytes
+                self.held_per_chunk += _STATE * len(nodes)
+                self.held += sum(draws.bytes_whole(node.id, node.first_out) for node in nodes)
+            self.held += _STATE * len(nodes)
 
     def _note(self, moments: list[Need]) -> None:
         more = self.held_per_chunk

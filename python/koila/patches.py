@@ -22,10 +22,12 @@ from koila import (
     attention,
     budget,
     checkpoints,
+    draws,
     explain,
     handlers,
     meta,
     numbers,
+    plain,
     replay,
     reports,
 )
@@ -70,10 +72,34 @@ def _live_if_lazy(original: Callable[..., Any], is_plain: bool) -> Callable[...,
     return patched
 
 
+def _numbers(obj: Any) -> Any:
+    """The object with the numbers of lazies in their place."""
+    if type(obj) is _core.LazyTensor:
+        return _core.read(obj)
+    if isinstance(obj, tuple | list) and _holds_lazy(obj):
+        return [_numbers(item) for item in obj]
+    return obj
+
+
+def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which copies the numbers that it is given."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if _holds_lazy(args) or _holds_lazy(kwargs):
+            with reports.Asking(f"{reports.name_of(original)}()"):
+                args = tuple(map(_numbers, args))
+                kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return patched
+
+
 def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        _core.flush()  # live: nothing recorded before may run after
+        with reports.Asking(f"{reports.name_of(original)}()"):
+            _core.flush()  # live: nothing recorded before may run after
         return original(*args, **kwargs)
 
     return patched
@@ -106,7 +132,9 @@ def _patch_factories() -> None:
     # A default device goes by a set of functions that is made when first asked for: of torch's own,
     # which ours call.
     torch.utils._device._device_constructors()
-    for name in ("tensor", "as_tensor", "asarray", "scalar_tensor"):
+    for name in ("tensor", "scalar_tensor"):
+        _replace(torch, name, _read_if_lazy(getattr(torch, name)))
+    for name in ("as_tensor", "asarray"):
         _replace(torch, name, _live_if_lazy(getattr(torch, name), True))
     for owner in (torch, torch.utils.dlpack, torch._C):
         for name in ("to_dlpack", "_to_dlpack"):
@@ -209,7 +237,7 @@ def _patch_data() -> None:
 
 
 def _patch_generator() -> None:
-    """The generator answers, and is set, after the draws that were recorded before."""
+    """The generator answers, and is set, where the draws that were recorded before leave it."""
     generator: Any = torch._C.Generator
     for name in (
         "get_state",
@@ -227,8 +255,8 @@ def _patch_generator() -> None:
         @functools.wraps(original)
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
-            if is_shared and _core.has_draw():
-                replay.flush(f"{_original.__name__}() of a generator")
+            if is_shared and not _core.is_busy() and _core.has_draw():
+                draws.move_on()
             return _original(self, *args, **kwargs)
 
         _replace(generator, name, patched)
@@ -378,3 +406,4 @@ def uninstall() -> None:
             delattr(owner, name)
     while _hooks:
         _hooks.pop().remove()
+    plain.unwatch_all()

@@ -37,7 +37,6 @@ class Node(NamedTuple):
     writes: int
     leaf_writes: int
     is_data: bool
-    draws_inside: bool  # it draws inside a larger operator: attention, a recurrent layer
     imports: tuple[int, ...]
     outs: range
 

@@ -128,14 +128,13 @@ class Replay:
         ) -> Any:
             node = self.program.nodes[i]
             if node.is_random:
-                self.draws.restore(i, chunk if run.is_body else None)
+                return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
             if i in run.parts and self._is_plain(node, run):
                 results = func(*args, **kwargs)
                 return tuple(results) if isinstance(results, tuple | list) else (results,)
             if i in run.parts:
                 return reductions.run_parts(self.program, node, run.parts[i], func, args, kwargs)
-            result = func(*args, **kwargs)
-            return result if node.is_random else self._settle_view(node, result, args)
+            return self._settle_view(node, func(*args, **kwargs), args)
 
         def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.set_grad_enabled(is_graph):  # a write keeps the graph also under no_grad

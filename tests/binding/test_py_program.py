@@ -11,6 +11,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending, pending
+from chunked import split
 from koila import _core
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Info, Program
 
@@ -150,7 +151,7 @@ def test_value() -> None:
     assert view.storage == out.storage != leaf.storage
     assert out.real is out.number is None
     assert out.device == torch.device("cpu")
-    with koila.config(chunks=2):
+    with split(2):
         number = core.read(made)
     assert Info(*core.value(3)).number is number
 
