@@ -167,6 +167,36 @@ assert all(p.grad.isfinite().all() for p in model.parameters())
 """
 
 
+ONE_SIZE = """
+import resource
+import torch
+from torch import nn
+import koila
+from koila import budget
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+widths = [3, 8, 12, 16]
+layers = [
+    nn.Sequential(nn.Conv2d(n, m, 3, padding=1), nn.ReLU()) for n, m in zip(widths, widths[1:])
+]
+model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+x = torch.randn(128, 3, 12, 12)
+model(x[:1]).mean().backward()  # libraries and threads are there for good
+optimizer.zero_grad()
+limit = budget._status()["VmData"] + 22 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+seen = set()
+for _ in range(200):
+    model(koila.lazy(x)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.add(koila.report().n_chunks)
+assert len(seen) == 1 and min(seen) > 1, seen
+"""
+
+
 def run_python(code: str, *args: str) -> None:
     subprocess.run([sys.executable, "-c", code, *args], check=True, timeout=120)
 
@@ -178,6 +208,11 @@ def test_a_limit_of_the_process_counts_at_once(limit: str, field: str) -> None:
 
 def test_a_step_fits_into_a_limit_that_eager_breaks() -> None:
     run_python(FITS)
+
+
+def test_one_shape_keeps_one_size_of_chunk() -> None:
+    """oneDNN compiles kernels for each size and keeps them: other sizes would take the rest."""
+    run_python(ONE_SIZE)
 
 
 # What is believed without looking again -----------------------------------------------------------

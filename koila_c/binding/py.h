@@ -83,7 +83,8 @@ typedef struct KlPyValue {
     PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
     Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
     PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
-    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    int64_t version;    /* _version of a leaf when it entered, of a number when it was found; -1: it
+                            has none (inference tensor) */
     PyObject *number;   /* known: its value, without a graph; else NULL */
     PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
 } KlPyValue;
@@ -266,6 +267,9 @@ int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 int kl_tape_check_leaves(Tape *tape);
 /* outdated() -> values with a number that cannot be made again, for a leaf of theirs has changed. */
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
+/* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
+ * it was, makes it again. */
+void kl_stale_drop_numbers(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are

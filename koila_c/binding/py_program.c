@@ -337,6 +337,9 @@ kl_program_stage(PyObject *module, PyObject *args)
     KlError error;
     Tape *tape = kl_tape_open();
     PyObject *reached = PyList_New(0), *shared = PyList_New(0);
+    if (tape != NULL) {
+        kl_stale_drop_numbers(tape);
+    }
     if (tape == NULL || reached == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p:stage", &PyList_Type, &roots, &is_known_only) ||
         kl_view_refresh(tape) < 0 ||

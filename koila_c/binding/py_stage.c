@@ -392,6 +392,9 @@ kl_stage_deliver(PyObject *module, PyObject *args)
     }
     tape->core.values[id].state = KL_STATE_KNOWN;
     Py_XSETREF(tape->values[id].number, Py_NewRef(tensor));
+    if (tape->core.values[id].node != KL_ID_NONE) {
+        tape->values[id].version = kl_stale_version(tensor);
+    }
     Value *handle = tape->values[id].handle;
     if (is_final && handle != NULL) {
         tape->values[id].handle = NULL;

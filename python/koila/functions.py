@@ -150,6 +150,18 @@ def _overridable() -> Iterable[tuple[str, Any]]:
             yield name, func
 
 
+def _names() -> dict[Any, str]:
+    """The name of each callable. Builtins of one C function are equal: torch.spmm is torch.mm, and
+    the name with a row is meant."""
+    names: dict[Any, str] = {}
+    for name, func in _overridable():
+        if callable(func) and not isinstance(func, type):
+            own = getattr(func, "__name__", name)
+            if func not in names or own in _rows:
+                names[func] = own
+    return names
+
+
 def _accessors() -> Iterable[tuple[str, Any]]:
     for owner in (torch._C.TensorBase, torch.Tensor):
         for name, member in vars(owner).items():
@@ -183,9 +195,8 @@ def register_all() -> None:
         draws.INSIDE,
         reductions.known(),
     )
-    for name, func in _overridable():
-        if callable(func) and not isinstance(func, type):
-            _register(func, getattr(func, "__name__", name))
+    for func, name in _names().items():
+        _register(func, name)
     number = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
     _core.register(number, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, handlers.autograd_grad

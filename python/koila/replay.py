@@ -396,19 +396,20 @@ def _attempt(
         What `run` returned; None: the program has to run whole.
     """
 
-    def make(n_chunks: int, hooked: hooks.Seen) -> Replay:
-        return Replay(program, n_chunks, hooked, planned.unit)
+    def make(planned: plan.Plan, hooked: hooks.Seen) -> Replay:
+        return Replay(program, planned.n_chunks, hooked, planned.unit)
 
     def go() -> tuple[Any] | None:
         done = attempt(program, planned, make, run)
         if done is None:
             return None
-        replay, result = done
+        replay, result, ran = done
         replay.commit()
+        del replay, done  # what is left now is left for the next step
+        ran.keep(program)
         return (result,)
 
-    is_drawing = any(node.is_random for node in program.nodes.values())
-    return _core.drawing(go) if is_drawing else go()
+    return _core.drawing(go) if program.is_drawing else go()
 
 
 def _stage(
