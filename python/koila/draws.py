@@ -75,11 +75,14 @@ def _states() -> dict[torch.device, torch.Tensor]:
 
 #: Where each thread's first waiting draw has to start, and its line: the generators are shared.
 _expected: dict[int, tuple[dict[torch.device, torch.Tensor], str]] = {}
+#: Threads that have recorded a random call: with two of them nobody knows whose draw comes first.
+_drawing: set[int] = set()
 
 
 def note_recorded() -> None:
     """A random call was recorded and none was waiting: the generators stay where they are until it
     has drawn."""
+    _drawing.add(threading.get_ident())
     _expected[threading.get_ident()] = _states(), user_line()
     plain.watch(move_on)
 
@@ -98,6 +101,12 @@ def _disturb_others() -> None:
         _expected.pop(thread, None)
 
 
+def _do_others_draw() -> bool:
+    """Whether programs of other threads may draw at any moment."""
+    _drawing.intersection_update([thread.ident for thread in threading.enumerate()])
+    return bool(_drawing - {threading.get_ident()})
+
+
 def check_undisturbed() -> None:
     """What waits is about to draw.
 
@@ -109,7 +118,9 @@ def check_undisturbed() -> None:
         torch.equal(state, _get_state(generator_of(d))) for d, state in states.items()
     ):
         return
-    _expected.pop(threading.get_ident())  # whoever asks again goes on
+    _expected.pop(threading.get_ident(), None)  # whoever asks again goes on
+    if _do_others_draw():
+        return
     raise KoilaError(
         f"random numbers were drawn between a random call ({recorded}) and its run "
         f"({user_line()}) where koila cannot see it, by a function that was bound earlier (from "
