@@ -241,7 +241,7 @@ def collector_off() -> Iterator[None]:
 def test_nothing_waits_for_the_collector(name: str, chunks: int) -> None:
     """No step leaves a cycle: what it made is gone when the script has dropped it."""
     bench = Bench()
-    with split(chunks), collector_off():
+    with koila.config(chunks=chunks), collector_off():
         for _ in range(3):
             (STEPS | MORE_STEPS)[name](bench)
         gc.set_debug(gc.DEBUG_SAVEALL)

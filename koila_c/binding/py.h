@@ -83,7 +83,8 @@ typedef struct KlPyValue {
     PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
     Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
     PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
-    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    int64_t version;    /* _version of a leaf when it entered, of a number when it was found; -1: it
+                            has none (inference tensor) */
     PyObject *number;   /* known: its value, without a graph; else NULL */
     PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
 } KlPyValue;
@@ -188,6 +189,9 @@ typedef struct KlPyState {
 
 extern KlPyState kl_py;
 
+/* "O&" of PyArg_ParseTuple: a number of a node or a value; what cannot be one is an IndexError. */
+int kl_py_id(PyObject *object, void *id);
+
 /* Raise the exception for `error`; returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
 
@@ -263,6 +267,9 @@ int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 int kl_tape_check_leaves(Tape *tape);
 /* outdated() -> values with a number that cannot be made again, for a leaf of theirs has changed. */
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
+/* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
+ * it was, makes it again. */
+void kl_stale_drop_numbers(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are
@@ -389,6 +396,8 @@ kl_failure_check(const Tape *tape, KlValueId value)
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
 int kl_context_init(void);
+/* Whether libtorch itself says which context is in force. */
+bool kl_context_is_direct(void);
 /* The id of the context in force now, or -1. */
 int64_t kl_context_now(bool *is_grad_enabled);
 #define KL_N_DEVICES 2 /* device types whose autocast state is tracked */

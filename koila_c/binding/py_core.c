@@ -165,6 +165,9 @@ core_live(PyObject *module, PyObject *args)
                           &is_plain)) {
         return NULL;
     }
+    if (kwargs != Py_None && !PyDict_Check(kwargs)) {
+        return PyErr_Format(PyExc_TypeError, "live: kwargs must be a dict or None, not %R", kwargs);
+    }
     return kl_live_call(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
 }
 
@@ -216,7 +219,7 @@ core_call(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:call", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:call", kl_py_id, &id)) {
         return NULL;
     }
     return id < tape->core.n_nodes
@@ -230,7 +233,7 @@ core_refresh_leaf(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:refresh_leaf", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:refresh_leaf", kl_py_id, &id)) {
         return NULL;
     }
     if (id >= tape->core.n_values || tape->values[id].real == NULL) {
@@ -531,6 +534,14 @@ core_reads_by_handle(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     return PyBool_FromLong(kl_meta_by_handle());
+}
+
+PyObject *
+core_asks_libtorch(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(kl_context_is_direct());
 }
 
 PyObject *

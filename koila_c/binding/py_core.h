@@ -40,6 +40,7 @@ PyObject *core_fix_malloc(PyObject *module, PyObject *ignored);
 PyObject *core_memo(PyObject *module, PyObject *ignored);
 PyObject *core_count_interpreters(PyObject *module, PyObject *n);
 PyObject *core_reads_by_handle(PyObject *module, PyObject *ignored);
+PyObject *core_asks_libtorch(PyObject *module, PyObject *ignored);
 PyObject *core_recycles(PyObject *module, PyObject *ignored);
 PyObject *core_fail_alloc_after(PyObject *module, PyObject *n);
 PyObject *core_n_blocks(PyObject *module, PyObject *ignored);

@@ -286,6 +286,26 @@ is_read(const Tape *tape, PyObject *tensor)
     return false;
 }
 
+/* A call may write a lazy that has its tensor: what waits and reads that memory runs before. */
+static int
+run_readers(PyObject *lazy, void *context)
+{
+    Tape *tape = kl_tape_open_or_null();
+    const Value *value = kl_lazy_value(lazy);
+    (void)context;
+    if (tape == NULL || tape->is_running || value->real == NULL || !is_read(tape, value->real)) {
+        return 0;
+    }
+    return kl_live_run(tape);
+}
+
+static int
+run_before_write(PyObject *args, PyObject *out)
+{
+    int result = kl_call_visit(args, run_readers, NULL);
+    return result < 0 || out == NULL ? result : kl_call_visit(out, run_readers, NULL);
+}
+
 /* Whether all that is in `target` are plain tensors, and nothing waits that reads them. */
 static bool
 is_plain_and_unread(const Tape *tape, PyObject *target)
@@ -367,7 +387,7 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
             needs_graph = kl_call_visit(kwargs, has_gradient, NULL);
         }
     }
-    if (needs_graph < 0) {
+    if (needs_graph < 0 || (!is_pure && run_before_write(args, out) < 0)) {
         return NULL;
     }
     if (needs_graph == 0) {
@@ -399,30 +419,19 @@ record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, 
         return -1;
     }
     tape->is_running = true; /* what a finalizer calls on the way is not recorded into this */
-    if (function->row != NULL) {
-        recorded = kl_rows_record(tape, function, func, args, kwargs, results);
-    } else if (function->has_meta) {
-        recorded = record_by_meta(tape, function, func, args, kwargs, results);
-    }
+    recorded = function->row != NULL ? kl_rows_record(tape, function, func, args, kwargs, results)
+                                     : record_by_meta(tape, function, func, args, kwargs, results);
     tape->is_running = false;
     kl_lock_give(&tape->lock);
     return recorded;
 }
 
-/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). */
+/* Whether a handler took a call (1), with its results, or raised (-1). */
 static int
-record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-       PyObject **results)
+hand_over(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **results)
 {
-    PyObject *handler = function->handler;
-    int recorded = 0;
-    if (out_of(kwargs) != NULL) {
-        handler = function->is_random ? NULL : kl_py.record_out;
-    } else {
-        recorded = record_on(tape, function, func, args, kwargs, results);
-    }
-    if (recorded != 0 || handler == NULL) {
-        return recorded;
+    if (handler == NULL) {
+        return 0;
     }
     *results = PyObject_CallFunctionObjArgs(handler, func, args,
                                             kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
@@ -431,6 +440,27 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
         return 0;
     }
     return *results == NULL ? -1 : 1;
+}
+
+/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). What is known of
+ * its rows comes first: asked on meta tensors, it runs on the whole batch. */
+static int
+record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+       PyObject **results)
+{
+    if (out_of(kwargs) != NULL) {
+        return hand_over(function->is_random ? NULL : kl_py.record_out, func, args, kwargs,
+                         results);
+    }
+    int recorded =
+        function->row != NULL ? record_on(tape, function, func, args, kwargs, results) : 0;
+    if (recorded == 0) {
+        recorded = hand_over(function->handler, func, args, kwargs, results);
+    }
+    if (recorded == 0 && function->row == NULL && function->has_meta) {
+        recorded = record_on(tape, function, func, args, kwargs, results);
+    }
+    return recorded;
 }
 
 PyObject *
@@ -442,7 +472,12 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         return NULL;
     }
     if (!met.is_any_lazy) {
-        return draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
+        PyObject *out = out_of(kwargs);
+        bool is_pure = function->has_meta && out == NULL;
+        if (draw_before(function) < 0 || (!is_pure && run_before_write(args, out) < 0)) {
+            return NULL;
+        }
+        return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
     }
     if (!met.is_any_foreign && !is_in_a_run(met.tape)) {
         PyObject *results = NULL;

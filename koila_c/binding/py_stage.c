@@ -287,6 +287,11 @@ run_one(Run *run, PyObject *key, KlContextSwitch *context)
         run->forked = storage != NULL
                           ? PyObject_CallFunction(run->clone, "IO", inputs[0].value, storage)
                           : NULL;
+        if (run->forked != NULL &&
+            (!PyTuple_Check(run->forked) || PyTuple_GET_SIZE(run->forked) != 2)) {
+            PyErr_SetString(PyExc_TypeError, "run: clone must return a value and its storage");
+            Py_CLEAR(run->forked);
+        }
     }
     bool is_failed = is_cloned < 0 || (is_cloned > 0 && run->forked == NULL);
     PyObject *result = is_failed ? NULL : call_node(run, id);
@@ -378,7 +383,8 @@ kl_stage_deliver(PyObject *module, PyObject *args)
     PyObject *tensor = NULL;
     int is_final = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "IOp:deliver", &id, &tensor, &is_final)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&O!p:deliver", kl_py_id, &id, kl_py.tensor_base,
+                                          &tensor, &is_final)) {
         return NULL;
     }
     if (id >= tape->core.n_values) {
@@ -386,6 +392,9 @@ kl_stage_deliver(PyObject *module, PyObject *args)
     }
     tape->core.values[id].state = KL_STATE_KNOWN;
     Py_XSETREF(tape->values[id].number, Py_NewRef(tensor));
+    if (tape->core.values[id].node != KL_ID_NONE) {
+        tape->values[id].version = kl_stale_version(tensor);
+    }
     Value *handle = tape->values[id].handle;
     if (is_final && handle != NULL) {
         tape->values[id].handle = NULL;

@@ -208,6 +208,19 @@ kl_stale_release(Tape *tape)
     return 0;
 }
 
+void
+kl_stale_drop_numbers(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        KlPyValue *entry = &tape->values[i];
+        bool is_left = entry->number != NULL && entry->handle == NULL;
+        if (is_left && kl_stale_version(entry->number) != entry->version) {
+            tape->core.values[i].state = KL_STATE_PENDING;
+            Py_CLEAR(entry->number);
+        }
+    }
+}
+
 static bool
 reads_lost(const KlTape *core, const KlNode *node, const bool *is_lost)
 {

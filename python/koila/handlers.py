@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, checkpoints, devices, draws, hooks, meta, plan, replay, reports
+from koila import (
+    _core,
+    checkpoints,
+    composed,
+    devices,
+    draws,
+    hooks,
+    meta,
+    plan,
+    replay,
+    reports,
+)
 
 LazyTensor = _core.LazyTensor
 
@@ -426,4 +437,5 @@ DECLINED: dict[str, Handler] = {
     "rrelu": rrelu,
     "poisson": poisson,
     "type": type_of,
+    **composed.HANDLERS,
 }

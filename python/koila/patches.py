@@ -214,7 +214,7 @@ def _patch_fast_paths() -> None:
 def _patch_data() -> None:
     """x.data hands out memory behind autograd's back: writes through it leave no trace but the
     numbers."""
-    original: Any = vars(torch._C.TensorBase)["data"]
+    original: Any = torch._C.TensorBase.data
 
     def get(self: torch.Tensor) -> Any:
         if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
@@ -250,7 +250,7 @@ def _patch_generator() -> None:
         "get_offset",
         "set_offset",
     ):
-        original = vars(generator)[name]
+        original = getattr(generator, name)
 
         @functools.wraps(original)
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
@@ -364,9 +364,17 @@ def refresh() -> None:
 
 
 def install() -> None:
-    """Make every patch; called once, when koila is imported."""
+    """Make every patch, or none; called once, when koila is imported."""
     if _undo:
         return
+    try:
+        _install()
+    except BaseException:
+        uninstall()
+        raise
+
+
+def _install() -> None:
     lazy_type: Any = _core.LazyTensor
     lazy_type.__repr__ = handlers.repr_lazy
     lazy_type.__str__ = handlers.str_lazy

@@ -45,6 +45,7 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "count_interpreters": (core.count_interpreters, (None,)),
     "set_type_attribute": (core.set_type_attribute, (3, "name", 1)),
     "set_type_attribute by number": (core.set_type_attribute, (int, 3, 1)),
+    "set_busy": (core.set_busy, (1,)),
     "fail_alloc_after": (core.fail_alloc_after, ("x",)),
 }
 

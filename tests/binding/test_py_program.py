@@ -32,12 +32,17 @@ def test_nothing_is_staged_of_nothing() -> None:
     assert staged["nodes"] == staged["roots"] == staged["wanted"] == []
 
 
-@pytest.mark.parametrize("roots", [[3], [torch.ones(2)], [None]])
+@pytest.mark.parametrize("roots", [[torch.ones(2)], [None]])
 def test_roots_are_lazy(roots: Any) -> None:
     with pytest.raises(TypeError, match="a root is not lazy"):
         core.stage(roots, False)
     with pytest.raises(TypeError):
         core.stage(tuple(roots), False)
+
+
+def test_a_root_by_number_is_a_value() -> None:
+    with pytest.raises(IndexError, match="no value 3"):
+        core.stage([3], False)
 
 
 def test_a_root_of_another_thread_is_refused() -> None:

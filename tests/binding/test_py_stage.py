@@ -166,6 +166,51 @@ def test_wrong_arguments(args: Any) -> None:
         core.run(*args)
 
 
+#: What run() is given for one recorded call, and what is wrong with each.
+MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no imports of a node": ({"import_of": {}}, KeyError, "import_of has no node 0"),
+    "imports of another": ({"import_of": {1: (0,)}}, KeyError, "import_of has no node 0"),
+    "imports that are no tuple": ({"import_of": {0: [0]}}, ValueError, "must be a tuple"),
+    "too few imports": ({"import_of": {0: ()}}, ValueError, "must be a tuple of 1"),
+    "an import that is not there": ({"import_of": {0: (7,)}}, IndexError, "no import 7"),
+    "a negative import": ({"import_of": {0: (-1,)}}, IndexError, "no import -1"),
+    "an import that is no number": ({"import_of": {0: ("x",)}}, TypeError, "int"),
+    "no such node": ({"nodes": [5], "import_of": {5: (0,)}}, IndexError, "no node 5"),
+    "a node that is no number": ({"nodes": ["x"], "import_of": {"x": (0,)}}, TypeError, "int"),
+    "a negative node": ({"nodes": [-1]}, OverflowError, "negative"),
+    "no room": ({"env": [None]}, ValueError, "room for 2 values"),
+    "no drops": ({"drops": []}, ValueError, "one entry for each of 1 nodes"),
+    "drops that are no tuples": ({"drops": [3]}, TypeError, "tuples"),
+    "a drop that is not there": ({"drops": [(9,)]}, IndexError, "index"),
+    "a drop that is no number": ({"drops": [("x",)]}, TypeError, "int"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_programs(name: str) -> None:
+    """Each is an error: a run that did nothing would pass for one that did."""
+    changed, error, words = MALFORMED[name]
+    lazy = koila.lazy(batch()) * 2
+    given: dict[str, Any] = {
+        "nodes": [0],
+        "drops": [()],
+        "env": [None, None],
+        "imports": [batch()],
+        "import_of": {0: (0,)},
+        "rows": -1,
+        "is_grad_off": True,
+        "run_other": print,
+        "cut": print,
+        "cloned": set(),
+        "clone": print,
+    }
+    core.run(*given.values())
+    assert torch.equal(given["env"][1], batch() * 2)
+    with pytest.raises(error, match=words):
+        core.run(*(given | {"env": [None, None]} | changed).values())
+    assert lazy.tolist() == (batch() * 2).tolist()
+
+
 # deliver ------------------------------------------------------------------------------------------
 
 
