@@ -47,8 +47,8 @@ _lasting: dict[Shape, _Lasting] = {}
 class Plan:
     """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed.
 
-    Chunks are of whole `unit`s of rows, the last may be short. Programs of one `shape` are run in
-    chunks of one size for as long as that fits.
+    Chunks are of whole `unit`s of rows, the last may be short. Under a limit of the
+    process, programs of one `shape` are run in chunks of one size for as long as that fits.
     """
 
     n_chunks: int
@@ -59,14 +59,14 @@ class Plan:
 
     def halved(self, most: int) -> Plan:
         """Twice the chunks, `most` at most; of half the size, where all are of one."""
-        if not budget.is_bound():
+        if not _is_measured():
             return dataclasses.replace(self, n_chunks=min(most, 2 * self.n_chunks))
         unit = max(1, self.unit // 2)
         return dataclasses.replace(self, n_chunks=-(-most // unit), unit=unit)
 
     def keep(self, program: Program) -> None:
         """It went well: the next program of this shape is run in the same chunks."""
-        if self.shape is not None:
+        if self.shape is not None and _is_measured():
             _lasting[self.shape] = _Lasting(self.n_chunks, self.unit, _allowed(program))
             while len(_lasting) > _N_LASTING:
                 _lasting.pop(next(iter(_lasting)))
@@ -184,7 +184,7 @@ def plan(program: Program, is_graph: bool) -> Plan:
     share = WHOLE_SHARE if rows > 0 else 1.0
     sizes = tuple(sorted(program.axes.values()))
     shape = (sizes, len(program.nodes), is_graph, estimate.whole)
-    last = _lasting.get(shape)
+    last = _lasting.get(shape) if _is_measured() else None
     was_whole = last is not None and last.n_chunks == 1
     if estimate.whole <= (allowed + budget.slack() if was_whole else share * allowed):
         planned = Plan(1, 1, estimate.whole, allowed, shape)
@@ -196,7 +196,7 @@ def plan(program: Program, is_graph: bool) -> Plan:
         rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
         if rows < 2 * size and _still_fits(last, estimate.peak(size)[0], allowed):
             return Plan(last.n_chunks, last.unit, estimate.peak(size)[0], allowed, shape)
-        if budget.is_bound() and 0 < rows < 2 * size:
+        if 0 < rows < 2 * size:
             while size > rows:
                 size //= 2
             rows = size
@@ -210,13 +210,19 @@ def plan(program: Program, is_graph: bool) -> Plan:
     return Plan(n_chunks, unit, predicted, allowed, shape)
 
 
+def _is_measured() -> bool:
+    """Whether what is left is what the system says of this process, caches of libraries and all:
+    then it changes from step to step. A limit on tensors is kept to the byte."""
+    return budget.is_bound() and config.get("memory_limit") is None
+
+
 def _chunks_of(n_rows: int, rows: int) -> tuple[int, int]:
     """So many chunks of `rows` rows at most, and the unit they are of.
 
     Under a limit of the process all but the last are of one size, which is whole eights or a power
     of two: oneDNN compiles its kernels for each size that it meets, and keeps them.
     """
-    if budget.is_bound():
+    if _is_measured():
         rows = rows // UNIT * UNIT if rows >= UNIT else 1 << rows.bit_length() - 1
         rows = max(1, min(rows, -(-n_rows // 2)))
         return -(-n_rows // rows), rows
@@ -233,7 +239,7 @@ def _still_fits(last: _Lasting, needed: float, allowed: float) -> bool:
     """
     if allowed >= last.left + budget.slack() - max(2**20, 0.02 * last.left):
         return True
-    return needed * (BOUND_SHARE if budget.is_bound() else 1.0) <= allowed
+    return BOUND_SHARE * needed <= allowed
 
 
 def plan_read(program: Program, is_known_only: bool) -> Plan | None:
