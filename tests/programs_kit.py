@@ -23,7 +23,8 @@ class Program:
 
     `dims` says where each tensor of the batch holds the rows, None that it is not made lazy.
     `joint` is the reason why more than one forward may be needed, `draws` how it draws, and
-    `baked` the only size of the batch that the code is written for.
+    `baked` the only size of the batch that the code is written for. `whole` says why it cannot be
+    cut, and `partly` why some of its layers cannot, see `chunked.split`.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Program:
     joint: str = ""
     draws: str = ""
     baked: int | None = None
+    whole: str = ""
+    partly: str = ""
 
     def build(self, seed: int) -> nn.Module:
         """Return the model with its first weights, in float64."""

@@ -194,6 +194,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         call(f(4, 3), device="cpu", non_blocking=True),
         call(f(4, 3, 2, 2), memory_format=torch.channels_last),
     ],
+    "to_dense": lambda: [call(f(4, 3)), call(f(4, 3), torch.float32), call(i(4, 3), dtype=None)],
     "type": lambda: [call(f(4, 3), torch.float64), call(f(4, 3), torch.int32)],
     "type_as": lambda: [
         call(f(4, 3), f(4, 3)),

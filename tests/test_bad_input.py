@@ -79,6 +79,13 @@ def test_nothing_to_make_lazy(objs: tuple[Any, ...]) -> None:
         assert type(obj).__name__ in str(caught[0].message)
 
 
+def test_a_data_loader_has_no_tensor_yet() -> None:
+    """Its batches are what can be made lazy."""
+    loader = DataLoader(rows(6))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="DataLoader"):
+        assert koila.lazy(loader) is loader
+
+
 def test_what_is_beside_a_tensor_passes_through() -> None:
     """Silently: numbers, texts and arrays belong to many batches."""
     x, ids, name = koila.lazy(torch.ones(3), np.arange(3), "train")
@@ -155,6 +162,16 @@ ODD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
 }
 
 
+UNCUT = {
+    "0-dim": "it has no rows",
+    "no rows": "there are none to cut",
+    **dict.fromkeys(
+        ("sparse", "nested", "jagged", "quantized", "mkldnn", "float8"),
+        "the core has no words for such a tensor",
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ODD)
 @each_split
@@ -163,7 +180,7 @@ def test_odd_batches(chunks: int | None, name: str) -> None:
     make_batch, call = ODD[name]
     batch = make_batch()
     wanted = call(batch).item()
-    with split(chunks):
+    with split(chunks, whole=UNCUT.get(name, "")):
         made = call(koila.lazy(batch)).item()
     assert math.isclose(made, wanted, rel_tol=1e-6, abs_tol=1e-6)
 
@@ -196,7 +213,7 @@ def test_a_gradient_that_is_no_tensor(chunks: int | None, gradient: Any) -> None
     w = torch.ones(6, dtype=torch.float64, requires_grad=True)
     with pytest.raises(Exception, match=r".") as eagerly:
         (rows(6) * w).sum().backward(gradient)
-    with split(chunks):
+    with split(chunks, whole="torch refuses it, who has the whole program then"):
         total = (koila.lazy(rows(6)) * w).sum()
         with pytest.raises(type(eagerly.value)) as lazily:
             total.backward(gradient)
@@ -284,7 +301,7 @@ def test_empty_batch(chunks: int | None) -> None:
         loss.backward()
         return loss, out, F.cross_entropy(model(x), y), gradients(model)
 
-    assert_same_or_refused(story, chunks)
+    assert_same_or_refused(story, chunks, whole="there are no rows")
 
 
 # Errors in the model ----------------------------------------------------------------------------
@@ -379,7 +396,7 @@ def test_gradient_of_what_was_overwritten(chunks: int | None) -> None:
 def test_backward_twice(chunks: int | None) -> None:
     """A second backward() without retain_graph is torch's own error, and adds nothing."""
     model, x, y = make()
-    with split(chunks):
+    with split(chunks, partly="the second backward is torch's own"):
         a, b = koila.lazy(x, y)
         out = model(a)
         loss = F.cross_entropy(out, b)
@@ -399,7 +416,7 @@ def test_backward_twice(chunks: int | None) -> None:
 def test_parameter_changed_before_backward(chunks: int | None, name: str) -> None:
     """A parameter changed in place after it was recorded is named, with both lines."""
     model, x, y = make()
-    with split(chunks):
+    with koila.config(chunks=chunks):  # nothing runs
         a, b = koila.lazy(x, y)
         loss = F.cross_entropy(model(a), b)
         parameter = model.get_parameter(name)
@@ -417,7 +434,7 @@ def test_plain_input_changed_before_backward(chunks: int | None) -> None:
     """So is a plain tensor of the user that the step reads."""
     model, x, y = make()
     scale = torch.rand(N_ROWS, 1, dtype=torch.float64)
-    with split(chunks):
+    with koila.config(chunks=chunks):  # nothing runs
         a, b = koila.lazy(x, y)
         loss = F.cross_entropy(model(a) * scale, b)
         scale.zero_()
@@ -432,7 +449,7 @@ def test_failure_does_not_reach_the_next_step(chunks: int | None) -> None:
 
     def story(lazy: Any) -> Any:
         model, x, y = make()
-        with split(chunks):
+        with koila.config(chunks=chunks):  # nothing runs
             a, b = koila.lazy(x, y)
             h = model.body(a)
             loss = F.cross_entropy(model.head(h), b)

@@ -6,6 +6,7 @@ import inspect
 import logging
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,6 +85,31 @@ def test_a_read_reports_too(chunks: int | None, made: tuple[int, int | None]) ->
     assert (koila.report().n_chunks, koila.report().n_rows) == made
 
 
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item()": lambda x: x.sum().item(),
+    "bool()": lambda x: bool(x.sum() > 0),
+    "float()": lambda x: float(x.sum()),
+    "format()": lambda x: f"{x.sum():.3f}",
+    "print()": lambda x: str(x.sum()),
+    "numpy()": lambda x: x.sum().numpy(),
+    "tolist()": lambda x: (x * 2).tolist(),
+    "getitem()": lambda x: x[x > 0],
+    "tensor()": lambda x: torch.tensor(x * 2),
+}
+
+
+@pytest.mark.parametrize("chunks", [None, 3])
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_read_is_told_by_its_name(chunks: int | None, name: str) -> None:
+    with koila.config(chunks=chunks):
+        line = here()
+        READS[name](koila.lazy(torch.ones(7, 2)))
+    (program,) = koila.report().programs
+    assert program.what == name and program.line.startswith(f"{__file__}:")
+    assert program.line != line  # it is that of the read itself
+
+
 @pytest.mark.parametrize("n_bytes", [40_000, 10**9])
 def test_memory_limit(n_bytes: int) -> None:
     with koila.config(memory_limit=n_bytes):
@@ -115,6 +141,19 @@ def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             loss().backward()
     assert ran() == [("backward()", 0)]
     assert "failed: KeyboardInterrupt: enough" in str(koila.report())
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+@pytest.mark.parametrize("what", ["item()", "backward()"])
+def test_a_call_that_raises_is_told(chunks: int | None, what: str) -> None:
+    """Once, also where it ran whole."""
+    x = koila.lazy(torch.ones(4, 5, requires_grad=True))
+    with koila.config(chunks=chunks):
+        total = F.cross_entropy(x * 2, torch.full((4,), 7))
+        with pytest.raises(IndexError):
+            total.item() if what == "item()" else total.backward()
+    assert ran() == [(what, 0)]
+    assert "failed: IndexError" in str(koila.report())
 
 
 def test_a_refusal_is_told() -> None:
@@ -154,7 +193,7 @@ def test_a_model_that_ran_whole_is_not_hidden_by_what_came_after() -> None:
     number = int(line.rpartition(":")[2]) + 1
     assert whole.call == "Double.apply" and whole.line == f"{__file__}:{number}"
     assert whole.n_bytes == report.programs[0].n_bytes == 2 * 12 * 64 * 4
-    assert f"Double.apply ({whole.line}) made 6.0 KiB whole: " in str(report)
+    assert f"Double.apply ({whole.line}), with 2 other calls, made 6.0 KiB whole" in str(report)
 
 
 def test_a_program_that_cannot_be_cut() -> None:
@@ -179,6 +218,32 @@ def test_joints_are_told_with_their_bytes() -> None:
     assert whole.call == "sort" and "every row depends on the others" in whole.why
     assert whole.line == f"{__file__}:{int(line.rpartition(':')[2]) + 1}"
     assert whole.n_bytes == 12 * 64 * (4 + 8)
+
+
+def test_what_follows_a_joint_is_told_with_it() -> None:
+    with koila.config(chunks=3):
+        x, _ = batch()
+        values = torch.linalg.svdvals(nn.Linear(6, 5)(x))
+        (values[:, None].expand(5, 1000) * 2).mean().backward()
+    (program,) = koila.report().programs
+    assert program.n_chunks == 3
+    (whole,) = program.whole
+    assert whole.call == "linalg_svdvals" and "no row for" in whole.why
+    assert whole.n_bytes == 5 * 4 + 5 * 1000 * 4 + 4 and whole.n_calls == 5
+
+
+def test_a_write_that_makes_all_whole() -> None:
+    with koila.config(chunks=3):
+        h = koila.lazy(torch.randn(6, 6)) @ torch.randn(6, 6, requires_grad=True)
+        mean = h.mean()
+        line = here()
+        h.diagonal().fill_(0.5)
+        (h * mean).sum().backward()
+    (program,) = koila.report().programs
+    assert program.n_chunks == 1
+    (whole,) = program.whole
+    assert whole.call == "fill_" and whole.why == program.why
+    assert whole.line == f"{__file__}:{int(line.rpartition(':')[2]) + 1}"
 
 
 def test_nothing_that_has_rows() -> None:

@@ -115,13 +115,14 @@ def test_lazy_twice(chunks: int | None) -> None:
 
 @each_split
 def test_data_loader(chunks: int | None) -> None:
-    """A loader made lazy gives lazy batches, the last one smaller."""
+    """Each batch of a loader is made lazy, the last one smaller."""
 
     def story(lazy: Lazy) -> Any:
         model, x, y = make(n_rows=23)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
-        for a, b in lazy(DataLoader(TensorDataset(x, y), batch_size=9)):
+        for batch in DataLoader(TensorDataset(x, y), batch_size=9):
+            a, b = lazy(*batch)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(a), b)
             loss.backward()
@@ -264,7 +265,7 @@ def test_rows_written_into_a_plain_tensor(chunks: int | None) -> None:
         loss.backward()
         return loss, log, gradients(model)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, partly="the plain tensor is written at once")
 
 
 @each_split
@@ -315,7 +316,7 @@ def test_numpy_and_back(chunks: int | None) -> None:
         losses.mean().backward()
         return weight, best, again, gradients(model)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, partly="numpy shares the memory of the model's output")
 
 
 # Modes ------------------------------------------------------------------------------------------
@@ -403,7 +404,7 @@ def test_default_dtype(chunks: int | None, dtype: torch.dtype) -> None:
         loss.backward()
         return str(loss.dtype), loss, gradients(model)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, whole="what waits runs before the default changes")
 
 
 @each_split
@@ -418,7 +419,7 @@ def test_dispatch_mode_around_the_step(chunks: int | None) -> None:
             loss.backward()
         return loss, gradients(model)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, partly="the profiler hooks a function of its own in")
 
 
 @each_split

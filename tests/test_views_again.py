@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from written import Programs, each_count
@@ -45,8 +47,141 @@ def broadcast_together(x: Tensor, z: Tensor, w: Tensor) -> Any:
     return wide, high, q
 
 
+@PROGRAMS.add_whole
+def detached_and_written(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    """A write brings a graph to the detached view, and none to what it is a view of."""
+    r, q, p = x @ w, x @ w, x * 2
+    d, e, f = r.detach(), q.detach(), p.detach()
+    d.add_(v)
+    d[:, 0] += 1
+    e.add_(v)
+    e[0] += 1
+    f.mul_(v)
+    f.add_(1)
+    assert [t.requires_grad for t in (r, d, q, e, p, f)] == [True] * 4 + [False, True]
+    return d.mean(), r, e, q.mean(), f, p
+
+
+@PROGRAMS.add_whole
+def views_of_what_is_detached(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    r, q = x @ w, x * 2
+    d, e = r.detach(), q.detach()[:, 1:]
+    column = d[:, 1]
+    d.add_(v)
+    e.add_(v[1:])
+    e[:, 0] += 1
+    return d.mean(), column, r, e, q
+
+
+@PROGRAMS.add_whole
+def detached_twice(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    q = (x * 2).detach()
+    d = q.detach()
+    q.mul_(v)
+    d.add_(w[0])
+    q.add_(1)
+    d.add_(1)
+    return q.mean(), d.mean()
+
+
+@PROGRAMS.add
+def written_beside_what_is_detached(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    """The other way round: the detached view shows the numbers, and has no graph."""
+    r, q = x * 2, x @ w
+    d, e = r.detach(), q.detach()
+    r.mul_(v)
+    with torch.no_grad():
+        e.mul_(2)
+    assert not d.requires_grad
+    return (d + 1).mean(), r, d * v, e * v
+
+
+@PROGRAMS.add_whole
+def views_of_a_plain_tensor(x: Tensor, labels: Tensor, w: Tensor) -> Any:
+    """Their numbers may be there early: they are views of the plain tensor all the same."""
+    r, q, p = (torch.ones(x.shape, dtype=x.dtype) for _ in range(3))
+    same, wide, cast = r.view_as(x), q.expand_as(x), p.to(x)
+    before = same + 1
+    r[labels == 1] += 1
+    r.mul_(x @ w)
+    wide.mul_(x @ w)
+    p.mul_(x @ w)
+    return same.mean(), before, wide, q.mean(), cast
+
+
 @each_count
 @pytest.mark.parametrize("is_read_first", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_eager(name: str, is_read_first: bool, chunks: int) -> None:
     PROGRAMS.check(name, chunks, is_read_first)
+
+
+#: What may give its input back, or a view of it; torch's schemas do not always say so.
+GIVERS: dict[str, Callable[[Tensor], Any]] = {
+    "atleast_1d": torch.atleast_1d,
+    "atleast_2d": torch.atleast_2d,
+    "atleast_3d": torch.atleast_3d,
+    "block_diag": torch.block_diag,
+    "broadcast_tensors": lambda h: torch.broadcast_tensors(h[:, :1], h)[1],
+    "broadcast_to": lambda h: torch.broadcast_to(h, h.shape),
+    "conj": torch.conj,
+    "contiguous": lambda h: h.contiguous(),
+    "detach": lambda h: h.detach(),
+    "dropout": lambda h: F.dropout(h, 0.5, training=False),
+    "einsum": lambda h: torch.einsum("ij->ji", h),
+    "expand_as": lambda h: h.expand_as(h),
+    "flatten": lambda h: h.flatten(0, 0),
+    "pad": lambda h: F.pad(h, (0, 0)),
+    "positive": torch.positive,
+    "real": torch.real,
+    "reshape": lambda h: h.reshape(-1),
+    "resolve_conj": torch.resolve_conj,
+    "squeeze": torch.squeeze,
+    "sum_to_size": lambda h: h.sum_to_size(h.shape),
+    "tensor_split": lambda h: torch.tensor_split(h, 2, 1)[1],
+    "to": lambda h: h.to(h),
+    "to_dense": lambda h: h.to_dense(),
+    "type_as": lambda h: h.type_as(h),
+    "view_as": lambda h: h.view_as(h),
+}
+
+
+def _given_without_gradients(give: Callable[[Tensor], Any]) -> Any:
+    def run(x: Tensor, w: Tensor) -> Any:
+        h = x @ w
+        with torch.no_grad():
+            given = give(h)
+        return given * 1, given.requires_grad, h
+
+    return run
+
+
+def _given_before_a_write(give: Callable[[Tensor], Any]) -> Any:
+    def run(x: Tensor, w: Tensor) -> Any:
+        h = x @ w
+        given = give(h)
+        h.mul_(2)
+        return given * 1, h
+
+    return run
+
+
+def _given_and_written(give: Callable[[Tensor], Any]) -> Any:
+    def run(x: Tensor, w: Tensor, v: Tensor) -> Any:
+        h = x @ w.detach()
+        given = give(h)
+        given.mul_(v[0])
+        return given * 1, h
+
+    return run
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(
+    "use", [_given_without_gradients, _given_before_a_write, _given_and_written]
+)
+@pytest.mark.parametrize("name", GIVERS)
+def test_what_gives_its_input_back(name: str, use: Callable[..., Any], chunks: int) -> None:
+    programs = Programs()
+    programs.add_whole(use(GIVERS[name]))
+    programs.check("run", chunks, False)

@@ -25,6 +25,23 @@ kl_py_raise(const KlError *error)
     return NULL;
 }
 
+int
+kl_py_id(PyObject *object, void *id)
+{
+    if (!PyLong_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected a number of a node or a value, got %R", object);
+        return 0;
+    }
+    int overflow = 0;
+    long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow != 0 || number < 0 || number >= KL_ID_NONE) {
+        PyErr_Format(PyExc_IndexError, "no node and no value has the number %R", object);
+        return 0;
+    }
+    *(unsigned int *)id = (unsigned int)number;
+    return 1;
+}
+
 static PyObject *
 core_bind(PyObject *module, PyObject *args)
 {
@@ -125,6 +142,9 @@ static PyMethodDef functions[] = {
     {"reads_by_handle", core_reads_by_handle, METH_NOARGS,
      "reads_by_handle($module, /)\n--\n\n"
      "Whether tensors are read through torch's C ABI, or by their attributes."},
+    {"asks_libtorch", core_asks_libtorch, METH_NOARGS,
+     "asks_libtorch($module, /)\n--\n\n"
+     "Whether grad mode, inference mode and autocast are asked of libtorch, or of Python."},
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
@@ -198,6 +218,16 @@ static PyMethodDef functions[] = {
      "fix_malloc($module, /)\n--\n\nLet glibc give large blocks back to the system at once."},
     {"memo", core_memo, METH_NOARGS,
      "memo($module, /)\n--\n\nA dict that lives as long as the program of this thread."},
+    {"held", kl_turn_held, METH_VARARGS,
+     "held($module, lazy, func, args, kwargs, /)\n--\n\n"
+     "Call func while no other thread uses the tape that the lazy is on (None: this thread's own), "
+     "which is this thread's meanwhile."},
+    {"drawing", kl_turn_drawing, METH_O,
+     "drawing($module, func, /)\n--\n\n"
+     "Call func while no other program draws random numbers."},
+    {"is_pending_here", core_is_pending_here, METH_O,
+     "is_pending_here($module, lazy, /)\n--\n\n"
+     "Whether a lazy is a value of this thread's tape, without a tensor so far."},
     {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},
     {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
     {"fail_alloc_after", core_fail_alloc_after, METH_O,
@@ -208,33 +238,48 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* The objects of torch that are needed everywhere; the first that is not there is told. */
+static int
+find_names(void)
+{
+    const struct {
+        PyObject **where;
+        const char *module, *name;
+    } names[] = {
+        {(PyObject **)&kl_py.tensor_base, "torch._C", "TensorBase"},
+        {(PyObject **)&kl_py.tensor, "torch", "Tensor"},
+        {&kl_py.len_dispatch_stack, "torch._C", "_len_torch_dispatch_stack"},
+        {&kl_py.size_type, "torch", "Size"},
+        {&kl_py.reenter, "torch.overrides", "enable_reentrant_dispatch"},
+        {&kl_py.strided, "torch", "strided"},
+        {&kl_py.get_default_dtype, "torch", "get_default_dtype"},
+        {&kl_py.is_alias_of, "torch._C", "_is_alias_of"},
+    };
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        PyObject *module = PyImport_ImportModule(names[i].module);
+        *names[i].where = module != NULL ? PyObject_GetAttrString(module, names[i].name) : NULL;
+        Py_XDECREF(module);
+        if (*names[i].where == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int
 import_torch(void)
 {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *c = torch != NULL ? PyObject_GetAttrString(torch, "_C") : NULL;
-    int result = -1;
-    if (c == NULL) {
-        goto error;
+    if (find_names() < 0) {
+        return -1;
     }
-    kl_py.tensor_base = (PyTypeObject *)PyObject_GetAttrString(c, "TensorBase");
-    kl_py.tensor = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
-    kl_py.len_dispatch_stack = PyObject_GetAttrString(c, "_len_torch_dispatch_stack");
-    kl_py.size_type = PyObject_GetAttrString(torch, "Size");
-    PyObject *overrides = PyImport_ImportModule("torch.overrides");
-    kl_py.reenter =
-        overrides != NULL ? PyObject_GetAttrString(overrides, "enable_reentrant_dispatch") : NULL;
-    Py_XDECREF(overrides);
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
     kl_py.requires_grad = PyUnicode_InternFromString("requires_grad");
     kl_py.out = PyUnicode_InternFromString("out");
-    if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
-        kl_py.len_dispatch_stack == NULL || kl_py.reenter == NULL || kl_py.empty_tuple == NULL ||
-        kl_py.empty_dict == NULL || kl_py.zero == NULL || kl_py.requires_grad == NULL ||
-        kl_py.out == NULL) {
-        goto error;
+    if (kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL || kl_py.zero == NULL ||
+        kl_py.requires_grad == NULL || kl_py.out == NULL) {
+        return -1;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");
     if (numpy != NULL) {
@@ -242,11 +287,7 @@ import_torch(void)
         Py_DECREF(numpy);
     }
     PyErr_Clear(); /* torch works without numpy, and so do we */
-    result = 0;
-error:
-    Py_XDECREF(c);
-    Py_XDECREF(torch);
-    return result;
+    return 0;
 }
 
 static int

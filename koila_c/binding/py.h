@@ -83,7 +83,8 @@ typedef struct KlPyValue {
     PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
     Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
     PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
-    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    int64_t version;    /* _version of a leaf when it entered, of a number when it was found; -1: it
+                            has none (inference tensor) */
     PyObject *number;   /* known: its value, without a graph; else NULL */
     PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
 } KlPyValue;
@@ -93,8 +94,15 @@ typedef struct KlExternal {
     KlValueId value;
 } KlExternal;
 
+/* What one thread has at a time, as often as it takes it; others wait (py_turn.c). Under the GIL. */
+typedef struct KlLock {
+    uint64_t holder; /* id of a thread state; 0: nobody */
+    uint32_t depth;
+} KlLock;
+
 struct Tape {
     PyObject_HEAD KlTape core;
+    KlLock lock;     /* whose turn it is */
     KlPyNode *nodes; /* [core.n_nodes] */
     size_t n_nodes_max;
     KlPyValue *values; /* [core.n_values] */
@@ -103,11 +111,10 @@ struct Tape {
     size_t n_slots, n_slots_max;
     KlExternal *externals; /* [n_externals_max] open addressing, by pointer */
     size_t n_externals, n_externals_max;
-    unsigned long thread; /* the thread that records on it */
-    uint64_t *axis_keys;  /* [core.n_axes] the batch each axis stands for */
+    uint64_t *axis_keys; /* [core.n_axes] the batch each axis stands for */
     size_t n_axis_keys_max;
     KlInferred inferred; /* scratch of the recorder */
-    bool is_running;     /* a replay is under way */
+    bool is_running;     /* a replay is under way, or a call is being recorded */
     PyObject *memo; /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
 
@@ -181,6 +188,9 @@ typedef struct KlPyState {
 } KlPyState;
 
 extern KlPyState kl_py;
+
+/* "O&" of PyArg_ParseTuple: a number of a node or a value; what cannot be one is an IndexError. */
+int kl_py_id(PyObject *object, void *id);
 
 /* Raise the exception for `error`; returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
@@ -257,13 +267,65 @@ int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 int kl_tape_check_leaves(Tape *tape);
 /* outdated() -> values with a number that cannot be made again, for a leaf of theirs has changed. */
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
+/* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
+ * it was, makes it again. */
+void kl_stale_drop_numbers(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
+/* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are
+ * met anew where they are used next. -1 on failure. */
+int kl_stale_release(Tape *tape);
 /* Every node ran: take the wanted values off the tape and forget the rest. */
 void kl_tape_close(Tape *tape);
 /* Forget what a run that raised left pending and nobody can reach, and the program if that was all of it.
  * An exception stays. */
 void kl_tape_give_up(Tape *tape);
+
+/* Let `tape` be this thread's; NULL: it has none. */
+int kl_tape_use(Tape *tape);
+
+/* -- py_turn.c: a tape is used by one thread at a time ------------------------------------------- */
+
+/* What kl_lock_take and kl_lock_give do where others want the lock too. */
+int kl_lock_wait(KlLock *lock);
+void kl_lock_pass(KlLock *lock);
+/* -1 with an exception: an interrupt, or waiting would never end. */
+static inline int
+kl_lock_take(KlLock *lock)
+{
+    const uint64_t thread = PyThreadState_Get()->id;
+    if (lock->holder != 0 && lock->holder != thread) {
+        return kl_lock_wait(lock);
+    }
+    lock->holder = thread;
+    lock->depth++;
+    return 0;
+}
+static inline void
+kl_lock_give(KlLock *lock)
+{
+    if (--lock->depth == 0) {
+        lock->holder = 0;
+        kl_lock_pass(lock);
+    }
+}
+
+/* While it lasts no other thread uses the tape, which is this thread's own. */
+typedef struct KlTurn {
+    Tape *tape;       /* owned */
+    Tape *own;        /* owned: this thread's before, or NULL */
+    bool is_visit;    /* it is another thread's tape */
+    bool was_running; /* the tape, when the turn began */
+} KlTurn;
+
+int kl_turn_begin(KlTurn *turn, Tape *tape);
+void kl_turn_end(KlTurn *turn);
+/* Draw from torch's generators with no other program in between. */
+int kl_turn_draw(void);
+void kl_turn_drawn(void);
+/* held(lazy or None, func, args, kwargs), drawing(func): call func in a turn. */
+PyObject *kl_turn_held(PyObject *module, PyObject *args);
+PyObject *kl_turn_drawing(PyObject *module, PyObject *func);
 
 /* -- py_meta.c: what real tensors say of themselves ------------------------------------------- */
 
@@ -334,6 +396,8 @@ kl_failure_check(const Tape *tape, KlValueId value)
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
 int kl_context_init(void);
+/* Whether libtorch itself says which context is in force. */
+bool kl_context_is_direct(void);
 /* The id of the context in force now, or -1. */
 int64_t kl_context_now(bool *is_grad_enabled);
 #define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
@@ -432,6 +496,8 @@ PyObject *kl_slots_install(PyObject *module, PyObject *names);
 int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
 /* Let every lazy stand for what it shows after the writes recorded so far. */
 int kl_view_refresh(Tape *tape);
+/* Whether a value is, or is a view of, a detached view: no part of the graph of its storage. */
+bool kl_view_is_detached(const Tape *tape, KlValueId value);
 /* The value whose call took the view `value` first, before that was itself written. */
 KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 

@@ -39,8 +39,8 @@ static struct {
 } direct;
 
 /* The devices of which the functions above are asked: others have autocast states of their own. */
-static bool
-is_direct(void)
+bool
+kl_context_is_direct(void)
 {
     static Py_ssize_t n_looked_at; /* devices are only ever added */
     static bool are_known = true;
@@ -109,7 +109,7 @@ kl_context_now(bool *is_grad_enabled)
     Context now;
     memset(&now, 0, sizeof(now)); /* compared with memcmp */
     int is_grad, is_inference, is_autocast;
-    if (is_direct()) {
+    if (kl_context_is_direct()) {
         is_grad = direct.is_grad_enabled();
         is_inference = direct.is_inference_enabled();
         is_autocast = direct.is_autocast_enabled(0) || direct.is_autocast_enabled(1);

@@ -23,8 +23,14 @@ core_new_axis(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     Tape *tape = kl_tape_open_or_null();
+    if (tape != NULL && kl_lock_take(&tape->lock) < 0) {
+        return NULL;
+    }
     if (tape != NULL && !tape->is_running) {
         kl_tape_give_up(tape);
+    }
+    if (tape != NULL) {
+        kl_lock_give(&tape->lock);
     }
     return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
 }
@@ -96,6 +102,18 @@ core_is_input(PyObject *module, PyObject *object)
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
+PyObject *
+core_is_pending_here(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    bool is_here = value->tape != NULL && value->tape == kl_tape_open_or_null();
+    return PyBool_FromLong(is_here && kl_lazy_real(value) == NULL);
+}
+
 /* (dtype, shape, strides or None, requires_grad, device number), or None where there is no KlMeta. */
 static PyObject *
 describe(const KlMeta *meta)
@@ -146,6 +164,9 @@ core_live(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!Op:live", &func, &PyTuple_Type, &call_args, &kwargs,
                           &is_plain)) {
         return NULL;
+    }
+    if (kwargs != Py_None && !PyDict_Check(kwargs)) {
+        return PyErr_Format(PyExc_TypeError, "live: kwargs must be a dict or None, not %R", kwargs);
     }
     return kl_live_call(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
 }
@@ -198,7 +219,7 @@ core_call(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:call", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:call", kl_py_id, &id)) {
         return NULL;
     }
     return id < tape->core.n_nodes
@@ -212,12 +233,13 @@ core_refresh_leaf(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:refresh_leaf", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:refresh_leaf", kl_py_id, &id)) {
         return NULL;
     }
-    if (id < tape->core.n_values) {
-        kl_tape_refresh_leaf(tape, id);
+    if (id >= tape->core.n_values || tape->values[id].real == NULL) {
+        return PyErr_Format(PyExc_IndexError, "refresh_leaf: there is no leaf %u", id);
     }
+    kl_tape_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);
 }
 
@@ -400,6 +422,9 @@ core_set_busy(PyObject *module, PyObject *flag)
     if (tape == NULL) {
         return NULL;
     }
+    if (!PyBool_Check(flag)) {
+        return PyErr_Format(PyExc_TypeError, "set_busy: expected a bool, got %R", flag);
+    }
     tape->is_running = flag == Py_True;
     return Py_NewRef(Py_None);
 }
@@ -509,6 +534,14 @@ core_reads_by_handle(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     return PyBool_FromLong(kl_meta_by_handle());
+}
+
+PyObject *
+core_asks_libtorch(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(kl_context_is_direct());
 }
 
 PyObject *

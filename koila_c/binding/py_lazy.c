@@ -136,7 +136,11 @@ kl_lazy_real(const Value *value)
     if (value->tape == NULL) {
         return value->real;
     }
-    return value->id < value->tape->core.n_values ? value->tape->values[value->id].real : NULL;
+    const Tape *tape = value->tape;
+    if (value->id >= tape->core.n_values || kl_tape_is_stale(&tape->core, value->id)) {
+        return NULL; /* what it was before a write is not what it shows after it */
+    }
+    return tape->values[value->id].real;
 }
 
 PyObject *
@@ -146,7 +150,6 @@ kl_lazy_number(const Value *value)
     if (real != NULL || value->tape == NULL || value->id >= value->tape->core.n_values) {
         return real;
     }
-    /* What it was when it was read is not what it shows after a write. */
     bool is_stale = kl_tape_is_stale(&value->tape->core, value->id);
     return is_stale ? NULL : value->tape->values[value->id].number;
 }
@@ -325,11 +328,22 @@ get_requires_grad(PyObject *self, void *closure)
         return PyObject_GetAttrString(answer.real, "requires_grad");
     }
     /* A write to another view of the same memory may have brought in a gradient. */
-    KlValueId current = KL_ID_NONE;
-    if (kl_tape_attach(answer.value->tape, answer.value, &current) < 0) {
+    KlValueId current = answer.value->id;
+    KlTurn turn;
+    if (kl_turn_begin(&turn, answer.value->tape) < 0) {
         return NULL;
     }
-    return PyBool_FromLong(answer.value->tape->core.values[current].meta.requires_grad);
+    bool is_here = answer.value->tape == turn.tape; /* else another thread has run it meanwhile */
+    int status = 0;
+    if (is_here && !turn.tape->is_running) {
+        status = kl_tape_attach(turn.tape, answer.value, &current);
+    }
+    bool result = is_here && status == 0 && turn.tape->core.values[current].meta.requires_grad;
+    kl_turn_end(&turn);
+    if (status == 0 && !is_here) {
+        return get_requires_grad(self, closure);
+    }
+    return status < 0 ? NULL : PyBool_FromLong(result);
 }
 
 static int

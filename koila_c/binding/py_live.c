@@ -64,7 +64,7 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
     if (check_output(tape, id, value, real) < 0) {
         return -1;
     }
-    tape->values[value].real = Py_NewRef(real);
+    Py_XSETREF(tape->values[value].real, Py_NewRef(real)); /* an interrupt may have left one */
     if (!tape->core.values[value].is_hooked) {
         return 0;
     }
@@ -179,17 +179,32 @@ add_note(Tape *tape, KlNodeId id)
     PyErr_Restore(type, value, traceback);
 }
 
+/* As in eager, what depends on a call that raised does not exist; the rest does. */
+static void
+note_failed(Tape *tape, KlNodeId id)
+{
+    bool is_error = PyErr_ExceptionMatches(PyExc_Exception);
+    const KlNode *node = &tape->core.nodes[id];
+    if (!is_error && node->writes == 0 && node->leaf_writes == 0 && !node->is_random) {
+        return; /* an interrupt: it can be made again */
+    }
+    add_note(tape, id);
+    kl_failure_keep(tape, id);
+    kl_tape_set_failed(&tape->core, id);
+}
+
 /* The call that needs what waits, while this thread runs it; borrowed. */
 static _Thread_local PyObject *caller;
 
-/* Tell how much ran whole; an exception stays. */
+/* Tell how much ran whole, and what it raised; an exception stays. */
 static int
 note_ran(unsigned long long n_calls, long long n_bytes)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *noted = PyObject_CallFunction(kl_py.note_ran, "OKL",
-                                            caller != NULL ? caller : Py_None, n_calls, n_bytes);
+    PyObject *noted =
+        PyObject_CallFunction(kl_py.note_ran, "OKLO", caller != NULL ? caller : Py_None, n_calls,
+                              n_bytes, type != NULL ? type : Py_None);
     int result = noted != NULL ? 0 : -1;
     Py_XDECREF(noted);
     if (type != NULL) {
@@ -224,15 +239,17 @@ run_tape(Tape *tape)
         }
         tape->is_running = true;
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
-            if (!tape->core.nodes[i].is_done && !tape->core.nodes[i].is_abandoned) {
-                result = run_node(tape, (KlNodeId)i, &context);
+            if (tape->core.nodes[i].is_done || tape->core.nodes[i].is_abandoned) {
+                continue;
+            }
+            /* Ctrl-C says nothing of the call, which waits until it is asked for. */
+            result = PyErr_CheckSignals();
+            if (result == 0) {
                 n_calls++;
                 n_bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
+                result = run_node(tape, (KlNodeId)i, &context);
                 if (result < 0) {
-                    /* As in eager, what depends on a call that raised does not exist; the rest does. */
-                    add_note(tape, (KlNodeId)i);
-                    kl_failure_keep(tape, (KlNodeId)i);
-                    kl_tape_set_failed(&tape->core, (KlNodeId)i);
+                    note_failed(tape, (KlNodeId)i);
                 }
             }
         }
@@ -252,52 +269,102 @@ run_tape(Tape *tape)
     return result;
 }
 
+/* Whether a pending call draws, or puts the generator where it was to draw the same again. */
+static bool
+has_random(const KlTape *core)
+{
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        if (core->nodes[i].is_random && !core->nodes[i].is_done && !core->nodes[i].is_abandoned) {
+            return true;
+        }
+    }
+    return false;
+}
+
 int
 kl_live_run(Tape *tape)
 {
-    /* Where its thread has ended, the values that leave it hold the last references. */
-    Py_INCREF(tape);
-    int result = run_tape(tape);
-    Py_DECREF(tape);
+    KlTurn turn;
+    if (kl_turn_begin(&turn, tape) < 0) {
+        return -1;
+    }
+    bool is_drawing = has_random(&tape->core);
+    int result = is_drawing ? kl_turn_draw() : 0;
+    if (result == 0) {
+        result = run_tape(tape);
+        if (is_drawing) {
+            kl_turn_drawn();
+        }
+    }
+    kl_turn_end(&turn);
     return result;
+}
+
+/* Whether the program of a value, which is this thread's to run, gave it its number in chunks; -1. */
+static int
+read_in_chunks(Value *value)
+{
+    if (value->tape != kl_tape_open_or_null() || value->tape->is_running) {
+        return 0;
+    }
+    kl_tape_ask(&value->tape->core, value->id);
+    /* What has no gradient may be had of labels alone, without the model. */
+    bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
+    for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
+        PyObject *answer =
+            PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
+                                         caller != NULL ? caller : Py_None, NULL);
+        bool is_known = answer == Py_True;
+        Py_XDECREF(answer);
+        if (answer == NULL) {
+            return -1;
+        }
+        if (is_known && kl_lazy_number(value) != NULL) {
+            return 1;
+        }
+    }
+    return 0;
 }
 
 /* A number is enough: where the program can run in chunks it does, and its values become known. */
 int
 kl_live_read(Value *value)
 {
+    KlTurn turn;
     if (kl_lazy_number(value) != NULL) {
         return 0;
     }
-    if (value->tape == kl_tape_open_or_null() && !value->tape->is_running) {
-        kl_tape_ask(&value->tape->core, value->id);
-        /* What has no gradient may be had of labels alone, without the model. */
-        bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
-        for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
-            PyObject *answer =
-                PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
-                                             caller != NULL ? caller : Py_None, NULL);
-            bool is_known = answer == Py_True;
-            Py_XDECREF(answer);
-            if (answer == NULL) {
-                return -1;
-            }
-            if (is_known && kl_lazy_number(value) != NULL) {
-                return 0;
-            }
+    int is_read = 0;
+    if (value->tape != NULL) {
+        if (kl_turn_begin(&turn, value->tape) < 0) {
+            return -1;
         }
+        /* Another thread may have run it meanwhile. */
+        is_read = kl_lazy_number(value) != NULL ? 1 : read_in_chunks(value);
+        kl_turn_end(&turn);
     }
-    PyObject *real = kl_live_force(value);
+    PyObject *real = is_read == 0 ? kl_live_force(value) : NULL;
     Py_XDECREF(real);
-    return real == NULL ? -1 : 0;
+    return is_read > 0 || real != NULL ? 0 : -1;
 }
 
 PyObject *
 kl_live_force(Value *value)
 {
+    KlTurn turn;
     if (value->tape != NULL) {
-        kl_tape_ask(&value->tape->core, value->id);
-        if (kl_live_run(value->tape) < 0) {
+        if (kl_turn_begin(&turn, value->tape) < 0) {
+            return NULL;
+        }
+        int result = 0;
+        if (value->tape == turn.tape) { /* else another thread has run it meanwhile */
+            KlValueId current = KL_ID_NONE;
+            kl_tape_ask(&turn.tape->core, value->id);
+            result = kl_tape_attach(turn.tape, value, &current);
+            result = result < 0 ? result : kl_live_run(turn.tape);
+        }
+        kl_turn_end(&turn);
+        if (result < 0) {
             return NULL;
         }
     }
@@ -436,6 +503,35 @@ wrap(void *met, PyObject *object)
     return kl_call_map(object, wrap, met);
 }
 
+/* Whether a result is, or is a view of, the number of a lazy whose graph is still on the tape: torch gives
+ * many inputs back unchanged, and its schemas do not say which. */
+static bool
+hands_out_number(const Met *met, PyObject *result)
+{
+    if (PyTuple_Check(result) || PyList_Check(result)) {
+        bool is_found = false;
+        for (Py_ssize_t i = 0; !is_found && i < PySequence_Fast_GET_SIZE(result); i++) {
+            is_found = hands_out_number(met, PySequence_Fast_GET_ITEM(result, i));
+        }
+        return is_found;
+    }
+    for (int i = 0; i < met->n && PyObject_TypeCheck(result, kl_py.tensor_base); i++) {
+        const Value *value = kl_lazy_value(met->lazies[i]);
+        PyObject *number = kl_lazy_real(value) == NULL ? kl_lazy_number(value) : NULL;
+        if (number == NULL) {
+            continue;
+        }
+        PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.is_alias_of, result, number, NULL);
+        bool is_alias = answer != Py_False; /* or torch cannot tell */
+        Py_XDECREF(answer);
+        PyErr_Clear();
+        if (is_alias) {
+            return true;
+        }
+    }
+    return false;
+}
+
 PyObject *
 kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
@@ -458,8 +554,16 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         goto error;
     }
     result = PyObject_Call(func, real_args, real_kwargs);
+    Tape *tape = result != NULL ? kl_tape_open_or_null() : NULL;
+    if (tape != NULL && kl_stale_release(tape) < 0) {
+        Py_CLEAR(result);
+    }
     met.args = real_args;
     met.kwargs = real_kwargs;
+    if (result != NULL && kind == KL_LIVE_NUMBERS && hands_out_number(&met, result)) {
+        Py_SETREF(result, Py_NewRef(Py_NotImplemented));
+        goto error;
+    }
     if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
         Py_SETREF(result, wrap(&met, result));
     }

@@ -438,15 +438,9 @@ kl_meta_init(void)
             goto error;
         }
     }
-    kl_py.strided = PyObject_GetAttrString(torch, "strided");
-    kl_py.get_default_dtype = PyObject_GetAttrString(torch, "get_default_dtype");
-    PyObject *torch_c = PyObject_GetAttrString(torch, "_C");
-    kl_py.is_alias_of = torch_c != NULL ? PyObject_GetAttrString(torch_c, "_is_alias_of") : NULL;
-    Py_XDECREF(torch_c);
     PyObject *cpu = PyObject_CallMethod(torch, "device", "s", "cpu");
     kl_py.devices = PyList_New(0);
-    if (kl_py.strided == NULL || kl_py.get_default_dtype == NULL || kl_py.is_alias_of == NULL ||
-        cpu == NULL || kl_py.devices == NULL || PyList_Append(kl_py.devices, cpu) < 0) {
+    if (cpu == NULL || kl_py.devices == NULL || PyList_Append(kl_py.devices, cpu) < 0) {
         Py_XDECREF(cpu);
         goto error;
     }

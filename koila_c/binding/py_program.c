@@ -337,6 +337,9 @@ kl_program_stage(PyObject *module, PyObject *args)
     KlError error;
     Tape *tape = kl_tape_open();
     PyObject *reached = PyList_New(0), *shared = PyList_New(0);
+    if (tape != NULL) {
+        kl_stale_drop_numbers(tape);
+    }
     if (tape == NULL || reached == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p:stage", &PyList_Type, &roots, &is_known_only) ||
         kl_view_refresh(tape) < 0 ||
@@ -382,7 +385,7 @@ kl_program_value(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:value", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:value", kl_py_id, &id)) {
         return NULL;
     }
     if (id >= tape->core.n_values) {
@@ -414,7 +417,7 @@ kl_program_node(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:node", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:node", kl_py_id, &id)) {
         return NULL;
     }
     if (id >= tape->core.n_nodes) {

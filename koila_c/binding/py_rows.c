@@ -17,7 +17,8 @@ static KlValueId
 value_of(const Tape *tape, PyObject *tensor)
 {
     if (kl_lazy_check(tensor)) {
-        return kl_lazy_value(tensor)->id;
+        const Value *value = kl_lazy_value(tensor);
+        return value->tape == tape ? value->id : KL_ID_NONE; /* another thread may record with it */
     }
     return kl_tape_find(tape, tensor);
 }
@@ -282,9 +283,29 @@ place_rewrites(Recording *recording)
     }
 }
 
+/* A storage whose detached view got a graph has two, of which a write that is recorded shows in one: it may
+ * be of that view itself. Whatever else would write it, or begin a second graph, runs live. */
+static bool
+is_of_two_graphs(Recording *recording, KlValueId value)
+{
+    KlTape *core = &recording->tape->core;
+    KlStorage *storage = &core->storages[core->values[value].storage];
+    if (storage->apart == value) {
+        return false;
+    }
+    KlValueId origin = kl_view_origin(recording->tape, value);
+    const KlNode *maker = &core->nodes[core->values[origin].node];
+    bool is_first = maker->row == NULL || !kl_ops_is_detached(maker->row);
+    bool is_begun = recording->tape->inferred.outs[0].requires_grad && is_first &&
+                    kl_view_is_detached(recording->tape, value);
+    bool result = storage->apart != KL_ID_NONE || is_begun;
+    storage->is_uncertain = storage->is_uncertain || result;
+    return result;
+}
+
 /* The values the call writes, as bits; KL_ID_NONE-like -1 where it must run live. */
 static int
-find_writes(const Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
+find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
 {
     const KlTape *core = &recording->tape->core;
     const KlRow *row = recording->function->row;
@@ -306,6 +327,9 @@ find_writes(const Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
         if (!is_own || core->values[base].node == KL_ID_NONE ||
             core->storages[written->storage].is_uncertain) {
             return -1; /* it is, or may be, memory of the user's */
+        }
+        if (is_of_two_graphs(recording, value)) {
+            return -1;
         }
         *writes |= 1u << arg->input;
     }
@@ -356,6 +380,8 @@ append(Recording *recording, PyObject **results)
                              .context = recording->context,
                              .writes = writes,
                              .leaf_writes = leaf_writes,
+                             .is_detached =
+                                 writes != 0 && kl_view_is_detached(tape, recording->inputs[0]),
                              .is_random = inferred->is_random,
                              .is_grad_enabled = recording->is_grad_enabled,
                              .review_of = KL_ID_NONE};

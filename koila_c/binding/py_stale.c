@@ -55,14 +55,15 @@ is_changed(const KlPyValue *entry)
 }
 
 /* The first pending node that reads the leaf; they all fail, for the value they were recorded with is
- * gone. KL_ID_NONE: none does. */
+ * gone. Of those that are abandoned, or of the others. KL_ID_NONE: none does. */
 static KlNodeId
-fail_readers(KlTape *core, KlValueId leaf)
+fail_readers(KlTape *core, KlValueId leaf, bool is_abandoned)
 {
     KlNodeId first = KL_ID_NONE;
     for (size_t i = core->n_done; i < core->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
-        for (uint32_t k = 0; !node->is_done && k < node->n_inputs; k++) {
+        bool is_meant = node->is_abandoned == is_abandoned;
+        for (uint32_t k = 0; is_meant && !node->is_done && k < node->n_inputs; k++) {
             if (core->inputs[node->first_input + k].value == leaf) {
                 first = first == KL_ID_NONE ? (KlNodeId)i : first;
                 kl_tape_set_failed(core, (KlNodeId)i);
@@ -105,6 +106,19 @@ raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
     return -1;
 }
 
+/* A leaf was changed: its readers fail. Whoever asks for what was abandoned is told, nobody else. */
+static int
+fail_changed(Tape *tape, KlValueId leaf)
+{
+    KlNodeId waiting = fail_readers(&tape->core, leaf, true);
+    if (waiting != KL_ID_NONE) {
+        (void)raise_stale(tape, leaf, waiting);
+        PyErr_Clear();
+    }
+    KlNodeId reader = fail_readers(&tape->core, leaf, false);
+    return reader != KL_ID_NONE ? raise_stale(tape, leaf, reader) : 0;
+}
+
 /* Tensors whose .data was handed out while calls that read them were pending: nothing but their numbers
  * tells whether they were written. */
 static int
@@ -124,9 +138,8 @@ check_watched(Tape *tape)
         if (is_same < 0) {
             return -1;
         }
-        KlNodeId reader = is_same ? KL_ID_NONE : fail_readers(&tape->core, leaf);
-        if (reader != KL_ID_NONE) {
-            return raise_stale(tape, leaf, reader);
+        if (!is_same && fail_changed(tape, leaf) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -146,9 +159,8 @@ kl_tape_check_leaves(Tape *tape)
         if (changed < 0) {
             return -1;
         }
-        KlNodeId reader = changed ? fail_readers(&tape->core, (KlValueId)i) : KL_ID_NONE;
-        if (reader != KL_ID_NONE) {
-            return raise_stale(tape, (KlValueId)i, reader);
+        if (changed && fail_changed(tape, (KlValueId)i) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -160,6 +172,53 @@ kl_tape_refresh_leaf(Tape *tape, KlValueId id)
     KlPyValue *entry = &tape->values[id];
     entry->version = kl_stale_version(entry->real);
     Py_XSETREF(entry->pointer, kl_stale_pointer(entry->real));
+}
+
+/* Whether the tensor of a value that has one is no longer what the value says. */
+static int
+is_another(const Tape *tape, KlValueId id)
+{
+    const KlMeta *meta = &tape->core.values[id].meta;
+    const KlPyValue *entry = &tape->values[id];
+    int is_same = kl_stale_is_flagged(entry->real, meta);
+    if (is_same <= 0) {
+        return is_same < 0 ? -1 : 1;
+    }
+    return tape->core.values[id].node == KL_ID_NONE ? is_changed(entry) : 0;
+}
+
+int
+kl_stale_release(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        Value *handle = tape->values[i].handle;
+        if (handle == NULL || tape->values[i].real == NULL) {
+            continue;
+        }
+        int result = is_another(tape, (KlValueId)i);
+        if (result < 0) {
+            return -1;
+        }
+        if (result > 0) {
+            tape->values[i].handle = NULL;
+            tape->core.values[i].is_wanted = false;
+            kl_lazy_detach(handle, tape->values[i].real);
+        }
+    }
+    return 0;
+}
+
+void
+kl_stale_drop_numbers(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        KlPyValue *entry = &tape->values[i];
+        bool is_left = entry->number != NULL && entry->handle == NULL;
+        if (is_left && kl_stale_version(entry->number) != entry->version) {
+            tape->core.values[i].state = KL_STATE_PENDING;
+            Py_CLEAR(entry->number);
+        }
+    }
 }
 
 static bool

@@ -90,6 +90,51 @@ alias_input_of(const Tape *tape, const KlNode *node)
     return k;
 }
 
+bool
+kl_view_is_detached(const Tape *tape, KlValueId value)
+{
+    while (tape->core.values[value].view_of != KL_ID_NONE) {
+        const KlValue *origin = &tape->core.values[kl_view_origin(tape, value)];
+        if (kl_ops_is_detached(tape->core.nodes[origin->node].row)) {
+            return true;
+        }
+        value = origin->view_of;
+    }
+    return false;
+}
+
+/* What inference found of a view's node, of `source` as it is now. */
+static int
+infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source, KlPlace *places)
+{
+    KlInferred *inferred = &tape->inferred;
+    KlError error;
+    if (kl_infer_reserve_outs(inferred, node->n_outs, &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        return -1;
+    }
+    /* A write can bring a gradient to what had none; a view that was detached from one stays so. */
+    bool is_newly = tape->core.values[source].meta.requires_grad &&
+                    !tape->core.values[old->view_of].meta.requires_grad &&
+                    !kl_ops_is_detached(node->row);
+    for (uint32_t i = 0; i < node->n_outs; i++) {
+        inferred->outs[i] = tape->core.values[node->first_out + i].meta;
+        inferred->outs[i].requires_grad = inferred->outs[i].requires_grad || is_newly;
+    }
+    inferred->alias = KL_ALIAS_VIEW;
+    inferred->alias_input = alias_input_of(tape, node);
+    inferred->split = (KlSplit){.mode = (KlMode)node->mode,
+                                .axis = node->axis,
+                                .reason = node->reason,
+                                .places = places,
+                                .n_rewrites = node->n_rewrites};
+    if (node->n_rewrites > 0) {
+        memcpy(inferred->split.rewrites, &tape->core.rewrites[node->first_rewrite],
+               node->n_rewrites * sizeof(KlRewrite));
+    }
+    return 0;
+}
+
 /* Append the view `value` again, on `source`, the current version of what it views. */
 static int
 take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
@@ -99,46 +144,25 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     KlValueId origin = kl_view_origin(tape, value);
     const KlValue old = tape->core.values[origin];
     const KlNode node = tape->core.nodes[old.node];
-    KlInferred *inferred = &tape->inferred;
-    KlError error;
     KlPyNode call = {0};
     KlNodeId id = KL_ID_NONE;
+    KlPlace *places = tape->inferred.split.places;
     if (find_inputs(tape, &node, old.view_of, source, now, again) < 0) {
         return -1;
-    }
-    if (kl_infer_reserve_outs(inferred, node.n_outs, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
-    }
-    /* A write can bring a gradient to what had none; a view that was detached from one stays so. */
-    bool is_newly = tape->core.values[source].meta.requires_grad &&
-                    !tape->core.values[old.view_of].meta.requires_grad;
-    for (uint32_t i = 0; i < node.n_outs; i++) {
-        inferred->outs[i] = tape->core.values[node.first_out + i].meta;
-        inferred->outs[i].requires_grad = inferred->outs[i].requires_grad || is_newly;
-    }
-    KlPlace *places = inferred->split.places;
-    inferred->alias = KL_ALIAS_VIEW;
-    inferred->alias_input = alias_input_of(tape, &node);
-    inferred->split = (KlSplit){.mode = (KlMode)node.mode,
-                                .axis = node.axis,
-                                .reason = node.reason,
-                                .places = again,
-                                .n_rewrites = node.n_rewrites};
-    if (node.n_rewrites > 0) {
-        memcpy(inferred->split.rewrites, &tape->core.rewrites[node.first_rewrite],
-               node.n_rewrites * sizeof(KlRewrite));
     }
     const KlRecord record = {.row = node.row,
                              .inputs = now,
                              .n_inputs = node.n_inputs,
-                             .inferred = inferred,
+                             .inferred = &tape->inferred,
                              .saves = node.saves,
                              .context = node.context,
                              .is_grad_enabled = node.is_grad_enabled,
                              .review_of = value,
                              .review_out = origin - node.first_out};
-    int result = copy_call(tape, old.node, now, &call);
+    int result = infer_again(tape, &node, &old, source, again);
+    if (result == 0) {
+        result = copy_call(tape, old.node, now, &call);
+    }
     if (result == 0) {
         result = kl_record_append(tape, &record, tape->nodes[old.node].func, &call, &id);
         if (result < 0) {
@@ -146,7 +170,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
             kl_call_truncate(tape, call.first_slot);
         }
     }
-    inferred->split.places = places;
+    tape->inferred.split.places = places;
     if (result == 0) {
         *current = tape->core.nodes[id].first_out + record.review_out;
     }
@@ -180,6 +204,11 @@ kl_view_current(Tape *tape, KlValueId value, KlValueId *current)
     }
     if (core->view_of == KL_ID_NONE || core->node == KL_ID_NONE) {
         *current = tape->core.storages[core->storage].base;
+        return 0;
+    }
+    KlValueId apart = tape->core.storages[core->storage].apart;
+    if (apart != KL_ID_NONE && kl_view_origin(tape, apart) == kl_view_origin(tape, value)) {
+        *current = apart; /* taken again it would lose the graph that is its own */
         return 0;
     }
     KlValueId source = KL_ID_NONE;

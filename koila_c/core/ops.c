@@ -69,6 +69,12 @@ kl_ops_is_light(const KlRow *row)
     return true;
 }
 
+bool
+kl_ops_is_detached(const KlRow *row)
+{
+    return row->kind == KL_ROW_VIEW && row->saves == saves_no_grad;
+}
+
 const KlRow *
 kl_ops_find(const char *name)
 {

@@ -198,6 +198,9 @@ const KlRow *kl_ops_find(const char *name);
 /* Cheap enough to run again rather than keep: not made of products. */
 bool kl_ops_is_light(const KlRow *row);
 
+/* A view of its input's memory that has no part in its graph: detach. */
+bool kl_ops_is_detached(const KlRow *row);
+
 /* The n-th alias and the row it stands for; false past the end. */
 bool kl_ops_alias(uint32_t n, const char **alias, const KlRow **row);
 

@@ -99,7 +99,7 @@ new_value(KlTape *tape, const KlMeta *meta, KlNodeId node, KlStorageId storage)
     KlValueId id = (KlValueId)tape->n_values++;
     if (storage == KL_ID_NONE) {
         storage = (KlStorageId)tape->n_storages++;
-        tape->storages[storage] = (KlStorage){.version = 0, .base = id};
+        tape->storages[storage] = (KlStorage){.base = id, .apart = KL_ID_NONE};
     }
     tape->values[id] = (KlValue){
         .meta = *meta,
@@ -169,7 +169,11 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
     tape->values[base_before].n_pending++;
     tape->nodes[node].n_inputs++;
     KlMeta meta = tape->values[base_before].meta;
-    meta.requires_grad = meta.requires_grad || inferred->outs[0].requires_grad;
+    bool has_gradient = inferred->outs[0].requires_grad;
+    meta.requires_grad = meta.requires_grad || (has_gradient && !record->is_detached);
+    if (has_gradient && record->is_detached) {
+        storage->apart = out;
+    }
     KlValueId base = new_value(tape, &meta, node, before.storage);
     storage->base = base;
     tape->values[out].view_of = before.view_of;

@@ -69,6 +69,7 @@ typedef struct KlNode {
 typedef struct KlStorage {
     uint32_t version;  /* counts writes */
     KlValueId base;    /* the value of the whole storage at that version */
+    KlValueId apart;   /* a detached view that a write gave a graph of its own, as that left it */
     bool is_held;      /* scratch: one of its values is wanted */
     bool is_uncertain; /* another storage may be the same memory: a write to it must run live */
 } KlStorage;
@@ -129,6 +130,7 @@ typedef struct KlRecord {
     uint32_t context;
     uint32_t writes;      /* bit i: input i is written in place */
     uint32_t leaf_writes; /* bit i: input i, a leaf, is written on the side */
+    bool is_detached; /* what is written is a detached view: its graph is not that of the base */
     bool is_random;
     bool is_grad_enabled;
     KlValueId

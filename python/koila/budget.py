@@ -115,6 +115,17 @@ def _limits() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_AS)[0]
 
 
+def is_bound() -> bool:
+    """Whether this process has a limit of its own, which code that libraries compile counts
+    against."""
+    return any(limit != resource.RLIM_INFINITY for limit in _limits())
+
+
+def slack() -> int:
+    """Bytes that are kept back for what a first step takes beside tensors."""
+    return SLACK if is_bound() else 0
+
+
 def free_on_cpu() -> int:
     """Bytes that this process may still take: the least that any limit leaves."""
     left: list[int] = []

@@ -8,6 +8,7 @@ the CPU) are wrong where the gradient's layout is another than the input's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,12 @@ def send_back(
     then adds the next chunk's gradient to it in place. The last of several views is alone, and
     would keep the memory of all.
     """
-    torch.autograd.backward(outputs, seeds)
+    # A view taken without a graph says that it requires a gradient, but none goes through it.
+    ways = [not (output.grad_fn is None and output._is_view()) for output in outputs]
+    outputs = list(itertools.compress(outputs, ways))
+    if not outputs:
+        return
+    torch.autograd.backward(outputs, list(itertools.compress(seeds, ways)))
     waiting = [alias for alias in fresh if alias.grad is None]
     for alias in fresh:
         if alias.grad is not None and (_is_shared(alias.grad) or _is_part(alias.grad)):

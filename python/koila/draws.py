@@ -25,6 +25,7 @@ import torch
 from koila import _core, noise, plain, rows
 from koila.errors import KoilaError
 from koila.rows import Bounds
+from koila.threads import in_turn
 
 if TYPE_CHECKING:
     from koila.program import Program, Run
@@ -126,6 +127,7 @@ def check_live() -> None:
     _disturb_others()
 
 
+@in_turn
 def move_on() -> None:
     """Move the generators past all that waits: what is drawn next comes after it, as in eager."""
     waiting = _core.waiting_draws()

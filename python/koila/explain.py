@@ -12,6 +12,7 @@ from koila.errors import MemoryLimitError
 from koila.program import ONCE, REDUCE, Node, Program, Run, name_of_node, where_of_node
 from koila.reports import Decision, ProgramReport, Stage, Whole, count, size
 from koila.rows import Bounds, largest
+from koila.threads import in_turn
 
 ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
@@ -29,19 +30,43 @@ def _why(node: Node) -> str:
     return reason or ("" if row else f"no row for {name_of_node(node)}")
 
 
-def _whole(program: Program, node: Node, why: str) -> Whole:
-    return Whole(name_of_node(node), where_of_node(node), why, program.bytes_made(node))
+def _whole(program: Program) -> tuple[Whole, ...]:
+    """The calls that make values of the whole batch, each with those that follow from it alone; the
+    largest first."""
+    caused: dict[int, list[Node]] = {}  # by the call that reads rows
+    cause_of: dict[int, int] = {}  # of the values that they make
+    for node in program.nodes.values():
+        if node.mode != ONCE:
+            continue
+        reads = (program.imports[number].value for number in node.imports if number >= 0)
+        cause = next((cause_of[value] for value in reads if value in cause_of), None)
+        if program.joins_rows(node):
+            cause = node.id
+        if cause is not None:
+            caused.setdefault(cause, []).append(node)
+            cause_of.update(dict.fromkeys(node.outs, cause))
+    found = [
+        Whole(
+            name_of_node(nodes[0]),
+            where_of_node(nodes[0]),
+            _why(nodes[0]),
+            sum(map(program.bytes_made, nodes)),
+            len(nodes),
+        )
+        for nodes in caused.values()
+    ]
+    return tuple(sorted(found, key=lambda one: -one.n_bytes))
 
 
 def cause_of_whole(program: Program) -> Decision:
-    """Why a program runs whole that has no body, or a write across stages; of any other, the calls
-    that make values of the whole batch."""
+    """Why a program runs whole that has no body, or a write across stages."""
     if program.spread is not None:
-        return Decision(_SPREAD, whole=(_whole(program, program.spread, _SPREAD),))
-    joints = [node for node in program.nodes.values() if program.joins_rows(node)]
-    whole = sorted((_whole(program, n, _why(n)) for n in joints), key=lambda one: -one.n_bytes)
-    why = "no call of it keeps rows apart" if joints else "nothing in it has rows"
-    return Decision(why, whole=tuple(whole))
+        made = sum(map(program.bytes_made, program.nodes.values()))
+        name, where = name_of_node(program.spread), where_of_node(program.spread)
+        return Decision(_SPREAD, whole=(Whole(name, where, _SPREAD, made, len(program.nodes)),))
+    whole = _whole(program)
+    why = "no call of it keeps rows apart" if whole else "nothing in it has rows"
+    return Decision(why, whole=whole)
 
 
 def told(
@@ -56,7 +81,7 @@ def told(
     n_chunks = max(map(len, used), default=1)
     n_rows = max(stop - start for grid in used for start, stop in grid) if n_chunks > 1 else None
     cause = cause_of_whole(program)
-    why = "its numbers fit, without autograd's graph" if used else cause.why
+    fits = "its numbers fit, without autograd's graph"
     return ProgramReport(
         reports.asked(),
         draws.user_line(),
@@ -68,7 +93,7 @@ def told(
         planned.predicted,
         planned.allowed,
         measured,
-        "" if n_chunks > 1 else why,
+        "" if n_chunks > 1 else fits if used else cause.why,
         stages=tuple(
             Stage(
                 number,
@@ -199,6 +224,7 @@ class Explanation(str):
         printer.text(str(self))
 
 
+@in_turn
 def explain(*losses: Any) -> Explanation:
     """Describe the program behind some losses, without running it.
 
@@ -243,6 +269,7 @@ def explain(*losses: Any) -> Explanation:
     return Explanation("\n".join(lines))
 
 
+@in_turn
 def plan_of(loss: torch.Tensor) -> plan.Plan:
     """The number of chunks that the program behind `loss` would run in, with the bytes
     predicted."""

@@ -25,6 +25,7 @@ from koila import (
     replay,
     reports,
     scalars,
+    versions,
 )
 from koila.errors import KoilaError, StaleError
 
@@ -96,14 +97,6 @@ def _schemas(name: str) -> list[Any]:
     return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
 
 
-def _is_factory(name: str) -> bool:
-    """Whether torch knows it only without tensors: those that it is given are taken for numbers."""
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return bool(schemas) and not any(
-        _takes_tensor(schema) for schema in schemas if not _is_out(schema)
-    )
-
-
 def _has_effect(schema: Any) -> bool:
     parts = list(schema.arguments) + list(schema.returns)
     return any(part.alias_info is not None for part in parts)
@@ -140,8 +133,6 @@ def _register(func: Any, name: str) -> None:
         _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
         _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
-    elif isinstance(func, types.BuiltinFunctionType) and _is_factory(name):
-        _core.register(func, READ, name, None, False, False, False, None, None)
     elif isinstance(func, _C_CALLABLES) or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
@@ -157,6 +148,18 @@ def _overridable() -> Iterable[tuple[str, Any]]:
             if isinstance(func, _C_CALLABLES) and not isinstance(namespace, type):
                 func = getattr(namespace, name)
             yield name, func
+
+
+def _names() -> dict[Any, str]:
+    """The name of each callable. Builtins of one C function are equal: torch.spmm is torch.mm, and
+    the name with a row is meant."""
+    names: dict[Any, str] = {}
+    for name, func in _overridable():
+        if callable(func) and not isinstance(func, type):
+            own = getattr(func, "__name__", name)
+            if func not in names or own in _rows:
+                names[func] = own
+    return names
 
 
 def _accessors() -> Iterable[tuple[str, Any]]:
@@ -192,9 +195,8 @@ def register_all() -> None:
         draws.INSIDE,
         reductions.known(),
     )
-    for name, func in _overridable():
-        if callable(func) and not isinstance(func, type):
-            _register(func, getattr(func, "__name__", name))
+    for func, name in _names().items():
+        _register(func, name)
     number = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
     _core.register(number, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
@@ -217,4 +219,14 @@ def register_all() -> None:
     own = vars(_core.LazyTensor)
     rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
     methods = (name for name in vars(torch._C.TensorBase) if name in rows)
-    _core.install_slots(tuple(name for name in methods if name not in own and name[0] != "_"))
+    is_short = _core.install_slots(
+        tuple(name for name in methods if name not in own and name[0] != "_")
+    )
+    versions.note_slow_ways(
+        {
+            "methods of a lazy go through torch's dispatch": is_short,
+            "lazies are made anew each time": _core.recycles(),
+            "tensors are read by their attributes": _core.reads_by_handle(),
+            "torch's modes are asked for in Python": _core.asks_libtorch(),
+        }
+    )

@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, checkpoints, devices, draws, hooks, meta, plan, replay, reports
+from koila import (
+    _core,
+    checkpoints,
+    composed,
+    devices,
+    draws,
+    hooks,
+    meta,
+    plan,
+    replay,
+    reports,
+)
 
 LazyTensor = _core.LazyTensor
 
@@ -252,7 +263,8 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """numpy() and __array__: torch refuses them to tensors that require a gradient."""
     if args[0].requires_grad and not kwargs.get("force"):
         func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
-    return func(_core.read(args[0]), *args[1:], **kwargs)
+    with reports.Asking("numpy()"):
+        return func(_core.read(args[0]), *args[1:], **kwargs)
 
 
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,15 +298,16 @@ def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def repr_lazy(lazy: Any) -> str:
-    """What debuggers show: the number where it is there, and never a computation."""
+    """What debuggers show: the number where it is there. It never computes, nor waits for a thread
+    that does."""
     try:
-        real = _core.real(lazy)
+        real, description = _core.real(lazy), _core.describe(lazy)
     except Exception:  # what its call raised
         return "LazyTensor(failed)"
     if real is not None:
         return f"LazyTensor({real!r})"
     shape = tuple(lazy.shape)
-    grad_text = ", requires_grad=True" if lazy.requires_grad else ""
+    grad_text = ", requires_grad=True" if description is not None and description[3] else ""
     return (
         f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text})"
     )
@@ -302,7 +315,8 @@ def repr_lazy(lazy: Any) -> str:
 
 def str_lazy(lazy: Any) -> str:
     """What print shows: the number."""
-    return str(_core.read(lazy))
+    with reports.Asking("print()"):
+        return str(_core.read(lazy))
 
 
 def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
@@ -313,7 +327,8 @@ def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
 
 
 def _read_number(tensor: torch.Tensor) -> torch.Tensor:
-    return _core.read(tensor) if type(tensor) is LazyTensor else tensor
+    with reports.Asking("getitem()"):
+        return _core.read(tensor) if type(tensor) is LazyTensor else tensor
 
 
 def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -422,4 +437,5 @@ DECLINED: dict[str, Handler] = {
     "rrelu": rrelu,
     "poisson": poisson,
     "type": type_of,
+    **composed.HANDLERS,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import operator
@@ -20,8 +21,10 @@ from koila.numbers import settle_outdated
 _WHOLE = -1
 
 
+_is_off: contextvars.ContextVar[bool] = contextvars.ContextVar("koila.off", default=False)
+
+
 class _State(threading.local):
-    is_off = False
     is_warned = False  # of a call in a worker of a DataLoader
 
 
@@ -30,7 +33,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Switch koila off for a block: `lazy` returns what it is given.
+    """Switch koila off for a block, in this context: `lazy` returns what it is given.
 
     Example:
         >>> import torch, koila
@@ -38,12 +41,12 @@ def off() -> Iterator[None]:
         ...     koila.is_lazy(koila.lazy(torch.ones(2)))
         False
     """
-    before = _state.is_off
-    _state.is_off = True
+    before = _is_off.get()
+    _is_off.set(True)
     try:
         yield
     finally:
-        _state.is_off = before
+        _is_off.set(before)
 
 
 def is_lazy(obj: object) -> bool:
@@ -129,12 +132,12 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
         return _WHOLE
     if isinstance(batch, bool | torch.Tensor) or not hasattr(batch, "__index__"):
         raise ValueError(f"lazy: batch= for {path} must be an int or None, not {batch!r}")
-    batch = operator.index(batch)  # numpy's integers too
-    if not -tensor.dim() <= batch < tensor.dim():
+    dim: int = operator.index(batch)  # numpy's integers too
+    if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
             f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}"
         )
-    return batch % tensor.dim()
+    return dim % tensor.dim()
 
 
 def lazy(*objs: Any, batch: Any = 0) -> Any:
@@ -163,7 +166,7 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
         >>> (x.sum(1) - y).mean().item()
         3.0
     """
-    if _state.is_off:
+    if _is_off.get():
         return objs[0] if len(objs) == 1 else objs
     patches.refresh()
     whole = objs[0] if len(objs) == 1 else objs

@@ -30,6 +30,7 @@ class Estimate:
 
     moments: tuple[Need, ...]
     rows: int
+    whole: float = math.inf  # run live: not cut, each gradient made once
 
     def _worst(self, rows: int) -> tuple[Need, int]:
         """The moment that needs most with chunks of `rows` rows, and the number of chunks."""
@@ -49,14 +50,12 @@ class Estimate:
         return self._worst(rows)[0].fixed
 
     def least(self) -> tuple[int, float, int]:
-        """About the least bytes any chunks need: rows of a chunk, bytes, and the node.
+        """The least bytes that chunks need: rows of a chunk, bytes, and the node.
 
-        That is one row, but where each chunk leaves much.
+        That is one row, but where each chunk leaves much: of sizes that double, the best.
         """
         sizes = [1 << i for i in range(self.rows.bit_length())] or [1]
-        found = [(rows, *self.peak(rows)) for rows in sizes]
-        best = min(found, key=lambda entry: entry[1])
-        return found[0] if 0.9 * found[0][1] <= best[1] else best
+        return min(((rows, *self.peak(rows)) for rows in sizes), key=lambda entry: entry[1])
 
     def largest_chunk(self, budget: float) -> int:
         """The most rows of a chunk that fits; 0 where none does."""
@@ -233,14 +232,7 @@ class _Step:
                 is_cut = info.place is not None
                 is_narrow = self.sizes.gradient(value) > self.sizes.whole(value)
                 more += self.sizes.whole(value) * (is_cut or is_narrow)
-        self._note_end(more + outside.peak(self._graphs_before()))
-
-    def _graphs_before(self) -> Iterator[torch.Tensor]:
-        """What entered with a graph of its own."""
-        for value in {entry.value for entry in self.program.imports}:
-            real = self.program.info(value).real
-            if real is not None and real.grad_fn is not None and self.program.needs_gradient(value):
-                yield real
+        self._note_end(more + outside.peak(_graphs_before(self.program)))
 
     def commit(self) -> None:
         """The numbers of the user's lazies are put together from the chunks, one by one."""
@@ -257,6 +249,14 @@ class _Step:
                 yield value
 
 
+def _graphs_before(program: Program) -> Iterator[torch.Tensor]:
+    """What entered with a graph of its own."""
+    for value in {entry.value for entry in program.imports}:
+        real = program.info(value).real
+        if real is not None and real.grad_fn is not None and program.needs_gradient(value):
+            yield real
+
+
 def estimate(program: Program, is_graph: bool) -> Estimate:
     """What a program needs beyond what is there already (leaves, parameters)."""
     step = _Step(program, is_graph)
@@ -265,4 +265,17 @@ def estimate(program: Program, is_graph: bool) -> Estimate:
         step.back()
         step.deliver()
     step.commit()
-    return Estimate(tuple(step.moments), max(program.axes.values(), default=0))
+    rows = max(program.axes.values(), default=0)
+    return Estimate(tuple(step.moments), rows, whole(program, is_graph))
+
+
+def whole(program: Program, is_graph: bool) -> float:
+    """What a live run of a program needs beyond what is there already, and its backward."""
+    sizes = Sizes(program)
+    sweep = Sweep(program, program.as_written(), sizes, is_graph, is_live=True)
+    moments = sweep.forward()
+    if is_graph:
+        moments = moments + sweep.back()
+        end = sweep.live().fixed + sweep.gradients.fixed
+        moments.append(Need(end + outside.peak(_graphs_before(program)), 0.0, 0))
+    return max((need.fixed for need in moments), default=0.0)

@@ -11,6 +11,7 @@ from koila import _core, hooks, views
 from koila.cross import Cross
 from koila.program import Program
 from koila.spent import spent
+from koila.threads import in_turn
 
 
 class Numbers:
@@ -52,16 +53,21 @@ class Numbers:
     def _of_kept(self, value: int) -> torch.Tensor:
         if value not in self.made:
             known = self.program.info(value).number  # what was read stays what it was
-            number = known if known is not None else self.cross[value].read_whole(False)
+            # Put together without a graph it may be a view, which torch would not let be written.
+            number = known if known is not None else self.cross[value].read_whole(False).detach()
             self.made[value] = spent(number) if self._is_spent(value) else number
         return self.made[value]
 
     def _of_storage(self, value: int) -> torch.Tensor:
-        """A value taken of the memory that its storage has now."""
+        """A value taken of the memory that its storage has now, as it was taken when recorded: a
+        write through it brings a graph to all that share the memory."""
         number = self.program.info(value).base
         real = self.program.info(number).real
-        memory = real.detach() if real is not None else self._of_kept(number)
-        return views.take(self.program, value, memory, -1, self._is_spent(value))
+        memory = real if real is not None else self._of_kept(number)
+        is_spent = self._is_spent(value)
+        if memory.requires_grad and (real is not None or not is_spent):
+            memory = memory.detach()
+        return views.take(self.program, value, memory, -1, is_spent or not memory.requires_grad)
 
     def deliver(self) -> None:
         """Give each lazy its number."""
@@ -70,6 +76,7 @@ class Numbers:
             _core.deliver(value, given, is_final)
 
 
+@in_turn
 def settle_outdated() -> None:
     """What has a number, and whose parameters have changed since, keeps it and loses its graph."""
     values = _core.outdated()

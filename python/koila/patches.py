@@ -31,6 +31,7 @@ from koila import (
     replay,
     reports,
 )
+from koila.threads import in_turn
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -86,8 +87,9 @@ def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if _holds_lazy(args) or _holds_lazy(kwargs):
-            args = tuple(map(_numbers, args))
-            kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
+            with reports.Asking(f"{reports.name_of(original)}()"):
+                args = tuple(map(_numbers, args))
+                kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
         return original(*args, **kwargs)
 
     return patched
@@ -96,7 +98,8 @@ def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
 def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        _core.flush()  # live: nothing recorded before may run after
+        with reports.Asking(f"{reports.name_of(original)}()"):
+            _core.flush()  # live: nothing recorded before may run after
         return original(*args, **kwargs)
 
     return patched
@@ -211,19 +214,24 @@ def _patch_fast_paths() -> None:
 def _patch_data() -> None:
     """x.data hands out memory behind autograd's back: writes through it leave no trace but the
     numbers."""
-    original: Any = vars(torch._C.TensorBase)["data"]
+    original: Any = torch._C.TensorBase.data
 
     def get(self: torch.Tensor) -> Any:
         if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
-        leaf = _core.leaf_of(self)
-        if leaf is not None and not _core.is_busy():
-            replay.flush_known(".data of a tensor that waits to be read")
-            leaf = _core.leaf_of(self)
-            if leaf is not None:
-                watched = _core.memo().setdefault("watched", {})
-                watched.setdefault(leaf, meta.checksum(self))
+        if _core.leaf_of(self) is not None:
+            watch(self)
         return original.__get__(self)
+
+    @in_turn
+    def watch(self: torch.Tensor) -> None:
+        if _core.is_busy():
+            return
+        replay.flush_known(".data of a tensor that waits to be read")
+        leaf = _core.leaf_of(self)
+        if leaf is not None:
+            watched = _core.memo().setdefault("watched", {})
+            watched.setdefault(leaf, meta.checksum(self))
 
     _replace(torch.Tensor, "data", property(get, original.__set__))
 
@@ -242,7 +250,7 @@ def _patch_generator() -> None:
         "get_offset",
         "set_offset",
     ):
-        original = vars(generator)[name]
+        original = getattr(generator, name)
 
         @functools.wraps(original)
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
@@ -356,9 +364,17 @@ def refresh() -> None:
 
 
 def install() -> None:
-    """Make every patch; called once, when koila is imported."""
+    """Make every patch, or none; called once, when koila is imported."""
     if _undo:
         return
+    try:
+        _install()
+    except BaseException:
+        uninstall()
+        raise
+
+
+def _install() -> None:
     lazy_type: Any = _core.LazyTensor
     lazy_type.__repr__ = handlers.repr_lazy
     lazy_type.__str__ = handlers.str_lazy

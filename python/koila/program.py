@@ -391,6 +391,14 @@ class Program:
         part.drops = [()] * len(part.nodes)
         return part
 
+    def as_written(self) -> Run:
+        """The whole program as one run, in the order of the calls: what a live run does."""
+        run = Run(0, -1, nodes=sorted(self.nodes), has_gradient=True)
+        made = {v for node in self.nodes.values() for v in node.outs}
+        run.imports = [n for n, entry in enumerate(self.imports) if entry.value not in made]
+        run.exports = sorted(made & {*self.wanted, *self.roots})
+        return run
+
     def _combined_at(self, stage: int) -> list[Node]:
         """Reductions whose partials become values at this joint."""
         return [n for n in self._at[stage - 1] if n.mode == REDUCE and n.stage + 1 == stage]

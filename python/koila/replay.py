@@ -30,6 +30,7 @@ from koila.errors import MemoryLimitError, NotInChunksError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, cut, grid
+from koila.threads import in_turn
 
 
 class Replay:
@@ -388,13 +389,27 @@ class Replay:
 
 def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
-) -> tuple[Replay, Any] | None:
-    """Run a program, with twice the chunks where memory runs out; None: it has to run whole."""
+) -> tuple[Any] | None:
+    """Run a program and commit it, with twice the chunks where memory runs out.
 
-    def make(n_chunks: int, hooked: hooks.Seen) -> Replay:
-        return Replay(program, n_chunks, hooked, planned.unit)
+    Returns:
+        What `run` returned; None: the program has to run whole.
+    """
 
-    return attempt(program, planned, make, run)
+    def make(planned: plan.Plan, hooked: hooks.Seen) -> Replay:
+        return Replay(program, planned.n_chunks, hooked, planned.unit)
+
+    def go() -> tuple[Any] | None:
+        done = attempt(program, planned, make, run)
+        if done is None:
+            return None
+        replay, result, ran = done
+        replay.commit()
+        del replay, done  # what is left now is left for the next step
+        ran.keep(program)
+        return (result,)
+
+    return _core.drawing(go) if program.is_drawing else go()
 
 
 def _stage(
@@ -429,6 +444,7 @@ def _stage(
     return None
 
 
+@in_turn
 def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
     """Give the pending values that the user can reach their numbers, in chunks.
 
@@ -451,12 +467,10 @@ def _read(is_known_only: bool) -> bool:
         replay.settle(False)
 
     done = _attempt(*staged, run) if staged is not None else None
-    if done is None:
-        return False
-    done[0].commit()
-    return True
+    return done is not None
 
 
+@in_turn
 def flush(why: str) -> None:
     """Run what is pending, in chunks or whole; nothing while a replay is under way."""
     if _core.is_busy():
@@ -468,6 +482,12 @@ def flush(why: str) -> None:
 
 def flush_known(why: str) -> None:
     """Run what the user can reach and has no gradient in its history."""
+    if _core.has_known() or _core.has_draw():
+        _flush_known(why)
+
+
+@in_turn
+def _flush_known(why: str) -> None:
     if _core.is_busy():
         return
     is_lighter = draws.let_go()
@@ -509,6 +529,19 @@ def differentiate(
         if gradient.shape != root.shape:
             return NotImplemented
         filled.append(gradient)
+    # Another thread's program is run as it would be there.
+    whose = roots[0] if roots else None
+    return _core.held(whose, _differentiate, (roots, filled, is_retained, finish), {})
+
+
+def _differentiate(
+    roots: list[torch.Tensor],
+    filled: list[torch.Tensor],
+    is_retained: bool,
+    finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+) -> Any:
+    if not all(_core.is_pending_here(root) for root in roots):
+        return NotImplemented
     staged = _stage(roots)
     if staged is None:
         return NotImplemented
@@ -524,7 +557,5 @@ def differentiate(
     done = _attempt(*staged, run)
     if done is None:
         return NotImplemented
-    replay, result = done
-    replay.commit()
     _core.note_backward()
-    return result
+    return done[0]

@@ -35,16 +35,19 @@ class Whole:
         call: its name.
         line: where it was called, as "train.py:40".
         why: why it does not run by chunks.
-        n_bytes: bytes of what was made whole: by it, or by all that ran before it and with it.
+        n_bytes: bytes of what was made whole, views not counted.
+        n_calls: calls that made it: this one, and those whole because of it.
     """
 
     call: str
     line: str
     why: str
     n_bytes: int
+    n_calls: int = 1
 
     def __str__(self) -> str:
-        return f"{self.call} ({self.line}) made {size(self.n_bytes)} whole: {self.why}"
+        others = f", with {count(self.n_calls - 1, 'other call')}," if self.n_calls > 1 else ""
+        return f"{self.call} ({self.line}){others} made {size(self.n_bytes)} whole: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ def name_of(func: Callable[..., Any]) -> str:
     if name == "__get__" and owner is not None:
         return str(owner.__name__)
     is_custom = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    return f"{owner.__name__}.{name}" if is_custom else name
+    return f"{owner.__name__}.{name}" if is_custom else name.strip("_") or name
 
 
 @dataclass(frozen=True)
@@ -313,17 +316,31 @@ def asked() -> str:
     return _state.asked or "a read"
 
 
-def note_whole(func: Callable[..., Any] | None, n_calls: int, n_bytes: int) -> None:
-    """Pending calls have run as they were written; `func` is the call that needed them, if any."""
+def note_whole(
+    func: Callable[..., Any] | None,
+    n_calls: int,
+    n_bytes: int,
+    error: type[BaseException] | None = None,
+) -> None:
+    """Pending calls have run as they were written.
+
+    Args:
+        func: the call that needed them, if any.
+        n_calls: how many ran.
+        n_bytes: what they made.
+        error: what the last of them raised.
+    """
     decision, _state.decision = _state.decision, None
-    name, line = name_of(func) if func is not None else "a read", user_line()
-    if decision is None:
-        why = f"{name} needs its arguments as they are, and is not recorded"
-        decision = Decision(why, whole=(Whole(name, line, "it is not recorded", n_bytes),))
-    if n_calls > 0:
+    line = user_line()
+    what = asked() if func is None or _state.asked is not None else f"{name_of(func)}()"
+    if error is not None:
+        why = f"{error.__name__} in its call {n_calls}"
+        note(ProgramReport(what, line, n_calls, n_chunks=0, why=why))
+    elif n_calls > 0:
+        decision = decision or _undecided(func, line, n_calls, n_bytes)
         note(
             ProgramReport(
-                _state.asked or f"{name}()",
+                what,
                 line,
                 n_calls,
                 n_bytes,
@@ -333,6 +350,16 @@ def note_whole(func: Callable[..., Any] | None, n_calls: int, n_bytes: int) -> N
                 whole=decision.whole,
             )
         )
+
+
+def _undecided(func: Callable[..., Any] | None, line: str, n_calls: int, n_bytes: int) -> Decision:
+    """Why calls ran whole without a plan: something needed them as eager has them."""
+    if func is None:
+        return Decision("it has to have run before what follows")
+    why = "it needs its arguments with their graph, and is not recorded"
+    return Decision(
+        f"for {name_of(func)}", whole=(Whole(name_of(func), line, why, n_bytes, n_calls + 1),)
+    )
 
 
 class Asking:
@@ -356,10 +383,11 @@ class Asking:
     ) -> None:
         if self.is_outermost:
             _state.asked = None
-            if error is not None:
+            is_told = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
+            if error is not None and not is_told:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 note(ProgramReport(self.what, user_line(), n_chunks=0, why=why))
-            elif self.idle and _state.n_noted == self.n_before:
+            elif error is None and self.idle and _state.n_noted == self.n_before:
                 note(ProgramReport(self.what, user_line(), why=self.idle))
 
 

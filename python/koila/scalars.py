@@ -50,6 +50,8 @@ def _read_index(item: Any) -> Any:
     """x[item] takes the numbers of a slice, and selects by a tensor of ints and no dims: a view."""
     if isinstance(item, slice) and _holds_number(item):
         return slice(_read(item.start), _read(item.stop), _read(item.step))
+    if type(item).__module__ == "numpy" and hasattr(item, "__array__") and item.ndim > 0:
+        return torch.as_tensor(item.copy())  # torch looks at it as at any sequence
     if not isinstance(item, torch.Tensor) or item.dim() != 0 or item.dtype not in _INTS:
         return item
     return _read(item) if type(item) is LazyTensor else item.item()
@@ -100,6 +102,8 @@ def _read_words(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positions, keywords = _words(name)
+    if name in _READ_TENSORS and any(getattr(arg, "dtype", None) is torch.bool for arg in args[1:]):
+        return args, kwargs  # no number to torch
 
     def kinds_at(number: int) -> frozenset[str] | None:
         if number < len(positions):

@@ -126,7 +126,7 @@ class Watch:
 
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-            watched: Sequence[torch.Tensor] = _Look.apply(note, *leaves)
+            watched: Sequence[torch.Tensor] = _Look.apply(note, *leaves)  # type: ignore[no-untyped-call]
         return watched
 
     def is_on(self, key: Key) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending, op, pending
+from chunked import split
 from koila import _core
 
 
@@ -177,7 +178,7 @@ def test_a_batch_of_other_rows_is_another() -> None:
     x, y = koila.lazy(batch()), koila.lazy(two)
     made = live(lambda a, b: b * 2, x, y)
     together = made + y
-    with koila.config(chunks=2):
+    with split(2):
         assert together.tolist() == [[3.0] * 3] * 2
     assert place_of(live(lambda a, b: b * 2, x, y)) == (0, 1, 1)
 
@@ -225,7 +226,7 @@ def test_results_have_their_graphs() -> None:
 def test_a_number_that_is_read_needs_no_graph() -> None:
     """item() and its kin run in chunks where the program can; a call with graphs does not."""
     x, w = koila.lazy(batch()), weight()
-    with koila.config(chunks=2):
+    with split(2):
         loss: Any = (x * w).sum()
         loss.item()
         assert _core.real(loss) is None and _core.known(loss) is not None
