@@ -145,6 +145,7 @@ def move_on() -> None:
     if waiting:
         check_undisturbed()
         starts: dict[int, torch.Tensor] = _core.memo().setdefault("starts", {})
+        is_busy = _core.is_busy()
         _core.set_busy(True)
         try:
             for i, first_out, n_outs in waiting:
@@ -158,8 +159,21 @@ def move_on() -> None:
                 starts[i] = state
                 _core.note_drawn(i)
         finally:
-            _core.set_busy(False)
+            _core.set_busy(is_busy)
     _note_drawn()
+
+
+def let_go() -> bool:
+    """Let what waits draw, where nobody will look at some of it: else that would keep what it reads
+    until something asks for it.
+
+    Returns:
+        Whether it was so.
+    """
+    is_dead = _core.has_draw() and _core.has_dead_draw()
+    if is_dead:
+        move_on()
+    return is_dead
 
 
 def noises_of(i: int, first_out: int) -> list[noise.Noise] | None:
@@ -442,8 +456,7 @@ class Draws:
             _core.memo()["grids"] = dict(self.grids)
         if is_new:
             _note_drawn()
-        if _core.has_dead_draw():
-            move_on()  # or it would keep what it reads until something asks for it
+        let_go()
 
     def roll_back(self) -> None:
         for i in self.new_starts:

@@ -42,6 +42,7 @@ _waiting: set[int] = set()  # threads of which a recorded draw waits
 _before: Callable[[], None] | None = None
 _undo: list[tuple[Any, str, Any]] = []
 _wrappers: list[tuple[Any, str, Any]] = []
+_inherited: list[tuple[Any, str]] = []  # what an owner has of its class, not of its own
 
 
 def _is_lazy(arguments: Any) -> bool:
@@ -68,6 +69,8 @@ def wrappers() -> list[tuple[Any, str, Any]]:
                 is_of_c = callable(original) and not hasattr(original, "__code__")
                 if is_of_c and not isinstance(original, type) and draws(name):
                     _wrappers.append((owner, name, _wrap(original)))
+                    if name not in vars(owner):
+                        _inherited.append((owner, name))
         _wrappers.extend(_bound_within_torch([w for w in _wrappers if w[0] is torch]))
     return _wrappers
 
@@ -91,12 +94,11 @@ def watch(before: Callable[[], None]) -> None:
     global _before
     with _lock:
         _waiting.add(threading.get_ident())
-        if _undo:
-            return
-        _before = before
-        for owner, name, wrapper in wrappers():
-            _undo.append((owner, name, owner.__dict__.get(name)))
-            setattr(owner, name, wrapper)
+        if not _undo:
+            _before = before
+            _undo.extend((owner, name, getattr(owner, name)) for owner, name, _ in wrappers())
+            for owner, name, wrapper in wrappers():
+                setattr(owner, name, wrapper)
 
 
 def unwatch() -> None:
@@ -108,16 +110,18 @@ def unwatch() -> None:
 
 
 def unwatch_all() -> None:
-    """No draw of any thread waits."""
+    """No draw of any thread waits, and torch's classes are left without a trace."""
     with _lock:
         _waiting.clear()
         _put_back()
+        for owner, name in _inherited:
+            if name in vars(owner):
+                delattr(owner, name)
 
 
 def _put_back() -> None:
-    while _undo and not _waiting:
-        owner, name, original = _undo.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
+    """What an owner only inherits it keeps: to take it away each time would grow its dict anew."""
+    if not _waiting:
+        for owner, name, original in _undo:
             setattr(owner, name, original)
+        _undo.clear()

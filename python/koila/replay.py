@@ -482,13 +482,18 @@ def flush(why: str) -> None:
 
 def flush_known(why: str) -> None:
     """Run what the user can reach and has no gradient in its history."""
-    if _core.has_known():
+    if _core.has_known() or _core.has_draw():
         _flush_known(why)
 
 
 @in_turn
 def _flush_known(why: str) -> None:
-    if _core.is_busy() or not _core.has_known():
+    if _core.is_busy():
+        return
+    is_lighter = draws.let_go()
+    if not _core.has_known():
+        if is_lighter:
+            _core.close()
         return
     with reports.Asking(why):
         if not _read(True):
