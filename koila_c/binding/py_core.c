@@ -377,6 +377,7 @@ core_close(PyObject *module, PyObject *ignored)
     for (size_t i = 0; i < tape->core.n_values; i++) {
         if (tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL) {
             kl_tape_retire(&tape->core, false);
+            tape->is_kept = true;
             return Py_NewRef(Py_False);
         }
     }

@@ -452,6 +452,7 @@ def differentiate(
     Returns:
         NotImplemented where the program has to run whole; else what `finish` returns.
     """
+    settle_outdated()
     for root in roots:
         if type(root) is not _core.LazyTensor or _core.real(root) is not None:
             return NotImplemented
