@@ -7,6 +7,8 @@
 #   make build       the extension, in place: python/koila/_core*.so
 #   make core-test   the C tests of the core, under sanitizers, with leak detection
 #   make sanitize    the extension and its `sanitize` tests under sanitizers
+#   make mutants     mistakes put into a copy of the tree, one at a time: do the tests see them?
+#                    (minutes; not part of make test; ARGS="..." chooses some by name)
 #   make demo        train a model whose batch does not fit; ARGS="..." is passed on
 #   make clean       remove all that was built, .venv too
 
@@ -27,7 +29,7 @@ PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist loadgroup
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: test lint format build suite core-test sanitize demo clean
+.PHONY: test lint format build suite core-test sanitize mutants demo clean
 
 test: lint build suite core-test sanitize
 	@echo "make test: lint, build, suite, core-test and sanitize all passed"
@@ -80,6 +82,9 @@ sanitize: $(SANITIZED)
 	UBSAN_OPTIONS=print_stacktrace=1 \
 	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 \
 	    -o pythonpath="$(SANITIZED_LIB) tests"
+
+mutants: build
+	JOBS=$(JOBS) $(PYTHON) tests/mutants.py $(ARGS)
 
 demo: build
 	PYTHONPATH=python $(PYTHON) demo/demo.py $(ARGS)

@@ -45,9 +45,12 @@ def lazies(obj: Any) -> list[Any]:
 
 @contextmanager
 def op(
-    run: Callable[..., Any], kind: int = functions.OP, handler: Any = None
+    run: Callable[..., Any],
+    kind: int = functions.OP,
+    handler: Any = None,
+    row: str | None = None,
 ) -> Iterator[Callable[..., Any]]:
-    """Register `run` as torch's own functions are, for a block; without a row."""
+    """Register `run` as torch's own functions are, for a block; with a row where one is named."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         met = lazies((args, kwargs))
@@ -56,7 +59,7 @@ def op(
         return run(*args, **kwargs)
 
     call.__name__ = run.__name__
-    _core.register(call, kind, run.__name__, handler, True, False, False, None, tuple)
+    _core.register(call, kind, run.__name__, handler, True, False, False, row, tuple)
     yield call
     _core.forget()
 

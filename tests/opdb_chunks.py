@@ -7,12 +7,9 @@ there, counted from the left or from the right, as broadcasting suggests.
 
 from __future__ import annotations
 
-import contextlib
-import unittest.mock
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.testing._internal.opinfo.core import OpInfo
@@ -20,9 +17,9 @@ from torch.testing._internal.opinfo.core import OpInfo
 import koila
 import opdb
 from brute import Cuts, alignments, can_cut
-from koila.replay import Replay
+from chunked import Watched
 from opdb import Case
-from outcome import SEED, How, Outcome, Program, assert_same_numbers, observe
+from outcome import How, Outcome, Program, assert_same_numbers, observe
 
 KINDS = ("function", "in-place method")
 
@@ -42,10 +39,13 @@ def chunk_counts(rows: int) -> list[int]:
     return sorted({min(count, rows) for count in (2, 3, rows)})
 
 
-def run_in_chunks(case: Case, cuts: Cuts, count: int, is_read_first: bool) -> Outcome:
+def run_in_chunks(
+    case: Case, cuts: Cuts, count: int, is_read_first: bool
+) -> tuple[Outcome, Watched]:
     """Run a case with the rows of its tensors cut; tensors with one batch dim enter together.
 
     In every second sample each enters by a call of its own: axes that meet aligned become one.
+    Returns what was seen, and what ran in chunks.
     """
     program = case.program()
     made: dict[int, torch.Tensor] = {}
@@ -53,13 +53,13 @@ def run_in_chunks(case: Case, cuts: Cuts, count: int, is_read_first: bool) -> Ou
     def enter(tensor: torch.Tensor) -> torch.Tensor:
         return made.get(id(tensor), tensor)
 
-    with koila.config(chunks=count):
+    with koila.config(chunks=count), Watched(count).on() as watched:
         for group in _groups(program, cuts, case.number % 2 == 0):
             dim = cuts[group[0]]
             lazies = koila.lazy(*(program.tensors[i] for i in group), batch=dim)
             lazies = lazies if len(group) > 1 else (lazies,)
             made |= {id(program.tensors[i]): x for i, x in zip(group, lazies, strict=True)}
-        return observe(program, enter, is_read_first)
+        return observe(program, enter, is_read_first), watched
 
 
 def _groups(program: Program, cuts: Cuts, is_joint: bool) -> list[list[int]]:
@@ -68,15 +68,9 @@ def _groups(program: Program, cuts: Cuts, is_joint: bool) -> list[list[int]]:
     return [[n for n, at in cuts.items() if at == dim] for dim in sorted(set(cuts.values()))]
 
 
-def _how(case: Case, name: str) -> How:
-    """Say how far values can be compared: not at all where they are drawn or left over."""
-    if opdb.NOT_REPEATED.get(name) == opdb.MEANINGLESS:
-        return "unknown"
-    torch.default_generator.manual_seed(SEED)
-    before = torch.default_generator.get_state()
-    observe(case.program())
-    is_random = not torch.equal(before, torch.default_generator.get_state())
-    return "unknown" if is_random else "close"
+def _how(name: str) -> How:
+    """Say how far values can be compared: not at all where they are left over from others."""
+    return "unknown" if opdb.NOT_REPEATED.get(name) == opdb.MEANINGLESS else "close"
 
 
 def cases_of(op: OpInfo) -> Iterator[Case]:
@@ -91,45 +85,30 @@ def cases_of(op: OpInfo) -> Iterator[Case]:
             yield case
 
 
-@contextlib.contextmanager
-def counted_replays() -> Iterator[list[int]]:
-    """Count how often a program is cut: a list of that one number."""
-    count, begin = [0], Replay.__init__
-
-    def init(self: Replay, *args: Any) -> None:
-        count[0] += 1
-        begin(self, *args)
-
-    with unittest.mock.patch.object(Replay, "__init__", init):
-        yield count
-
-
 def check_op(op: OpInfo) -> ChunkReport:
     """Run an op's samples cut in every way."""
     report = ChunkReport()
-    with warnings.catch_warnings(), counted_replays() as replays:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in cases_of(op):
             tensors = case.program().tensors
             if can_cut(tensors):
-                _check_case(report, case, tensors, opdb.full_name(op), replays)
+                _check_case(report, case, tensors, opdb.full_name(op))
     return report
 
 
-def _check_case(
-    report: ChunkReport, case: Case, tensors: list[torch.Tensor], op: str, replays: list[int]
-) -> None:
+def _check_case(report: ChunkReport, case: Case, tensors: list[torch.Tensor], op: str) -> None:
     is_read_first = case.number % 2 == 0
     wanted = observe(case.program(), is_read_first=is_read_first)
-    how = _how(case, op)
+    how = _how(op)
     for cuts in alignments(tensors):
         number, dim = next(iter(cuts.items()))
         for count in chunk_counts(tensors[number].shape[dim]):
-            before = replays[0]
-            got = run_in_chunks(case, cuts, count, is_read_first)
+            got, watched = run_in_chunks(case, cuts, count, is_read_first)
             name = f"{case.name} cut at {dict(cuts)} in {count} chunks"
             _compare(report, name, wanted, got, how)
-            if replays[0] == before:
+            report.differing += [f"{name}: {wrong}" for wrong in sorted(watched.wrong)]
+            if not watched.n_cut:
                 break  # it ran whole, and would with any other number of chunks
             report.in_chunks += 1
 

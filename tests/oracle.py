@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import koila
+from chunked import split
 
 #: Largest difference allowed, as a share of the largest entry of the tensor it is in.
 TOLERANCE = 1e-10
@@ -41,11 +43,6 @@ def eager(*objs: Any, batch: int = 0) -> Any:
     """Stand where `koila.lazy` stands and change nothing."""
     del batch
     return objs[0] if len(objs) == 1 else objs
-
-
-def split(chunks: int | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a step runs in this many chunks; None leaves koila to choose."""
-    return contextlib.nullcontext() if chunks is None else koila.config(chunks=chunks)
 
 
 def is_whole(chunks: int | None) -> bool:
@@ -156,7 +153,7 @@ def run(
 
 def run_lazy(program: Any, n_rows: int, *, chunks: int | None, **options: Any) -> Outcome:
     """Run one step of a program with its batch lazy, in a number of chunks."""
-    with split(chunks):
+    with split(chunks, whole=program.whole, partly=program.partly):
         return run(program, n_rows, koila.lazy, **options)
 
 
@@ -180,12 +177,20 @@ def _copy(gradient: Tensor | None) -> Tensor | None:
 # Comparing --------------------------------------------------------------------------------------
 
 
-def assert_close(
-    got: Tensor, want: Tensor, what: str, *, floor: float = 0.0, tolerance: float | None = None
-) -> None:
-    """Assert that two tensors agree to a share of the largest entry, plus an absolute floor.
+def largest_of(tree: Any) -> float:
+    """Return the largest finite number in the floating tensors of a nested result."""
+    sizes = [t.abs() for t in pytree.tree_leaves(tree) if _is_float(t) and not t.is_complex()]
+    return max((float(s[s.isfinite()].max()) for s in sizes if s.isfinite().any()), default=0.0)
 
-    The share is `TOLERANCE` in float64, and follows the precision of other dtypes.
+
+def assert_close(
+    got: Tensor, want: Tensor, what: str, *, largest: float = 0.0, tolerance: float | None = None
+) -> None:
+    """Assert that two tensors agree to a share of their largest entry.
+
+    The share is `TOLERANCE` in float64, and follows the precision of other dtypes. What is nothing
+    but rounding has no size of its own: it may differ by the rounding of the `largest` number
+    beside it.
     """
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, eager {want.dtype}"
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, eager {tuple(want.shape)}"
@@ -197,7 +202,8 @@ def assert_close(
     if tolerance is None:
         coarse = 64 * torch.finfo(want.dtype).eps
         tolerance = TOLERANCE if want.dtype == torch.float64 else coarse
-    bound = tolerance * size + floor
+    noise = NOISE if want.dtype == torch.float64 else torch.finfo(want.dtype).eps
+    bound = tolerance * size + noise * largest
     torch.testing.assert_close(
         got, want, rtol=0.0, atol=bound, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
@@ -214,8 +220,7 @@ def _assert_group(
     got: dict[str, Tensor | None], want: dict[str, Tensor | None], kind: str, *, exact_bits: bool
 ) -> None:
     assert got.keys() == want.keys(), f"{kind}: {got.keys()}, eager {want.keys()}"
-    sizes = [float(w.abs().max()) for w in want.values() if _is_float(w) and w.numel()]
-    floor = NOISE * max((s for s in sizes if math.isfinite(s)), default=0.0)
+    largest = largest_of(want)
     for name, wanted in want.items():
         what = f"{kind} {name}"
         value = got[name]
@@ -224,7 +229,7 @@ def _assert_group(
         elif exact_bits:
             assert_bits(value, wanted, what)
         else:
-            assert_close(value, wanted, what, floor=floor)
+            assert_close(value, wanted, what, largest=largest)
 
 
 def assert_outcomes(
@@ -310,21 +315,6 @@ def assert_gradient_of_loss(program: Any, n_rows: int, *, chunks: int) -> None:
     assert math.isclose(slope, measured, rel_tol=1e-5, abs_tol=1e-7), (slope, measured)
 
 
-def draws_in_order(width: int, chunk_rows: list[int]) -> bool:
-    """Probe whether dropout over chunks draws here what dropout over the whole draws."""
-    state = torch.get_rng_state()
-
-    def draw(rows: int) -> Tensor:
-        return nn.functional.dropout(torch.ones(rows, width, dtype=torch.float64), 0.5)
-
-    torch.manual_seed(0)
-    whole, end = draw(sum(chunk_rows)), torch.get_rng_state()
-    torch.manual_seed(0)
-    parts, end_parts = torch.cat([draw(rows) for rows in chunk_rows]), torch.get_rng_state()
-    torch.set_rng_state(state)
-    return torch.equal(whole, parts) and torch.equal(end, end_parts)
-
-
 def chunk_sizes(n_rows: int, chunks: int) -> list[int]:
     """Return the rows of each chunk when `n_rows` are cut in `chunks`, larger ones first."""
     return [len(part) for part in torch.arange(n_rows).tensor_split(min(chunks, n_rows))]
@@ -348,14 +338,17 @@ def assert_same_story(
     generator: bool = True,
     exact_bits: bool = True,
     tolerance: float | None = None,
+    whole: str = "",
+    partly: str = "",
 ) -> None:
-    """Assert that a story told with lazy inputs is the story eager tells.
+    """Assert that a story told with lazy inputs is the story eager tells, and runs in chunks.
 
     What it returns may be nested in tuples, lists and dicts; numbers are compared as in a program,
-    all else by `==`. In one chunk the bits are the same unless `exact_bits` is off.
+    all else by `==`. In one chunk the bits are the same unless `exact_bits` is off. `whole` and
+    `partly` say why it cannot be cut, see `chunked.split`.
     """
     want, want_state = tell(story, eager)
-    with split(chunks):
+    with split(chunks, whole=whole, partly=partly):
         got, got_state = tell(story, koila.lazy)
     exact_bits = exact_bits and is_whole(chunks)
     assert_seen(got, want, "seen", exact_bits=exact_bits, tolerance=tolerance)
@@ -378,16 +371,21 @@ def assert_seen(
     *,
     exact_bits: bool,
     tolerance: float | None = None,
-    floor: float = 0.0,
+    largest: float = 0.0,
 ) -> None:
-    """Assert that two nested results are the same."""
-    how: Any = {"exact_bits": exact_bits, "tolerance": tolerance, "floor": floor}
+    """Assert that two nested results are the same.
+
+    Each tensor is compared by its own size, and by the largest of those in one container with it.
+    """
+    if isinstance(want, dict | list | tuple):
+        largest = max(largest_of(want), largest if len(want) == 1 else 0.0)
+    how: Any = {"exact_bits": exact_bits, "tolerance": tolerance, "largest": largest}
     if isinstance(want, Tensor):
         assert isinstance(got, Tensor), f"{what}: {got}, eager {want}"
         if exact_bits:
             assert_bits(got, want, what)
         else:
-            assert_close(got, want, what, tolerance=tolerance, floor=floor)
+            assert_close(got, want, what, tolerance=tolerance, largest=largest)
     elif want is None:
         assert got is None, f"{what}: {got}, eager None"
     elif isinstance(want, dict):

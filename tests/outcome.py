@@ -23,6 +23,8 @@ ADDRESS = re.compile(r"0x[0-9a-f]+")
 # torch's argument parser writes the types it was given, and a ! on both sides of a wrong one
 TENSOR_TYPE = re.compile(r"!?\b(Lazy)?Tensor\b!?")
 SEED = 20
+#: What is nothing but rounding differs by a share of the largest number beside it.
+NOISE = 1e-13
 
 Enter = Callable[[torch.Tensor], torch.Tensor]
 How = Literal["bits", "close", "unknown"]  # how far the values of two runs must agree
@@ -244,7 +246,9 @@ def assert_bits(wanted: torch.Tensor, got: torch.Tensor, what: str) -> None:
         )
 
 
-def assert_close(wanted: torch.Tensor, got: torch.Tensor, what: str) -> None:
+def assert_close(
+    wanted: torch.Tensor, got: torch.Tensor, what: str, largest_beside: float = 0.0
+) -> None:
     """Assert equality but for the rounding of float64, 1e-10 of the largest; else of the bits."""
     assert wanted.dtype == got.dtype and wanted.shape == got.shape, (
         f"{what}: {got.dtype} {tuple(got.shape)}, not {wanted.dtype} {tuple(wanted.shape)}"
@@ -252,12 +256,17 @@ def assert_close(wanted: torch.Tensor, got: torch.Tensor, what: str) -> None:
     if wanted.dtype not in (torch.float64, torch.float32, torch.complex128, torch.complex64):
         assert_bits(wanted, got, what)
         return
-    finite = wanted[wanted.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 1.0
-    is_same = torch.isclose(got, wanted, rtol=1e-10, atol=1e-10 * largest, equal_nan=True)
+    largest = _largest(wanted)
+    bound = 1e-10 * largest + NOISE * largest_beside
+    is_same = torch.isclose(got, wanted, rtol=1e-10, atol=bound, equal_nan=True)
     if not is_same.all():
         gap = float((got - wanted).abs()[~is_same].max())
         raise AssertionError(f"{what}: {int((~is_same).sum())} numbers differ, by up to {gap}")
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    finite = tensor[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 1.0
 
 
 def _assert_value(wanted: Any, got: Any, what: str, how: How) -> None:
@@ -315,8 +324,8 @@ def assert_same(wanted: Outcome, got: Outcome, how: How = "bits") -> None:
 def assert_same_numbers(wanted: Outcome, got: Outcome, how: How = "close") -> None:
     """Assert that a run in chunks left the same numbers behind as the whole.
 
-    Shapes, dtypes and kinds of error are the same; layouts, the words of an error and the
-    generator need not be.
+    Shapes, dtypes, kinds of error and the generator are the same; layouts and the words of an
+    error need not be.
     """
     assert (got.failure and got.failure.kind) == (wanted.failure and wanted.failure.kind), (
         f"{got.failure or 'no error'}, not {wanted.failure}"
@@ -324,6 +333,8 @@ def assert_same_numbers(wanted: Outcome, got: Outcome, how: How = "close") -> No
     if wanted.structure is None:
         return
     assert got.structure == wanted.structure, f"{got.structure}, not {wanted.structure}"
+    seen = [x.values for x in (*wanted.results, *wanted.gradients) if isinstance(x, Seen)]
+    largest = max((_largest(x) for x in seen if x.is_floating_point()), default=0.0)
     for part in ("results", "entered", "gradients"):
         for i, (one, other) in enumerate(
             zip(getattr(wanted, part), getattr(got, part), strict=True)
@@ -340,4 +351,6 @@ def assert_same_numbers(wanted: Outcome, got: Outcome, how: How = "close") -> No
                 f"{what}: requires_grad {told.requires_grad}, not {asked.requires_grad}"
             )
             if how != "unknown":
-                assert_close(one.values, other.values, what)
+                assert_close(one.values, other.values, what, largest)
+    if wanted.generator is not None and got.generator is not None:
+        assert_bits(wanted.generator, got.generator, "the generator's state")

@@ -66,6 +66,7 @@ class Model:
     draws: str = ""
     baked: int | None = None
     joint: str = ""
+    partly: str = ""
 
 
 def encoder(*, batch_first: bool, dropout: float = 0.0) -> Callable[[], nn.Module]:
@@ -85,13 +86,21 @@ MODELS = [
     Model("text_cnn", "classes", TextCnn, sentences),
     Model("encoder", "classes", encoder(batch_first=True), padded, dims=(0, 0)),
     Model("encoder_time", "classes", encoder(batch_first=False), padded_time_major, dims=(1, 0)),
-    Model("attention", "classes", lambda: CrossAttention(batch_first=True), padded, dims=(0, 0)),
+    Model(
+        "attention",
+        "classes",
+        lambda: CrossAttention(batch_first=True),
+        padded,
+        dims=(0, 0),
+        partly="its query is plain",
+    ),
     Model(
         "attention_time",
         "classes",
         lambda: CrossAttention(batch_first=False),
         padded_time_major,
         dims=(1, 0),
+        partly="its query is plain",
     ),
     Model("lstm", "classes", lambda: Recurrent(nn.LSTM, batch_first=True), sentences),
     Model(
@@ -169,6 +178,7 @@ def combine(model: Model, loss: Loss) -> Program:
         joint=loss.joint or model.joint,
         draws=model.draws,
         baked=model.baked,
+        partly=model.partly,
     )
 
 

@@ -311,36 +311,66 @@ def rooted_images(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).pow(2).mean().sqrt()
 
 
+#: Why a part of a program runs whole.
+PAIRS = "products of rows and rows"
+TWICE = "gradients of gradients run at once"
+
 JOINT_STEPS = [
-    Program("info_nce", Mlp, two_views, info_nce_step, joint="rows against rows"),
+    Program("info_nce", Mlp, two_views, info_nce_step, joint="rows against rows", partly=PAIRS),
     Program(
         "info_nce_dropout",
         DropoutMlp,
         two_views,
         info_nce_step,
         joint="rows against rows",
+        partly=PAIRS,
         draws=IN_ORDER,
     ),
-    Program("clip", Clip, two_views, clip_step, joint="rows against rows"),
-    Program("sim_clr", Mlp, two_views, sim_clr_step, joint="cat of two batches"),
-    Program("sup_con", Mlp, two_views_and_labels, sup_con_step, joint="cat of two batches"),
+    Program("clip", Clip, two_views, clip_step, joint="rows against rows", partly=PAIRS),
+    Program("sim_clr", Mlp, two_views, sim_clr_step, joint="cat of two batches", partly=PAIRS),
+    Program(
+        "sup_con", Mlp, two_views_and_labels, sup_con_step, joint="cat of two batches", partly=PAIRS
+    ),
     Program("barlow", Mlp, two_views, barlow_step, joint="standardised over the batch"),
     Program("hard_triplet", Mlp, vectors_and_labels, hard_triplet_step, joint="mined pairs"),
     Program("pairwise", Mlp, vectors_and_labels, pairwise_step, joint="all pairs"),
     Program("mixture", Mixture, vectors_and_labels, mixture_step, joint="product of means"),
     Program("sparse_mixture", SparseMixture, vectors_and_labels, mixture_step, joint="routed rows"),
     Program("standardised", Mlp, vectors_and_labels, standardised_step, joint="mean of the batch"),
-    Program("attention_over_rows", Mlp, vectors_and_labels, attention_over_rows_step, joint="rows"),
+    Program(
+        "attention_over_rows",
+        Mlp,
+        vectors_and_labels,
+        attention_over_rows_step,
+        joint="rows",
+        partly=PAIRS,
+    ),
     Program("shuffled", Mlp, vectors_and_labels, shuffled_step, joint="roll and flip"),
     Program("reused", Mlp, vectors_and_labels, reused_step, joint="log of a mean"),
     Program("uncertain", scalars, vectors_and_labels, uncertain_step, joint="weights need losses"),
     Program("flooding", Mlp, vectors_and_labels, flooding_step, joint="sign of the loss"),
     Program("balanced", Mlp, vectors_and_labels, balanced_step, joint="detached mean"),
     Program("fix_match", Mlp, two_views, fix_match_step, joint="number of confident rows"),
-    Program("quantise", Mlp, vectors_and_labels, quantise_step, joint="custom function"),
-    Program("critic", tanh_gan, vectors, critic_step, joint="create_graph", draws=WHOLE),
-    Program("maml", smooth_mlp, vectors_and_labels, maml_step, joint="create_graph"),
-    Program("slope", smooth_mlp, vectors_and_labels, slope_penalty_step, joint="create_graph"),
+    Program(
+        "quantise",
+        Mlp,
+        vectors_and_labels,
+        quantise_step,
+        joint="custom function",
+        partly="a custom function runs at once",
+    ),
+    Program(
+        "critic", tanh_gan, vectors, critic_step, joint="create_graph", draws=WHOLE, partly=TWICE
+    ),
+    Program("maml", smooth_mlp, vectors_and_labels, maml_step, joint="create_graph", partly=TWICE),
+    Program(
+        "slope",
+        smooth_mlp,
+        vectors_and_labels,
+        slope_penalty_step,
+        joint="create_graph",
+        whole=TWICE,
+    ),
     Program("resnet", ResNet, images_and_labels, classify, joint="BatchNorm"),
     Program("norm_pool", norm_before_pool, images_and_labels, classify, joint="BatchNorm"),
     Program("vector_norm", vector_norm, vectors_and_labels, classify, joint="BatchNorm"),

@@ -12,9 +12,8 @@ from torch import Generator, Tensor, nn
 from programs_losses import N_STEPS, randn
 from programs_text import N_TOKENS
 
-#: How a program draws. WHOLE: noise of the batch's size, drawn when recorded. IN_ORDER: dropout,
-#: drawn as eager does where the kernel draws in the order of memory. ANY: inside a fused operator,
-#: or where the batch is not outermost in memory.
+#: How a program draws. WHOLE: noise of the batch's size, drawn when recorded. IN_ORDER: dropout, of
+#: rows that are outermost in memory. ANY: inside a fused operator, or where they are not.
 WHOLE, IN_ORDER, ANY = "whole", "in order", "any"
 
 
@@ -24,7 +23,8 @@ class Program:
 
     `dims` says where each tensor of the batch holds the rows, None that it is not made lazy.
     `joint` is the reason why more than one forward may be needed, `draws` how it draws, and
-    `baked` the only size of the batch that the code is written for.
+    `baked` the only size of the batch that the code is written for. `whole` says why it cannot be
+    cut, and `partly` why some of its layers cannot, see `chunked.split`.
     """
 
     name: str
@@ -35,6 +35,8 @@ class Program:
     joint: str = ""
     draws: str = ""
     baked: int | None = None
+    whole: str = ""
+    partly: str = ""
 
     def build(self, seed: int) -> nn.Module:
         """Return the model with its first weights, in float64."""

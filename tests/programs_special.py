@@ -269,7 +269,7 @@ def scan_step(model: Any, ids: Tensor, y: Tensor) -> Tensor:
 
 SPECIAL = [
     Program("vae", Vae, vae_batch, vae_step, draws=WHOLE),
-    Program("diffusion", Denoiser, images, diffusion_step, draws=WHOLE),
+    Program("diffusion", Denoiser, images, diffusion_step, draws=WHOLE, partly="plain timesteps"),
     Program("gan_discriminator", gan, vectors, discriminator_step, draws=WHOLE),
     Program("gan_generator", gan, vectors, generator_step, draws=WHOLE),
     Program("mixup", Mlp, vectors_and_labels, noisy_labels_step, draws=WHOLE),
@@ -288,6 +288,13 @@ SPECIAL = [
     Program("functional_call", Mlp, vectors_and_labels, functional_step),
     Program("video", Cnn, video_batch, video_step),
     Program("time_major", TimeMajor, time_major_batch, time_major_step, dims=1),
-    Program("time_major_scan", TimeMajor, time_major_batch, scan_step, dims=1),
+    Program(
+        "time_major_scan",
+        TimeMajor,
+        time_major_batch,
+        scan_step,
+        dims=1,
+        partly="a plain first state",
+    ),
     Program("features_first", Mlp, features_first_batch, features_first_step, dims=(1, 0)),
 ]

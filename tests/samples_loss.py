@@ -93,6 +93,7 @@ def ctcs(reduction: int) -> list[Sample]:
     return [
         call(log_probs, i(4, 3) + 1, *lengths, 0, reduction),
         call(log_probs, i(4, 3) + 1, *tensors, 0, reduction, True),
+        call(log_probs, i(4, 3).int() + 1, *(one.int() for one in tensors), 0, reduction),
     ]
 
 

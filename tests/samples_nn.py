@@ -315,7 +315,6 @@ DRAWS: dict[str, Make] = {
         lambda: [call(f(4, 3), 0.5, True), call(f(3, 6).t(), 0.5, None), call(f(4, 3), 0.5, False)]
     ),
     **each("bernoulli", lambda: [call(p(4, 3)), call(p(3, 6).t()), call(p(4, 3), 0.3)]),
-    "poisson": varied(lambda: [call(p(4, 3))]),
     "normal": varied(
         lambda: [call(f(4, 3)), call(f(4, 3), 0.5), call(f(4, 1), p(3)), call(0.0, p(4, 3))]
     ),
@@ -327,7 +326,7 @@ DRAWS: dict[str, Make] = {
         call(i(4, 3), 5, dtype=torch.int32),
     ],
     "rrelu": varied(
-        lambda: [call(f(4, 3), 0.1, 0.3, True), call(f(4, 3)), call(f(3, 6).t(), 0.1, 0.3, True)]
+        lambda: [call(f(4, 3), 0.1, 0.3), call(f(4, 3)), call(f(3, 6).t(), 0.1, 0.3, False)]
     ),
     "bernoulli_": lambda: [
         *filled(0.3)(),

@@ -23,8 +23,6 @@ from oracle import Lazy, assert_seen, eager, split
 pytestmark = pytest.mark.sanitize
 
 ROWS = 7
-#: The gradient of the bias before a batch normalization is nothing but rounding.
-NOISE = 1e-13
 
 
 class Model(nn.Module):
@@ -178,10 +176,11 @@ def test_every_request_may_fail(name: str, chunks: int) -> None:
         failed = fails_at(n, name)
         got = run(name, koila.lazy)
         what = f"after request {n} failed"
-        assert_seen(got, want, what, exact_bits=chunks == 1, floor=NOISE)
+        assert_seen(got, want, what, exact_bits=chunks == 1)
         return failed
 
-    with split(chunks):
+    partly = "products of rows and rows" if name == "two_joints" else ""
+    with split(chunks, partly=partly):
         in_a_thread(lambda: run(name, koila.lazy))  # what is kept for good
         gc.collect()
         n_blocks = koila._core.n_blocks()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 import koila
 import opcalls
 from all_samples import SAMPLES, samples_of
+from chunked import split
 from koila import _core
 from test_ops import CALLABLES, TABLE
 
@@ -133,7 +134,7 @@ def test_steps_under_autocast_are_split(chunks: int, inside: bool) -> None:
     """As near to float64 as eager is, times 1.5; in one chunk bit for bit; and it is split."""
     dtype = torch.bfloat16
     loss, gradients = step(lambda *batch: batch, dtype, inside)
-    with koila.config(chunks=chunks):
+    with split(chunks):
         got_loss, got = step(koila.lazy, dtype, inside)
     assert got_loss.dtype == loss.dtype
     if chunks == 1:
@@ -158,7 +159,7 @@ def test_the_body_is_split_under_autocast(chunks: int) -> None:
                 seen.append(args[1].shape[0])
             return func(*args, **(kwargs or {}))
 
-    with koila.config(chunks=chunks):
+    with split(chunks):
         x, y = koila.lazy(torch.randn(12, 6), torch.randint(0, 5, (12,)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = F.cross_entropy(model(x), y)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
+import threading
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 import koila
@@ -50,6 +57,226 @@ def test_batch_dim_that_is_no_number() -> None:
 
 
 @pytest.mark.parametrize(
+    "objs",
+    [
+        (),
+        (5,),
+        ("text", None),
+        (np.ones((3, 2)),),
+        ([],),
+        ({"x": [1, 2]},),
+        (range(3), np.float64(2)),
+    ],
+    ids=str,
+)
+def test_nothing_to_make_lazy(objs: tuple[Any, ...]) -> None:
+    """Without a tensor all stays as it is, which is said with the line of the call."""
+    with pytest.warns(UserWarning, match="no tensor is in what it was given") as caught:
+        made = koila.lazy(*objs)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert made is objs[0] if len(objs) == 1 else made == objs
+    for obj in objs:
+        assert type(obj).__name__ in str(caught[0].message)
+
+
+def test_a_data_loader_has_no_tensor_yet() -> None:
+    """Its batches are what can be made lazy."""
+    loader = DataLoader(rows(6))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="DataLoader"):
+        assert koila.lazy(loader) is loader
+
+
+def test_what_is_beside_a_tensor_passes_through() -> None:
+    """Silently: numbers, texts and arrays belong to many batches."""
+    x, ids, name = koila.lazy(torch.ones(3), np.arange(3), "train")
+    assert koila.is_lazy(x) and type(ids) is np.ndarray and name == "train"
+    with koila.off():
+        assert koila.lazy(5) == 5
+
+
+def test_batch_dim_of_numpy() -> None:
+    x = torch.ones(2, 5)
+    assert koila.explain(koila.lazy(x, batch=np.int64(1)) * 2).count("5 rows") == 1
+    assert koila.is_lazy(koila.lazy([x, x], batch=[np.int32(1), 1])[1])
+    for wrong in (True, torch.tensor(0), 0.0, np.float32(0)):
+        with pytest.raises(ValueError, match="batch= for input must be an int or None"):
+            koila.lazy(x, batch=wrong)
+
+
+@dataclasses.dataclass
+class Batch:
+    """What a data pipeline may hand on before a field is set."""
+
+    x: Tensor
+    size: int = dataclasses.field(init=False)
+
+
+def test_a_field_that_is_not_set_yet() -> None:
+    made = koila.lazy(Batch(torch.ones(3)))
+    assert koila.is_lazy(made.x) and not hasattr(made, "size")
+    made.size = 3
+    assert koila.lazy(made).size == 3
+
+
+def quantized() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(rows(6).float(), 0.1, 0, torch.qint8)
+
+
+def nested(layout: torch.layout) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [torch.full((n, 3), n + 0.5) for n in (2, 4, 1)]
+        return torch.nested.nested_tensor(parts, layout=layout)
+
+
+class Hundred(Tensor):
+    """A tensor whose products are not what torch says."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made.add(100) if func in (Tensor.mul, torch.mul) else made
+
+
+# How a batch is made, and what is done with it.
+ODD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
+    "0-dim": (lambda: torch.tensor(3.0), lambda x: x * 2),
+    "no rows": (lambda: rows(6)[:0], lambda x: (x * 2).sum() + x.sum(1).numel()),
+    "no features": (lambda: rows(0), lambda x: (x * 2).sum()),
+    "sparse": (
+        lambda: rows(6).relu().to_sparse(),
+        lambda x: torch.sparse.mm(x, torch.ones(6, 2).double()).sum(),
+    ),
+    "nested": (lambda: nested(torch.strided), lambda x: (x * 2).to_padded_tensor(0.0).sum()),
+    "jagged": (lambda: nested(torch.jagged), lambda x: (x * 2).values().sum()),
+    "quantized": (quantized, lambda x: x.dequantize().mul(2).sum()),
+    "mkldnn": (lambda: rows(6).float().to_mkldnn(), lambda x: x.to_dense().sum()),
+    "complex": (lambda: torch.view_as_complex(rows(6, 2)), lambda x: (x * 2).abs().sum()),
+    "bool": (lambda: rows(6) > 0, lambda x: x.sum()),
+    "float8": (lambda: rows(6).to(torch.float8_e4m3fn), lambda x: x.float().sum()),
+    "expanded": (lambda: rows(6)[:1].expand(N_ROWS, 6), lambda x: (x * 2).sum()),
+    "of a class of its own": (lambda: rows(6).as_subclass(Hundred), lambda x: (x * 2).sum()),
+    "parameter": (lambda: nn.Parameter(rows(6)), lambda x: (x * 2).sum()),
+}
+
+
+UNCUT = {
+    "0-dim": "it has no rows",
+    "no rows": "there are none to cut",
+    **dict.fromkeys(
+        ("sparse", "nested", "jagged", "quantized", "mkldnn", "float8"),
+        "the core has no words for such a tensor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ODD)
+@each_split
+def test_odd_batches(chunks: int | None, name: str) -> None:
+    """They run as in eager, in chunks where they have rows."""
+    make_batch, call = ODD[name]
+    batch = make_batch()
+    wanted = call(batch).item()
+    with split(chunks, whole=UNCUT.get(name, "")):
+        made = call(koila.lazy(batch)).item()
+    assert math.isclose(made, wanted, rel_tol=1e-6, abs_tol=1e-6)
+
+
+@each_split
+def test_a_batch_that_is_not_a_leaf(chunks: int | None) -> None:
+    """Gradients go on through what made it."""
+
+    def story(lazy: Any) -> Any:
+        model, x, y = make()
+        w = torch.ones(6, dtype=x.dtype, requires_grad=True)
+        h = x * w
+        F.cross_entropy(model(lazy(h)), y).backward()
+        return gradients(model), w.grad
+
+    assert_same_story(story, chunks)
+
+
+def test_a_meta_batch_stays_without_numbers() -> None:
+    made = (koila.lazy(torch.ones(4, 3, device="meta")) * 2).sum()
+    assert made.device.type == "meta" and made.shape == ()
+    with pytest.raises(RuntimeError, match="meta"):
+        made.item()
+
+
+@pytest.mark.parametrize("gradient", ["text", 5, [1.0]], ids=str)
+@each_split
+def test_a_gradient_that_is_no_tensor(chunks: int | None, gradient: Any) -> None:
+    """torch's own type and text, and the step can still be taken."""
+    w = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(Exception, match=r".") as eagerly:
+        (rows(6) * w).sum().backward(gradient)
+    with split(chunks, whole="torch refuses it, who has the whole program then"):
+        total = (koila.lazy(rows(6)) * w).sum()
+        with pytest.raises(type(eagerly.value)) as lazily:
+            total.backward(gradient)
+        assert str(lazily.value) == str(eagerly.value)
+        total.backward()
+    assert w.grad is not None
+
+
+@each_split
+def test_what_lazy_refuses_costs_nothing(chunks: int | None) -> None:
+    """What was recorded before waits on."""
+    model, x, y = make()
+    with split(chunks):
+        a, b = koila.lazy(x, y)
+        loss = F.cross_entropy(model(a), b)
+        for objs, batch in (((x, y[1:]), 0), ((x,), 7), ((x,), "0"), (({"x": x},), {"y": 0})):
+            with pytest.raises(ValueError, match="lazy: "):
+                koila.lazy(*objs, batch=batch)
+        with pytest.warns(UserWarning, match="no tensor"):
+            koila.lazy(x.numpy())
+        assert koila.explain("text") and koila._core.real(loss) is None
+        loss.backward()
+    lazily = gradients(model)
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(lazily, gradients(model))
+
+
+def collate(items: list[Tensor]) -> Tensor:
+    made: Tensor = koila.lazy(torch.stack(items))
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_lazy_in_a_worker_of_a_data_loader(workers: int) -> None:
+    """Its tensors come back plain: that is said there, and what to do instead."""
+    rows = [torch.full((2,), float(i)) for i in range(4)]
+    loader = DataLoader(rows, 2, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+    if workers == 0:
+        assert [koila.is_lazy(x) for x in loader] == [True, True]
+    else:
+        with pytest.raises(UserWarning, match=r"call lazy\(\) on the batch in the training loop"):
+            list(loader)
+
+
+def test_lazy_in_a_worker_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=0))
+    said: list[bool] = []
+
+    def call() -> None:  # in a thread of its own: nothing has been said there
+        for _ in range(3):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                koila.lazy(torch.ones(3))
+            said.append(bool(caught))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert said == [True, False, False]
+
+
+@pytest.mark.parametrize(
     "option", [{"chunks": 0}, {"chunks": -1}, {"memory_limit": "lots"}], ids=str
 )
 def test_bad_configuration(option: dict[str, Any]) -> None:
@@ -74,7 +301,7 @@ def test_empty_batch(chunks: int | None) -> None:
         loss.backward()
         return loss, out, F.cross_entropy(model(x), y), gradients(model)
 
-    assert_same_or_refused(story, chunks)
+    assert_same_or_refused(story, chunks, whole="there are no rows")
 
 
 # Errors in the model ----------------------------------------------------------------------------
@@ -169,7 +396,7 @@ def test_gradient_of_what_was_overwritten(chunks: int | None) -> None:
 def test_backward_twice(chunks: int | None) -> None:
     """A second backward() without retain_graph is torch's own error, and adds nothing."""
     model, x, y = make()
-    with split(chunks):
+    with split(chunks, partly="the second backward is torch's own"):
         a, b = koila.lazy(x, y)
         out = model(a)
         loss = F.cross_entropy(out, b)
@@ -189,7 +416,7 @@ def test_backward_twice(chunks: int | None) -> None:
 def test_parameter_changed_before_backward(chunks: int | None, name: str) -> None:
     """A parameter changed in place after it was recorded is named, with both lines."""
     model, x, y = make()
-    with split(chunks):
+    with koila.config(chunks=chunks):  # nothing runs
         a, b = koila.lazy(x, y)
         loss = F.cross_entropy(model(a), b)
         parameter = model.get_parameter(name)
@@ -207,7 +434,7 @@ def test_plain_input_changed_before_backward(chunks: int | None) -> None:
     """So is a plain tensor of the user that the step reads."""
     model, x, y = make()
     scale = torch.rand(N_ROWS, 1, dtype=torch.float64)
-    with split(chunks):
+    with koila.config(chunks=chunks):  # nothing runs
         a, b = koila.lazy(x, y)
         loss = F.cross_entropy(model(a) * scale, b)
         scale.zero_()
@@ -222,7 +449,7 @@ def test_failure_does_not_reach_the_next_step(chunks: int | None) -> None:
 
     def story(lazy: Any) -> Any:
         model, x, y = make()
-        with split(chunks):
+        with koila.config(chunks=chunks):  # nothing runs
             a, b = koila.lazy(x, y)
             h = model.body(a)
             loss = F.cross_entropy(model.head(h), b)

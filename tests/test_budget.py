@@ -167,6 +167,36 @@ assert all(p.grad.isfinite().all() for p in model.parameters())
 """
 
 
+ONE_SIZE = """
+import resource
+import torch
+from torch import nn
+import koila
+from koila import budget
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+widths = [3, 8, 12, 16]
+layers = [
+    nn.Sequential(nn.Conv2d(n, m, 3, padding=1), nn.ReLU()) for n, m in zip(widths, widths[1:])
+]
+model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+x = torch.randn(128, 3, 12, 12)
+model(x[:1]).mean().backward()  # libraries and threads are there for good
+optimizer.zero_grad()
+limit = budget._status()["VmData"] + 22 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+seen = set()
+for _ in range(200):
+    model(koila.lazy(x)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.add(koila.report().n_chunks)
+assert len(seen) == 1 and min(seen) > 1, seen
+"""
+
+
 def run_python(code: str, *args: str) -> None:
     subprocess.run([sys.executable, "-c", code, *args], check=True, timeout=120)
 
@@ -178,6 +208,11 @@ def test_a_limit_of_the_process_counts_at_once(limit: str, field: str) -> None:
 
 def test_a_step_fits_into_a_limit_that_eager_breaks() -> None:
     run_python(FITS)
+
+
+def test_one_shape_keeps_one_size_of_chunk() -> None:
+    """oneDNN compiles kernels for each size and keeps them: other sizes would take the rest."""
+    run_python(ONE_SIZE)
 
 
 # What is believed without looking again -----------------------------------------------------------
@@ -236,6 +271,12 @@ def test_other_limits_are_looked_at(free: SimpleNamespace, monkeypatch: pytest.M
         ("100", 100),
         ("7KB", 7000),
         ("1TiB", 2**40),
+        ("4G", 4 * GIB),
+        ("4g", 4 * GIB),
+        ("4Gi", 4 * GIB),
+        ("3M", 3 * MIB),
+        ("7 K", 7 * 1024),
+        ("0.5T", 2**39),
     ],
 )
 def test_sizes(text: int | str | None, n_bytes: int | None) -> None:
@@ -400,3 +441,40 @@ def test_caches_of_gpus_are_emptied(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     budget.defragment()
     assert emptied == [True]
+
+
+# What a run took --------------------------------------------------------------------------------
+
+
+def told(monkeypatch: pytest.MonkeyPatch, stats: dict[int, dict[str, int]]) -> None:
+    """Let GPUs say these numbers of themselves."""
+    monkeypatch.setattr(budget, "_used_gpus", lambda: list(stats))
+    monkeypatch.setattr(budget, "_stats", lambda index: dict(stats[index]))
+
+
+def counted(current: int, peak: int) -> dict[str, int]:
+    return {"allocated_bytes.all.current": current, "allocated_bytes.all.peak": peak}
+
+
+def test_a_peak_is_measured_from_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {0: counted(100, 300), 1: counted(5, 5)}
+    told(monkeypatch, stats)
+    meter = budget.Meter()
+    stats.update({0: counted(120, 450), 1: counted(5, 9)})
+    assert meter.bytes() == 350 + 4
+
+
+@pytest.mark.parametrize("after", [{0: (100, 300), 1: (5, 9)}, {0: (100, 450), 1: (5, 5)}])
+def test_an_older_peak_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, after: dict[int, tuple[int, int]]
+) -> None:
+    stats = {0: counted(100, 300), 1: counted(5, 5)}
+    told(monkeypatch, stats)
+    meter = budget.Meter()
+    stats.update({index: counted(*pair) for index, pair in after.items()})
+    assert meter.bytes() is None
+
+
+def test_on_the_cpu_nobody_counts() -> None:
+    if not torch.cuda.is_initialized():
+        assert budget.Meter().bytes() is None

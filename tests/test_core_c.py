@@ -58,6 +58,26 @@ def test_c(source: Path, core_library: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_two_tapes_on_two_threads(tmp_path: Path) -> None:
+    """ThreadSanitizer has a build of its own: it does not go with the others."""
+    sources = sorted((ROOT / "koila_c" / "core").glob("*.c"))
+    options = [option for option in CC if not option.startswith(("-fsanitize", "-fno-sanitize"))]
+    program = tmp_path / "threads"
+    test = ROOT / "tests" / "core" / "test_threads.c"
+    subprocess.run([*options, "-fsanitize=thread", *sources, test, "-o", program], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+    def run_it(*before: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*before, program], env=environment, capture_output=True, text=True, timeout=300
+        )
+
+    ran = run_it()
+    if "unexpected memory mapping" in ran.stderr:  # addresses are more random than it can bear
+        ran = run_it("setarch", os.uname().machine, "-R")
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -7,7 +7,6 @@ those about state in `test_counterexamples_state.py` and `test_counterexamples_u
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +22,9 @@ from oracle import (
     assert_reproducible,
     assert_same,
     assert_same_story,
-    assert_seen,
     chunk_sizes,
-    draws_in_order,
     gradients,
     split,
-    tell,
 )
 from programs import JOINT, ONE_PASS
 from programs_vision import DropoutMlp
@@ -52,15 +48,14 @@ def leaf(*shape: int) -> Tensor:
 def test_info_nce_with_two_dropouts(chunks: int) -> None:
     """InfoNCE with two dropouts: the second pass sees the masks of the first."""
     (program,) = (program for program in JOINT if program.name == "info_nce_dropout")
-    if draws_in_order(32, chunk_sizes(N_ROWS, chunks)):
-        assert_same(program, N_ROWS, chunks=chunks)
+    assert_same(program, N_ROWS, chunks=chunks)
     assert_reproducible(program, N_ROWS, chunks=chunks)
     assert_gradient_of_loss(program, N_ROWS, chunks=chunks)
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7, N_ROWS])
 def test_plain_draw_after_a_recorded_one(chunks: int | None) -> None:
-    """A plain randn between a recorded dropout and its replay: eager's numbers, or a warning."""
+    """A plain randn between a recorded dropout and its replay: eager's numbers."""
 
     def story(lazy: Lazy) -> Any:
         model, x, y = DropoutMlp().double(), *make()[1:]
@@ -71,12 +66,7 @@ def test_plain_draw_after_a_recorded_one(chunks: int | None) -> None:
         loss.backward()
         return loss, gradients(model)
 
-    want, _ = tell(story, lambda *objs, batch=0: objs)
-    with split(chunks), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        got, _ = tell(story, koila.lazy)
-    if not any("test_counterexamples.py" in str(w.message) for w in caught):
-        assert_seen(got, want, "seen", exact_bits=False)
+    assert_same_story(story, chunks)
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7, N_ROWS])
@@ -243,7 +233,8 @@ def test_moments(chunks: int, name: str, shift: float) -> None:
         (out * torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)).sum().backward()
         return out, weight.grad
 
-    assert_same_story(story, chunks, tolerance=1e-10 if shift == 0 else 1e-8)
+    whole = "cannot be recorded" if name in ("cov", "corrcoef") else ""
+    assert_same_story(story, chunks, tolerance=1e-10 if shift == 0 else 1e-8, whole=whole)
 
 
 def test_moments_of_one_row() -> None:

@@ -98,7 +98,8 @@ def test_plain_tensors_beside_rows(chunks: int, use: Callable[..., Tensor]) -> N
         out.pow(2).mean().backward()
         return out, weight.grad, plain.grad
 
-    assert_same_story(story, chunks)
+    whole = "cannot be recorded" if use is scatter_add_into_plain else ""
+    assert_same_story(story, chunks, whole=whole)
 
 
 @each_split
@@ -171,7 +172,7 @@ def test_packed_lengths(chunks: int, enforce_sorted: bool) -> None:
         (padded.pow(2).mean() + h.sum()).backward()
         return padded, h, gradients(rnn)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, whole="packing cannot be recorded")
 
 
 # Places -----------------------------------------------------------------------------------------
@@ -212,7 +213,8 @@ def test_places(chunks: int, name: str) -> None:
         (out * torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)).sum().backward()
         return out, weight.grad
 
-    assert_same_story(story, chunks)
+    whole = "cannot be recorded" if name == "as strided" else ""
+    assert_same_story(story, chunks, whole=whole)
 
 
 @each_split

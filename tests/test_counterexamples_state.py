@@ -114,7 +114,7 @@ def test_outputs_written_into_zeros(chunks: int | None, read: str) -> None:
         loss.backward()
         return loss, out, gradients(model)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, partly="the plain tensor is written at once")
 
 
 @each_split
@@ -231,7 +231,7 @@ def test_diagonal_filled(chunks: int | None) -> None:
         loss.backward()
         return loss, h, gradients(model)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, whole="a write through a view of other rows")
 
 
 # Effects ----------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_embedding_with_a_largest_norm(chunks: int | None) -> None:
             losses.append(loss.item())
         return losses, table, gradients(table)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, whole="the weight is written when it is read")
 
 
 @each_split

@@ -180,7 +180,7 @@ def test_fast_path_of_transformers(chunks: int | None, kind: str, width: int) ->
             attention = nn.MultiheadAttention(width, 2, batch_first=True).eval()
             return attention(x, x, x, key_padding_mask=padding)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, whole="torch's fused layers run at once")
 
 
 class Square(torch.autograd.Function):
@@ -212,7 +212,7 @@ def test_custom_functions(chunks: int | None, captured: bool) -> None:
         loss.backward()
         return loss, gradients(model)
 
-    assert_same_story(story, chunks)
+    assert_same_story(story, chunks, partly="a custom function runs at once")
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

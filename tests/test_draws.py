@@ -11,29 +11,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from oracle import assert_close
+from chunked import split
+from oracle import Lazy, assert_close, assert_same_story
 
 pytestmark = pytest.mark.sanitize
 
 Draw = Callable[[Tensor], Tensor]
 
-#: How often these draw depends on numbers: on stand-ins they would draw less, or raise.
+#: How often these draw depends on numbers, or on the whole of them.
 BY_VALUE: dict[str, Draw] = {
     "poisson": torch.poisson,
     "multinomial": lambda x: torch.multinomial(x, 4, replacement=True),
-    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "multinomial, each once": lambda x: torch.multinomial(x, 4),
+    "rrelu": lambda x: F.rrelu(x - 3, training=True),
+    "rrelu, all negative": lambda x: F.rrelu(-x, training=True),
 }
 
 
+@pytest.mark.parametrize("chunks", [None, 1, 2, 4, 5, 12])
 @pytest.mark.parametrize("name", BY_VALUE)
-def test_chunks_draw_numbers_of_their_own(name: str) -> None:
-    x = torch.full((12, 8), 5.0, dtype=torch.float64)
-    before = torch.get_rng_state()
-    with koila.config(chunks=4):
-        drawn = BY_VALUE[name](koila.lazy(x) * 1.0).tolist()
-    chunks = [str(drawn[i : i + 3]) for i in range(0, 12, 3)]
-    assert len(set(chunks)) == 4
-    assert not torch.equal(torch.get_rng_state(), before)
+def test_draws_by_value(name: str, chunks: int | None) -> None:
+    def story(lazy: Lazy) -> Any:
+        weight = torch.rand(8, dtype=torch.float64, requires_grad=True)
+        x = lazy(torch.rand(12, 8, dtype=torch.float64) * 5)
+        hidden = F.dropout(x * weight, 0.1) + 0.1
+        drawn = BY_VALUE[name](hidden)
+        loss = (F.dropout(hidden, 0.3) + drawn.double().mean(1, keepdim=True)).pow(2).mean()
+        loss.backward()
+        return drawn.detach(), loss, weight.grad
+
+    assert_same_story(story, chunks)
 
 
 #: Elementwise draws that a program in chunks makes in eager's order.
@@ -69,7 +76,45 @@ def step(draw: Draw, ask: Callable[[Tensor], Any], enter: Callable[[Tensor], Ten
 def test_a_read_and_the_gradient_after_it_have_the_same_draws(name: str, ask: str) -> None:
     """Also where the read was in chunks and the gradient must run whole."""
     want = step(IN_ORDER[name], ASK[ask], lambda x: x)
-    with koila.config(chunks=3):
+    partly = "create_graph" if ask == "create_graph" else ""
+    with split(3, partly=partly):
         got = step(IN_ORDER[name], ASK[ask], koila.lazy)
     for a, b, what in zip(got, want, ("loss", "gradient", "next"), strict=True):
         assert_close(a, b, what)
+
+
+# Draws that nobody looks at -----------------------------------------------------------------------
+
+
+def dead_before_a_read(x: Tensor, weight: Tensor) -> Tensor:
+    hidden = x @ weight
+    F.dropout(hidden.sin(), 0.5)
+    n = (x + 1).sum().item()
+    return (F.dropout(hidden, 0.5) * n).pow(2).mean()
+
+
+def dead_and_nothing_else_waits(x: Tensor, weight: Tensor) -> Tensor:
+    F.dropout(x @ weight, 0.5)
+    n = (x + 1).sum().item()
+    return F.dropout(weight * n, 0.5).sum()
+
+
+@pytest.mark.parametrize("program", [dead_before_a_read, dead_and_nothing_else_waits])
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7])
+def test_a_dead_draw_moves_the_generator(
+    program: Callable[[Tensor, Tensor], Tensor], chunks: int | None
+) -> None:
+    def run(enter: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(3)
+        weight = torch.ones(5, 4, dtype=torch.float64, requires_grad=True)
+        x = enter(torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5))
+        loss = program(x, weight)
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad, torch.rand(3, dtype=torch.float64)]
+
+    want = run(lambda x: x)
+    with koila.config(chunks=chunks):
+        got = run(koila.lazy)
+    for one, other in zip(got, want, strict=True):
+        assert_close(torch.as_tensor(one.tolist(), dtype=one.dtype), other, "a dead draw")

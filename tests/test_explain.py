@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_labels_are_a_stage_of_their_own() -> None:
     weights = torch.rand(5)
     text = koila.explain(F.cross_entropy(nn.Linear(6, 5)(x), y, weights, ignore_index=2))
     assert "stage 1: body over 11 rows, 1 forward\n" in text
-    assert "stage 3: body over 11 rows, 1 forward, 1 backward" in text
+    assert "stage 2: body over 11 rows, 1 forward, 1 backward" in text
 
 
 def test_a_joint_has_its_reason_and_the_users_line() -> None:
@@ -67,11 +68,84 @@ def test_an_op_without_a_row_is_named() -> None:
     assert "no row for" in line and __file__ in line
 
 
-def test_what_has_run_is_not_explained() -> None:
+def test_stages_are_numbered_as_they_run() -> None:
+    x, y = batch()
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+    text = koila.explain(F.cross_entropy(model(x), y).sqrt())
+    numbers = [int(n) for n in re.findall(r"^stage (\d+):", text, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 3
+
+
+def test_a_call_has_the_users_line() -> None:
+    """Not that of torch's own file, in which the module makes the call."""
+    x, _ = batch()
+    text = koila.explain(nn.Sequential(nn.Linear(6, 8), nn.ReLU())(x))
+    (linear,) = [line for line in text.splitlines() if " linear " in line]
+    (relu,) = [line for line in text.splitlines() if " relu " in line]
+    assert __file__ in linear and __file__ in relu
+
+
+def test_bytes_and_chunks_are_told() -> None:
+    """What the plan is: with a limit what it allows, with chunks asked for how many."""
+    model = nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 5))
+    x, y = koila.lazy(torch.randn(1000, 6), torch.randint(0, 5, (1000,)))
+    loss = F.cross_entropy(model(x), y)
+    assert re.search(r"would run whole and take [2-9]\.\d MiB .* are allowed", koila.explain(loss))
+    with koila.config(memory_limit="1500KiB"):
+        text = koila.explain(loss)
+    assert re.search(r"in \d+ chunks of at most \d+ rows and take .* MiB .* are allowed", text)
+    with koila.config(chunks=7):
+        assert "in 7 chunks of at most 143 rows and take" in koila.explain(loss)
+
+
+def test_what_does_not_fit_is_told_and_not_raised() -> None:
+    model = nn.Linear(6, 5)
+    x, y = batch()
+    loss = F.cross_entropy(model(x), y)
+    with koila.config(memory_limit=100):
+        assert "it does not fit: " in koila.explain(loss)
+    loss.backward()
+    assert model.weight.grad is not None
+
+
+def test_it_shows_as_it_is() -> None:
+    """Without print() too: in a terminal, and in a notebook."""
+
+    class Printer:
+        shown = ""
+
+        def text(self, words: str) -> None:
+            self.shown += words
+
+    x, _ = batch()
+    text = koila.explain(nn.Linear(6, 5)(x).sum())
+    printer = Printer()
+    text._repr_pretty_(printer, False)
+    assert isinstance(text, str)
+    assert repr(text) == printer.shown == str(text) == "\n".join(text.splitlines())
+
+
+def test_of_what_has_run_the_last_step_is_told() -> None:
     x, _ = batch()
     loss = nn.Linear(6, 5)(x).sum()
     loss.backward()
-    assert koila.explain(loss) == "nothing is pending: the program has run"
+    first, *rest = koila.explain(loss).splitlines()
+    assert first == "nothing is pending: the program has run"
+    assert "\n".join(rest) == str(koila.report()) and "backward() at " in rest[1]
+
+
+def test_without_a_lazy_nothing_is_recorded() -> None:
+    assert "no lazy tensor" in koila.explain(torch.ones(2))
+    assert "no lazy tensor" in koila.explain()
+    assert "nothing is recorded" in koila.explain(batch()[0])
+
+
+def test_several_losses() -> None:
+    x, _ = batch()
+    assert koila.explain(x * 2).startswith("program of 1 call in 1 stage\n")
+    first, second = x.sum(), (x * 2).sum()
+    assert koila.explain(first, second).startswith("program of 3 calls in 2 stages")
+    assert koila.explain([first, second]).startswith("program of 3 calls in 2 stages")
 
 
 def whole_step() -> None:

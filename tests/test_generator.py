@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
+from chunked import split
 
 CHUNKS = [None, 1, 2, 3, 6]
 
@@ -97,7 +98,7 @@ def test_generator_touched_while_draws_wait(program: Callable[[Tensor], Any]) ->
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_a_seed_parts_the_draws(chunks: int | None) -> None:
     """In chunks too, what is drawn before a seed is not changed by it, and what follows is its."""
-    with koila.config(chunks=chunks), warnings.catch_warnings():
+    with split(chunks), warnings.catch_warnings():
         warnings.simplefilter("error")
         alone = [
             seeded(seed, lambda: F.dropout(koila.lazy(numbers()), 0.5).tolist()) for seed in (3, 7)
@@ -161,7 +162,7 @@ def test_a_live_run_draws_what_was_read(
 ) -> None:
     """create_graph makes the program live after its numbers were read in chunks."""
     w = torch.linspace(-1, 2, 20, dtype=torch.float64).view(5, 4).requires_grad_()
-    with koila.config(chunks=chunks):
+    with split(chunks, partly="create_graph"):
         torch.manual_seed(3)
         y = model(koila.lazy(numbers()), w)
         read = y.tolist()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from chunked import split
 
 N_ROWS = 11
 CHUNKS = [1, 2, 3, 7, N_ROWS]
@@ -108,7 +109,7 @@ def eager(*batch: Any) -> Any:
 def test_hooks_see_whole_gradients_of_split_steps(program: Any, chunks: int) -> None:
     want_seen, want = step(program, eager)
     rows = Rows()
-    with koila.config(chunks=chunks), rows:
+    with split(chunks), rows:
         seen, gradients = step(program, koila.lazy)
     assert rows.most == -(-N_ROWS // chunks)
     for got, wanted in zip([*seen, *gradients], [*want_seen, *want], strict=True):
@@ -130,7 +131,7 @@ def test_retained_gradients_add_up(chunks: int) -> None:
         loss.backward()
         return [first, h.grad, loss.grad, layers["body"].weight.grad]
 
-    with koila.config(chunks=chunks):
+    with split(chunks):
         got = run(koila.lazy)
     for value, wanted in zip(got, run(eager), strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-14)
@@ -138,7 +139,7 @@ def test_retained_gradients_add_up(chunks: int) -> None:
 
 def test_a_removed_hook_is_not_called() -> None:
     layers = model()
-    with koila.config(chunks=3):
+    with split(3):
         x, y = koila.lazy(*batch())
         h = layers["body"](x)
         handle = h.register_hook(lambda gradient: pytest.fail("called"))
@@ -150,7 +151,7 @@ def test_a_removed_hook_is_not_called() -> None:
 def test_a_hook_that_raises_changes_nothing(chunks: int) -> None:
     layers = model()
     before = [parameter.detach().clone() for parameter in layers.parameters()]
-    with koila.config(chunks=chunks):
+    with split(chunks):
         x, y = koila.lazy(*batch())
         h = F.dropout(layers["body"](x), 0.5)
 
@@ -167,7 +168,7 @@ def test_a_hook_that_raises_changes_nothing(chunks: int) -> None:
 
 def test_a_hook_that_changes_the_shape_is_refused() -> None:
     layers = model()
-    with koila.config(chunks=3):
+    with split(3):
         x, y = koila.lazy(*batch())
         h = layers["body"](x)
         h.register_hook(lambda gradient: gradient[:2])
@@ -177,7 +178,7 @@ def test_a_hook_that_changes_the_shape_is_refused() -> None:
 
 
 def test_a_value_without_gradient_has_torchs_error() -> None:
-    with koila.config(chunks=3):
+    with koila.config(chunks=3):  # nothing runs
         x, _ = koila.lazy(*batch())
         with pytest.raises(RuntimeError, match="doesn't require gradient"):
             (x * 2).register_hook(lambda gradient: None)

@@ -51,8 +51,8 @@ TESTS_OF_ROWS = {
         "test_ops.py",
     ],
 }
-# tests/core/test_no_memory.c is of all that allocates.
-TESTS_OF_MANY = {"no_memory"}
+# tests/core/test_no_memory.c is of all that allocates, test_threads.c of all.
+TESTS_OF_MANY = {"no_memory", "threads"}
 
 # A file is one idea: its length is a hint, so this only catches what has plainly outgrown one.
 N_LINES_OF_A_FILE = 900

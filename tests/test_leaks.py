@@ -6,6 +6,9 @@ import contextlib
 import ctypes
 import gc
 import sys
+import threading
+import unittest.mock
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from oracle import split
+from koila import attempt
+from koila.program import Run
+from koila.replay import Replay
+from oracle import Lazy, eager, split
 
 ROWS = 6
 FIRST, LAST = 100, 1000
@@ -136,6 +142,43 @@ def run_live(bench: Bench) -> None:
     bench.update(loss)
 
 
+def teach(bench: Bench) -> None:
+    """Views that share memory, hooks, a mask, and a pass without gradients."""
+    x, y = bench.batch()
+    with torch.no_grad():
+        target = bench.model(x)
+    hidden = bench.model[0](x)
+    hidden.register_hook(lambda grad: grad * 2)
+    hidden.retain_grad()
+    out = bench.model[1:](hidden)
+    first, rest = out[:, :1], out[:, 1:]
+    bench.total += bool((y > 0).any()) + out[y > 0].sum().item()
+    bench.update((out - target).pow(2).mean() + first.sum() + rest.exp().mean())
+
+
+def refuse(bench: Bench) -> None:
+    loss = bench.loss()
+    with koila.config(chunks=None, memory_limit=1), contextlib.suppress(koila.MemoryLimitError):
+        loss.backward()
+
+
+def try_again(bench: Bench) -> None:
+    """Memory runs out in the first try."""
+    run_nodes, n_left = Replay.run_nodes, [1]
+
+    def fail(replay: Replay, run: Run, *args: Any, **kwargs: Any) -> list[Any]:
+        if run.is_body and n_left[0] > 0:
+            n_left[0] -= 1
+            raise torch.OutOfMemoryError
+        return run_nodes(replay, run, *args, **kwargs)
+
+    with (
+        unittest.mock.patch.object(Replay, "run_nodes", fail),
+        unittest.mock.patch.object(attempt, "get", lambda name: None),
+    ):
+        train(bench)
+
+
 STEPS: dict[str, Callable[[Bench], None]] = {
     step.__name__: step
     for step in (
@@ -153,6 +196,10 @@ STEPS: dict[str, Callable[[Bench], None]] = {
 }
 
 
+#: What a thousand steps of would take too long.
+MORE_STEPS = {step.__name__: step for step in (teach, refuse, try_again)}
+
+
 @pytest.fixture(autouse=True)
 def only_new_objects() -> Iterator[None]:
     gc.collect()
@@ -166,7 +213,8 @@ def only_new_objects() -> Iterator[None]:
 @pytest.mark.parametrize("name", STEPS)
 def test_nothing_grows(name: str, chunks: int) -> None:
     bench = Bench()
-    with split(chunks):
+    whole = "it fails before it runs" if name == "fail_when_recorded" else ""
+    with split(chunks, whole=whole):
         for i in range(LAST):
             if i == FIRST:
                 before = look()
@@ -176,3 +224,87 @@ def test_nothing_grows(name: str, chunks: int) -> None:
     if name == "add_up_losses":
         del grown["bytes"]
     assert not grown, f"more than after {FIRST} steps: {grown}"
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", STEPS | MORE_STEPS)
+def test_nothing_waits_for_the_collector(name: str, chunks: int) -> None:
+    """No step leaves a cycle: what it made is gone when the script has dropped it."""
+    bench = Bench()
+    with koila.config(chunks=chunks), collector_off():
+        for _ in range(3):
+            (STEPS | MORE_STEPS)[name](bench)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+            left = sorted({type(thing).__name__ for thing in gc.garbage})
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+    assert not left
+
+
+def bytes_after(lazy: Lazy, is_normed: bool, is_read: bool) -> int:
+    """How many bytes more there are when 100 steps are done."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        layers += [nn.Linear(64, 64), nn.BatchNorm1d(64) if is_normed else nn.GELU()]
+        layers += [nn.ReLU(), nn.Dropout(0.1)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = MallInfo
+    for i in range(110):
+        if i == 10:
+            before = ask()
+        x, y = lazy(torch.ones(256, 64), torch.arange(256) % 64)
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        if is_read:
+            assert loss.item() > 0
+            assert (out.argmax(1) == y).sum().item() >= 0
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = ask()
+    return int(after.uordblks + after.hblkhd - before.uordblks - before.hblkhd)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33")
+@pytest.mark.parametrize("is_normed", [True, False])
+@pytest.mark.parametrize("is_read", [True, False])
+def test_live_bytes_are_eagers(is_normed: bool, is_read: bool) -> None:
+    """After 100 steps in chunks, with the collector off."""
+    with collector_off():
+        want = bytes_after(eager, is_normed, is_read)
+        with split(3):
+            got = bytes_after(koila.lazy, is_normed, is_read)
+    assert got <= want + SLACK["bytes"]
+
+
+def test_a_hook_that_holds_its_own_tensor_is_collected() -> None:
+    """What a thread recorded and never ran goes with it, whatever its hooks refer to."""
+    seen: list[weakref.ref[Any]] = []
+
+    def record() -> None:
+        hidden = koila.lazy(torch.ones(4, 3, requires_grad=True)) * 2
+        held = {hidden}
+        seen.append(weakref.ref(held))
+        hidden.register_hook(lambda gradient: gradient * len(held))
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert seen[0]() is None

@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 
 import koila
 from allocations import Allocations, measure
+from chunked import split
 from koila import memory as model_of_bytes
 from oracle import eager
 from programs_kit import Program
@@ -203,7 +204,7 @@ def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPat
     measure(program, 8, koila.lazy, **single)  # what kernels allocate once
     memory = Allocations()
     prediction = Prediction(memory, monkeypatch)
-    with koila.config(chunks=chunks):
+    with split(chunks):
         _, peak = measure(program, n_rows, koila.lazy, memory, **single)
     assert 0.95 * peak <= prediction.n_bytes <= 1.2 * peak, (
         f"{prediction.n_bytes:.0f} bytes were predicted, {peak} used"
@@ -234,7 +235,7 @@ def test_evaluation_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Allocations()
     memory.count(list(model.parameters()), x)
     prediction = Prediction(memory, monkeypatch)
-    with koila.config(chunks=4), torch.no_grad():
+    with split(4), torch.no_grad():
         with memory:
             out = model(koila.lazy(x)).mean()
         with memory:

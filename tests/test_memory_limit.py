@@ -6,12 +6,13 @@ import pytest
 
 import koila
 from allocations import Allocations, measure
+from chunked import split
 from koila import memory as model_of_bytes
 from koila import plan
 from koila.program import Program as StagedProgram
 from oracle import Outcome, assert_outcomes, eager, run
 from programs import PROGRAMS
-from programs_kit import ANY, Program
+from programs_kit import Program
 
 #: Program, rows, and the share of eager's peak that the step is given.
 LIMITED = [
@@ -70,15 +71,14 @@ def test_every_program_under_a_limit(program: Program) -> None:
     """
     n_rows = program.rows(256)
     want, peak = measure(program, n_rows, eager)
-    with koila.config(chunks=8):
+    with split(8, whole=program.whole, partly=program.partly):
         _, least = measure(program, n_rows, koila.lazy)
     try:
         got = run_limited(program, n_rows, (peak + least) // 2)
     except koila.MemoryLimitError:
         assert program.joint
         got = run_limited(program, n_rows, 4 * peak)
-    if program.draws != ANY:
-        assert_outcomes(got, want)
+    assert_outcomes(got, want)
 
 
 def run_limited(program: Program, n_rows: int, limit: int) -> Outcome:
@@ -89,16 +89,23 @@ def run_limited(program: Program, n_rows: int, limit: int) -> Outcome:
 class Prediction:
     """What the model of bytes says of each plan that is made, beside what is there already."""
 
-    def __init__(self, memory: Allocations, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, memory: Allocations, monkeypatch: pytest.MonkeyPatch, is_whole: bool = False
+    ) -> None:
         self.memory = memory
+        self.is_whole = is_whole
         self.needed: list[float] = []
         self.make_plan = plan.plan
         monkeypatch.setattr(plan, "plan", self)
 
     def __call__(self, program: StagedProgram, is_graph: bool) -> plan.Plan:
         made = self.make_plan(program, is_graph)
-        estimate = model_of_bytes.estimate(program, is_graph)
         self.memory.mark()
+        if self.is_whole:
+            assert made.n_chunks == 1
+            self.needed.append(model_of_bytes.whole(program, is_graph))
+            return made
+        estimate = model_of_bytes.estimate(program, is_graph)
         self.needed.append(estimate.peak(-(-estimate.rows // made.n_chunks))[0])
         return made
 
@@ -108,20 +115,31 @@ class Prediction:
         return max(map(sum, zip(self.memory.at_marks, self.needed, strict=True)), default=0.0)
 
 
-#: What runs whole: nothing is said of it.
-WHOLE = {"slope"}
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_prediction(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak of a step in chunks is what was predicted, within a few per cent."""
     memory = Allocations()
     prediction = Prediction(memory, monkeypatch)
-    with koila.config(chunks=3):
+    with split(3, whole=program.whole, partly=program.partly):
         _, peak = measure(program, program.rows(96), koila.lazy, memory)
-    assert (not prediction.needed) == (program.name in WHOLE)
-    if program.name in WHOLE:
+    assert (not prediction.needed) == bool(program.whole)
+    if program.whole:
         return
     assert 0.93 * peak <= prediction.n_bytes <= 1.25 * peak, (
+        f"{prediction.n_bytes:.0f} bytes were predicted, {peak} used"
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_prediction_of_a_whole_run(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a step that fits whole is about what was predicted, and hardly ever more."""
+    memory = Allocations()
+    prediction = Prediction(memory, monkeypatch, is_whole=True)
+    with koila.config(memory_limit=2**40):
+        _, peak = measure(program, program.rows(96), koila.lazy, memory)
+    assert (not prediction.needed) == bool(program.whole)
+    if program.whole:
+        return
+    assert 0.89 * peak <= prediction.n_bytes <= 1.55 * peak, (
         f"{prediction.n_bytes:.0f} bytes were predicted, {peak} used"
     )

@@ -9,7 +9,7 @@ import torch
 
 import opcalls
 from all_samples import SAMPLES, samples_of
-from koila import _core, draws
+from koila import _core
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
@@ -75,7 +75,7 @@ def test_without_grad_mode_nothing_new_requires_grad(row: str) -> None:
         assert said["saves"]["inputs"] == said["saves"]["bytes_extra"] == 0
 
 
-@pytest.mark.parametrize("row", sorted((set(SAMPLES) & set(TABLE)) - draws.BY_VALUE))
+@pytest.mark.parametrize("row", sorted(set(SAMPLES) & set(TABLE)))
 def test_no_value_decides_how_much_is_drawn(row: str) -> None:
     """Where each chunk's draws begin is found on stand-ins, before there are values."""
 

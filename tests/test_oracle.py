@@ -6,10 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from oracle import Outcome, assert_outcomes, make_batch, run
+import koila
+from oracle import Outcome, assert_outcomes, make_batch, run, split
 from programs import JOINT, PROGRAMS
 from programs_kit import Program
+from stories import make
 
 N_ROWS = 11
 #: These have a joint, but no row sees another: naive splitting does not show.
@@ -96,3 +100,79 @@ def test_small_wrongs_are_noticed() -> None:
             assert_outcomes(dataclasses.replace(want, **wrong), want, exact_bits=exact_bits)
     with pytest.raises(AssertionError):
         assert_outcomes(want, dataclasses.replace(want, gradients=nothing))
+
+
+# Chunks -----------------------------------------------------------------------------------------
+
+
+def step() -> None:
+    """Take a step that can be cut."""
+    model, x, y = make()
+    x, y = koila.lazy(x, y)
+    F.cross_entropy(model(x), y).backward()
+
+
+def whole_step() -> None:
+    """Take one that cannot."""
+    model, x, y = make()
+    x, y = koila.lazy(x, y)
+    loss = F.cross_entropy(model(x), y)
+    torch.autograd.grad(loss, model.head.weight, create_graph=True)
+
+
+def step_with_a_whole_model() -> None:
+    """Take a step of which only the loss is cut."""
+    model, x, y = make()
+    x, y = koila.lazy(x, y)
+    h = model(x)
+    koila._core.force(h)
+    F.cross_entropy(h * 2, y).backward()
+
+
+def product_of_all_rows() -> Tensor:
+    """Multiply what one row makes with what all others do."""
+    model, x, _ = make()
+    h = model(koila.lazy(x))
+    return (h @ h.t()).sum()
+
+
+def test_split_is_told_from_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was to be cut and ran whole is noticed, however much of it did."""
+    with split(3, rows=("linear", "cross_entropy_loss")):
+        step()
+    with pytest.raises(AssertionError, match=r"not by rows: ..conv2d"), split(3, rows=("conv2d",)):
+        step()
+    with pytest.raises(AssertionError, match="nothing was cut"), split(3):
+        whole_step()
+    with pytest.raises(AssertionError, match="ran whole: what made"), split(3):
+        step_with_a_whole_model()
+    with pytest.raises(AssertionError, match="matmul, which runs once"), split(3):
+        product_of_all_rows().backward()
+    with pytest.raises(AssertionError, match="a backward"), split(3):
+        step()
+        whole_step()
+    monkeypatch.setattr(koila.plan, "is_whole", lambda: True)
+    with pytest.raises(AssertionError, match="nothing was cut"), split(3):
+        step()
+
+
+def test_what_is_said_to_be_whole_must_be() -> None:
+    """So that no reason outlives what it is given for."""
+    with split(3, whole="create_graph"):
+        whole_step()
+    with pytest.raises(AssertionError, match="it is cut"), split(3, whole="never mind"):
+        step()
+    with split(3, partly="rows against rows"):
+        product_of_all_rows().backward()
+    with pytest.raises(AssertionError, match="all of it is cut"), split(3, partly="never mind"):
+        step()
+
+
+def test_the_number_of_chunks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer chunks than were asked for, and one that is left out."""
+    with split(100):
+        step()  # of fewer rows
+    grid = koila.replay.grid
+    monkeypatch.setattr(koila.replay, "grid", lambda rows, n, unit: grid(rows, n - 1, unit))
+    with pytest.raises(AssertionError, match="asked for 3 chunks: 11 rows ran as"), split(3):
+        step()

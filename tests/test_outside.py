@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
+from chunked import split
 from koila import outside
 from test_memory_limit import Prediction
 
@@ -62,7 +63,7 @@ def test_what_goes_on_after_the_chunks_is_predicted(monkeypatch: pytest.MonkeyPa
     memory = Allocations()
     memory.count(list(plain.parameters()), list(head.parameters()), x, y)
     prediction = Prediction(memory, monkeypatch)
-    with koila.config(chunks=4):
+    with split(4):
         with memory:
             loss = F.cross_entropy(head(koila.lazy(plain(x))), koila.lazy(y))
         with memory:

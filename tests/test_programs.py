@@ -9,12 +9,10 @@ from oracle import (
     assert_passes,
     assert_reproducible,
     assert_same,
-    chunk_sizes,
-    draws_in_order,
     is_whole,
 )
 from programs import JOINT, ONE_PASS, PROGRAMS
-from programs_kit import ANY, IN_ORDER, Program
+from programs_kit import Program
 
 N_ROWS = 11
 #: None of 2, 3 and 7 divides the batch; the last leaves one row a chunk.
@@ -29,13 +27,6 @@ each_split = pytest.mark.parametrize("chunks", CHUNKS)
 OTHER_ORDER = "lstm_time-several"
 
 
-def is_drawn_as_eager(program: Program, chunks: int) -> bool:
-    """Tell whether the numbers a program draws are eager's own in this many chunks."""
-    if program.draws == IN_ORDER:
-        return draws_in_order(32, chunk_sizes(N_ROWS, chunks))
-    return program.draws != ANY or chunks == 1
-
-
 def has_bits(program: Program, chunks: int | None) -> bool:
     """Tell whether every bit must be eager's: in one chunk, where the graph is made in one go."""
     return is_whole(chunks) and program.name != OTHER_ORDER
@@ -44,12 +35,9 @@ def has_bits(program: Program, chunks: int | None) -> bool:
 @each_split
 @each_program
 def test_same_as_eager(program: Program, chunks: int) -> None:
-    """The loss, gradients, buffers and generator are eager's, or at least the same every time."""
-    n_rows = program.rows(N_ROWS)
-    if is_drawn_as_eager(program, chunks):
-        assert_same(program, n_rows, chunks=chunks, exact_bits=has_bits(program, chunks))
-    else:
-        assert_reproducible(program, n_rows, chunks=chunks)
+    """The loss, gradients, buffers and generator are eager's, whatever is drawn."""
+    exact_bits = has_bits(program, chunks)
+    assert_same(program, program.rows(N_ROWS), chunks=chunks, exact_bits=exact_bits)
 
 
 @each_program
@@ -63,15 +51,14 @@ def test_same_as_eager_without_being_told(program: Program) -> None:
 @each_program
 def test_same_as_eager_at_other_sizes(program: Program, n_rows: int) -> None:
     """A batch of fewer rows than the chunks asked for, and a larger one."""
-    if is_drawn_as_eager(program, 5) and not program.baked:
+    if not program.baked:
         assert_same(program, n_rows, chunks=5)
 
 
 @each_program
 def test_input_gradients(program: Program) -> None:
     """A batch that asks for gradients gets them, on the tensors the user has."""
-    if is_drawn_as_eager(program, 3):
-        assert_same(program, program.rows(N_ROWS), chunks=3, input_gradients=True)
+    assert_same(program, program.rows(N_ROWS), chunks=3, input_gradients=True)
 
 
 @pytest.mark.parametrize("chunks", [1, 3, N_ROWS])

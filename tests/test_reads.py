@@ -21,6 +21,7 @@ from torch.nn.utils import rnn
 from torch.utils.weak import WeakIdKeyDictionary
 
 import koila
+from chunked import split
 from small import Smalls
 
 SMALLS = Smalls()
@@ -342,7 +343,7 @@ def test_asking_its_kind_computes_nothing() -> None:
 def test_what_is_read_in_chunks_is_laid_out_as_the_whole(move: Any) -> None:
     """A view that is legal for the whole stays legal, and as_strided sees the same memory."""
     lazy, wanted = move(pending()).exp(), move(known()).exp()
-    with koila.config(chunks=2):
+    with split(2):
         lazy.sum().item()
     assert lazy.stride() == wanted.stride()
     indices = wanted.numel() // 2, 1

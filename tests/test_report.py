@@ -1,15 +1,21 @@
-"""report(): how the last program was run, as a user is told it."""
+"""report(): what the last step ran, program by program, as a user is told it."""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import re
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import koila
-from koila import replay
+from koila import replay, reports
 from test_plan import Fails, limited_step, small
 
 
@@ -18,30 +24,90 @@ def loss(rows: int = 7) -> Tensor:
     return (koila.lazy(torch.ones(rows, 2)) * w).tanh().sum()
 
 
+def here() -> str:
+    """The line that calls it."""
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return f"{__file__}:{frame.f_back.f_lineno}"
+
+
+def ran() -> list[tuple[str, int]]:
+    """What made each program of the last step run, and in how many chunks it did."""
+    return [(program.what, program.n_chunks) for program in koila.report().programs]
+
+
+def batch(rows: int = 12) -> Any:
+    return koila.lazy(torch.randn(rows, 6), torch.randint(5, (rows,)))
+
+
+# One program ------------------------------------------------------------------------------------
+
+
 def test_nothing_has_run_in_this_thread() -> None:
-    seen: list[object] = []
+    seen: list[koila.Report] = []
     thread = threading.Thread(target=lambda: seen.append(koila.report()))
     thread.start()
     thread.join()
-    assert seen == [None]
+    (made,) = seen
+    assert made.programs == () and made.n_chunks == 0 and made.n_rows is None
+    assert str(made) == repr(made) == "nothing lazy ran in the last step"
 
 
 def test_whole() -> None:
+    line = here()
     loss().backward()
-    assert koila.report() == koila.Report(1)
+    (program,) = koila.report().programs
+    assert (program.what, program.n_chunks, program.n_rows) == ("backward()", 1, None)
+    assert program.line == line.replace(line.rsplit(":")[-1], str(int(line.rsplit(":")[-1]) + 1))
+    assert program.why == "it certainly fits"
+    assert program.n_calls == 3 and program.n_bytes == 2 * 7 * 2 * 4 + 4
 
 
 def test_chunks_that_were_asked_for() -> None:
     with koila.config(chunks=3):
         loss().backward()
-    assert koila.report() == koila.Report(3, 3)
+    (program,) = koila.report().programs
+    assert (program.n_chunks, program.n_rows) == (3, 3)
+    assert program.n_calls == 3 and program.n_bytes == 2 * 7 * 2 * 4 + 4
+    body, joint = program.stages
+    assert (body.number, body.n_calls, body.n_chunks, body.n_rows) == (1, 3, 3, 3)
+    assert (joint.number, joint.n_chunks, joint.n_rows) == (2, 1, None)
+    with koila.config(chunks=1):
+        loss().backward()
+    assert koila.report().programs[0].why == "config(chunks=1) asks for it"
 
 
-@pytest.mark.parametrize(("chunks", "made"), [(None, (1,)), (1, (1,)), (2, (2, 4))])
-def test_a_read_reports_too(chunks: int | None, made: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("chunks", "made"), [(None, (1, None)), (1, (1, None)), (2, (2, 4))])
+def test_a_read_reports_too(chunks: int | None, made: tuple[int, int | None]) -> None:
     with koila.config(chunks=chunks):
         loss().item()
-    assert koila.report() == koila.Report(*made)
+    assert ran() == [("item()", made[0])]
+    assert (koila.report().n_chunks, koila.report().n_rows) == made
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item()": lambda x: x.sum().item(),
+    "bool()": lambda x: bool(x.sum() > 0),
+    "float()": lambda x: float(x.sum()),
+    "format()": lambda x: f"{x.sum():.3f}",
+    "print()": lambda x: str(x.sum()),
+    "numpy()": lambda x: x.sum().numpy(),
+    "tolist()": lambda x: (x * 2).tolist(),
+    "getitem()": lambda x: x[x > 0],
+    "tensor()": lambda x: torch.tensor(x * 2),
+}
+
+
+@pytest.mark.parametrize("chunks", [None, 3])
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_read_is_told_by_its_name(chunks: int | None, name: str) -> None:
+    with koila.config(chunks=chunks):
+        line = here()
+        READS[name](koila.lazy(torch.ones(7, 2)))
+    (program,) = koila.report().programs
+    assert program.what == name and program.line.startswith(f"{__file__}:")
+    assert program.line != line  # it is that of the read itself
 
 
 @pytest.mark.parametrize("n_bytes", [40_000, 10**9])
@@ -49,10 +115,165 @@ def test_memory_limit(n_bytes: int) -> None:
     with koila.config(memory_limit=n_bytes):
         loss(2048).backward()
     made = koila.report()
-    assert made is not None
     assert made.bytes_predicted is not None and made.bytes_allowed is not None
     assert 0 < made.bytes_predicted <= made.bytes_allowed < n_bytes
     assert (made.n_chunks > 1) == (n_bytes == 40_000)
+    assert made.bytes_measured is None and "measured: not measured" in str(made)
+
+
+def test_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = small(), torch.randn(2048, 6).double(), torch.randint(5, (2048,))
+    Fails(monkeypatch, 40)
+    limited_step(model, x, y)
+    made = koila.report()
+    assert made.n_tries > 1 and f"at try {made.n_tries}" in str(made)
+    assert made.n_rows is not None and made.n_rows <= 40
+
+
+def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt("enough")
+
+    with koila.config(chunks=3):
+        loss().backward()
+        monkeypatch.setattr(replay.Replay, "differentiate", stop)
+        with pytest.raises(KeyboardInterrupt):
+            loss().backward()
+    assert ran() == [("backward()", 0)]
+    assert "failed: KeyboardInterrupt: enough" in str(koila.report())
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+@pytest.mark.parametrize("what", ["item()", "backward()"])
+def test_a_call_that_raises_is_told(chunks: int | None, what: str) -> None:
+    """Once, also where it ran whole."""
+    x = koila.lazy(torch.ones(4, 5, requires_grad=True))
+    with koila.config(chunks=chunks):
+        total = F.cross_entropy(x * 2, torch.full((4,), 7))
+        with pytest.raises(IndexError):
+            total.item() if what == "item()" else total.backward()
+    assert ran() == [(what, 0)]
+    assert "failed: IndexError" in str(koila.report())
+
+
+def test_a_refusal_is_told() -> None:
+    with koila.config(memory_limit=10), pytest.raises(koila.MemoryLimitError):
+        loss().item()
+    assert ran() == [("item()", 0)]
+
+
+# What ran whole, and why ------------------------------------------------------------------------
+
+
+class Double(torch.autograd.Function):
+    """A call that cannot be recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+def test_a_model_that_ran_whole_is_not_hidden_by_what_came_after() -> None:
+    """The loss alone ran in chunks: that is not what the step did."""
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU())
+    with koila.config(chunks=3):
+        x, _ = batch()
+        made = model(x)
+        line = here()
+        doubled = Double.apply(made)
+        doubled.pow(2).mean().backward()
+    report = koila.report()
+    assert report.n_chunks == 1 and report.n_rows is None
+    assert [program.n_chunks for program in report.programs] == [1, 3]
+    (whole,) = report.programs[0].whole
+    number = int(line.rpartition(":")[2]) + 1
+    assert whole.call == "Double.apply" and whole.line == f"{__file__}:{number}"
+    assert whole.n_bytes == report.programs[0].n_bytes == 2 * 12 * 64 * 4
+    assert f"Double.apply ({whole.line}), with 2 other calls, made 6.0 KiB whole" in str(report)
+
+
+def test_a_program_that_cannot_be_cut() -> None:
+    """What runs live is one chunk, whatever ran before."""
+    with koila.config(chunks=3):
+        loss().backward()
+        w = torch.ones(2, requires_grad=True)
+        torch.autograd.grad((koila.lazy(torch.ones(7, 2)) * w).sum(), w, create_graph=True)
+    assert ran() == [("autograd.grad()", 1)]
+
+
+def test_joints_are_told_with_their_bytes() -> None:
+    with koila.config(chunks=3):
+        x, _ = batch()
+        h = nn.Linear(6, 64)(x)
+        line = here()
+        ranked = torch.sort(h, dim=0).values
+        ranked.mean().backward()
+    (program,) = koila.report().programs
+    assert program.n_chunks == 3
+    (whole,) = program.whole
+    assert whole.call == "sort" and "every row depends on the others" in whole.why
+    assert whole.line == f"{__file__}:{int(line.rpartition(':')[2]) + 1}"
+    assert whole.n_bytes == 12 * 64 * (4 + 8)
+
+
+def test_what_follows_a_joint_is_told_with_it() -> None:
+    with koila.config(chunks=3):
+        x, _ = batch()
+        values = torch.linalg.svdvals(nn.Linear(6, 5)(x))
+        (values[:, None].expand(5, 1000) * 2).mean().backward()
+    (program,) = koila.report().programs
+    assert program.n_chunks == 3
+    (whole,) = program.whole
+    assert whole.call == "linalg_svdvals" and "no row for" in whole.why
+    assert whole.n_bytes == 5 * 4 + 5 * 1000 * 4 + 4 and whole.n_calls == 5
+
+
+def test_a_write_that_makes_all_whole() -> None:
+    with koila.config(chunks=3):
+        h = koila.lazy(torch.randn(6, 6)) @ torch.randn(6, 6, requires_grad=True)
+        mean = h.mean()
+        line = here()
+        h.diagonal().fill_(0.5)
+        (h * mean).sum().backward()
+    (program,) = koila.report().programs
+    assert program.n_chunks == 1
+    (whole,) = program.whole
+    assert whole.call == "fill_" and whole.why == program.why
+    assert whole.line == f"{__file__}:{int(line.rpartition(':')[2]) + 1}"
+
+
+def test_nothing_that_has_rows() -> None:
+    with koila.config(chunks=3):
+        koila.lazy(torch.ones(7), batch=None).sum().item()
+    (program,) = koila.report().programs
+    assert (program.n_chunks, program.why) == (1, "nothing in it has rows")
+
+
+# A step -----------------------------------------------------------------------------------------
+
+
+def test_every_program_of_a_step() -> None:
+    """A teacher, a read, the backward, and a metric after it."""
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with koila.config(chunks=3):
+        for _ in range(3):
+            x, y = batch()
+            with torch.no_grad():
+                teacher = model(x)
+            optimizer.zero_grad()
+            out = model(x)
+            error = F.cross_entropy(out, y) + F.mse_loss(out, teacher)
+            error.item()
+            error.backward()
+            optimizer.step()
+            (out.argmax(1) == y).float().mean().item()
+            whats = ["the end of a block without gradients", "item()", "backward()", "item()"]
+            assert ran() == [(what, 3) for what in whats]
 
 
 def test_nothing_pending_is_not_a_run() -> None:
@@ -63,32 +284,142 @@ def test_nothing_pending_is_not_a_run() -> None:
         total.backward()
         torch.optim.SGD([w]).step()
     total.item()
-    assert koila.report() == koila.Report(3, 3)
+    assert ran() == [("backward()", 3)]
 
 
-def test_a_program_that_cannot_be_cut() -> None:
-    """What runs live is one chunk, whatever ran before."""
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+def test_two_backwards_with_the_graph_retained(chunks: int | None) -> None:
+    with koila.config(chunks=chunks):
+        total = loss()
+        total.backward(retain_graph=True)
+        total.backward()
+    assert [what for what, _ in ran()] == ["backward()", "backward()"]
+    assert koila.report().n_chunks == (chunks or 1)
+
+
+def test_parts_of_an_accumulated_batch_are_one_step() -> None:
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with koila.config(chunks=3):
+        for step in range(3):
+            for _ in range(4):
+                x, y = batch()
+                F.cross_entropy(model(x), y).backward()
+            if step > 0:  # that there is an optimizer is known when it has stepped
+                assert ran() == [("backward()", 3)] * 4
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_two_optimizers_that_share_a_batch() -> None:
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (first, second)]
+    with koila.config(chunks=2):
+        for _ in range(2):
+            x, _ = batch()
+            for optimizer in optimizers:
+                second(first(x)).pow(2).mean().backward()
+                optimizer.step()
+        assert ran() == [("backward()", 2)] * 2
+
+
+def test_a_batch_made_lazy_once_and_for_all() -> None:
+    """A step begins where the optimizer steps again."""
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = batch()
+    for chunks in (2, 3, 4):
+        with koila.config(chunks=chunks):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            assert ran() == [("backward()", chunks)]
+
+
+def test_without_an_optimizer_a_batch_is_a_step() -> None:
+    for chunks in (4, 3, 2):
+        with koila.config(chunks=chunks):
+            loss(100 * chunks).backward()
+            assert ran() == [("backward()", chunks)]
+
+
+def test_gradients_of_another_model_are_not_of_this_step() -> None:
+    """They wait for an optimizer that has stepped, and this backward gives it none."""
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    for chunks in (4, 3):
+        with koila.config(chunks=chunks):
+            loss(100 * chunks).backward()
+            assert ran() == [("backward()", chunks)]
+
+
+def test_the_last_step_is_told_until_another_runs_something() -> None:
     with koila.config(chunks=3):
         loss().backward()
-        w = torch.ones(2, requires_grad=True)
-        torch.autograd.grad((koila.lazy(torch.ones(7, 2)) * w).sum(), w, create_graph=True)
-    assert koila.report() == koila.Report(1)
+    pending = loss()
+    assert ran() == [("backward()", 3)]
+    pending.backward()
+    assert ran() == [("backward()", 1)]
 
 
-def test_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, y = small(), torch.randn(2048, 6).double(), torch.randint(5, (2048,))
-    Fails(monkeypatch, 40)
-    limited_step(model, x, y)
+def test_a_step_without_anything_lazy_is_told() -> None:
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for context in (koila.config(chunks=3), koila.off()):
+        with context:
+            x, y = batch()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        assert (koila.report().n_chunks == 0) == (context is not None and not koila.is_lazy(x))
+    assert str(koila.report()) == "nothing lazy ran in the last step"
+
+
+def test_a_step_that_never_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = koila.lazy(torch.ones(7, 2))
+    for _ in range(reports.MOST_PROGRAMS + 10):
+        (x * 2).sum().item()
     made = koila.report()
-    assert made is not None and made.n_tries > 1
-    assert made.n_rows is not None and made.n_rows <= 40
+    assert len(made.programs) == reports.MOST_PROGRAMS
+    assert len(str(made).splitlines()) < 20
 
 
-def test_a_failure_is_not_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(replay.Replay, "differentiate", stop)
-    with koila.config(chunks=3), pytest.raises(KeyboardInterrupt):
+def test_a_thread_has_its_own() -> None:
+    with koila.config(chunks=3):
         loss().backward()
-    assert koila.report() is None
+        thread = threading.Thread(target=lambda: loss().backward())
+        thread.start()
+        thread.join()
+        assert ran() == [("backward()", 3)]
+
+
+def test_it_reads_well() -> None:
+    with koila.config(memory_limit=40_000):
+        loss(2048).backward()
+    first, second, *rest = repr(koila.report()).splitlines()
+    assert first == "the last step ran 1 program"
+    assert second.startswith(f"backward() at {__file__}:")
+    chunks = r"\d+ chunks of at most \d+ rows"
+    assert re.search(rf": 3 calls with 32.0 KiB of results, in {chunks}$", second)
+    wanted = (
+        r"    predicted [\d.]+ KiB, allowed [\d.]+ KiB, measured: not measured",
+        rf"    stage 1: body, 3 calls, {chunks}, 1 forward, 1 backward",
+        "    stage 2: joint, 1 call, once",
+    )
+    for line, pattern in zip(rest, wanted, strict=True):
+        assert re.fullmatch(pattern, line)
+
+
+def test_no_tensor_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """What is told are texts and numbers."""
+    with koila.config(chunks=3), caplog.at_level(logging.ERROR, logger="koila"):
+        x, _ = batch()
+        Double.apply(nn.Linear(6, 5)(x)).sum().backward()
+    plain = (str, int, float, type(None))
+    told = (reports.ProgramReport, reports.Stage, reports.Whole)
+    seen: list[object] = [*koila.report().programs]
+    while seen:
+        one = seen.pop()
+        assert isinstance(one, (*plain, *told, tuple))
+        seen += one if isinstance(one, tuple) else vars(one).values() if type(one) in told else ()

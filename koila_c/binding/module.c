@@ -25,21 +25,38 @@ kl_py_raise(const KlError *error)
     return NULL;
 }
 
+int
+kl_py_id(PyObject *object, void *id)
+{
+    if (!PyLong_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected a number of a node or a value, got %R", object);
+        return 0;
+    }
+    int overflow = 0;
+    long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow != 0 || number < 0 || number >= KL_ID_NONE) {
+        PyErr_Format(PyExc_IndexError, "no node and no value has the number %R", object);
+        return 0;
+    }
+    *(unsigned int *)id = (unsigned int)number;
+    return 1;
+}
+
 static PyObject *
 core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
-             *check_draws = NULL, *read = NULL, *in_transform = NULL, *run_again = NULL,
-             *folders = NULL, *bind_hooks = NULL, *note_live = NULL, *device_of = NULL,
-             *land = NULL, *choose = NULL, *record_out = NULL;
+             *check_draws = NULL, *move_on = NULL, *read = NULL, *in_transform = NULL,
+             *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *note_live = NULL,
+             *note_ran = NULL, *device_of = NULL, *land = NULL, *choose = NULL, *record_out = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
-                          &check_draws, &skip_one_hop, &read, &in_transform, &run_again,
-                          &bind_hooks, &note_live, &device_of, &land, &choose, &record_out,
-                          &PyTuple_Type, &folders, &reductions) ||
+                          &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
+                          &bind_hooks, &note_live, &note_ran, &device_of, &land, &choose,
+                          &record_out, &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -49,8 +66,10 @@ core_bind(PyObject *module, PyObject *args)
     kl_py.reductions = reductions;
     Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
+    Py_XSETREF(kl_py.move_on, Py_NewRef(move_on));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
     Py_XSETREF(kl_py.note_live, Py_NewRef(note_live));
+    Py_XSETREF(kl_py.note_ran, Py_NewRef(note_ran));
     Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
     Py_XSETREF(kl_py.land, Py_NewRef(land));
     Py_XSETREF(kl_py.choose_attention, Py_NewRef(choose));
@@ -68,8 +87,8 @@ core_bind(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, check_draws, skip_one_hop, read, in_transform, run_again, bind_hooks, note_live, "
-     "device_of, land, choose_attention, record_out, folders, reductions, /)"
+     "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
+     "note_live, note_ran, device_of, land, choose_attention, record_out, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -105,6 +124,9 @@ static PyMethodDef functions[] = {
     {"has_known", core_has_known, METH_NOARGS,
      "has_known($module, /)\n--\n\n"
      "Whether the user can reach a pending value without a gradient in its history."},
+    {"has_numbers", core_has_numbers, METH_NOARGS,
+     "has_numbers($module, /)\n--\n\n"
+     "Whether a value has a number without its graph: it was read, and can be differentiated."},
     {"read", core_read, METH_O,
      "read($module, lazy, /)\n--\n\nThe number of a lazy; runs what is pending, in chunks or "
      "whole."},
@@ -120,16 +142,22 @@ static PyMethodDef functions[] = {
     {"reads_by_handle", core_reads_by_handle, METH_NOARGS,
      "reads_by_handle($module, /)\n--\n\n"
      "Whether tensors are read through torch's C ABI, or by their attributes."},
+    {"asks_libtorch", core_asks_libtorch, METH_NOARGS,
+     "asks_libtorch($module, /)\n--\n\n"
+     "Whether grad mode, inference mode and autocast are asked of libtorch, or of Python."},
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
      "stage($module, roots, is_known_only, /)\n--\n\n"
      "The staged program that makes every reachable value (or only those without a gradient in "
-     "their history) and differentiates the roots, as a dict."},
+     "their history) and differentiates the roots (lazies, or numbers of values), as a dict."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
      "cloned, clone, /)\n--\n\n"
      "Run nodes in order on one chunk (rows < 0: whole)."},
+    {"check_result", kl_promise_check_result, METH_VARARGS,
+     "check_result($module, node, value, tensor, /)\n--\n\n"
+     "Raise where a value made outside of run() is not what inference promised."},
     {"deliver", kl_stage_deliver, METH_VARARGS,
      "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},
     {"value", kl_program_value, METH_VARARGS,
@@ -153,8 +181,15 @@ static PyMethodDef functions[] = {
      "The number of a real tensor that pending calls read, or None."},
     {"has_draw", core_has_draw, METH_NOARGS,
      "has_draw($module, /)\n--\n\nWhether a random call waits that has not drawn yet."},
+    {"has_dead_draw", core_has_dead_draw, METH_NOARGS,
+     "has_dead_draw($module, /)\n--\n\n"
+     "Whether a random call waits that nobody will look at, and keeps what it reads."},
+    {"waiting_draws", core_waiting_draws, METH_NOARGS,
+     "waiting_draws($module, /)\n--\n\n"
+     "[(node, first output, number of outputs)] of the random calls that have still to draw."},
     {"note_drawn", core_note_drawn, METH_O,
-     "note_drawn($module, node, /)\n--\n\nA node drew in chunks: every run draws the same."},
+     "note_drawn($module, node, /)\n--\n\n"
+     "The generator moved past a node's draws: every run of it draws the same."},
     {"set_type_attribute", core_set_type_attribute, METH_VARARGS,
      "set_type_attribute($module, type, name, value, /)\n--\n\n"
      "As setattr, also for types in C that are closed to it."},
@@ -183,6 +218,16 @@ static PyMethodDef functions[] = {
      "fix_malloc($module, /)\n--\n\nLet glibc give large blocks back to the system at once."},
     {"memo", core_memo, METH_NOARGS,
      "memo($module, /)\n--\n\nA dict that lives as long as the program of this thread."},
+    {"held", kl_turn_held, METH_VARARGS,
+     "held($module, lazy, func, args, kwargs, /)\n--\n\n"
+     "Call func while no other thread uses the tape that the lazy is on (None: this thread's own), "
+     "which is this thread's meanwhile."},
+    {"drawing", kl_turn_drawing, METH_O,
+     "drawing($module, func, /)\n--\n\n"
+     "Call func while no other program draws random numbers."},
+    {"is_pending_here", core_is_pending_here, METH_O,
+     "is_pending_here($module, lazy, /)\n--\n\n"
+     "Whether a lazy is a value of this thread's tape, without a tensor so far."},
     {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},
     {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
     {"fail_alloc_after", core_fail_alloc_after, METH_O,
@@ -193,33 +238,48 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* The objects of torch that are needed everywhere; the first that is not there is told. */
+static int
+find_names(void)
+{
+    const struct {
+        PyObject **where;
+        const char *module, *name;
+    } names[] = {
+        {(PyObject **)&kl_py.tensor_base, "torch._C", "TensorBase"},
+        {(PyObject **)&kl_py.tensor, "torch", "Tensor"},
+        {&kl_py.len_dispatch_stack, "torch._C", "_len_torch_dispatch_stack"},
+        {&kl_py.size_type, "torch", "Size"},
+        {&kl_py.reenter, "torch.overrides", "enable_reentrant_dispatch"},
+        {&kl_py.strided, "torch", "strided"},
+        {&kl_py.get_default_dtype, "torch", "get_default_dtype"},
+        {&kl_py.is_alias_of, "torch._C", "_is_alias_of"},
+    };
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        PyObject *module = PyImport_ImportModule(names[i].module);
+        *names[i].where = module != NULL ? PyObject_GetAttrString(module, names[i].name) : NULL;
+        Py_XDECREF(module);
+        if (*names[i].where == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int
 import_torch(void)
 {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *c = torch != NULL ? PyObject_GetAttrString(torch, "_C") : NULL;
-    int result = -1;
-    if (c == NULL) {
-        goto error;
+    if (find_names() < 0) {
+        return -1;
     }
-    kl_py.tensor_base = (PyTypeObject *)PyObject_GetAttrString(c, "TensorBase");
-    kl_py.tensor = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
-    kl_py.len_dispatch_stack = PyObject_GetAttrString(c, "_len_torch_dispatch_stack");
-    kl_py.size_type = PyObject_GetAttrString(torch, "Size");
-    PyObject *overrides = PyImport_ImportModule("torch.overrides");
-    kl_py.reenter =
-        overrides != NULL ? PyObject_GetAttrString(overrides, "enable_reentrant_dispatch") : NULL;
-    Py_XDECREF(overrides);
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
     kl_py.requires_grad = PyUnicode_InternFromString("requires_grad");
     kl_py.out = PyUnicode_InternFromString("out");
-    if (kl_py.tensor_base == NULL || kl_py.tensor == NULL || kl_py.size_type == NULL ||
-        kl_py.len_dispatch_stack == NULL || kl_py.reenter == NULL || kl_py.empty_tuple == NULL ||
-        kl_py.empty_dict == NULL || kl_py.zero == NULL || kl_py.requires_grad == NULL ||
-        kl_py.out == NULL) {
-        goto error;
+    if (kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL || kl_py.zero == NULL ||
+        kl_py.requires_grad == NULL || kl_py.out == NULL) {
+        return -1;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");
     if (numpy != NULL) {
@@ -227,11 +287,7 @@ import_torch(void)
         Py_DECREF(numpy);
     }
     PyErr_Clear(); /* torch works without numpy, and so do we */
-    result = 0;
-error:
-    Py_XDECREF(c);
-    Py_XDECREF(torch);
-    return result;
+    return 0;
 }
 
 static int

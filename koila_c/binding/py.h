@@ -24,6 +24,16 @@ typedef struct Tape Tape;
 /* What a LazyTensor holds. *Attached*: one value of one tape. *Detached* (tape NULL): a real tensor, and
  * where its rows are; inputs before their first use, and everything that ran. A detached value is
  * attached again as a leaf when a call is recorded with it. */
+/* What torch's argument parser is shown of a lazy. Where a number is wanted it takes a tensor of no dims
+ * that needs no gradient, by its placeholder, and then asks for the number, which is read. */
+typedef enum {
+    KL_PLACEHOLDER_EMPTY, /* no number: of size 0 */
+    KL_PLACEHOLDER_INT,   /* the others have no dims, and no memory */
+    KL_PLACEHOLDER_BOOL,
+    KL_PLACEHOLDER_FLOAT, /* or complex */
+    KL_N_PLACEHOLDERS
+} KlPlaceholder;
+
 typedef struct Value {
     PyObject_HEAD Tape *tape; /* owned, or NULL */
     KlValueId id;             /* attached: its value on the tape */
@@ -36,6 +46,7 @@ typedef struct Value {
     uint64_t epoch;           /* backwards that had run when it became live */
     bool is_input;            /* made by lazy(): it stays lazy for ever */
     bool is_touched;          /* the dispatcher met its placeholder: the object is not used again */
+    KlPlaceholder placeholder;
 } Value;
 
 /* One argument of a recorded call, in preorder: a SEQUENCE or MAPPING is followed by its `n` entries. */
@@ -60,7 +71,7 @@ typedef struct KlPyNode {
     PyObject *func;
     PyObject *kwnames; /* tuple of the last arguments' names, or NULL */
     PyObject *error;   /* why it has no number: (type, args, notes) of what it raised; else NULL */
-    PyObject *code; /* the innermost frame's code object, for the source line; NULL where unknown */
+    PyObject *code;    /* of the user's innermost frame, for the source line; NULL where unknown */
     int lasti;
     uint32_t first_slot; /* into tape->slots */
     uint32_t n_slots;
@@ -72,7 +83,8 @@ typedef struct KlPyValue {
     PyObject *real;     /* leaves, and what ran: the tensor; NULL while pending or dead */
     Value *handle;      /* borrowed: the Value attached to it, or NULL when the user dropped it */
     PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
-    int64_t version;    /* leaves: _version when it entered; -1: it has none (inference tensor) */
+    int64_t version;    /* _version of a leaf when it entered, of a number when it was found; -1: it
+                            has none (inference tensor) */
     PyObject *number;   /* known: its value, without a graph; else NULL */
     PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
 } KlPyValue;
@@ -82,8 +94,15 @@ typedef struct KlExternal {
     KlValueId value;
 } KlExternal;
 
+/* What one thread has at a time, as often as it takes it; others wait (py_turn.c). Under the GIL. */
+typedef struct KlLock {
+    uint64_t holder; /* id of a thread state; 0: nobody */
+    uint32_t depth;
+} KlLock;
+
 struct Tape {
     PyObject_HEAD KlTape core;
+    KlLock lock;     /* whose turn it is */
     KlPyNode *nodes; /* [core.n_nodes] */
     size_t n_nodes_max;
     KlPyValue *values; /* [core.n_values] */
@@ -92,11 +111,10 @@ struct Tape {
     size_t n_slots, n_slots_max;
     KlExternal *externals; /* [n_externals_max] open addressing, by pointer */
     size_t n_externals, n_externals_max;
-    unsigned long thread; /* the thread that records on it */
-    uint64_t *axis_keys;  /* [core.n_axes] the batch each axis stands for */
+    uint64_t *axis_keys; /* [core.n_axes] the batch each axis stands for */
     size_t n_axis_keys_max;
     KlInferred inferred; /* scratch of the recorder */
-    bool is_running;     /* a replay is under way */
+    bool is_running;     /* a replay is under way, or a call is being recorded */
     bool is_kept;        /* a run in chunks left it open: what its leaves were may be gone by now */
     PyObject *memo; /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
@@ -142,9 +160,11 @@ typedef struct KlPyState {
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
+    PyObject *move_on;                 /* koila.draws: what waits draws now */
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
+    PyObject *note_ran;                /* koila.reports.note_whole: what ran whole, and for whom */
     PyObject *device_of;               /* koila.devices: which device a name without index means */
     PyObject *land;                    /* koila.devices: wait for a copy to the CPU */
     PyObject *choose_attention;        /* koila.attention: put a setting of its kernels in force */
@@ -169,6 +189,9 @@ typedef struct KlPyState {
 } KlPyState;
 
 extern KlPyState kl_py;
+
+/* "O&" of PyArg_ParseTuple: a number of a node or a value; what cannot be one is an IndexError. */
+int kl_py_id(PyObject *object, void *id);
 
 /* Raise the exception for `error`; returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
@@ -215,7 +238,7 @@ PyObject *kl_lazy_number(const Value *value);
 
 int kl_recycle_init(void);
 /* A new LazyTensor that stands for nothing yet. */
-PyObject *kl_recycle_take(void);
+PyObject *kl_recycle_take(KlPlaceholder kind);
 bool kl_recycle_works(void);
 
 /* -- py_tape.c: Tape -------------------------------------------------------------------------- */
@@ -245,6 +268,9 @@ int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 int kl_tape_check_leaves(Tape *tape);
 /* outdated() -> values with a number that cannot be made again, for a leaf of theirs has changed. */
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
+/* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
+ * it was, makes it again. */
+void kl_stale_drop_numbers(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* Whether a leaf that pending calls read is no longer what they were recorded with; -1 on failure. */
@@ -258,6 +284,52 @@ void kl_tape_close(Tape *tape);
  * An exception stays. */
 void kl_tape_give_up(Tape *tape);
 
+/* Let `tape` be this thread's; NULL: it has none. */
+int kl_tape_use(Tape *tape);
+
+/* -- py_turn.c: a tape is used by one thread at a time ------------------------------------------- */
+
+/* What kl_lock_take and kl_lock_give do where others want the lock too. */
+int kl_lock_wait(KlLock *lock);
+void kl_lock_pass(KlLock *lock);
+/* -1 with an exception: an interrupt, or waiting would never end. */
+static inline int
+kl_lock_take(KlLock *lock)
+{
+    const uint64_t thread = PyThreadState_Get()->id;
+    if (lock->holder != 0 && lock->holder != thread) {
+        return kl_lock_wait(lock);
+    }
+    lock->holder = thread;
+    lock->depth++;
+    return 0;
+}
+static inline void
+kl_lock_give(KlLock *lock)
+{
+    if (--lock->depth == 0) {
+        lock->holder = 0;
+        kl_lock_pass(lock);
+    }
+}
+
+/* While it lasts no other thread uses the tape, which is this thread's own. */
+typedef struct KlTurn {
+    Tape *tape;       /* owned */
+    Tape *own;        /* owned: this thread's before, or NULL */
+    bool is_visit;    /* it is another thread's tape */
+    bool was_running; /* the tape, when the turn began */
+} KlTurn;
+
+int kl_turn_begin(KlTurn *turn, Tape *tape);
+void kl_turn_end(KlTurn *turn);
+/* Draw from torch's generators with no other program in between. */
+int kl_turn_draw(void);
+void kl_turn_drawn(void);
+/* held(lazy or None, func, args, kwargs), drawing(func): call func in a turn. */
+PyObject *kl_turn_held(PyObject *module, PyObject *args);
+PyObject *kl_turn_drawing(PyObject *module, PyObject *func);
+
 /* -- py_meta.c: what real tensors say of themselves ------------------------------------------- */
 
 int kl_meta_init(void);
@@ -266,6 +338,9 @@ void *kl_meta_symbol(const char *name);
 /* Read dtype, shape, strides and requires_grad of a real tensor. 0, or 1 where it has no KlMeta (more
  * than KL_DIMS_MAX dims, not strided), or -1 with an exception. */
 int kl_meta_read(PyObject *tensor, KlMeta *meta);
+/* Whether a tensor has memory laid out by strides, and the dtype and sizes of `meta`, but `size` in dim
+ * `dim` (-1: in none); -1 with an exception. */
+int kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t size);
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
@@ -324,6 +399,8 @@ kl_failure_check(const Tape *tape, KlValueId value)
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
 int kl_context_init(void);
+/* Whether libtorch itself says which context is in force. */
+bool kl_context_is_direct(void);
 /* The id of the context in force now, or -1. */
 int64_t kl_context_now(bool *is_grad_enabled);
 #define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
@@ -355,6 +432,17 @@ PyObject *kl_context_note_attention(PyObject *module, PyObject *setting);
 /* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                           KlError *error);
+
+/* -- py_promise.c: what was inferred, held against what torch gives ------------------------------- */
+
+/* Check sizes and dtype of what node `id` gave for `value`, on a chunk of `rows` rows (-1: whole). 0, or
+ * -1 with an exception that names the call and its line. */
+int kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result,
+                     long long rows);
+/* Raise that exception; -1. */
+int kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result,
+                     long long rows);
+PyObject *kl_promise_check_result(PyObject *module, PyObject *args);
 
 /* -- py_stage.c ---------------------------------------------------------------------------------- */
 
@@ -396,8 +484,8 @@ int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObjec
 
 /* The folders, a tuple of str, whose files are not the user's. */
 int kl_source_init(PyObject *folders);
-/* Keep the innermost frame; walked: the innermost that is the user's. */
-void kl_source_note(KlPyNode *call, bool is_walked);
+/* Keep the innermost frame that is the user's; the outermost where none is. */
+void kl_source_note(KlPyNode *call);
 /* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
 PyObject *kl_source_where(const Tape *tape, KlNodeId id);
 

@@ -16,6 +16,7 @@ struct KlPyBlock {
 typedef struct {
     KlPyBound *bound;
     const KlPyTypes *types;
+    void *context;         /* for the callbacks of types */
     PyObject *const *args; /* positional, then keyword values */
 } Binder;
 
@@ -157,7 +158,7 @@ set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
             }
         }
     } else if (Py_TYPE(object) == types->device_type) {
-        int device = types->device_of == NULL ? -1 : types->device_of(types->context, object);
+        int device = types->device_of == NULL ? -1 : types->device_of(binder->context, object);
         arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
         arg->u.i = device;
     } else if (Py_TYPE(object) == types->format_type) {
@@ -226,7 +227,7 @@ convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, u
     for (Py_ssize_t i = 0; i < n; i++) {
         const KlMeta *meta = NULL;
         if (entries[i] != Py_None) {
-            meta = binder->types->meta_of(binder->types->context, entries[i]);
+            meta = binder->types->meta_of(binder->context, entries[i]);
             if (meta == NULL) {
                 arg->kind = KL_ARG_OTHER;
                 bound->n_inputs = n_before;
@@ -270,7 +271,7 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t n
         return convert_sequence(binder, PySequence_Fast_ITEMS(object),
                                 PySequence_Fast_GET_SIZE(object), number, arg);
     }
-    const KlMeta *meta = binder->types->meta_of(binder->types->context, object);
+    const KlMeta *meta = binder->types->meta_of(binder->context, object);
     if (meta != NULL) {
         arg->kind = KL_ARG_VALUE;
         arg->input = binder->bound->n_inputs;
@@ -279,7 +280,7 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t n
     if (PyUnicode_Check(object) && word->is_device) {
         int device = binder->types->device_of == NULL
                          ? -1
-                         : binder->types->device_of(binder->types->context, object);
+                         : binder->types->device_of(binder->context, object);
         arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
         arg->u.i = device;
         return 0;
@@ -304,6 +305,14 @@ get_bound(PyObject *object, bool *has, int64_t *value)
 {
     *has = object != Py_None;
     return !*has || get_int(object, value);
+}
+
+/* torch takes the number of a tensor of ints without dims, and selects: it is one only when read. */
+static bool
+is_selecting(const KlMeta *meta)
+{
+    return meta->n_dims == 0 && (meta->dtype == KL_DTYPE_INT8 || meta->dtype == KL_DTYPE_INT16 ||
+                                 meta->dtype == KL_DTYPE_INT32 || meta->dtype == KL_DTYPE_INT64);
 }
 
 static int
@@ -334,13 +343,13 @@ convert_item(const Binder *binder, PyObject *object, uint32_t number, uint32_t e
         item->kind = is_plain ? KL_INDEX_INTS : KL_INDEX_OTHER;
         item->stop = n;
     } else {
-        const KlMeta *meta = binder->types->meta_of(binder->types->context, object);
-        if (meta != NULL) {
+        const KlMeta *meta = binder->types->meta_of(binder->context, object);
+        if (meta != NULL && !is_selecting(meta)) {
             const KlPyTypes *types = binder->types;
             item->kind = KL_INDEX_TENSOR;
             item->input = binder->bound->n_inputs;
             item->is_row_range =
-                types->is_row_range != NULL && types->is_row_range(types->context, object, meta);
+                types->is_row_range != NULL && types->is_row_range(binder->context, object, meta);
             return add_input(binder->bound, meta, object, number, entry);
         }
     }
@@ -379,7 +388,7 @@ convert_spread(const Binder *binder, const KlPyWord *word, Py_ssize_t first, Py_
     origin->position = n == 0 ? -1 : (int32_t)first;
     int64_t value = 0;
     bool is_single = n == 1 && !get_int(entries[0], &value) &&
-                     binder->types->meta_of(binder->types->context, entries[0]) == NULL;
+                     binder->types->meta_of(binder->context, entries[0]) == NULL;
     if (is_single) {
         return convert(binder, word, entries[0], number, arg);
     }
@@ -460,9 +469,9 @@ bind(KlPyBound *bound, const KlPySignature *signature, const Binder *binder, Py_
 
 int
 kl_py_args_bind(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
-                PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
+                void *context, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
 {
-    Binder binder = {.bound = bound, .types = types, .args = args};
+    Binder binder = {.bound = bound, .types = types, .context = context, .args = args};
     Py_ssize_t n_names = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
     return bind(bound, signature, &binder, n_args,
                 n_names == 0 ? NULL : PySequence_Fast_ITEMS(kwnames), n_names);
@@ -470,14 +479,17 @@ kl_py_args_bind(KlPyBound *bound, const KlPySignature *signature, const KlPyType
 
 int
 kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
-                     PyObject *args, PyObject *kwargs)
+                     void *context, PyObject *args, PyObject *kwargs)
 {
     PyObject *flat[KL_PY_INPUTS_FIXED + KL_PY_WORDS_MAX];
     PyObject *names[KL_PY_WORDS_MAX];
     Py_ssize_t n_args = PyTuple_GET_SIZE(args);
     Py_ssize_t n_names = kwargs == NULL ? 0 : PyDict_GET_SIZE(kwargs);
     if (n_names == 0) {
-        Binder plain = {.bound = bound, .types = types, .args = PySequence_Fast_ITEMS(args)};
+        Binder plain = {.bound = bound,
+                        .types = types,
+                        .context = context,
+                        .args = PySequence_Fast_ITEMS(args)};
         return bind(bound, signature, &plain, n_args, NULL, 0);
     }
     if (n_args > KL_PY_INPUTS_FIXED || n_names > KL_PY_WORDS_MAX) {
@@ -493,6 +505,6 @@ kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlP
         names[k] = name;
         flat[n_args + k] = value;
     }
-    Binder binder = {.bound = bound, .types = types, .args = flat};
+    Binder binder = {.bound = bound, .types = types, .context = context, .args = flat};
     return bind(bound, signature, &binder, n_args, names, n_names);
 }

@@ -3,7 +3,7 @@
  *     KlPySignature *signature = kl_py_signature_new(row->call);            once per row
  *     KlPyBound bound;
  *     kl_py_bound_init(&bound);
- *     if (kl_py_args_bind(&bound, signature, types, args, n_args, kwnames) == 1) {
+ *     if (kl_py_args_bind(&bound, signature, types, context, args, n_args, kwnames) == 1) {
  *         KlCall call = {.args = bound.args, .inputs = bound.inputs, ...};
  *     }
  *     kl_py_bound_fini(&bound);                                             always, after the call is read
@@ -43,12 +43,12 @@ typedef struct KlPySignature {
     KlPyWord words[KL_PY_WORDS_MAX];
 } KlPySignature;
 
-/* What binding must know of torch's objects. */
+/* What binding must know of torch's objects: the same for every call, and on every thread. `context` is
+ * what the caller of kl_py_args_bind gave. */
 typedef struct KlPyTypes {
     PyTypeObject *dtype_type, *device_type, *format_type;
     PyObject *dtypes[KL_N_DTYPES];
     PyObject *formats[4]; /* by KlFormat */
-    void *context;
     /* The meta of a tensor, or NULL: no tensor, or one that no rule can describe. Valid until the call is
      * inferred. Sets no exception. */
     const KlMeta *(*meta_of)(void *context, PyObject *object);
@@ -106,12 +106,13 @@ void kl_py_types_fini(KlPyTypes *types);
 void kl_py_bound_init(KlPyBound *bound);
 void kl_py_bound_fini(KlPyBound *bound);
 
-/* Bind a vectorcall. 1: bound; 0: the call does not fit the signature (decline it); -1: exception. */
+/* Bind a vectorcall. 1: bound; 0: the call does not fit the signature (decline it); -1: exception.
+ * `context` goes to the callbacks of `types`. */
 int kl_py_args_bind(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
-                    PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames);
+                    void *context, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames);
 
 /* The same for a tuple and a dict (or NULL); positions count the dict's values in its order. */
 int kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
-                         PyObject *args, PyObject *kwargs);
+                         void *context, PyObject *args, PyObject *kwargs);
 
 #endif

@@ -39,19 +39,20 @@ static struct {
 } direct;
 
 /* The devices of which the functions above are asked: others have autocast states of their own. */
-static bool
-is_direct(void)
+bool
+kl_context_is_direct(void)
 {
     static Py_ssize_t n_looked_at; /* devices are only ever added */
     static bool are_known = true;
-    for (; n_looked_at < PyList_GET_SIZE(kl_py.devices); n_looked_at++) {
-        PyObject *device = PyList_GET_ITEM(kl_py.devices, n_looked_at);
+    for (Py_ssize_t i = n_looked_at; i < PyList_GET_SIZE(kl_py.devices); i++) {
+        PyObject *device = PyList_GET_ITEM(kl_py.devices, i);
         PyObject *type = PyObject_GetAttrString(device, "type");
         are_known = are_known && type != NULL &&
                     (PyUnicode_CompareWithASCIIString(type, "cpu") == 0 ||
                      PyUnicode_CompareWithASCIIString(type, "cuda") == 0);
         Py_XDECREF(type);
         PyErr_Clear();
+        n_looked_at = i + 1; /* others may have asked meanwhile: no device is passed over */
     }
     return are_known && direct.is_grad_enabled != NULL && direct.is_inference_enabled != NULL &&
            direct.is_autocast_enabled != NULL;
@@ -108,7 +109,7 @@ kl_context_now(bool *is_grad_enabled)
     Context now;
     memset(&now, 0, sizeof(now)); /* compared with memcmp */
     int is_grad, is_inference, is_autocast;
-    if (is_direct()) {
+    if (kl_context_is_direct()) {
         is_grad = direct.is_grad_enabled();
         is_inference = direct.is_inference_enabled();
         is_autocast = direct.is_autocast_enabled(0) || direct.is_autocast_enabled(1);

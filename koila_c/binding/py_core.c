@@ -23,8 +23,14 @@ core_new_axis(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     Tape *tape = kl_tape_open_or_null();
+    if (tape != NULL && kl_lock_take(&tape->lock) < 0) {
+        return NULL;
+    }
     if (tape != NULL && !tape->is_running) {
         kl_tape_give_up(tape);
+    }
+    if (tape != NULL) {
+        kl_lock_give(&tape->lock);
     }
     return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
 }
@@ -96,6 +102,18 @@ core_is_input(PyObject *module, PyObject *object)
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
+PyObject *
+core_is_pending_here(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    bool is_here = value->tape != NULL && value->tape == kl_tape_open_or_null();
+    return PyBool_FromLong(is_here && kl_lazy_real(value) == NULL);
+}
+
 /* (dtype, shape, strides or None, requires_grad, device number), or None where there is no KlMeta. */
 static PyObject *
 describe(const KlMeta *meta)
@@ -147,6 +165,9 @@ core_live(PyObject *module, PyObject *args)
                           &is_plain)) {
         return NULL;
     }
+    if (kwargs != Py_None && !PyDict_Check(kwargs)) {
+        return PyErr_Format(PyExc_TypeError, "live: kwargs must be a dict or None, not %R", kwargs);
+    }
     return kl_live_call(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
 }
 
@@ -169,6 +190,22 @@ core_has_known(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
+core_has_numbers(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
+        const KlValue *value = &tape->core.values[i];
+        if (value->state == KL_STATE_KNOWN && value->meta.requires_grad &&
+            !tape->core.nodes[value->node].is_done) {
+            return Py_NewRef(Py_True);
+        }
+    }
+    return Py_NewRef(Py_False);
+}
+
+PyObject *
 core_read(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -182,7 +219,7 @@ core_call(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:call", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:call", kl_py_id, &id)) {
         return NULL;
     }
     return id < tape->core.n_nodes
@@ -196,12 +233,13 @@ core_refresh_leaf(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:refresh_leaf", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:refresh_leaf", kl_py_id, &id)) {
         return NULL;
     }
-    if (id < tape->core.n_values) {
-        kl_tape_refresh_leaf(tape, id);
+    if (id >= tape->core.n_values || tape->values[id].real == NULL) {
+        return PyErr_Format(PyExc_IndexError, "refresh_leaf: there is no leaf %u", id);
     }
+    kl_tape_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);
 }
 
@@ -286,6 +324,38 @@ core_has_draw(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
+core_has_dead_draw(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    return PyBool_FromLong(tape != NULL && kl_tape_has_dead_draw(&tape->core));
+}
+
+/* [(node, first output, number of outputs)] of the random calls that have still to draw. */
+PyObject *
+core_waiting_draws(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    PyObject *list = PyList_New(0);
+    KlNodeId id = tape != NULL && list != NULL ? kl_tape_next_draw(&tape->core, 0) : KL_ID_NONE;
+    while (id != KL_ID_NONE) {
+        const KlNode *node = &tape->core.nodes[id];
+        PyObject *item = Py_BuildValue("(III)", id, node->first_out, node->n_outs);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_XDECREF(item);
+            Py_DECREF(list);
+            return NULL;
+        }
+        Py_DECREF(item);
+        id = kl_tape_next_draw(&tape->core, id + 1);
+    }
+    return list;
+}
+
+PyObject *
 core_hook(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -352,6 +422,9 @@ core_set_busy(PyObject *module, PyObject *flag)
     if (tape == NULL) {
         return NULL;
     }
+    if (!PyBool_Check(flag)) {
+        return PyErr_Format(PyExc_TypeError, "set_busy: expected a bool, got %R", flag);
+    }
     tape->is_running = flag == Py_True;
     return Py_NewRef(Py_None);
 }
@@ -374,15 +447,17 @@ core_close(PyObject *module, PyObject *ignored)
     if (tape == NULL) {
         return NULL;
     }
-    for (size_t i = 0; i < tape->core.n_values; i++) {
-        if (tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL) {
-            kl_tape_retire(&tape->core, false);
-            tape->is_kept = true;
-            return Py_NewRef(Py_False);
-        }
+    bool is_needed = kl_tape_has_draw(&tape->core); /* an effect that nothing else asks for */
+    for (size_t i = 0; i < tape->core.n_values && !is_needed; i++) {
+        is_needed = tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL;
     }
-    kl_tape_close(tape);
-    return Py_NewRef(Py_True);
+    if (is_needed) {
+        kl_tape_retire(&tape->core, false);
+        tape->is_kept = true;
+    } else {
+        kl_tape_close(tape);
+    }
+    return PyBool_FromLong(!is_needed);
 }
 
 PyObject *
@@ -407,10 +482,7 @@ core_pending_bytes(PyObject *module, PyObject *ignored)
     long long bytes = 0;
     for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
-            const KlValue *value = &tape->core.values[node->first_out + k];
-            bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
-        }
+        bytes += node->is_done ? 0 : kl_tape_n_bytes(&tape->core, (KlNodeId)i);
         bytes += node->saves.bytes_extra + node->saves.bytes_fixed + node->saves.bytes_workspace;
     }
     return PyLong_FromLongLong(bytes);
@@ -463,6 +535,14 @@ core_reads_by_handle(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     return PyBool_FromLong(kl_meta_by_handle());
+}
+
+PyObject *
+core_asks_libtorch(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(kl_context_is_direct());
 }
 
 PyObject *

@@ -112,6 +112,10 @@ kl_function_register(PyObject *module, PyObject *args)
     if (kind < KL_CALL_OP || kind > KL_CALL_HANDLER) {
         return PyErr_Format(PyExc_ValueError, "register: no kind %d of callable", kind);
     }
+    const KlRow *row = row_name != NULL ? kl_ops_find(row_name) : NULL;
+    if (row_name != NULL && row == NULL) {
+        return PyErr_Format(PyExc_KeyError, "register: there is no row %s", row_name);
+    }
     Function *function = (Function *)kl_py.function_type->tp_alloc(kl_py.function_type, 0);
     if (function == NULL) {
         return NULL;
@@ -127,16 +131,20 @@ kl_function_register(PyObject *module, PyObject *args)
                              PyUnicode_CompareWithASCIIString(name, "randn_like") == 0 ||
                              PyUnicode_CompareWithASCIIString(name, "randint_like") == 0;
     function->container = Py_NewRef(container);
-    function->row = row_name != NULL ? kl_ops_find(row_name) : NULL;
+    function->row = row;
     int result = 0;
+    PyObject *before = NULL; /* what was known of it: alive until nothing points to it any more */
     if (function->row != NULL) {
         function->signature = kl_py_signature_new(function->row->call);
         result = function->signature == NULL ? -1 : 0;
     }
     if (result == 0) {
+        before = Py_XNewRef(PyDict_GetItemWithError(kl_py.functions, func));
+        result =
+            PyErr_Occurred() ? -1 : PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
         memset(lately, 0, sizeof(lately));
-        result = PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
     }
+    Py_XDECREF(before);
     Py_DECREF(function);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }

@@ -257,7 +257,7 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         }
         n_axes = (uint32_t)n;
     }
-    int status = kl_py_args_bind_dict(&bound, signature, desk->types, args, kwargs);
+    int status = kl_py_args_bind_dict(&bound, signature, desk->types, desk, args, kwargs);
     if (status < 0) {
         goto error;
     }
@@ -318,7 +318,6 @@ core_infer(PyObject *module, PyObject *args)
     } else {
         desk->types = &types;
         desk->tensor_type = tensor_type;
-        types.context = desk;
         types.meta_of = desk_meta_of;
         types.device_of = desk_device_of;
         types.is_row_range = desk_is_row_range;

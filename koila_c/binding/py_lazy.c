@@ -156,10 +156,25 @@ kl_lazy_number(const Value *value)
 
 /* -- making lazies ----------------------------------------------------------------------------- */
 
-static PyObject *
-wrap(Value *value)
+static KlPlaceholder
+placeholder_of(const KlMeta *meta)
 {
-    PyObject *lazy = kl_recycle_take();
+    if (meta->n_dims != 0 || meta->requires_grad || meta->dtype == KL_DTYPE_OTHER) {
+        return KL_PLACEHOLDER_EMPTY;
+    }
+    if (meta->dtype == KL_DTYPE_BOOL) {
+        return KL_PLACEHOLDER_BOOL;
+    }
+    return kl_meta_dtype_is_float(meta->dtype) || kl_meta_dtype_is_complex(meta->dtype)
+               ? KL_PLACEHOLDER_FLOAT
+               : KL_PLACEHOLDER_INT;
+}
+
+static PyObject *
+wrap(Value *value, KlPlaceholder placeholder)
+{
+    value->placeholder = placeholder;
+    PyObject *lazy = kl_recycle_take(placeholder);
     if (lazy == NULL) {
         Py_DECREF(value);
         return NULL;
@@ -179,7 +194,7 @@ kl_lazy_new(Tape *tape, KlValueId id)
     value->id = id;
     tape->values[id].handle = value;
     tape->core.values[id].is_wanted = true;
-    return wrap(value);
+    return wrap(value, placeholder_of(&tape->core.values[id].meta));
 }
 
 PyObject *
@@ -198,7 +213,10 @@ kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key, in
     value->rows = rows;
     value->is_input = is_input;
     value->epoch = kl_py.n_backwards;
-    return wrap(value);
+    KlMeta meta;
+    bool is_known = kl_meta_read(real, &meta) == 0;
+    PyErr_Clear();
+    return wrap(value, is_known ? placeholder_of(&meta) : KL_PLACEHOLDER_EMPTY);
 }
 
 /* -- getters: metadata without computing --------------------------------------------------------- */
@@ -310,11 +328,22 @@ get_requires_grad(PyObject *self, void *closure)
         return PyObject_GetAttrString(answer.real, "requires_grad");
     }
     /* A write to another view of the same memory may have brought in a gradient. */
-    KlValueId current = KL_ID_NONE;
-    if (kl_tape_attach(answer.value->tape, answer.value, &current) < 0) {
+    KlValueId current = answer.value->id;
+    KlTurn turn;
+    if (kl_turn_begin(&turn, answer.value->tape) < 0) {
         return NULL;
     }
-    return PyBool_FromLong(answer.value->tape->core.values[current].meta.requires_grad);
+    bool is_here = answer.value->tape == turn.tape; /* else another thread has run it meanwhile */
+    int status = 0;
+    if (is_here && !turn.tape->is_running) {
+        status = kl_tape_attach(turn.tape, answer.value, &current);
+    }
+    bool result = is_here && status == 0 && turn.tape->core.values[current].meta.requires_grad;
+    kl_turn_end(&turn);
+    if (status == 0 && !is_here) {
+        return get_requires_grad(self, closure);
+    }
+    return status < 0 ? NULL : PyBool_FromLong(result);
 }
 
 static int

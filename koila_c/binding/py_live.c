@@ -42,55 +42,20 @@ keep_flags(Tape *tape)
     return 0;
 }
 
-static int
-raise_mismatch(Tape *tape, KlNodeId id, KlValueId value, PyObject *result)
-{
-    const KlMeta *promised = &tape->core.values[value].meta;
-    PyObject *where = kl_source_where(tape, id);
-    PyObject *expected = where != NULL ? kl_meta_size(promised) : NULL;
-    PyObject *shape = PyObject_GetAttrString(result, "shape");
-    PyObject *requires_grad =
-        shape != NULL ? PyObject_GetAttrString(result, "requires_grad") : NULL;
-    PyErr_Clear();
-    if (expected != NULL) {
-        PyErr_Format(
-            kl_py.koila_error,
-            "%R gave %.80s of %R (requires_grad %R) where %R (requires_grad %s, %s) was expected "
-            "(%U): a mistake in koila's inference, please report it",
-            tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
-            requires_grad != NULL ? requires_grad : Py_None, expected,
-            promised->requires_grad ? "True" : "False", kl_meta_dtype_name(promised->dtype), where);
-    }
-    Py_XDECREF(requires_grad);
-    Py_XDECREF(shape);
-    Py_XDECREF(expected);
-    Py_XDECREF(where);
-    return -1;
-}
-
 /* What was promised when the call was recorded must be what torch gives. */
 static int
 check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
-    const KlMeta *promised = &tape->core.values[value].meta;
-    KlMeta meta;
     if (real == NULL) {
         PyErr_Format(PyExc_SystemError, "koila: value %u stands for one that has no tensor", value);
         return -1;
     }
-    if (!PyObject_TypeCheck(real, kl_py.tensor_base)) {
-        return raise_mismatch(tape, id, value, real);
+    if (kl_promise_check(tape, id, value, real, -1) < 0) {
+        return -1;
     }
-    int result = kl_meta_read(real, &meta);
-    if (result != 0) {
-        return result < 0 ? -1 : raise_mismatch(tape, id, value, real);
-    }
-    bool is_same = meta.dtype == promised->dtype && meta.n_dims == promised->n_dims &&
-                   meta.requires_grad == promised->requires_grad;
-    for (int32_t i = 0; is_same && i < meta.n_dims; i++) {
-        is_same = meta.shape[i] == promised->shape[i];
-    }
-    return is_same ? 0 : raise_mismatch(tape, id, value, real);
+    int requires_grad = kl_meta_requires_grad(real);
+    bool is_same = requires_grad == tape->core.values[value].meta.requires_grad;
+    return requires_grad < 0 ? -1 : is_same ? 0 : kl_promise_break(tape, id, value, real, -1);
 }
 
 static int
@@ -99,7 +64,7 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
     if (check_output(tape, id, value, real) < 0) {
         return -1;
     }
-    tape->values[value].real = Py_NewRef(real);
+    Py_XSETREF(tape->values[value].real, Py_NewRef(real)); /* an interrupt may have left one */
     if (!tape->core.values[value].is_hooked) {
         return 0;
     }
@@ -127,7 +92,7 @@ bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
         return bind(tape, id, node->first_out, result);
     }
     if (PySequence_Fast_GET_SIZE(result) != (Py_ssize_t)node->n_outs) {
-        return raise_mismatch(tape, id, node->first_out, result);
+        return kl_promise_break(tape, id, node->first_out, result, -1);
     }
     for (uint32_t i = 0; i < node->n_outs; i++) {
         if (bind(tape, id, node->first_out + i, PySequence_Fast_GET_ITEM(result, i)) < 0) {
@@ -214,19 +179,56 @@ add_note(Tape *tape, KlNodeId id)
     PyErr_Restore(type, value, traceback);
 }
 
+/* As in eager, what depends on a call that raised does not exist; the rest does. */
+static void
+note_failed(Tape *tape, KlNodeId id)
+{
+    bool is_error = PyErr_ExceptionMatches(PyExc_Exception);
+    const KlNode *node = &tape->core.nodes[id];
+    if (!is_error && node->writes == 0 && node->leaf_writes == 0 && !node->is_random) {
+        return; /* an interrupt: it can be made again */
+    }
+    add_note(tape, id);
+    kl_failure_keep(tape, id);
+    kl_tape_set_failed(&tape->core, id);
+}
+
+/* The call that needs what waits, while this thread runs it; borrowed. */
+static _Thread_local PyObject *caller;
+
+/* Tell how much ran whole, and what it raised; an exception stays. */
+static int
+note_ran(unsigned long long n_calls, long long n_bytes)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *noted =
+        PyObject_CallFunction(kl_py.note_ran, "OKLO", caller != NULL ? caller : Py_None, n_calls,
+                              n_bytes, type != NULL ? type : Py_None);
+    int result = noted != NULL ? 0 : -1;
+    Py_XDECREF(noted);
+    if (type != NULL) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    return result;
+}
+
 static int
 run_tape(Tape *tape)
 {
     KlContextSwitch context;
     int result = 0;
+    unsigned long long n_calls = 0;
+    long long n_bytes = 0;
     if (tape->is_running) {
         PyErr_SetString(kl_py.koila_error,
                         "a value was read while the program that makes it is running");
         return -1;
     }
     if (tape->core.n_done < tape->core.n_nodes) {
-        PyObject *checked =
-            tape->memo != NULL ? PyObject_CallNoArgs(kl_py.check_draws) : Py_NewRef(Py_None);
+        PyObject *checked = kl_tape_has_draw(&tape->core) ? PyObject_CallNoArgs(kl_py.check_draws)
+                                                          : Py_NewRef(Py_None);
         if (checked == NULL) {
             return -1;
         }
@@ -237,13 +239,17 @@ run_tape(Tape *tape)
         }
         tape->is_running = true;
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
-            if (!tape->core.nodes[i].is_done && !tape->core.nodes[i].is_abandoned) {
+            if (tape->core.nodes[i].is_done || tape->core.nodes[i].is_abandoned) {
+                continue;
+            }
+            /* Ctrl-C says nothing of the call, which waits until it is asked for. */
+            result = PyErr_CheckSignals();
+            if (result == 0) {
+                n_calls++;
+                n_bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
                 result = run_node(tape, (KlNodeId)i, &context);
                 if (result < 0) {
-                    /* As in eager, what depends on a call that raised does not exist; the rest does. */
-                    add_note(tape, (KlNodeId)i);
-                    kl_failure_keep(tape, (KlNodeId)i);
-                    kl_tape_set_failed(&tape->core, (KlNodeId)i);
+                    note_failed(tape, (KlNodeId)i);
                 }
             }
         }
@@ -251,6 +257,9 @@ run_tape(Tape *tape)
         result = kl_context_end(&context);
         if (result < 0) {
             kl_tape_abandon(&tape->core, true);
+        }
+        if (note_ran(n_calls, n_bytes) < 0) {
+            result = -1;
         }
     }
     kl_tape_give_up(tape);
@@ -260,51 +269,102 @@ run_tape(Tape *tape)
     return result;
 }
 
+/* Whether a pending call draws, or puts the generator where it was to draw the same again. */
+static bool
+has_random(const KlTape *core)
+{
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        if (core->nodes[i].is_random && !core->nodes[i].is_done && !core->nodes[i].is_abandoned) {
+            return true;
+        }
+    }
+    return false;
+}
+
 int
 kl_live_run(Tape *tape)
 {
-    /* Where its thread has ended, the values that leave it hold the last references. */
-    Py_INCREF(tape);
-    int result = run_tape(tape);
-    Py_DECREF(tape);
+    KlTurn turn;
+    if (kl_turn_begin(&turn, tape) < 0) {
+        return -1;
+    }
+    bool is_drawing = has_random(&tape->core);
+    int result = is_drawing ? kl_turn_draw() : 0;
+    if (result == 0) {
+        result = run_tape(tape);
+        if (is_drawing) {
+            kl_turn_drawn();
+        }
+    }
+    kl_turn_end(&turn);
     return result;
+}
+
+/* Whether the program of a value, which is this thread's to run, gave it its number in chunks; -1. */
+static int
+read_in_chunks(Value *value)
+{
+    if (value->tape != kl_tape_open_or_null() || value->tape->is_running) {
+        return 0;
+    }
+    kl_tape_ask(&value->tape->core, value->id);
+    /* What has no gradient may be had of labels alone, without the model. */
+    bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
+    for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
+        PyObject *answer =
+            PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
+                                         caller != NULL ? caller : Py_None, NULL);
+        bool is_known = answer == Py_True;
+        Py_XDECREF(answer);
+        if (answer == NULL) {
+            return -1;
+        }
+        if (is_known && kl_lazy_number(value) != NULL) {
+            return 1;
+        }
+    }
+    return 0;
 }
 
 /* A number is enough: where the program can run in chunks it does, and its values become known. */
 int
 kl_live_read(Value *value)
 {
+    KlTurn turn;
     if (kl_lazy_number(value) != NULL) {
         return 0;
     }
-    if (value->tape == kl_tape_open_or_null() && !value->tape->is_running) {
-        kl_tape_ask(&value->tape->core, value->id);
-        /* What has no gradient may be had of labels alone, without the model. */
-        bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
-        for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
-            PyObject *answer = PyObject_CallOneArg(kl_py.read, is_known_only ? Py_True : Py_False);
-            bool is_known = answer == Py_True;
-            Py_XDECREF(answer);
-            if (answer == NULL) {
-                return -1;
-            }
-            if (is_known && kl_lazy_number(value) != NULL) {
-                return 0;
-            }
+    int is_read = 0;
+    if (value->tape != NULL) {
+        if (kl_turn_begin(&turn, value->tape) < 0) {
+            return -1;
         }
+        /* Another thread may have run it meanwhile. */
+        is_read = kl_lazy_number(value) != NULL ? 1 : read_in_chunks(value);
+        kl_turn_end(&turn);
     }
-    PyObject *real = kl_live_force(value);
+    PyObject *real = is_read == 0 ? kl_live_force(value) : NULL;
     Py_XDECREF(real);
-    return real == NULL ? -1 : 0;
+    return is_read > 0 || real != NULL ? 0 : -1;
 }
 
 PyObject *
 kl_live_force(Value *value)
 {
+    KlTurn turn;
     if (value->tape != NULL) {
-        KlValueId current = KL_ID_NONE;
-        kl_tape_ask(&value->tape->core, value->id);
-        if (kl_tape_attach(value->tape, value, &current) < 0 || kl_live_run(value->tape) < 0) {
+        if (kl_turn_begin(&turn, value->tape) < 0) {
+            return NULL;
+        }
+        int result = 0;
+        if (value->tape == turn.tape) { /* else another thread has run it meanwhile */
+            KlValueId current = KL_ID_NONE;
+            kl_tape_ask(&turn.tape->core, value->id);
+            result = kl_tape_attach(turn.tape, value, &current);
+            result = result < 0 ? result : kl_live_run(turn.tape);
+        }
+        kl_turn_end(&turn);
+        if (result < 0) {
             return NULL;
         }
     }
@@ -478,8 +538,14 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     Met met = {.kind = kind};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
-    if (kl_call_visit(args, force_one, &met) < 0 ||
-        (has_kwargs && kl_call_visit(kwargs, force_one, &met) < 0)) {
+    PyObject *before = caller;
+    caller = func;
+    int status = kl_call_visit(args, force_one, &met);
+    if (status >= 0 && has_kwargs) {
+        status = kl_call_visit(kwargs, force_one, &met);
+    }
+    caller = before;
+    if (status < 0) {
         return NULL;
     }
     real_args = kl_call_real(args);

@@ -255,6 +255,40 @@ kl_meta_read(PyObject *tensor, KlMeta *meta)
     return kl_meta_read_device(tensor, meta);
 }
 
+int
+kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t size)
+{
+    KlMeta read;
+    const int64_t *sizes = read.shape;
+    int is_strided = is_strided_layout(tensor);
+    if (is_strided <= 0) {
+        return is_strided;
+    }
+    if (abi.handle_works) {
+        int64_t n_dims = 0;
+        int64_t *found = NULL;
+        int32_t code = -1;
+        void *handle = handle_of(tensor);
+        if (abi.dim(handle, &n_dims) != 0 || abi.dtype(handle, &code) != 0 ||
+            n_dims != meta->n_dims || (n_dims > 0 && abi.sizes(handle, &found) != 0)) {
+            return 0;
+        }
+        read.dtype = meta->dtype < KL_N_DTYPES && abi.codes[meta->dtype] == code ? meta->dtype
+                                                                                 : KL_DTYPE_OTHER;
+        sizes = found;
+    } else {
+        int result = read_by_attribute(tensor, &read);
+        if (result != 0 || read.n_dims != meta->n_dims) {
+            return result < 0 ? -1 : 0;
+        }
+    }
+    bool is_same = read.dtype == meta->dtype;
+    for (int32_t i = 0; is_same && i < meta->n_dims; i++) {
+        is_same = sizes[i] == (i == dim ? size : meta->shape[i]);
+    }
+    return is_same;
+}
+
 static PyObject *
 ints_tuple(const int64_t *ints, int32_t n)
 {
@@ -404,15 +438,9 @@ kl_meta_init(void)
             goto error;
         }
     }
-    kl_py.strided = PyObject_GetAttrString(torch, "strided");
-    kl_py.get_default_dtype = PyObject_GetAttrString(torch, "get_default_dtype");
-    PyObject *torch_c = PyObject_GetAttrString(torch, "_C");
-    kl_py.is_alias_of = torch_c != NULL ? PyObject_GetAttrString(torch_c, "_is_alias_of") : NULL;
-    Py_XDECREF(torch_c);
     PyObject *cpu = PyObject_CallMethod(torch, "device", "s", "cpu");
     kl_py.devices = PyList_New(0);
-    if (kl_py.strided == NULL || kl_py.get_default_dtype == NULL || kl_py.is_alias_of == NULL ||
-        cpu == NULL || kl_py.devices == NULL || PyList_Append(kl_py.devices, cpu) < 0) {
+    if (cpu == NULL || kl_py.devices == NULL || PyList_Append(kl_py.devices, cpu) < 0) {
         Py_XDECREF(cpu);
         goto error;
     }

@@ -47,18 +47,17 @@ node_inputs(const KlTape *core, const KlStages *stages, const KlNode *node)
 }
 
 /* (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes, is data,
- * does it draw inside a larger op, inputs as imports) */
+ * inputs as imports) */
 static PyObject *
 node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    bool is_fused = node->is_random && node->row != NULL && node->row->kind == KL_ROW_OP;
-    return Py_BuildValue("(INNiiiIIOIIOON)", id, stage_object(stages->node_stage[id]),
+    return Py_BuildValue("(INNiiiIIOIION)", id, stage_object(stages->node_stage[id]),
                          stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
                          axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
                          node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
-                         stages->is_data[id] ? Py_True : Py_False, is_fused ? Py_True : Py_False,
+                         stages->is_data[id] ? Py_True : Py_False,
                          node_inputs(&tape->core, stages, node));
 }
 
@@ -206,7 +205,7 @@ is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
         for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
             is_run = is_run || is_needed[node->first_out + k];
         }
-        result = is_run && node->is_random;
+        result = is_run && kl_tape_waits_to_draw(node);
         for (uint32_t k = 0; k < node->n_inputs && is_run; k++) {
             KlValueId value = core->inputs[node->first_input + k].value;
             if (value != KL_ID_NONE) {
@@ -239,34 +238,59 @@ find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *l
     int draws = is_drawing(&tape->core, *wanted, *n);
     for (size_t i = 0; i < tape->core.n_nodes && draws > 0; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        bool is_due = node->is_random && !node->is_done && !node->is_abandoned;
-        if (is_due && add_id(wanted, n, n_max, node->first_out) < 0) {
+        if (kl_tape_waits_to_draw(node) && add_id(wanted, n, n_max, node->first_out) < 0) {
             return -1;
         }
     }
     return draws < 0 ? -1 : 0;
 }
 
+/* The value that a root stands for: a lazy, or the number of a value. */
+static int
+read_root(Tape *tape, PyObject *root, KlValueId *id)
+{
+    if (PyLong_Check(root)) {
+        unsigned long number = PyLong_AsUnsignedLong(root);
+        if (!PyErr_Occurred() && number >= tape->core.n_values) {
+            PyErr_Format(PyExc_IndexError, "stage: there is no value %lu", number);
+        }
+        *id = (KlValueId)number;
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (!kl_lazy_check(root) || kl_lazy_checked(root) == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "stage: a root is not lazy");
+        }
+        return -1;
+    }
+    if (kl_lazy_value(root)->tape == tape) {
+        kl_tape_ask(&tape->core, kl_lazy_value(root)->id);
+    }
+    return kl_tape_attach(tape, kl_lazy_value(root), id);
+}
+
 static int
 find_roots(Tape *tape, PyObject *roots, KlValueId **ids, size_t *n, size_t *n_max)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); i++) {
-        PyObject *root = PyList_GET_ITEM(roots, i);
         KlValueId id = KL_ID_NONE;
-        if (!kl_lazy_check(root) || kl_lazy_checked(root) == NULL) {
-            if (!PyErr_Occurred()) {
-                PyErr_SetString(PyExc_TypeError, "stage: a root is not lazy");
-            }
-            return -1;
-        }
-        if (kl_lazy_value(root)->tape == tape) {
-            kl_tape_ask(&tape->core, kl_lazy_value(root)->id);
-        }
-        if (kl_tape_attach(tape, kl_lazy_value(root), &id) < 0 || add_id(ids, n, n_max, id) < 0) {
+        if (read_root(tape, PyList_GET_ITEM(roots, i), &id) < 0 || add_id(ids, n, n_max, id) < 0) {
             return -1;
         }
     }
     return 0;
+}
+
+/* Whether every call that waits is staged: nothing else would run if the tape did. */
+static bool
+is_all_staged(const KlTape *core, const KlStages *stages)
+{
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        if (!core->nodes[i].is_done && stages->node_stage[i] == KL_STAGE_NONE) {
+            return false;
+        }
+    }
+    return true;
 }
 
 static PyObject *
@@ -284,12 +308,13 @@ describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject 
     }
     PyObject *result = NULL;
     if (nodes != NULL && imports != NULL && values != NULL && roots != NULL) {
-        result = Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N}", "nodes", nodes,
+        result = Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N,s:O}", "nodes", nodes,
                                "imports", imports, "values", values, "roots", roots, "wanted",
                                wanted, "shared", shared, "n_stages", stages->n_stages, "last_body",
                                stage_object(stages->last_body), "is_tail_linear",
                                stages->is_tail_linear ? Py_True : Py_False, "tail_node",
-                               stage_object(stages->tail_node));
+                               stage_object(stages->tail_node), "is_all",
+                               is_all_staged(&tape->core, stages) ? Py_True : Py_False);
     }
     Py_XDECREF(roots);
     Py_XDECREF(values);
@@ -299,7 +324,7 @@ describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject 
 }
 
 /* stage(roots, is_known_only) -> dict: the program that computes every value the user can reach, or only
- * those that have no gradient in their history, and differentiates the roots. */
+ * those that have no gradient in their history, and differentiates the roots: lazies, or numbers of values. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)
 {
@@ -312,6 +337,9 @@ kl_program_stage(PyObject *module, PyObject *args)
     KlError error;
     Tape *tape = kl_tape_open();
     PyObject *reached = PyList_New(0), *shared = PyList_New(0);
+    if (tape != NULL) {
+        kl_stale_drop_numbers(tape);
+    }
     if (tape == NULL || reached == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p:stage", &PyList_Type, &roots, &is_known_only) ||
         kl_view_refresh(tape) < 0 ||
@@ -357,7 +385,7 @@ kl_program_value(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:value", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:value", kl_py_id, &id)) {
         return NULL;
     }
     if (id >= tape->core.n_values) {
@@ -389,7 +417,7 @@ kl_program_node(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "I:node", &id)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:node", kl_py_id, &id)) {
         return NULL;
     }
     if (id >= tape->core.n_nodes) {

@@ -11,7 +11,7 @@
 typedef struct Met {
     Tape *tape;          /* this thread's, or NULL */
     bool is_any_lazy;    /* one at least is not settled: the call is worth recording */
-    bool is_any_foreign; /* one at least is attached to another thread's tape */
+    bool is_any_foreign; /* one at least is made by another thread's program */
 } Met;
 
 /* Settled: it has its number and nothing can be gained by recording on it. */
@@ -38,8 +38,9 @@ look_at(PyObject *lazy, void *context)
     if (value == NULL) {
         return -1;
     }
-    if (value->tape != NULL && value->tape != met->tape) {
-        met->is_any_foreign = true;
+    if (value->tape != NULL && value->tape != met->tape &&
+        value->tape->core.values[value->id].node != KL_ID_NONE) {
+        met->is_any_foreign = true; /* a leaf is but a tensor: this tape takes it over */
     }
     if (!is_settled(value)) {
         met->is_any_lazy = true;
@@ -98,8 +99,7 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         return -1;
     }
     call->func = Py_NewRef(func);
-    /* Nodes that end a body are named in messages: there the user's own line is worth a walk. */
-    kl_source_note(call, record->inferred->split.mode != KL_MODE_ROWS);
+    kl_source_note(call);
     tape->nodes[*id] = *call;
     return 0;
 }
@@ -225,8 +225,13 @@ error:
 static PyObject *
 draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
 {
-    return PyObject_CallFunctionObjArgs(kl_py.draw_like, func, args,
-                                        kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    if (kl_turn_draw() < 0) {
+        return NULL;
+    }
+    PyObject *drawn = PyObject_CallFunctionObjArgs(
+        kl_py.draw_like, func, args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    kl_turn_drawn();
+    return drawn;
 }
 
 static int
@@ -263,10 +268,9 @@ run_with_all(PyObject *func, PyObject *args, PyObject *kwargs)
 
 /* Whether a call that waits reads memory of a plain tensor: it must run before that is written. */
 static bool
-is_read(PyObject *tensor)
+is_read(const Tape *tape, PyObject *tensor)
 {
-    const Tape *tape = kl_tape_open_or_null();
-    for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
+    for (size_t i = 0; i < tape->core.n_values; i++) {
         PyObject *real = tape->values[i].real;
         if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
             continue;
@@ -282,19 +286,39 @@ is_read(PyObject *tensor)
     return false;
 }
 
+/* A call may write a lazy that has its tensor: what waits and reads that memory runs before. */
+static int
+run_readers(PyObject *lazy, void *context)
+{
+    Tape *tape = kl_tape_open_or_null();
+    const Value *value = kl_lazy_value(lazy);
+    (void)context;
+    if (tape == NULL || tape->is_running || value->real == NULL || !is_read(tape, value->real)) {
+        return 0;
+    }
+    return kl_live_run(tape);
+}
+
+static int
+run_before_write(PyObject *args, PyObject *out)
+{
+    int result = kl_call_visit(args, run_readers, NULL);
+    return result < 0 || out == NULL ? result : kl_call_visit(out, run_readers, NULL);
+}
+
 /* Whether all that is in `target` are plain tensors, and nothing waits that reads them. */
 static bool
-is_plain_and_unread(PyObject *target)
+is_plain_and_unread(const Tape *tape, PyObject *target)
 {
     if (PyTuple_Check(target) || PyList_Check(target)) {
         bool result = true;
         for (Py_ssize_t i = 0; result && i < PySequence_Fast_GET_SIZE(target); i++) {
-            result = is_plain_and_unread(PySequence_Fast_GET_ITEM(target, i));
+            result = is_plain_and_unread(tape, PySequence_Fast_GET_ITEM(target, i));
         }
         return result;
     }
     return PyObject_TypeCheck(target, kl_py.tensor_base) && !kl_lazy_check(target) &&
-           !is_read(target);
+           !is_read(tape, target);
 }
 
 /* Borrowed: what a call is given as out=, or NULL. */
@@ -308,13 +332,40 @@ out_of(PyObject *kwargs)
 
 /* Whether a call writes plain tensors and nothing else, and nothing waits that reads them. */
 static bool
-is_into_plain(const Function *function, PyObject *args, PyObject *out)
+is_into_plain(const Tape *tape, const Function *function, PyObject *args, PyObject *out)
 {
     if (out != NULL) {
-        return is_plain_and_unread(out);
+        return is_plain_and_unread(tape, out);
     }
     return function->row != NULL && function->row->kind == KL_ROW_INPLACE &&
-           PyTuple_GET_SIZE(args) > 0 && is_plain_and_unread(PyTuple_GET_ITEM(args, 0));
+           PyTuple_GET_SIZE(args) > 0 && is_plain_and_unread(tape, PyTuple_GET_ITEM(args, 0));
+}
+
+/* The same, looked at in a turn at the tape; -1. */
+static int
+is_into_plain_only(const Function *function, PyObject *args, PyObject *out)
+{
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || kl_lock_take(&tape->lock) < 0) {
+        return -1;
+    }
+    bool result = is_into_plain(tape, function, args, out);
+    kl_lock_give(&tape->lock);
+    return result;
+}
+
+/* A call that draws now comes after the draws that were recorded before it. */
+static int
+draw_before(const Function *function)
+{
+    const Tape *tape = kl_tape_open_or_null();
+    if (!function->is_random || tape == NULL || tape->is_running ||
+        !kl_tape_has_draw(&tape->core)) {
+        return 0;
+    }
+    PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
+    Py_XDECREF(moved);
+    return moved == NULL ? -1 : 0;
 }
 
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
@@ -328,18 +379,20 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     }
     PyObject *out = out_of(kwargs);
     bool is_pure = function->has_meta && out == NULL;
-    int needs_graph = !(is_pure || is_into_plain(function, args, out));
+    int is_plain = is_pure ? 1 : is_into_plain_only(function, args, out);
+    int needs_graph = is_plain < 0 ? -1 : !is_plain;
     if (needs_graph == 0 && is_grad_enabled) {
         needs_graph = kl_call_visit(args, has_gradient, NULL);
         if (needs_graph == 0 && kwargs != NULL && kwargs != Py_None) {
             needs_graph = kl_call_visit(kwargs, has_gradient, NULL);
         }
     }
-    if (needs_graph < 0) {
+    if (needs_graph < 0 || (!is_pure && run_before_write(args, out) < 0)) {
         return NULL;
     }
     if (needs_graph == 0) {
-        PyObject *result = kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+        PyObject *result =
+            draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
         if (result != Py_NotImplemented) {
             return result;
         }
@@ -348,22 +401,37 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     return run_with_all(func, args, kwargs);
 }
 
-/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). */
-static int
-record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-       PyObject **results)
+/* Whether this thread runs the program of `tape`: what is called meanwhile is no part of it. */
+static bool
+is_in_a_run(const Tape *tape)
 {
-    PyObject *handler = function->handler;
+    uint64_t holder = tape->lock.holder;
+    return tape->is_running && (holder == 0 || holder == PyThreadState_Get()->id);
+}
+
+/* Record a call by its row, or by meta tensors, in a turn at the tape. As kl_rows_record. */
+static int
+record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+          PyObject **results)
+{
     int recorded = 0;
-    if (out_of(kwargs) != NULL) {
-        handler = function->is_random ? NULL : kl_py.record_out;
-    } else if (function->row != NULL) {
-        recorded = kl_rows_record(tape, function, func, args, kwargs, results);
-    } else if (function->has_meta) {
-        recorded = record_by_meta(tape, function, func, args, kwargs, results);
+    if (kl_lock_take(&tape->lock) < 0) {
+        return -1;
     }
-    if (recorded != 0 || handler == NULL) {
-        return recorded;
+    tape->is_running = true; /* what a finalizer calls on the way is not recorded into this */
+    recorded = function->row != NULL ? kl_rows_record(tape, function, func, args, kwargs, results)
+                                     : record_by_meta(tape, function, func, args, kwargs, results);
+    tape->is_running = false;
+    kl_lock_give(&tape->lock);
+    return recorded;
+}
+
+/* Whether a handler took a call (1), with its results, or raised (-1). */
+static int
+hand_over(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **results)
+{
+    if (handler == NULL) {
+        return 0;
     }
     *results = PyObject_CallFunctionObjArgs(handler, func, args,
                                             kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
@@ -372,6 +440,27 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
         return 0;
     }
     return *results == NULL ? -1 : 1;
+}
+
+/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). What is known of
+ * its rows comes first: asked on meta tensors, it runs on the whole batch. */
+static int
+record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+       PyObject **results)
+{
+    if (out_of(kwargs) != NULL) {
+        return hand_over(function->is_random ? NULL : kl_py.record_out, func, args, kwargs,
+                         results);
+    }
+    int recorded =
+        function->row != NULL ? record_on(tape, function, func, args, kwargs, results) : 0;
+    if (recorded == 0) {
+        recorded = hand_over(function->handler, func, args, kwargs, results);
+    }
+    if (recorded == 0 && function->row == NULL && function->has_meta) {
+        recorded = record_on(tape, function, func, args, kwargs, results);
+    }
+    return recorded;
 }
 
 PyObject *
@@ -383,9 +472,14 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         return NULL;
     }
     if (!met.is_any_lazy) {
+        PyObject *out = out_of(kwargs);
+        bool is_pure = function->has_meta && out == NULL;
+        if (draw_before(function) < 0 || (!is_pure && run_before_write(args, out) < 0)) {
+            return NULL;
+        }
         return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
     }
-    if (!met.is_any_foreign && !met.tape->is_running) {
+    if (!met.is_any_foreign && !is_in_a_run(met.tape)) {
         PyObject *results = NULL;
         if (function->is_draw_like && !kl_tape_has_draw(&met.tape->core)) {
             PyObject *drawn = draw_now(func, args, kwargs);
@@ -477,9 +571,17 @@ force_one(PyObject *lazy, void *context)
     return real == NULL ? -1 : 0;
 }
 
+static int
+read_one(PyObject *lazy, void *context)
+{
+    (void)context;
+    Value *value = kl_lazy_checked(lazy);
+    return value == NULL ? -1 : kl_live_read(value);
+}
+
 /* Run what is pending as if from outside: down here autograd is off, and the program keeps its graph. */
 static int
-force_with_graph(PyObject *args, PyObject *kwargs)
+force_with_graph(PyObject *args, PyObject *kwargs, int (*force)(PyObject *, void *))
 {
     if (kl_call_visit(args, is_pending, NULL) == 0 &&
         (kwargs == NULL || kl_call_visit(kwargs, is_pending, NULL) == 0)) {
@@ -489,8 +591,8 @@ force_with_graph(PyObject *args, PyObject *kwargs)
     PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
     int result = -1;
     if (entered != NULL) {
-        result = kl_call_visit(args, force_one, NULL);
-        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force_one, NULL) : result;
+        result = kl_call_visit(args, force, NULL);
+        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force, NULL) : result;
         PyObject *type = NULL, *value = NULL, *traceback = NULL;
         PyErr_Fetch(&type, &value, &traceback);
         PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
@@ -531,7 +633,10 @@ kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_a
             "give it x.detach()",
             args[0]);
     }
-    return force_with_graph(args[2], kwargs) < 0
+    /* torch's argument parser asks for the number of what it takes for one. */
+    const Function *function = kl_function_find(args[0]);
+    bool is_read = function != NULL && function->kind == KL_CALL_READ;
+    return force_with_graph(args[2], kwargs, is_read ? read_one : force_one) < 0
                ? NULL
-               : kl_live_call(args[0], args[2], kwargs, KL_LIVE_PLAIN);
+               : kl_live_call(args[0], args[2], kwargs, is_read ? KL_LIVE_READ : KL_LIVE_PLAIN);
 }

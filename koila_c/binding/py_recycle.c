@@ -19,10 +19,16 @@ typedef struct Impl {
     uint64_t counts;
 } Impl;
 
-static struct {
+/* Dead objects with one kind of placeholder. */
+typedef struct Dead {
     PyObject
         *objects[KL_FREE_MAX]; /* [n] untracked, without references to anything but their type */
     int n;
+} Dead;
+
+static struct {
+    Dead dead[KL_N_PLACEHOLDERS];
+    PyObject *options[KL_N_PLACEHOLDERS]; /* how torch makes one: {"dtype": ...}; EMPTY: NULL */
     bool works;
     destructor dealloc; /* what the class's dealloc was before */
 } state;
@@ -51,22 +57,23 @@ can_keep(PyObject *object)
 {
     const TensorObject *tensor = (const TensorObject *)object;
     const Value *value = kl_lazy_value(object);
-    return state.works && state.n < KL_FREE_MAX && n_strong(object) == 1 &&
-           tensor->backward_hooks == NULL && tensor->post_accumulate_grad_hooks == NULL &&
-           value != NULL && !value->is_touched;
+    return state.works && value != NULL && state.dead[value->placeholder].n < KL_FREE_MAX &&
+           n_strong(object) == 1 && tensor->backward_hooks == NULL &&
+           tensor->post_accumulate_grad_hooks == NULL && !value->is_touched;
 }
 
 static void
 lazy_dealloc(PyObject *object)
 {
     if (can_keep(object)) {
+        Dead *dead = &state.dead[kl_lazy_value(object)->placeholder];
         PyObject_GC_UnTrack(object);
         PyObject_ClearWeakRefs(object);
         Py_CLEAR(*(PyObject **)((char *)object + kl_py.slot_offset));
         clear_dict(object);
         /* Clearing ran user code (weakref callbacks): look again. */
-        if (state.n < KL_FREE_MAX && Py_REFCNT(object) == 0) {
-            state.objects[state.n++] = object;
+        if (dead->n < KL_FREE_MAX && Py_REFCNT(object) == 0) {
+            dead->objects[dead->n++] = object;
             return;
         }
         PyObject_GC_Track(object);
@@ -78,9 +85,21 @@ lazy_dealloc(PyObject *object)
     kl_py.lazy->tp_dealloc = lazy_dealloc;
 }
 
+static PyObject *
+make_number(KlPlaceholder kind)
+{
+    PyObject *make = PyObject_GetAttrString((PyObject *)kl_py.lazy, "_make_wrapper_subclass");
+    PyObject *args =
+        make != NULL ? PyTuple_Pack(2, (PyObject *)kl_py.lazy, kl_py.empty_tuple) : NULL;
+    PyObject *made = args != NULL ? PyObject_Call(make, args, state.options[kind]) : NULL;
+    Py_XDECREF(args);
+    Py_XDECREF(make);
+    return made;
+}
+
 /* Under a dispatch mode the mode would see the placeholder being made, and keep it. */
 static PyObject *
-make_object(void)
+make_empty(void)
 {
     PyObject *n_modes = PyObject_CallNoArgs(kl_py.len_dispatch_stack);
     if (n_modes == NULL) {
@@ -96,15 +115,37 @@ make_object(void)
 }
 
 PyObject *
-kl_recycle_take(void)
+kl_recycle_take(KlPlaceholder kind)
 {
-    if (state.n == 0) {
-        return make_object();
+    Dead *dead = &state.dead[kind];
+    if (dead->n == 0) {
+        return kind == KL_PLACEHOLDER_EMPTY ? make_empty() : make_number(kind);
     }
-    PyObject *object = state.objects[--state.n];
+    PyObject *object = dead->objects[--dead->n];
     _Py_NewReference(object);
     PyObject_GC_Track(object);
     return object;
+}
+
+/* The dtypes of placeholders that stand for numbers. */
+static int
+find_options(void)
+{
+    static const char *const names[KL_N_PLACEHOLDERS] = {
+        [KL_PLACEHOLDER_INT] = "int64",
+        [KL_PLACEHOLDER_BOOL] = "bool",
+        [KL_PLACEHOLDER_FLOAT] = "float64",
+    };
+    PyObject *torch = PyImport_ImportModule("torch");
+    int result = torch == NULL ? -1 : 0;
+    for (int i = KL_PLACEHOLDER_INT; result == 0 && i < KL_N_PLACEHOLDERS; i++) {
+        PyObject *dtype = PyObject_GetAttrString(torch, names[i]);
+        Py_XSETREF(state.options[i], dtype != NULL ? Py_BuildValue("{sO}", "dtype", dtype) : NULL);
+        Py_XDECREF(dtype);
+        result = state.options[i] == NULL ? -1 : 0;
+    }
+    Py_XDECREF(torch);
+    return result;
 }
 
 /* Whether a tensor's impl is where it should be: torch's own word for its address is _cdata. */
@@ -127,7 +168,7 @@ layout_test(void)
 static int
 count_test(void)
 {
-    PyObject *lazy = make_object();
+    PyObject *lazy = make_empty();
     PyObject *aoti = PyImport_ImportModule("torch._C._aoti");
     PyObject *capsule = NULL, *back = NULL;
     int result = -1;
@@ -155,6 +196,9 @@ error:
 int
 kl_recycle_init(void)
 {
+    if (find_options() < 0) {
+        return -1;
+    }
 #if PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030D0000
     return 0; /* 3.12 has no public way to clear a managed dict */
 #else

@@ -11,13 +11,14 @@ typedef struct Desk {
     bool is_unknown; /* a tensor was met that has no KlMeta */
 } Desk;
 
-static KlPyTypes types;
+static KlPyTypes types; /* filled at import */
 
 static KlValueId
 value_of(const Tape *tape, PyObject *tensor)
 {
     if (kl_lazy_check(tensor)) {
-        return kl_lazy_value(tensor)->id;
+        const Value *value = kl_lazy_value(tensor);
+        return value->tape == tape ? value->id : KL_ID_NONE; /* another thread may record with it */
     }
     return kl_tape_find(tape, tensor);
 }
@@ -424,9 +425,8 @@ bind_and_append(Recording *recording, PyObject **results)
 {
     KlError error;
     Desk desk = {.tape = recording->tape};
-    types.context = &desk;
     int bound = kl_py_args_bind_dict(&recording->bound, recording->function->signature, &types,
-                                     recording->args, recording->kwargs);
+                                     &desk, recording->args, recording->kwargs);
     if (bound <= 0 || desk.is_unknown) {
         return bound < 0 ? -1 : 0;
     }

@@ -45,30 +45,25 @@ is_inside(PyObject *name)
     return result;
 }
 
-static void
-note(KlPyNode *call, PyFrameObject *frame)
-{
-    Py_XSETREF(call->code, (PyObject *)PyFrame_GetCode(frame));
-    call->lasti = PyFrame_GetLasti(frame);
-}
-
 void
-kl_source_note(KlPyNode *call, bool is_walked)
+kl_source_note(KlPyNode *call)
 {
     PyFrameObject *frame = PyEval_GetFrame();
     if (frame == NULL) {
         return;
     }
-    note(call, frame);
     Py_INCREF(frame);
-    while (is_walked && is_inside(((PyCodeObject *)call->code)->co_filename)) {
+    PyCodeObject *code = PyFrame_GetCode(frame);
+    while (is_inside(code->co_filename)) {
         PyFrameObject *back = PyFrame_GetBack(frame);
         if (back == NULL) {
             break;
         }
         Py_SETREF(frame, back);
-        note(call, frame);
+        Py_SETREF(code, PyFrame_GetCode(frame));
     }
+    Py_XSETREF(call->code, (PyObject *)code);
+    call->lasti = PyFrame_GetLasti(frame);
     Py_DECREF(frame);
 }
 

@@ -24,6 +24,21 @@ typedef struct Run {
     PyObject *forked; /* what that gave for the node that runs, or NULL */
 } Run;
 
+/* Borrowed: what was given as an import, None where nothing was. NULL: there is no such import. */
+static PyObject *
+given_as(const Run *run, PyObject *number)
+{
+    Py_ssize_t i = PyLong_AsSsize_t(number);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (i < 0 || i >= PyList_GET_SIZE(run->imports)) {
+        PyErr_Format(PyExc_IndexError, "run: there is no import %zd", i);
+        return NULL;
+    }
+    return PyList_GET_ITEM(run->imports, i);
+}
+
 /* A call's slot says which value; the node's input with that value says how it is read. */
 static PyObject *
 run_value(void *env, KlValueId value)
@@ -40,7 +55,7 @@ run_value(void *env, KlValueId value)
         }
         PyObject *number = PyTuple_GET_ITEM(run->node_imports, k);
         if (made == Py_None) {
-            PyObject *given = PyList_GET_ITEM(run->imports, PyLong_AsSsize_t(number));
+            PyObject *given = given_as(run, number);
             return given != Py_None ? given : NULL;
         }
         bool is_cut = run->rows >= 0 && run->node->mode != KL_MODE_ONCE &&
@@ -161,9 +176,17 @@ error:
     return result;
 }
 
+/* A part of a reduction is none of the node's own outputs; all else is what inference said. */
 static int
 keep(const Run *run, KlValueId value, PyObject *result)
 {
+    const KlNode *node = run->node;
+    bool is_part = run->rows >= 0 && node->mode == KL_MODE_REDUCE;
+    long long rows = node->mode == KL_MODE_ONCE ? -1 : run->rows;
+    KlNodeId id = (KlNodeId)(node - run->tape->core.nodes);
+    if (!is_part && kl_promise_check(run->tape, id, value, result, rows) < 0) {
+        return -1;
+    }
     return PyList_SetItem(run->env, value, Py_NewRef(result));
 }
 
@@ -188,9 +211,8 @@ keep_results(const Run *run, PyObject *result)
         return keep(run, node->first_out, result);
     }
     if (PySequence_Fast_GET_SIZE(result) != (Py_ssize_t)node->n_outs) {
-        PyErr_Format(kl_py.koila_error, "a call gave %zd results by rows where it gives %u whole",
-                     PySequence_Fast_GET_SIZE(result), node->n_outs);
-        return -1;
+        KlNodeId id = (KlNodeId)(node - run->tape->core.nodes);
+        return kl_promise_break(run->tape, id, node->first_out, result, run->rows);
     }
     for (uint32_t i = 0; i < node->n_outs; i++) {
         if (keep(run, node->first_out + i, PySequence_Fast_GET_ITEM(result, i)) < 0) {
@@ -220,12 +242,41 @@ kl_stage_land(const Tape *tape, const KlNode *node)
     return 0;
 }
 
+/* The node that `key` is the number of, and what it imports. */
 static int
-run_one(Run *run, KlNodeId id, KlContextSwitch *context, PyObject *key)
+find_node(Run *run, PyObject *key, KlNodeId *id)
 {
-    run->node = &run->tape->core.nodes[id];
+    unsigned long number = PyLong_AsUnsignedLong(key);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (number >= run->tape->core.n_nodes) {
+        PyErr_Format(PyExc_IndexError, "run: there is no node %lu", number);
+        return -1;
+    }
+    *id = (KlNodeId)number;
+    run->node = &run->tape->core.nodes[number];
     run->node_imports = PyDict_GetItemWithError(run->import_of, key);
-    if (run->node_imports == NULL || kl_context_switch(context, run->node->context) < 0) {
+    if (run->node_imports == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_KeyError, "run: import_of has no node %lu", number);
+        }
+        return -1;
+    }
+    if (!PyTuple_Check(run->node_imports) ||
+        PyTuple_GET_SIZE(run->node_imports) < (Py_ssize_t)run->node->n_inputs) {
+        PyErr_Format(PyExc_ValueError, "run: import_of[%lu] must be a tuple of %u numbers", number,
+                     run->node->n_inputs);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+run_one(Run *run, PyObject *key, KlContextSwitch *context)
+{
+    KlNodeId id = KL_ID_NONE;
+    if (find_node(run, key, &id) < 0 || kl_context_switch(context, run->node->context) < 0) {
         return -1;
     }
     int is_cloned = PySet_Contains(run->cloned, key);
@@ -236,6 +287,11 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context, PyObject *key)
         run->forked = storage != NULL
                           ? PyObject_CallFunction(run->clone, "IO", inputs[0].value, storage)
                           : NULL;
+        if (run->forked != NULL &&
+            (!PyTuple_Check(run->forked) || PyTuple_GET_SIZE(run->forked) != 2)) {
+            PyErr_SetString(PyExc_TypeError, "run: clone must return a value and its storage");
+            Py_CLEAR(run->forked);
+        }
     }
     bool is_failed = is_cloned < 0 || (is_cloned > 0 && run->forked == NULL);
     PyObject *result = is_failed ? NULL : call_node(run, id);
@@ -254,9 +310,13 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context, PyObject *key)
 static int
 drop_dead(const Run *run, PyObject *values)
 {
+    if (!PyTuple_Check(values)) {
+        PyErr_SetString(PyExc_TypeError, "run: drops must be tuples of values");
+        return -1;
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++) {
         Py_ssize_t value = PyLong_AsSsize_t(PyTuple_GET_ITEM(values, i));
-        if (PyList_SetItem(run->env, value, Py_NewRef(Py_None)) < 0) {
+        if (PyErr_Occurred() || PyList_SetItem(run->env, value, Py_NewRef(Py_None)) < 0) {
             return -1;
         }
     }
@@ -280,6 +340,13 @@ kl_stage_run(PyObject *module, PyObject *args)
                           &PySet_Type, &run.cloned, &run.clone)) {
         return NULL;
     }
+    if (PyList_GET_SIZE(run.env) < (Py_ssize_t)run.tape->core.n_values ||
+        PyList_GET_SIZE(drops) != PyList_GET_SIZE(nodes)) {
+        return PyErr_Format(PyExc_ValueError,
+                            "run: env must have room for %zu values, and drops one entry for each "
+                            "of %zd nodes",
+                            run.tape->core.n_values, PyList_GET_SIZE(nodes));
+    }
     run.scratch = PyList_New(0);
     if (run.scratch == NULL || kl_context_begin(&context) < 0) {
         Py_XDECREF(run.scratch);
@@ -291,8 +358,10 @@ kl_stage_run(PyObject *module, PyObject *args)
     }
     int status = 0;
     for (Py_ssize_t i = 0; status == 0 && i < PyList_GET_SIZE(nodes); i++) {
-        PyObject *key = PyList_GET_ITEM(nodes, i);
-        status = run_one(&run, (KlNodeId)PyLong_AsUnsignedLong(key), &context, key);
+        status = PyErr_CheckSignals();
+        if (status == 0) {
+            status = run_one(&run, PyList_GET_ITEM(nodes, i), &context);
+        }
         if (status == 0) {
             status = drop_dead(&run, PyList_GET_ITEM(drops, i));
         }
@@ -314,7 +383,8 @@ kl_stage_deliver(PyObject *module, PyObject *args)
     PyObject *tensor = NULL;
     int is_final = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "IOp:deliver", &id, &tensor, &is_final)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&O!p:deliver", kl_py_id, &id, kl_py.tensor_base,
+                                          &tensor, &is_final)) {
         return NULL;
     }
     if (id >= tape->core.n_values) {
@@ -322,6 +392,9 @@ kl_stage_deliver(PyObject *module, PyObject *args)
     }
     tape->core.values[id].state = KL_STATE_KNOWN;
     Py_XSETREF(tape->values[id].number, Py_NewRef(tensor));
+    if (tape->core.values[id].node != KL_ID_NONE) {
+        tape->values[id].version = kl_stale_version(tensor);
+    }
     Value *handle = tape->values[id].handle;
     if (is_final && handle != NULL) {
         tape->values[id].handle = NULL;

@@ -55,14 +55,15 @@ is_changed(const KlPyValue *entry)
 }
 
 /* The first pending node that reads the leaf; they all fail, for the value they were recorded with is
- * gone. KL_ID_NONE: none does. */
+ * gone. Of those that are abandoned, or of the others. KL_ID_NONE: none does. */
 static KlNodeId
-fail_readers(KlTape *core, KlValueId leaf)
+fail_readers(KlTape *core, KlValueId leaf, bool is_abandoned)
 {
     KlNodeId first = KL_ID_NONE;
     for (size_t i = core->n_done; i < core->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
-        for (uint32_t k = 0; !node->is_done && k < node->n_inputs; k++) {
+        bool is_meant = node->is_abandoned == is_abandoned;
+        for (uint32_t k = 0; is_meant && !node->is_done && k < node->n_inputs; k++) {
             if (core->inputs[node->first_input + k].value == leaf) {
                 first = first == KL_ID_NONE ? (KlNodeId)i : first;
                 kl_tape_set_failed(core, (KlNodeId)i);
@@ -105,6 +106,19 @@ raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
     return -1;
 }
 
+/* A leaf was changed: its readers fail. Whoever asks for what was abandoned is told, nobody else. */
+static int
+fail_changed(Tape *tape, KlValueId leaf)
+{
+    KlNodeId waiting = fail_readers(&tape->core, leaf, true);
+    if (waiting != KL_ID_NONE) {
+        (void)raise_stale(tape, leaf, waiting);
+        PyErr_Clear();
+    }
+    KlNodeId reader = fail_readers(&tape->core, leaf, false);
+    return reader != KL_ID_NONE ? raise_stale(tape, leaf, reader) : 0;
+}
+
 /* A tensor whose .data was handed out while calls that read it were pending: nothing but its numbers tells
  * whether it was written. 1: it was; 0: no, or it is not such a one. */
 static int
@@ -144,9 +158,8 @@ kl_tape_check_leaves(Tape *tape)
         if (changed < 0) {
             return -1;
         }
-        KlNodeId reader = changed ? fail_readers(&tape->core, (KlValueId)i) : KL_ID_NONE;
-        if (reader != KL_ID_NONE) {
-            return raise_stale(tape, (KlValueId)i, reader);
+        if (changed && fail_changed(tape, (KlValueId)i) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -192,6 +205,19 @@ kl_stale_release(Tape *tape)
         }
     }
     return 0;
+}
+
+void
+kl_stale_drop_numbers(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        KlPyValue *entry = &tape->values[i];
+        bool is_left = entry->number != NULL && entry->handle == NULL;
+        if (is_left && kl_stale_version(entry->number) != entry->version) {
+            tape->core.values[i].state = KL_STATE_PENDING;
+            Py_CLEAR(entry->number);
+        }
+    }
 }
 
 static bool

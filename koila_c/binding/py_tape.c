@@ -182,6 +182,16 @@ find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
     return 0;
 }
 
+/* A leaf of another thread's tape: its tensor stays there as one that the user no longer holds. */
+static void
+take_over(Value *lazy)
+{
+    Tape *from = lazy->tape;
+    from->values[lazy->id].handle = NULL;
+    from->core.values[lazy->id].is_wanted = false;
+    kl_lazy_detach(lazy, from->values[lazy->id].real);
+}
+
 int
 kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
 {
@@ -194,9 +204,12 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
         }
         return 0;
     }
-    if (lazy->tape != NULL) {
+    if (lazy->tape != NULL && lazy->tape->core.values[lazy->id].node != KL_ID_NONE) {
         PyErr_SetString(PyExc_SystemError, "koila: a value of another tape was not run first");
         return -1;
+    }
+    if (lazy->tape != NULL) {
+        take_over(lazy);
     }
     KlPlace place = lazy->place;
     if (kl_place_is_rows(&place) && find_axis(tape, lazy->axis_key, lazy->rows, &place.axis) < 0) {
@@ -348,6 +361,7 @@ static int
 Tape_traverse(Tape *tape, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(tape));
+    Py_VISIT(tape->memo);
     for (size_t i = 0; i < tape->n_nodes_max && i < tape->core.n_nodes; i++) {
         Py_VISIT(tape->nodes[i].func);
         Py_VISIT(tape->nodes[i].error);
@@ -447,8 +461,21 @@ kl_tape_open(void)
         return NULL;
     }
     kl_tape_init(&tape->core);
-    tape->thread = PyThread_get_thread_ident();
-    int result = PyDict_SetItem(thread, (PyObject *)kl_py.tape_type, (PyObject *)tape);
+    /* The collector may have run, and a finalizer that made one. */
+    PyObject *kept = PyDict_SetDefault(thread, (PyObject *)kl_py.tape_type, (PyObject *)tape);
     Py_DECREF(tape);
-    return result < 0 ? NULL : tape;
+    return (Tape *)kept;
+}
+
+int
+kl_tape_use(Tape *tape)
+{
+    PyObject *thread = PyThreadState_GetDict(), *key = (PyObject *)kl_py.tape_type;
+    last.thread = 0;
+    if (thread == NULL) {
+        PyErr_SetString(PyExc_SystemError, "koila: there is no thread to use a tape");
+        return -1;
+    }
+    return tape != NULL ? PyDict_SetItem(thread, key, (PyObject *)tape)
+                        : PyDict_DelItem(thread, key);
 }

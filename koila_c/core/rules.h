@@ -286,6 +286,7 @@ KL_DTYPE(int64);
 KL_DTYPE(int8);
 KL_DTYPE(like);
 KL_DTYPE(to);
+KL_DTYPE(to_dense);
 KL_DTYPE(type);
 KL_DTYPE(type_as);
 KL_DTYPE(uint8);

@@ -8,10 +8,22 @@ static const char not_all_rows[] = "rows are joined with values that are no rows
 
 /* --- cat and stack ------------------------------------------------------------------------------------- */
 
+/* torch.tensor([]), which cat passes over whatever the others' dims: only its dtype counts. */
 static bool
 is_legacy_empty(const KlMeta *meta)
 {
     return meta->n_dims == 1 && meta->shape[0] == 0;
+}
+
+/* The number of the first input that cat does not pass over, or n_inputs. */
+static uint32_t
+first_joined(const KlCall *call)
+{
+    uint32_t i = 0;
+    while (i < call->n_inputs && is_legacy_empty(call->inputs[i])) {
+        i++;
+    }
+    return i;
 }
 
 /* cat makes a row-major value unless all inputs are NHWC in memory; `n_added` dims of 1 at the end. */
@@ -31,6 +43,24 @@ set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
     }
 }
 
+/* One more value along dim `at` of the output. */
+static KlStatus
+join_shape(KlMeta *out, const KlMeta *input, int32_t at, KlError *error)
+{
+    if (input->n_dims != out->n_dims) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "values of %d and %d dims do not join",
+                            (int)out->n_dims, (int)input->n_dims);
+    }
+    for (int32_t dim = 0; dim < out->n_dims; dim++) {
+        if (dim != at && input->shape[dim] != out->shape[dim]) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not join at dim %d",
+                                (long long)out->shape[dim], (long long)input->shape[dim], (int)dim);
+        }
+    }
+    out->shape[at] += input->shape[at];
+    return KL_OK;
+}
+
 KlStatus
 shape_cat(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -38,30 +68,20 @@ shape_cat(const KlCall *call, KlInferred *result, KlError *error)
     if (call->args[0].kind != KL_ARG_VALUES) {
         return KL_DECLINED;
     }
-    const KlMeta *first = call->inputs[0];
+    uint32_t first = first_joined(call);
     for (uint32_t i = 0; i < call->n_inputs; i++) {
-        if (is_legacy_empty(call->inputs[i]) || call->inputs[i]->n_dims == 0) {
+        if (first == call->n_inputs || call->inputs[i]->n_dims == 0) {
             return KL_DECLINED;
         }
     }
-    KlStatus status = kl_rules_dim(call, 1, 0, first->n_dims, &at, error);
+    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[first]->n_dims, &at, error);
     if (status == KL_OK) {
-        status = kl_rules_out(result, first, error);
+        status = kl_rules_out(result, call->inputs[first], error);
     }
-    for (uint32_t i = 1; status == KL_OK && i < call->n_inputs; i++) {
-        const KlMeta *input = call->inputs[i];
-        if (input->n_dims != first->n_dims) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "values of %d and %d dims do not join",
-                                (int)first->n_dims, (int)input->n_dims);
+    for (uint32_t i = first + 1; status == KL_OK && i < call->n_inputs; i++) {
+        if (!is_legacy_empty(call->inputs[i])) {
+            status = join_shape(&result->outs[0], call->inputs[i], at, error);
         }
-        for (int32_t dim = 0; dim < first->n_dims; dim++) {
-            if (dim != at && input->shape[dim] != first->shape[dim]) {
-                return kl_error_set(
-                    error, KL_ERROR_SHAPE, "sizes %lld and %lld do not join at dim %d",
-                    (long long)first->shape[dim], (long long)input->shape[dim], (int)dim);
-            }
-        }
-        result->outs[0].shape[at] += input->shape[at];
     }
     if (status == KL_OK) {
         set_join_strides(call, &result->outs[0], 0);
@@ -126,7 +146,8 @@ join_beside(const KlCall *call, KlInferred *result)
 {
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
-        const char *reason = kl_rules_follow(call, result, i, &want);
+        const char *reason =
+            is_legacy_empty(call->inputs[i]) ? NULL : kl_rules_follow(call, result, i, &want);
         if (reason != NULL) {
             return kl_rules_once(result, reason);
         }
@@ -140,10 +161,13 @@ join_beside(const KlCall *call, KlInferred *result)
 static KlStatus
 join_batch(const KlCall *call, KlInferred *result, int32_t at)
 {
-    KlPlace place = call->inputs[0]->place;
+    KlPlace place = call->inputs[kl_rules_first_rows(call)]->place;
     place.outer = 0;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         const KlPlace *own = &call->inputs[i]->place;
+        if (is_legacy_empty(call->inputs[i])) {
+            continue;
+        }
         if (!kl_place_is_rows(own)) {
             return kl_rules_once(result, not_all_rows);
         }
@@ -160,7 +184,8 @@ KlStatus
 place_cat(const KlCall *call, KlInferred *result, KlError *error)
 {
     int32_t at = 0;
-    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &at, error);
+    KlStatus status =
+        kl_rules_dim(call, 1, 0, call->inputs[first_joined(call)]->n_dims, &at, error);
     if (status != KL_OK) {
         return status;
     }

@@ -214,6 +214,14 @@ dtype_type_as(const KlCall *call, KlInferred *result, KlError *error)
     return cast_to(call, result, other->dtype, false);
 }
 
+/* x.to_dense(dtype=None): what has rows is dense already */
+KlStatus
+dtype_to_dense(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return cast_to(call, result, kl_rules_dtype(call, call->inputs[0]->dtype), false);
+}
+
 /* x.type(dtype); without one it is a question */
 KlStatus
 dtype_type(const KlCall *call, KlInferred *result, KlError *error)

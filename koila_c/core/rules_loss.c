@@ -338,7 +338,8 @@ dtype_loss(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
-        if (call->inputs[i]->dtype != dtype && call->inputs[i]->dtype != KL_DTYPE_INT64) {
+        KlDtype own = call->inputs[i]->dtype;
+        if (own != dtype && own != KL_DTYPE_INT64 && own != KL_DTYPE_INT32) {
             return KL_DECLINED;
         }
     }

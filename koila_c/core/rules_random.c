@@ -171,7 +171,7 @@ has_default_generator(const KlCall *call)
     return true;
 }
 
-/* bernoulli, poisson, normal: a new row-major value of the shape the tensors broadcast to */
+/* bernoulli, normal: a new row-major value of the shape the tensors broadcast to */
 KlStatus
 shape_draw(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -233,13 +233,14 @@ place_multinomial(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* rrelu: input, lower, upper, training. The slopes are kept even where none is drawn. */
+/* rrelu: input, lower, upper, training. In training it draws as often as its values are negative: their
+ * numbers are needed, and it is declined. The slopes are kept even where none is drawn. */
 KlStatus
 shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
 {
     bool is_training = false;
     KlStatus status = kl_rules_bool(call, 3, false, &is_training);
-    if (status == KL_OK && (kl_rules_input(call, INPUT) == NULL || !has_default_generator(call))) {
+    if (status == KL_OK && (kl_rules_input(call, INPUT) == NULL || is_training)) {
         status = KL_DECLINED;
     }
     if (status == KL_OK) {
@@ -247,7 +248,6 @@ shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
     }
     if (status == KL_OK) {
         kl_rules_settle_plain(call, result);
-        result->is_random = is_training;
     }
     return status;
 }

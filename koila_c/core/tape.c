@@ -300,16 +300,16 @@ kl_tape_set_done(KlTape *tape, KlNodeId id)
     }
 }
 
-bool
-kl_tape_has_draw(const KlTape *tape)
+KlNodeId
+kl_tape_next_draw(const KlTape *tape, KlNodeId from)
 {
-    for (size_t i = tape->n_done; i < tape->n_nodes; i++) {
-        const KlNode *node = &tape->nodes[i];
-        if (node->is_random && !node->is_done && !node->is_drawn && !node->is_abandoned) {
-            return true;
+    size_t first = from > tape->n_done ? from : tape->n_done;
+    for (size_t i = first; i < tape->n_nodes; i++) {
+        if (kl_tape_waits_to_draw(&tape->nodes[i])) {
+            return (KlNodeId)i;
         }
     }
-    return false;
+    return KL_ID_NONE;
 }
 
 static bool
@@ -339,7 +339,7 @@ kl_tape_set_failed(KlTape *tape, KlNodeId id)
 }
 
 /* Values are reached where the user can reach them, or something made from them, or memory that they share
- * and that is written later. No memory is asked for: a commit calls this, and must not fail. */
+ * and that is written later, or where the generator must still move past what they draw. No memory is asked for: a commit calls this, and must not fail. */
 static void
 find_reached(KlTape *tape)
 {
@@ -352,12 +352,14 @@ find_reached(KlTape *tape)
         tape->storages[value->storage].is_held |= value->is_wanted;
     }
     for (size_t i = tape->n_nodes; i-- > 0;) {
-        const KlNode *node = &tape->nodes[i];
+        KlNode *node = &tape->nodes[i];
         KlValue *outs = &tape->values[node->first_out];
         bool is_reached = node->writes != 0 && tape->storages[outs->storage].is_held;
         for (uint32_t k = 0; k < node->n_outs; k++) {
             is_reached = is_reached || outs[k].is_reached;
         }
+        node->is_dead_draw = !is_reached && kl_tape_waits_to_draw(node);
+        is_reached = is_reached || node->is_dead_draw;
         for (uint32_t k = 0; is_reached && k < node->n_outs; k++) {
             outs[k].is_reached = true;
         }
@@ -371,6 +373,17 @@ find_reached(KlTape *tape)
             tape->values[node->review_of].is_reached = true; /* a live run takes its tensor */
         }
     }
+}
+
+bool
+kl_tape_has_dead_draw(KlTape *tape)
+{
+    bool has_any = false;
+    find_reached(tape);
+    for (size_t i = tape->n_done; i < tape->n_nodes && !has_any; i++) {
+        has_any = tape->nodes[i].is_dead_draw;
+    }
+    return has_any;
 }
 
 void

@@ -51,7 +51,7 @@ typedef struct KlNode {
     uint8_t mode;   /* KlMode */
     uint8_t reduce; /* KlReduce */
     bool is_random;
-    bool is_drawn;      /* it drew in a run in chunks: every later run must draw the same */
+    bool is_drawn;      /* the generator moved past its draws: every run of it must draw the same */
     bool is_done;       /* nothing is left to do for it */
     bool is_failed;     /* done without a number: it, or what it reads, raised */
     KlNodeId failed_by; /* failed: the node that raised */
@@ -62,6 +62,7 @@ typedef struct KlNode {
     bool is_grad_enabled;
     bool is_open;      /* made by sizes alone: WHOLE until a reader says where its rows are */
     bool must_run;     /* scratch of kl_tape_find_known */
+    bool is_dead_draw; /* scratch: it has still to draw, and nobody will look at it */
     bool is_abandoned; /* a run of it raised, and nobody has asked for it since */
 } KlNode;
 
@@ -174,16 +175,44 @@ void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 /* Somebody asks for `value`: what was abandoned is pending again, if that is among it. */
 void kl_tape_ask(KlTape *tape, KlValueId value);
 
-/* What has run, and leads to nothing the user can reach, is done: its leaves may change. Abandoned only:
- * leave all that no failed run has given up. */
+/* What leads to nothing the user can reach, and has not to draw, is done: its leaves may change. Abandoned
+ * only: leave all that no failed run has given up. */
 void kl_tape_retire(KlTape *tape, bool is_abandoned_only);
 
-/* Whether a random call waits: a draw made now, or the generator asked now, would come before it. */
-bool kl_tape_has_draw(const KlTape *tape);
+/* Whether a node has still to draw: a draw made now, or the generator asked now, would come before it. */
+static inline bool
+kl_tape_waits_to_draw(const KlNode *node)
+{
+    return node->is_random && !node->is_done && !node->is_drawn && !node->is_abandoned;
+}
+
+/* The first node from `from` on that has still to draw; KL_ID_NONE: none has. */
+KlNodeId kl_tape_next_draw(const KlTape *tape, KlNodeId from);
+
+static inline bool
+kl_tape_has_draw(const KlTape *tape)
+{
+    return kl_tape_next_draw(tape, 0) != KL_ID_NONE;
+}
+
+/* Whether a random call has still to draw whose result nobody can reach: it keeps what it reads. */
+bool kl_tape_has_dead_draw(KlTape *tape);
 
 /* Mark (must_run) the nodes that can be known for good: pending, wanted, no gradient in their history.
  * Returns whether there is one. */
 bool kl_tape_find_known(KlTape *tape);
+
+/* Bytes that node `node` makes: views share theirs. */
+static inline int64_t
+kl_tape_n_bytes(const KlTape *tape, KlNodeId node)
+{
+    int64_t bytes = 0;
+    for (uint32_t k = 0; k < tape->nodes[node].n_outs; k++) {
+        const KlValue *value = &tape->values[tape->nodes[node].first_out + k];
+        bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
+    }
+    return bytes;
+}
 
 /* Whether nobody needs the number of `value` any more: not the user, not a pending node. */
 static inline bool

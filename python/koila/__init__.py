@@ -1,11 +1,22 @@
 """Lazy batches for PyTorch: the same numbers as a machine with unlimited memory."""
 
-from koila import functions, patches
-from koila.config import config
-from koila.errors import KoilaError, MemoryLimitError, StaleError
-from koila.explain import explain
-from koila.lazy import is_lazy, lazy, off
-from koila.reports import Report, report
+from koila import versions
+
+with versions.told():
+    from koila import functions, patches
+    from koila.config import config
+    from koila.errors import KoilaError, MemoryLimitError, StaleError
+    from koila.explain import explain
+    from koila.lazy import is_lazy, lazy, off
+    from koila.reports import Report, report
+
+    versions.check()
+    functions.register_all()
+    patches.install()
+
+versions.note_this()
+
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "KoilaError",
@@ -20,5 +31,8 @@ __all__ = [
     "report",
 ]
 
-functions.register_all()
-patches.install()
+
+def __dir__() -> list[str]:
+    """The public names; the modules behind them can be imported, and are not part of the package's
+    promise."""
+    return [*__all__, "__version__"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from koila import _core, budget, draws, hooks, plan, reports
 from koila.config import get
 from koila.errors import NotInChunksError, is_out_of_memory, let_go
+from koila.explain import told
 from koila.program import Program
 
 if TYPE_CHECKING:
@@ -17,50 +18,53 @@ if TYPE_CHECKING:
 def attempt(
     program: Program,
     planned: plan.Plan,
-    make: Callable[[int, hooks.Seen], Replay],
+    make: Callable[[plan.Plan, hooks.Seen], Replay],
     run: Callable[[Replay], Any],
-) -> tuple[Replay, Any] | None:
+) -> tuple[Replay, Any, plan.Plan] | None:
     """Run a program, with twice the chunks where memory runs out.
 
     Args:
         program: the staged program.
         planned: how many chunks to begin with.
-        make: a replay in so many chunks; what hooks have seen is handed from one to the next.
+        make: a replay in such chunks; what hooks have seen is handed from one to the next.
         run: what is done with it.
 
     Returns:
-        The replay that came through and what `run` returned; None: it has to run whole.
+        The replay that came through, what `run` returned and the plan that it took; None: it has
+        to run whole.
 
     Raises:
         MemoryLimitError: not even one row at a time goes through.
     """
-    most = max(program.axes.values())
-    n_chunks, n_tries = planned.n_chunks, 1
+    most = max(program.axes.values(), default=1)
+    n_tries = 1
     hooked: hooks.Seen = {}
+    meter = budget.Meter()
     while True:
-        replay = make(n_chunks, hooked)
+        replay = make(planned, hooked)
         _core.set_busy(True)
         try:
             result = run(replay)
-            reports.note(planned.report([replay.grids[a] for a in program.axes], n_tries))
-            return replay, result
-        except NotInChunksError:
+            reports.note(told(program, planned, replay.grids, n_tries, meter.bytes()))
+            return replay, result, planned
+        except NotInChunksError as error:
             replay.draws.roll_back()
+            reports.decide(reports.Decision(f"it cannot be cut: {error}"))
             return None
         except BaseException as error:
             replay.draws.roll_back()
             is_pinned = bool(draws.pinned_grids())
             is_forced = get("chunks") is not None
-            if not is_out_of_memory(error) or n_chunks >= most or is_pinned or is_forced:
+            if not is_out_of_memory(error) or planned.n_chunks >= most or is_pinned or is_forced:
                 _core.abandon()
                 if is_out_of_memory(error) and not is_pinned and not is_forced:
                     del replay
                     let_go(error)
-                    raise plan.refusal(program, bool(program.roots)) from error
+                    raise plan.ran_out(program) from error
                 raise
             let_go(error)
         finally:
             _core.set_busy(False)
         del replay
         budget.defragment()
-        n_chunks, n_tries = min(most, 2 * n_chunks), n_tries + 1
+        planned, n_tries = planned.halved(most), n_tries + 1

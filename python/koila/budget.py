@@ -115,6 +115,17 @@ def _limits() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_AS)[0]
 
 
+def is_bound() -> bool:
+    """Whether this process has a limit of its own, which code that libraries compile counts
+    against."""
+    return any(limit != resource.RLIM_INFINITY for limit in _limits())
+
+
+def slack() -> int:
+    """Bytes that are kept back for what a first step takes beside tensors."""
+    return SLACK if is_bound() else 0
+
+
 def free_on_cpu() -> int:
     """Bytes that this process may still take: the least that any limit leaves."""
     left: list[int] = []
@@ -186,6 +197,30 @@ def taken_on_cuda(device: torch.device) -> int:
     return _stats(index).get("allocated_bytes.all.current", 0)
 
 
+class Meter:
+    """Bytes that tensors on GPUs take at the worst moment, beyond what was there at its start."""
+
+    def __init__(self) -> None:
+        self._before = {index: _stats(index) for index in _used_gpus()}
+
+    def bytes(self) -> int | None:
+        """None where nobody counts, or a peak from before its start was not reached again."""
+        peak = "allocated_bytes.all.peak"
+        after = {index: _stats(index) for index in self._before}
+        if not after or any(after[i].get(peak, 0) <= self._before[i].get(peak, 0) for i in after):
+            return None
+        current = "allocated_bytes.all.current"
+        return sum(after[i].get(peak, 0) - self._before[i].get(current, 0) for i in after)
+
+
+def _used_gpus() -> list[int]:
+    """The GPUs that hold tensors already: asking others sets them up."""
+    if not torch.cuda.is_initialized():
+        return []
+    found = range(torch.cuda.device_count())
+    return [i for i in found if _stats(i).get("reserved_bytes.all.current", 0) > 0]
+
+
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors."""
     seen = {}
@@ -223,10 +258,8 @@ _quick: tuple[float, float, tuple[int, int]] = (0.0, -1.0, (0, 0))
 def _free_anywhere() -> float:
     """The least that is free on the CPU and on the GPUs that hold tensors already."""
     free = float(free_on_cpu())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            if _stats(index).get("reserved_bytes.all.current", 0) > 0:  # asking others sets them up
-                free = min(free, float(free_on_cuda(torch.device("cuda", index))))
+    for index in _used_gpus():
+        free = min(free, float(free_on_cuda(torch.device("cuda", index))))
     return free
 
 

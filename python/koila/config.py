@@ -1,19 +1,56 @@
-"""config(): how many chunks, how much memory; as a call, or for a block."""
+"""config(): how many chunks, how much memory; as a call, or for a block.
+
+A call sets what holds for the process, on all threads. A block sets what holds in it, for the
+context (`contextvars`) that entered it alone: not for other threads, nor for threads started in it,
+which begin with an empty context, but for the tasks of asyncio that it makes.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import re
+import threading
+import weakref
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+# A bare letter is binary, as docker, slurm and the JVM read it.
+_BINARY = {
+    unit: 2 ** (10 * power)
+    for power, letter in enumerate("kmgt", 1)
+    for unit in (letter, f"{letter}i", f"{letter}ib")
+}
+_UNITS = _DECIMAL | _BINARY
 
-_settings: dict[str, int | None] = {"chunks": None, "memory_limit": None}
+
+class Settings(NamedTuple):
+    """What can be set."""
+
+    chunks: int | None = None
+    memory_limit: int | None = None
+
+    def written(self) -> str:
+        """As a call of config() that sets just this."""
+        parts = (f"{name}={value}" for name, value in self._asdict().items() if value is not None)
+        return f"koila.config({', '.join(parts)})"
+
+
+_process = Settings()
+#: What blocks of this context set; None: it is in none.
+_block: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("koila", default=None)
+
+
+class _Thread(threading.local):
+    #: The last call outside of blocks, which may still turn out to be one.
+    call: weakref.ref[_Config] | None = None
+
+
+_thread = _Thread()
 
 
 def parse_bytes(limit: int | str | None) -> int | None:
-    """Read a number of bytes: an int, or a text such as "512MiB".
+    """Read a number of bytes: an int, or a text such as "512MiB", "4G" (4GiB) or "4GB" (decimal).
 
     Example:
         >>> from koila.config import parse_bytes
@@ -28,7 +65,7 @@ def parse_bytes(limit: int | str | None) -> int | None:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", limit)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(
-                f'config: memory_limit={limit!r} is no size; write for example "512MiB"'
+                f'config: memory_limit={limit!r} is no size; write for example "512MiB" or "4G"'
             )
         limit = int(float(match[1]) * _UNITS[match[2].lower()])
     if limit <= 0:
@@ -47,13 +84,29 @@ def _check_chunks(chunks: int | None) -> int | None:
 
 
 class _Config:
-    """What a call of config() changed; as a context manager it is changed back at the end."""
+    """What a call of config() set; as a context manager it sets it for a block."""
 
-    def __init__(self, before: dict[str, int | None]) -> None:
+    def __init__(self, before: Settings | None, after: Settings) -> None:
         self._before = before
+        self._after = after
+        self._is_due = before is None  # the process's settings are still to be changed
+
+    def __repr__(self) -> str:
+        return self._after.written()
+
+    def settle(self) -> None:
+        """It is no block: set what it says for the process."""
+        global _process
+        if self._is_due:
+            self._is_due = False
+            _process = self._after
+
+    def __del__(self) -> None:
+        self.settle()
 
     def __enter__(self) -> None:
-        return None
+        self._is_due = False
+        _block.set(self._after)
 
     def __exit__(
         self,
@@ -61,25 +114,53 @@ class _Config:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _settings.update(self._before)
+        _block.set(self._before)
+
+
+def settings() -> Settings:
+    """The settings as they are now, here."""
+    call = _thread.call() if _thread.call is not None else None
+    if call is not None:
+        call.settle()
+    return _block.get() or _process
 
 
 def get(name: str) -> int | None:
-    """A setting as it is now."""
-    return _settings[name]
+    """A setting as it is now, here."""
+    value: int | None = getattr(settings(), name)
+    return value
+
+
+def _check_together(before: Settings, after: Settings) -> None:
+    if after.chunks is None or after.memory_limit is None:
+        return
+    text = (
+        "config: chunks= says how many chunks whatever memory there is, memory_limit= has as few "
+        "as fit: only one of them can hold"
+    )
+    if before.chunks is not None or before.memory_limit is not None:
+        is_chunks = before.chunks is not None
+        other = f"chunks=None, memory_limit={after.memory_limit}"
+        other = other if is_chunks else f"chunks={after.chunks}, memory_limit=None"
+        text += f", and {before.written()} is in force; to replace it, write config({other})"
+    raise ValueError(text)
 
 
 def config(**changes: Any) -> _Config:
-    """Change settings, for good or (in a `with` statement) for a block.
+    """Change settings, for the process, or (in a `with` statement) for a block.
+
+    A call changes them for all threads; in a block, for the rest of the block. A block is of the
+    context that enters it: other threads go on with the settings of the process.
 
     Args:
         chunks: run every program in this many chunks wherever it can be cut (at most one row a
             chunk); None: as few as fit into memory.
-        memory_limit: bytes that all tensors may take, an int or a text such as "512MiB"; None: what
-            the device has free.
+        memory_limit: bytes that all tensors may take, an int or a text such as "512MiB" or "4G"
+            (of 2**30 bytes each); None: what the device has free.
 
     Raises:
-        TypeError, ValueError: an unknown setting, or a value that is none.
+        TypeError, ValueError: an unknown setting, a value that is none, or both settings: one
+            replaces the other where that is said to be None.
 
     Example:
         >>> import torch, koila
@@ -87,14 +168,22 @@ def config(**changes: Any) -> _Config:
         ...     koila.lazy(torch.ones(7, 2)).sum().item()
         14.0
     """
-    unknown = sorted(set(changes) - set(_settings))
+    unknown = sorted(set(changes) - set(Settings._fields))
     if unknown:
-        raise TypeError(f"config: unknown setting {unknown[0]!r}; there are {sorted(_settings)}")
-    before = dict(_settings)
-    after = dict(_settings)
+        raise TypeError(
+            f"config: unknown setting {unknown[0]!r}; there are {sorted(Settings._fields)}"
+        )
+    before = settings()
+    after = before
     if "chunks" in changes:
-        after["chunks"] = _check_chunks(changes["chunks"])
+        after = after._replace(chunks=_check_chunks(changes["chunks"]))
     if "memory_limit" in changes:
-        after["memory_limit"] = parse_bytes(changes["memory_limit"])
-    _settings.update(after)
-    return _Config(before)
+        after = after._replace(memory_limit=parse_bytes(changes["memory_limit"]))
+    _check_together(before, after)
+    block = _block.get()
+    made = _Config(block, after)
+    if block is None:
+        _thread.call = weakref.ref(made)
+    else:
+        _block.set(after)
+    return made

@@ -1,18 +1,25 @@
 """A value that crosses from stage to stage: a detached alias on each side that reads it, so
-that its
-gradient gathers there, and is sent back when the stage that made it runs backward."""
+that its gradient gathers there, and is sent back when the stage that made it runs backward.
+
+A gradient that is put together lies in memory as its value does, which is how torch lays out what
+gathers in a leaf. It is not only a matter of speed: some of torch's own backwards (batch_norm's on
+the CPU) are wrong where the gradient's layout is another than the input's.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from koila import rows
 from koila.program import Info
 from koila.rows import Bounds, Place
+
+if TYPE_CHECKING:
+    from koila.tail import Watch
 
 Key = tuple[Any, ...]
 
@@ -96,8 +103,11 @@ class Cross:
         self.is_graph = is_graph
         self.chunks: dict[int, torch.Tensor] = {}
         self.parts: dict[int, dict[int, torch.Tensor]] = {}
+        self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
         self.aliases: dict[Key, torch.Tensor] = {}
         self.seeds: dict[Key, torch.Tensor | None] = {}
+        #: Its gradient is sent back already: what comes now is only looked at.
+        self.watch: Watch | None = None
 
     # -- what the making stage leaves -------------------------------------------------------------
 
@@ -116,24 +126,38 @@ class Cross:
 
     # -- what a reading stage is given ------------------------------------------------------------
 
-    def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
+    def _is_differentiated(self, tensor: torch.Tensor, is_graph: bool) -> bool:
         # On the CPU beside a GPU it is a number of terms: its gradient would have to be waited for.
         is_count = tensor.device != self.info.device
         is_continuous = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        if not (is_graph and self.needs_gradient and is_continuous) or is_count:
+        return is_graph and self.needs_gradient and is_continuous and not is_count
+
+    def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
+        if not self._is_differentiated(tensor, is_graph):
             return tensor.detach() if tensor.requires_grad else tensor
         if key not in self.aliases:
             self.aliases[key] = alias_of(tensor)
             self.fresh.append(self.aliases[key])
         return self.aliases[key]
 
+    def _alias_all(self, found: dict[Key, torch.Tensor], is_graph: bool) -> dict[Key, torch.Tensor]:
+        if self.watch is None:
+            return {key: self._alias(key, tensor, is_graph) for key, tensor in found.items()}
+        watch, on = self.watch, self._is_differentiated
+        keys = [key for key, t in found.items() if on(t, is_graph) and watch.is_on(key)]
+        watched = watch(keys, [found[key] for key in keys]) if keys else ()
+        return {**found, **dict(zip(keys, watched, strict=True))}
+
     def read_whole(self, is_graph: bool) -> torch.Tensor:
         if self.is_graph and self.whole is not None:
             return self.whole
         if self.whole is not None:
-            return self._alias(("whole",), self.whole, is_graph)
+            return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
         assert self.info.place is not None
-        parts = [self._alias(("chunk", c), self.chunks[c], is_graph) for c in sorted(self.chunks)]
+        chunks: dict[Key, torch.Tensor] = {
+            ("chunk", c): self.chunks[c] for c in sorted(self.chunks)
+        }
+        parts = list(self._alias_all(chunks, is_graph).values())
         with torch.set_grad_enabled(is_graph):
             return rows.gather(parts, self.info.place, self.info.strides)
 
@@ -150,11 +174,10 @@ class Cross:
 
     def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
         """parts[part][chunk]"""
-        n_parts = len(self.parts[0])
-        return [
-            [self._alias(("part", c, p), self.parts[c][p], is_graph) for c in sorted(self.parts)]
-            for p in range(n_parts)
-        ]
+        chunks, n_parts = sorted(self.parts), len(self.parts[0])
+        keys = [[("part", c, p) for c in chunks] for p in range(n_parts)]
+        given = self._alias_all({k: self.parts[k[1]][k[2]] for of in keys for k in of}, is_graph)
+        return [[given[key] for key in of] for of in keys]
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -179,7 +202,7 @@ class Cross:
             torch.zeros_like(self.chunks[chunk]) if grad is None else grad
             for chunk, grad in enumerate(grads)
         ]
-        return rows.gather(filled, self.info.place, self.info.strides)
+        return rows.gather(filled, self.info.place, self._strides())
 
     def part_seeds(
         self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -211,15 +234,20 @@ class Cross:
                 torch.zeros_like(chunks[c]) if grad is None else grad
                 for c, grad in zip(sorted(chunks), grads, strict=True)
             ]
-            total = _add(total, rows.gather(filled, place))
+            total = _add(total, rows.gather(filled, place, self._strides()))
         return total
+
+    def _strides(self) -> Sequence[int] | None:
+        """How the whole value lies in memory; None: it is not there, and nobody knows."""
+        return self.info.strides if self.whole is None else self.whole.stride()
 
     # -- stand-ins for a linear tail --------------------------------------------------------------
 
     def zero_whole(self) -> list[tuple[Cross, Key, torch.Tensor]]:
         """Stand in for a value that will be gathered; returns the leaf whose gradient is the
         seed."""
-        zeros = torch.zeros(self.info.shape, dtype=self.info.dtype, device=self.info.device)
+        strides = self.info.strides
+        zeros = rows.zeros(self.info.shape, strides, self.info.dtype, self.info.device)
         self.whole = zeros.requires_grad_() if self.needs_gradient else zeros
         self.is_graph = True
         return [(self, ("whole",), self.whole)]

@@ -1,11 +1,12 @@
-"""Random numbers of a program in chunks: one grid for every run, one generator state for each draw.
+"""Random numbers of a program: eager's own, in eager's order, however late it runs and in however
+many chunks.
 
-The first run of a program pins the grid of its random calls. Their draws are then set up in program
-order, call by call over all chunks, before anything runs: where the kernel draws in the order of
-memory, as dropout on the CPU does, a program in chunks draws eager's own numbers and leaves its
-generator state. Where it does not (in attention or a recurrent layer, on CUDA) each call and
-chunk gets a seed of its own, drawn from the generator: reproducible, no two the same. Each later
-run of a chunk puts the state back first, and so sees the same numbers; a live run too.
+A recorded random call *waits* until the generator has moved past its draws. That is done in program
+order, for all calls over all rows before anything runs, or earlier, where a plain call is about to
+draw (`plain.py`). Where each call and each chunk of it starts is kept, and put back before it runs:
+a chunk that runs again, or a call that runs live later, sees the same numbers. What cannot be drawn
+chunk by chunk is drawn whole and cut (`noise.py`). On CUDA each call and chunk gets a seed of its
+own, drawn from the generator: reproducible, no two the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import warnings
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -21,18 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import _core, rows
+from koila import _core, noise, plain, rows
+from koila.errors import KoilaError
 from koila.rows import Bounds
+from koila.threads import in_turn
 
 if TYPE_CHECKING:
-    from koila.program import Run
-    from koila.replay import Replay
+    from koila.program import Program, Run
 
 Cell = tuple[int, int | None]
 #: Where the files are that are not the user's.
 INSIDE = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
-# How often they draw depends on values, not on sizes alone. None: an operator without a row.
-BY_VALUE = {None, "poisson", "rrelu"}
 
 # As they were before koila patched them: for all others what was recorded draws before they answer.
 _get_state = torch._C.Generator.get_state
@@ -73,21 +73,128 @@ def _states() -> dict[torch.device, torch.Tensor]:
     return {device: _get_state(generator_of(device)) for device in devices}
 
 
+#: Where each thread's first waiting draw has to start, and its line: the generators are shared.
+_expected: dict[int, tuple[dict[torch.device, torch.Tensor], str]] = {}
+
+
 def note_recorded() -> None:
-    """A random call was recorded and none was pending: remember where the generators are."""
-    _core.memo()["recorded_states"] = _states()
+    """A random call was recorded and none was waiting: the generators stay where they are until it
+    has drawn."""
+    _expected[threading.get_ident()] = _states(), user_line()
+    plain.watch(move_on)
+
+
+def _note_drawn() -> None:
+    """This thread drew."""
+    if not _core.has_draw():
+        _expected.pop(threading.get_ident(), None)
+        plain.unwatch()
+    _disturb_others()
+
+
+def _disturb_others() -> None:
+    """Other threads do not find the generators where they left them."""
+    for thread in set(_expected) - {threading.get_ident()}:
+        _expected.pop(thread, None)
 
 
 def check_undisturbed() -> None:
-    """Warn where something else drew between the record of a random call and its run."""
-    states = _core.memo().pop("recorded_states", {})
-    if any(not torch.equal(state, _get_state(generator_of(d))) for d, state in states.items()):
-        warnings.warn(
-            "koila: random numbers were drawn between a recorded random call and its run "
-            f"({user_line()}); the program's own draws come later than eager's and differ from "
-            "them",
-            stacklevel=2,
-        )
+    """What waits is about to draw.
+
+    Raises:
+        KoilaError: something that koila could not see has drawn since it was recorded.
+    """
+    states, recorded = _expected.get(threading.get_ident(), ({}, ""))
+    if not _core.has_draw() or all(
+        torch.equal(state, _get_state(generator_of(d))) for d, state in states.items()
+    ):
+        return
+    _expected.pop(threading.get_ident())  # whoever asks again goes on
+    raise KoilaError(
+        f"random numbers were drawn between a random call ({recorded}) and its run "
+        f"({user_line()}) where koila cannot see it, by a function that was bound earlier (from "
+        "torch import rand) or by compiled code: the program's own draws would come after them, "
+        "and not be eager's. Nothing has run and nothing is lost. Call such a function as "
+        "torch.rand(), or read the results first; asked again, the program runs with the numbers "
+        "that come next"
+    )
+
+
+def check_live() -> None:
+    """All that waits is about to run whole, and to draw."""
+    check_undisturbed()
+    plain.unwatch()
+    _disturb_others()
+
+
+@in_turn
+def move_on() -> None:
+    """Move the generators past all that waits: what is drawn next comes after it, as in eager."""
+    waiting = _core.waiting_draws()
+    if waiting:
+        check_undisturbed()
+        starts: dict[int, torch.Tensor] = _core.memo().setdefault("starts", {})
+        _core.set_busy(True)
+        try:
+            for i, first_out, n_outs in waiting:
+                generator = generator_of(_core.value(first_out)[10])
+                state = _get_state(generator)
+                try:
+                    _advance(i, first_out, n_outs, generator)
+                except BaseException:
+                    _set_state(generator, state)
+                    raise
+                starts[i] = state
+                _core.note_drawn(i)
+        finally:
+            _core.set_busy(False)
+    _note_drawn()
+
+
+def noises_of(i: int, first_out: int) -> list[noise.Noise] | None:
+    """What a call draws, on the CPU; None: that is not known."""
+    known: dict[int, list[noise.Noise] | None] = _core.memo().setdefault("noises", {})
+    if i not in known:
+        is_cpu = _core.value(first_out)[10].type == "cpu"
+        known[i] = noise.of(i, first_out) if is_cpu else None
+    return known[i]
+
+
+def bytes_whole(i: int, first_out: int) -> int:
+    """Bytes of a call's noise where it is drawn whole, and cut for the chunks."""
+    noises = noises_of(i, first_out)
+    if noises is None or is_by_chunks(noises, [1, 1]):
+        return 0
+    return sum(one.n_bytes for one in noises)
+
+
+def why_others(i: int, first_out: int) -> str:
+    """Why a random call draws other numbers in chunks than eager, or nothing."""
+    noises = noises_of(i, first_out)
+    if noises is None:
+        return f"in chunks it draws other numbers than eager on {_core.value(first_out)[10]}"
+    if all(map(noise.is_eagers, noises)):
+        return ""
+    return "in chunks it may draw other numbers than eager: how memory lies is not known"
+
+
+def _advance(i: int, first_out: int, n_outs: int, generator: torch.Generator) -> None:
+    """Let one call draw for the whole batch, and forget the numbers."""
+    noises = noises_of(i, first_out)
+    if noises is not None:
+        for one in noises:
+            noise.advance(one, one.n_elements, generator)
+        return
+    given = {value: _stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0}
+    run_alone(i, -1, given, first_out + n_outs, True)
+
+
+def _stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
+    """Ones, which are legal as weights, as probabilities and as deviations: where a call is made
+    for its draws alone, only sizes and types matter."""
+    info = _core.value(value)
+    shape = info[1] if place is None else rows.chunk_shape(info[1], place, n_rows)
+    return torch.ones(shape, dtype=info[0], device=info[10])
 
 
 def user_line() -> str:
@@ -147,22 +254,24 @@ def run_again(
     if i in memo.get("effects", ()):  # on copies of the statistics
         env = run_alone(i, -1, {value: tensor for value, _, tensor in inputs}, n_values, False)
         return env[first_out] if n_outs == 1 else tuple(env[out] for out in outs)
-    cells: dict[Cell, torch.Tensor | int] = memo["cells"]
+    cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
+    starts: dict[int, torch.Tensor] = memo.get("starts", {})
     generator = generator_of(_core.value(first_out)[10])
     before = _get_state(generator)
 
-    def run(chunk: int | None, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
-        _set(generator, cells[i, chunk])
+    def run(cell: Any, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
+        _set(generator, cell)
         env = run_alone(i, n_rows, given, n_values, False)
         return [env[out] for out in outs]
 
     try:
-        if (i, None) in cells:
-            results = run(None, -1, {value: tensor for value, _, tensor in inputs})
+        if not isinstance(cells.get((i, 0)), int):  # eager's own numbers, in chunks too
+            cell = cells[i, None] if (i, None) in cells else starts[i]
+            results = run(cell, -1, {value: tensor for value, _, tensor in inputs})
             return results[0] if is_written or n_outs == 1 else tuple(results)
         bounds: list[Bounds] = memo["grids"][axis]
         parts = [
-            run(chunk, one[1] - one[0], _cut_inputs(inputs, bounds, one, is_written))
+            run(cells[i, chunk], one[1] - one[0], _cut_inputs(inputs, bounds, one, is_written))
             for chunk, one in enumerate(bounds)
         ]
     finally:
@@ -198,25 +307,28 @@ def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
 class Draws:
     """The draws of one program, kept with the program: a state, or a seed, for each cell."""
 
-    def __init__(self, replay: Replay) -> None:
-        self.replay = replay
+    def __init__(self, program: Program, grids: dict[int, list[Bounds]]) -> None:
+        self.program = program
+        self.grids = grids
         self.before: dict[torch.device, torch.Tensor] = {}
         self.after: dict[torch.device, torch.Tensor] = {}
-        self.cells: dict[Cell, torch.Tensor | int] = _core.memo().setdefault("cells", {})
+        memo = _core.memo()
+        self.starts: dict[int, torch.Tensor] = memo.setdefault("starts", {})
+        self.cells: dict[Cell, torch.Tensor | int] = memo.setdefault("cells", {})
+        self.new_starts: list[int] = []
         self.new_cells: list[Cell] = []
         self.run_of: dict[int, Run] = {}
+        self.noises: dict[int, list[noise.Noise]] = {}
+        self.whole: dict[int, list[torch.Tensor]] = {}  # noise that is cut for each chunk
 
     def _device(self, i: int) -> torch.device:
-        program = self.replay.program
-        return program.info(program.nodes[i].first_out).device
+        return self.program.info(self.program.nodes[i].first_out).device
 
     def prepare(self) -> None:
-        """Set up every draw that has not been made yet."""
+        """Move the generator past every draw that has not been made yet, and keep its states."""
         check_undisturbed()
-        for run in self.replay.program.runs:
-            self.run_of.update(
-                (i, run) for i in run.nodes if self.replay.program.nodes[i].is_random
-            )
+        for run in self.program.runs:
+            self.run_of.update((i, run) for i in run.nodes if self.program.nodes[i].is_random)
         for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
             self.before[device] = _get_state(generator_of(device))
         for i in sorted(self.run_of):
@@ -224,55 +336,107 @@ class Draws:
         self.after = {device: _get_state(generator_of(device)) for device in self.before}
 
     def _draw(self, i: int, run: Run) -> None:
-        device = self._device(i)
-        generator = generator_of(device)
-        is_in_order = device.type == "cpu" and not self.replay.program.nodes[i].draws_inside
-        is_in_order = is_in_order and _core.node(i)[1] not in BY_VALUE
-        for chunk in range(len(self.replay.grids[run.axis]) if run.is_body else 1):
-            cell = (i, chunk if run.is_body else None)
-            if cell in self.cells:
-                continue
+        generator = generator_of(self._device(i))
+        here = _get_state(generator)
+        is_late = i in self.starts
+        if is_late:
+            _set_state(generator, self.starts[i])
+        else:
+            self.starts[i] = here
+            self.new_starts.append(i)
+        noises = noises_of(i, self.program.nodes[i].first_out)
+        if noises is not None:
+            self.noises[i] = noises
+        if generator.device.type != "cpu" and (run.is_body or not is_late):
+            self._seed(i, run, generator)
+        elif run.is_body:
+            self._draw_chunks(i, run, generator)
+        else:
+            self._note((i, None), self.starts[i])
+            if not is_late:
+                node = self.program.nodes[i]
+                _advance(i, node.first_out, len(node.outs), generator)
+        if is_late:
+            _set_state(generator, here)
+
+    def _note(self, cell: Cell, start: torch.Tensor | int) -> None:
+        if cell not in self.cells:
+            self.cells[cell] = start
             self.new_cells.append(cell)
-            if is_in_order:
-                self.cells[cell] = _get_state(generator)
-                self._advance(i, run, chunk)
-            else:
-                self.cells[cell] = _seed_from(generator)
 
-    def _advance(self, i: int, run: Run, chunk: int) -> None:
-        """Let one call draw, on stand-ins: only sizes and types matter. They are ones, which are
-        legal as weights, as probabilities and as deviations."""
-        program = self.replay.program
-        node = program.nodes[i]
-        stand_ins: dict[int, torch.Tensor] = {}
-        n_rows = -1
-        if run.is_body:
-            start, stop = self.replay.grids[run.axis][chunk]
-            n_rows = stop - start
-        for number in node.imports:
-            if number < 0:
-                continue
-            entry = program.imports[number]
-            info = program.info(entry.value)
-            shape = info.shape
-            if run.is_body and entry.place is not None:
-                shape = rows.chunk_shape(shape, entry.place, n_rows)
-            stand_ins[entry.value] = torch.ones(shape, dtype=info.dtype, device=info.device)
-        run_alone(i, n_rows, stand_ins, len(program.values), True)
+    def _seed(self, i: int, run: Run, generator: torch.Generator) -> None:
+        for chunk in range(len(self.grids[run.axis]) if run.is_body else 1):
+            cell = (i, chunk if run.is_body else None)
+            if cell not in self.cells:
+                self._note(cell, _seed_from(generator))
 
-    def restore(self, i: int, chunk: int | None) -> None:
-        """Put the generator where it was before this call drew for this chunk."""
-        _set(generator_of(self._device(i)), self.cells[i, chunk])
+    def _draw_chunks(self, i: int, run: Run, generator: torch.Generator) -> None:
+        bounds = self.grids[run.axis]
+        sizes = [stop - start for start, stop in bounds]
+        noises = self.noises.get(i)
+        if noises is not None and not is_by_chunks(noises, sizes):
+            self.whole[i] = [one.draw(generator) for one in noises]
+        for chunk, size in enumerate(sizes):
+            start = _get_state(generator)
+            if i not in self.whole and (i, chunk) not in self.cells:
+                self._advance_chunk(i, run, size, generator)
+            self._note((i, chunk), start)
+            if noises is not None and noises[0].place is None and chunk < len(sizes) - 1:
+                _set_state(generator, start)  # one draw serves all rows
+
+    def _advance_chunk(self, i: int, run: Run, n_rows: int, generator: torch.Generator) -> None:
+        if i in self.noises:
+            for one in self.noises[i]:
+                share = one.n_elements if one.place is None else one.n_elements // one.n_rows
+                advance = share if one.place is None else share * n_rows
+                noise.advance(one, advance, generator)
+            return
+        entries = [
+            self.program.imports[number] for number in self.program.nodes[i].imports if number >= 0
+        ]
+        given = {entry.value: _stand_in(entry.value, entry.place, n_rows) for entry in entries}
+        run_alone(i, n_rows, given, len(self.program.values), True)
+
+    def call(
+        self,
+        i: int,
+        chunk: int | None,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make a random call for a chunk (None: whole), with the numbers that are its own."""
+        generator = generator_of(self._device(i))
+        _set(generator, self.cells[i, chunk])
+        given: list[torch.Tensor] = []
+        if chunk is not None and i in self.whole:
+            bounds = self.grids[self.run_of[i].axis]
+            for one, whole in zip(self.noises[i], self.whole[i], strict=True):
+                assert one.place is not None
+                given.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
+        elif chunk is not None and i in self.noises and not noise.fits(self.noises[i][0], args):
+            given = [one.draw(generator, tuple(args[0].shape)) for one in self.noises[i]]
+        if not given:
+            return func(*args, **kwargs)
+        with noise.Given(given):
+            return func(*args, **kwargs)
 
     def commit(self) -> None:
         """Leave the generators as the last draw of the program left them."""
-        self._put(self.after if self.new_cells else self.before)
-        for i, _ in self.new_cells:
+        is_new = bool(self.new_starts or self.new_cells)
+        self._put(self.after if is_new else self.before)
+        for i in {*self.new_starts, *(i for i, _ in self.new_cells)}:
             _core.note_drawn(i)
         if self.cells:
-            _core.memo()["grids"] = dict(self.replay.grids)
+            _core.memo()["grids"] = dict(self.grids)
+        if is_new:
+            _note_drawn()
+        if _core.has_dead_draw():
+            move_on()  # or it would keep what it reads until something asks for it
 
     def roll_back(self) -> None:
+        for i in self.new_starts:
+            self.starts.pop(i, None)
         for cell in self.new_cells:
             self.cells.pop(cell, None)
         self._put(self.before)
@@ -281,3 +445,8 @@ class Draws:
     def _put(states: dict[torch.device, torch.Tensor]) -> None:
         for device, state in states.items():
             _set_state(generator_of(device), state)
+
+
+def is_by_chunks(noises: list[noise.Noise], sizes: list[int]) -> bool:
+    """Whether a call draws eager's numbers where its chunks, of so many rows, draw in turn."""
+    return len(noises) == 1 and noise.is_in_order(noises[0], sizes)

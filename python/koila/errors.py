@@ -28,6 +28,7 @@ _OUT_OF_MEMORY = (
     "out of memory",
     "ALLOC_FAILED",
     "ALLOCATION_FAILED",
+    "bad_alloc",
 )
 
 

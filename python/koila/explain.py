@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
 
-from koila import _core, draws, plan
-from koila.program import ONCE, REDUCE, Node, Program, Run
+from koila import _core, draws, memory, plan, reports
+from koila.errors import MemoryLimitError
+from koila.program import ONCE, REDUCE, Node, Program, Run, name_of_node, where_of_node
+from koila.reports import Decision, ProgramReport, Stage, Whole, count, size
+from koila.rows import Bounds, largest
+from koila.threads import in_turn
 
+ASKED = Decision("config(chunks=1) asks for it")
+FITS = Decision("it certainly fits")
+FITS_LATER = Decision("it fits, with the backward that may follow")
 _MODES = ("rows", "reduce", "once")
 _SPREAD = "memory that several stages use is written where no stage can"
 _DATA_STAGE = 1  # label counts and masks: never differentiated
@@ -18,45 +24,111 @@ _logger = logging.getLogger("koila")
 _logged: set[str] = set()
 
 
-def _name(node: Node) -> str:
-    func, row, *_ = _core.node(node.id)
-    return str(row or getattr(func, "__name__", "call"))
-
-
 def _why(node: Node) -> str:
     """Why a call that reads rows runs once, or nothing."""
     _, row, reason, *_ = _core.node(node.id)
-    return reason or ("" if row else f"no row for {_name(node)}")
+    return reason or ("" if row else f"no row for {name_of_node(node)}")
 
 
-def _joins(program: Program, node: Node) -> bool:
-    """Whether a call runs once although it reads rows of a batch."""
-    reads = (program.imports[number].value for number in node.imports if number >= 0)
-    return node.mode == ONCE and any(program.info(v).place is not None for v in reads)
+def _whole(program: Program) -> tuple[Whole, ...]:
+    """The calls that make values of the whole batch, each with those that follow from it alone; the
+    largest first."""
+    caused: dict[int, list[Node]] = {}  # by the call that reads rows
+    cause_of: dict[int, int] = {}  # of the values that they make
+    for node in program.nodes.values():
+        if node.mode != ONCE:
+            continue
+        reads = (program.imports[number].value for number in node.imports if number >= 0)
+        cause = next((cause_of[value] for value in reads if value in cause_of), None)
+        if program.joins_rows(node):
+            cause = node.id
+        if cause is not None:
+            caused.setdefault(cause, []).append(node)
+            cause_of.update(dict.fromkeys(node.outs, cause))
+    found = [
+        Whole(
+            name_of_node(nodes[0]),
+            where_of_node(nodes[0]),
+            _why(nodes[0]),
+            sum(map(program.bytes_made, nodes)),
+            len(nodes),
+        )
+        for nodes in caused.values()
+    ]
+    return tuple(sorted(found, key=lambda one: -one.n_bytes))
+
+
+def cause_of_whole(program: Program) -> Decision:
+    """Why a program runs whole that has no body, or a write across stages."""
+    if program.spread is not None:
+        made = sum(map(program.bytes_made, program.nodes.values()))
+        name, where = name_of_node(program.spread), where_of_node(program.spread)
+        return Decision(_SPREAD, whole=(Whole(name, where, _SPREAD, made, len(program.nodes)),))
+    whole = _whole(program)
+    why = "no call of it keeps rows apart" if whole else "nothing in it has rows"
+    return Decision(why, whole=whole)
+
+
+def told(
+    program: Program,
+    planned: plan.Plan,
+    grids: dict[int, list[Bounds]],
+    n_tries: int,
+    measured: int | None,
+) -> ProgramReport:
+    """What the user is told of a program that ran by stages."""
+    used = [grids[axis] for axis in program.axes]
+    n_chunks = max(map(len, used), default=1)
+    n_rows = max(stop - start for grid in used for start, stop in grid) if n_chunks > 1 else None
+    cause = cause_of_whole(program)
+    fits = "its numbers fit, without autograd's graph"
+    return ProgramReport(
+        reports.asked(),
+        draws.user_line(),
+        len(program.nodes),
+        sum(program.bytes_made(node) for node in program.nodes.values()),
+        n_chunks,
+        n_rows,
+        n_tries,
+        planned.predicted,
+        planned.allowed,
+        measured,
+        "" if n_chunks > 1 else fits if used else cause.why,
+        stages=tuple(
+            Stage(
+                number,
+                len(run.nodes) + len(run.combined),
+                len(grids[run.axis]) if run.is_body else 1,
+                max(stop - start for start, stop in grids[run.axis]) if run.is_body else None,
+                _passes(program, run),
+            )
+            for number, run in enumerate(_runs(program), 1)
+        ),
+        whole=cause.whole,
+    )
 
 
 def log_whole(program: Program) -> None:
     """Say once, with the line, where a joint leaves most of a program's memory whole."""
-    sizes = {
-        node.id: sum(
-            math.prod(program.info(v).shape) * program.info(v).dtype.itemsize for v in node.outs
-        )
-        for node in program.nodes.values()
-    }
+    sizes = {node.id: program.bytes_made(node) for node in program.nodes.values()}
     whole = sum(sizes[node.id] for node in program.nodes.values() if node.mode == ONCE)
-    joint = next((n for n in program.nodes.values() if _joins(program, n)), None)
+    joint = next((n for n in program.nodes.values() if program.joins_rows(n)), None)
     if program.spread is not None:
-        where = _core.node(program.spread.id)[3]
+        where = where_of_node(program.spread)
         _log(
-            where, "%s makes the program run whole (%s): %s", _name(program.spread), where, _SPREAD
+            where,
+            "%s makes the program run whole (%s): %s",
+            name_of_node(program.spread),
+            where,
+            _SPREAD,
         )
     elif joint is not None and 2 * whole > sum(sizes.values()):
-        where = _core.node(joint.id)[3]
+        where = where_of_node(joint)
         _log(
             where,
             "%s needs the whole batch (%s; %s), and %d of %d calls run whole with it: "
             "koila saves little memory here",
-            _name(joint),
+            name_of_node(joint),
             _why(joint),
             where,
             sum(node.mode == ONCE for node in program.nodes.values()),
@@ -95,9 +167,16 @@ def _describe(program: Program, value: int) -> str:
 
 
 def _line(program: Program, node: Node) -> str:
-    why = f"; {_why(node)}" if _joins(program, node) else ""
+    why = f"; {_why(node)}" if program.joins_rows(node) else ""
+    others = draws.why_others(node.id, node.first_out) if node.is_random else ""
+    why += f"; {others}" if others and node.mode != ONCE else ""
     mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"
-    return f"    {node.id:4d} {_name(node):24s} {mode}  ({_core.node(node.id)[3]})"
+    return f"    {node.id:4d} {name_of_node(node):24s} {mode}  ({where_of_node(node)})"
+
+
+def _runs(program: Program) -> list[Run]:
+    """Its runs, in their order, that do anything."""
+    return [run for run in program.runs if run.nodes or run.combined]
 
 
 def _passes(program: Program, run: Run) -> str:
@@ -109,23 +188,53 @@ def _passes(program: Program, run: Run) -> str:
     )
 
 
-def _head(program: Program, run: Run) -> str:
+def _head(program: Program, run: Run, number: int) -> str:
     if not run.is_body:
-        return f"stage {run.stage}: joint, runs once"
+        return f"stage {number}: joint, runs once"
     rows = program.axes[run.axis]
-    return f"stage {run.stage}: body over {rows} rows, {_passes(program, run)}"
+    return f"stage {number}: body over {rows} rows, {_passes(program, run)}"
 
 
-def explain(*losses: Any) -> str:
+def _forecast(program: Program, is_graph: bool) -> str:
+    """In how many chunks it would run now, and in how many bytes."""
+    try:
+        planned = plan.plan(program, is_graph)
+    except MemoryLimitError as error:
+        return f"it does not fit: {error}"
+    estimate = memory.estimate(program, is_graph)
+    rows = largest(estimate.rows, planned.n_chunks, planned.unit)
+    needed = planned.predicted
+    if needed is None:
+        needed, _ = estimate.peak(rows)
+    n_chunks = -(-estimate.rows // rows)
+    chunks = f"in {n_chunks} chunks of at most {count(rows, 'row')}" if n_chunks > 1 else "whole"
+    allowed = f"; {size(planned.allowed)} are allowed" if planned.allowed is not None else ""
+    return f"run now, it would run {chunks} and take {size(needed)} at its worst moment{allowed}"
+
+
+class Explanation(str):
+    """A text that a terminal or a notebook shows as it is, without print() too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        printer.text(str(self))
+
+
+@in_turn
+def explain(*losses: Any) -> Explanation:
     """Describe the program behind some losses, without running it.
 
     Args:
-        losses: lazy tensors that backward() would be called on.
+        losses: lazy tensors that backward() would be called on, or lists of them.
 
     Returns:
-        A text: each stage with its nodes (shape, place, mode), each call that runs once with
-        its reason
-        and line, and how often each body is run.
+        A text: in how many chunks and bytes it would run now; each stage, in the order they run,
+        with its calls (shape, place, mode, line), why one runs once, and how often each body is
+        run. Where all has run: what the last step ran.
 
     Example:
         >>> import torch, koila
@@ -133,26 +242,34 @@ def explain(*losses: Any) -> str:
         >>> print(koila.explain((x * 2).sum()).splitlines()[0])
         program of 2 calls in 2 stages
     """
-    roots = [loss for loss in losses if type(loss) is _core.LazyTensor]
-    if not roots or all(_core.real(root) is not None for root in roots):
-        return "nothing is pending: the program has run"
+    listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
+    roots = [loss for some in listed for loss in some if type(loss) is _core.LazyTensor]
+    if not roots:
+        return Explanation("no lazy tensor was given: nothing is recorded for it")
+    if all(map(_core.is_input, roots)):
+        return Explanation("an input: nothing is recorded for it alone")
+    if all(_core.real(root) is not None for root in roots):
+        return Explanation(f"nothing is pending: the program has run\n{reports.report()}")
     program = Program(roots)
-    runs = [run for run in program.runs if run.nodes or run.combined]
-    lines = [f"program of {len(program.nodes)} calls in {len(runs)} stages"]
+    runs = _runs(program)
+    lines = [f"program of {count(len(program.nodes), 'call')} in {count(len(runs), 'stage')}"]
     spread = program.spread
     if spread is not None:
         lines.append(f"it runs whole: {_SPREAD}\n" + _line(program, spread))
     elif program.last_body is not None and not program.is_tail_linear:
         tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
-        name = f" through {_name(tail)} ({_core.node(tail.id)[3]})" if tail is not None else ""
+        name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
-    for run in runs:
-        lines.append(_head(program, run))
+    if program.axes and spread is None:
+        lines.append(_forecast(program, any(root.requires_grad for root in roots)))
+    for number, run in enumerate(runs, 1):
+        lines.append(_head(program, run, number))
         lines += [f"    {n.id:4d} combine the partials" for n in run.combined if n.mode == REDUCE]
         lines += [_line(program, program.nodes[i]) for i in run.nodes]
-    return "\n".join(lines)
+    return Explanation("\n".join(lines))
 
 
+@in_turn
 def plan_of(loss: torch.Tensor) -> plan.Plan:
     """The number of chunks that the program behind `loss` would run in, with the bytes
     predicted."""

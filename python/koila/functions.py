@@ -20,22 +20,26 @@ from koila import (
     hooks,
     meta,
     outs,
+    plain,
     reductions,
     replay,
+    reports,
+    scalars,
+    versions,
 )
 from koila.errors import KoilaError, StaleError
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
 
-# Their answer is a Python object, or a tensor that leaves torch: the number is needed now.
+# Their answer is a Python object, or a tensor that leaves torch: the number is needed now. What can
+# return a tensor with a gradient, or write its own, is none of these: a test asks torch.
 READS = frozenset(
     """item tolist __bool__ __float__ __int__ __index__ __complex__ __long__
     __nonzero__ is_nonzero equal allclose _is_all_true _is_any_true data_ptr
     untyped_storage storage _typed_storage storage_type __reduce_ex__ __reduce__ __deepcopy__
-    __copy__ __format__ __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared
-    share_memory_ __dir__ __setstate__ __array_wrap__ __array_priority__ _update_names _indices
-    _values is_pinned has_names is_coalesced q_scale q_zero_point q_per_channel_scales qscheme
-    module_load ipc_handle is_inference map_ map2_ apply_ new type""".split()
+    __format__ __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared
+    __dir__ __array_wrap__ is_pinned has_names is_coalesced q_scale q_zero_point qscheme
+    is_inference""".split()
 )
 
 # Their answer follows from metadata: a stand-in without memory gives it.
@@ -47,7 +51,10 @@ QUERIES = frozenset(
 )
 
 # Asked on meta tensors, these promise what the real call does not keep.
-META_UNRELIABLE = frozenset("native_batch_norm embedding_bag _embedding_bag batch_norm".split())
+META_UNRELIABLE = frozenset(
+    """native_batch_norm embedding_bag _embedding_bag batch_norm quantize_per_tensor
+    quantize_per_channel quantize_per_tensor_dynamic""".split()
+)
 
 NAMESPACES = (
     torch,
@@ -95,14 +102,6 @@ def _has_effect(schema: Any) -> bool:
     return any(part.alias_info is not None for part in parts)
 
 
-def _is_random(name: str) -> bool:
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
-    tag = torch.Tag.nondeterministic_seeded
-    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
-
-
 def _returns_list(schema: Any) -> bool:
     return len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]"
 
@@ -116,13 +115,13 @@ def _row_of(func: Callable[..., Any], name: str) -> str | None:
 
 def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
-    is_random = _is_random(name)
+    is_random = plain.draws(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
     returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
-    instead = handlers.DECLINED.get(name)
+    instead = scalars.instead(name, handlers.DECLINED.get(name))
     _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
 
 
@@ -151,6 +150,18 @@ def _overridable() -> Iterable[tuple[str, Any]]:
             yield name, func
 
 
+def _names() -> dict[Any, str]:
+    """The name of each callable. Builtins of one C function are equal: torch.spmm is torch.mm, and
+    the name with a row is meant."""
+    names: dict[Any, str] = {}
+    for name, func in _overridable():
+        if callable(func) and not isinstance(func, type):
+            own = getattr(func, "__name__", name)
+            if func not in names or own in _rows:
+                names[func] = own
+    return names
+
+
 def _accessors() -> Iterable[tuple[str, Any]]:
     for owner in (torch._C.TensorBase, torch.Tensor):
         for name, member in vars(owner).items():
@@ -168,13 +179,15 @@ def register_all() -> None:
         meta.checksum,
         meta.draw_like,
         draws.note_recorded,
-        draws.check_undisturbed,
+        draws.check_live,
+        draws.move_on,
         enter.enter,
         replay.read,
         handlers.in_transform,
         draws.run_again,
         hooks.bind,
         explain.log_live,
+        reports.note_whole,
         devices.meant,
         devices.land,
         attention.choose,
@@ -182,9 +195,10 @@ def register_all() -> None:
         draws.INSIDE,
         reductions.known(),
     )
-    for name, func in _overridable():
-        if callable(func) and not isinstance(func, type):
-            _register(func, getattr(func, "__name__", name))
+    for func, name in _names().items():
+        _register(func, name)
+    number = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
+    _core.register(number, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
     for name, member in _accessors():
@@ -200,7 +214,19 @@ def register_all() -> None:
             _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
         elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)
+    for _, name, wrapper in plain.wrappers():  # what a method is known by, while it is replaced
+        _register_op(wrapper, name)
     own = vars(_core.LazyTensor)
     rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
     methods = (name for name in vars(torch._C.TensorBase) if name in rows)
-    _core.install_slots(tuple(name for name in methods if name not in own and name[0] != "_"))
+    is_short = _core.install_slots(
+        tuple(name for name in methods if name not in own and name[0] != "_")
+    )
+    versions.note_slow_ways(
+        {
+            "methods of a lazy go through torch's dispatch": is_short,
+            "lazies are made anew each time": _core.recycles(),
+            "tensors are read by their attributes": _core.reads_by_handle(),
+            "torch's modes are asked for in Python": _core.asks_libtorch(),
+        }
+    )

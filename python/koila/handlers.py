@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from koila import _core, checkpoints, devices, hooks, meta, plan, replay, reports
+from koila import (
+    _core,
+    checkpoints,
+    composed,
+    devices,
+    draws,
+    hooks,
+    meta,
+    plan,
+    replay,
+    reports,
+)
 
 LazyTensor = _core.LazyTensor
 
@@ -89,9 +100,35 @@ def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return hooks.retained(args[0]) if real is None else func(real)
 
 
-def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What changes the tensor itself and gives it back: requires_grad_, share_memory_."""
     _core.live(func, args, kwargs, True)
     return args[0]
+
+
+def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of its type, and of no size: for calls that ask for no more."""
+    return torch.empty(0, dtype=lazy.dtype, device=lazy.device)
+
+
+def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.new(2, 3): of a tensor only its type is asked, but x.new(other) is on other's graph."""
+    if type(args[0]) is not LazyTensor or any(
+        isinstance(argument, torch.Tensor) for argument in (*args[1:], *kwargs.values())
+    ):
+        return _core.live(func, args, kwargs, False)
+    return func(_empty_like(args[0]), *args[1:], **kwargs)
+
+
+def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.type() is a text, x.type(text) and x.type(torch.DoubleTensor) are casts: torch says which,
+    and to what."""
+    answer = func(_empty_like(args[0]), *args[1:], **kwargs)
+    if isinstance(answer, str):
+        return answer
+    words = _words(("self", "dtype", "non_blocking"), args, kwargs)
+    words.update(device=answer.device, dtype=answer.dtype)
+    return words.pop("self").to(**words)
 
 
 def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,6 +144,10 @@ def _listed(obj: Any) -> list[Any]:
 
 def _words(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+#: What is said of a backward that ran no recorded call.
+_HAD_RUN = "all calls had run before, and left autograd's graph"
 
 
 def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
@@ -134,7 +175,12 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
 
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.backward and torch.autograd.backward."""
-    reports.note(None)
+    reports.note_backward()
+    with reports.Asking("backward()", _HAD_RUN):
+        _backward(func, args, kwargs)
+
+
+def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     names: tuple[str, ...]
     if func is torch.Tensor.backward:
         names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
@@ -153,7 +199,6 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return
     try:
         _core.live(func, args, kwargs, True)
-        reports.note_whole()
     finally:
         _core.note_backward()
 
@@ -198,14 +243,17 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
 
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.autograd.grad: the gradients are plain tensors."""
-    reports.note(None)
+    reports.note_backward()
+    with reports.Asking("autograd.grad()", _HAD_RUN):
+        return _autograd_grad(func, args, kwargs)
+
+
+def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _grad_in_chunks(_words(_GRAD_WORDS, args, kwargs))
     if found is not NotImplemented:
         return found
     try:
-        result = _core.live(func, args, kwargs, True)
-        reports.note_whole()
-        return result
+        return _core.live(func, args, kwargs, True)
     finally:
         if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
             _core.note_backward()
@@ -215,7 +263,8 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """numpy() and __array__: torch refuses them to tensors that require a gradient."""
     if args[0].requires_grad and not kwargs.get("force"):
         func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
-    return func(_core.read(args[0]), *args[1:], **kwargs)
+    with reports.Asking("numpy()"):
+        return func(_core.read(args[0]), *args[1:], **kwargs)
 
 
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,15 +298,16 @@ def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def repr_lazy(lazy: Any) -> str:
-    """What debuggers show: the number where it is there, and never a computation."""
+    """What debuggers show: the number where it is there. It never computes, nor waits for a thread
+    that does."""
     try:
-        real = _core.real(lazy)
+        real, description = _core.real(lazy), _core.describe(lazy)
     except Exception:  # what its call raised
         return "LazyTensor(failed)"
     if real is not None:
         return f"LazyTensor({real!r})"
     shape = tuple(lazy.shape)
-    grad_text = ", requires_grad=True" if lazy.requires_grad else ""
+    grad_text = ", requires_grad=True" if description is not None and description[3] else ""
     return (
         f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text})"
     )
@@ -265,7 +315,8 @@ def repr_lazy(lazy: Any) -> str:
 
 def str_lazy(lazy: Any) -> str:
     """What print shows: the number."""
-    return str(_core.read(lazy))
+    with reports.Asking("print()"):
+        return str(_core.read(lazy))
 
 
 def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
@@ -276,7 +327,8 @@ def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
 
 
 def _read_number(tensor: torch.Tensor) -> torch.Tensor:
-    return _core.read(tensor) if type(tensor) is LazyTensor else tensor
+    with reports.Asking("getitem()"):
+        return _core.read(tensor) if type(tensor) is LazyTensor else tensor
 
 
 def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,6 +368,33 @@ def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return select(func, (x.expand(shape), mask.expand(shape)), {})
 
 
+def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """rrelu() in training draws a slope for each negative number: with these known, it is a
+    product with the slopes."""
+    words: dict[str, Any] = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
+    words |= _words(("input", "lower", "upper", "training", "generator"), args, kwargs)
+    x = words["input"]
+    if not words["training"] or words["generator"] is not None or type(x) is not LazyTensor:
+        return NotImplemented
+    number = _core.read(x).detach()
+    slopes = torch.empty_like(number, memory_format=torch.contiguous_format)
+    draws.move_on()
+    nn: Any = torch._C._nn
+    nn.rrelu_with_noise(number, slopes, words["lower"], words["upper"], True)
+    return x * _core.like(slopes, x)
+
+
+def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """poisson() draws the more often, the larger the numbers are: these are read."""
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
+        return NotImplemented
+    number = _core.read(x).detach()
+    draws.move_on()
+    drawn = _core.like(torch.poisson(number), x)
+    return drawn + x * 0 if x.requires_grad and torch.is_grad_enabled() else drawn
+
+
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 HANDLERS: dict[str, Handler] = {
@@ -336,7 +415,9 @@ HANDLERS: dict[str, Handler] = {
     "cpu": to_cpu,
     "cuda": to_cuda,
     "is_leaf": is_leaf,
-    "requires_grad_": requires_grad_,
+    "new": new,
+    "requires_grad_": on_itself,
+    "share_memory_": on_itself,
     "is_cpu": _device_type("cpu"),
     "is_cuda": _device_type("cuda"),
     "is_meta": _device_type("meta"),
@@ -353,4 +434,8 @@ HANDLERS: dict[str, Handler] = {
 DECLINED: dict[str, Handler] = {
     "__getitem__": select,
     "masked_select": masked_select,
+    "rrelu": rrelu,
+    "poisson": poisson,
+    "type": type_of,
+    **composed.HANDLERS,
 }

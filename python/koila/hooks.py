@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from koila import _core
+from koila.threads import in_turn
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 #: What the hooks of each value made of its gradient, in this backward.
@@ -34,6 +35,7 @@ def _made_for(value: int) -> OrderedDict[Any, Any]:
     return made
 
 
+@in_turn
 def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tensor.register_hook."""
     value = _core.hook(args[0])
@@ -45,6 +47,7 @@ def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return handle
 
 
+@in_turn
 def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.retain_grad."""
     value = _core.hook(args[0])
@@ -119,6 +122,7 @@ def give(value: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@in_turn
 def retained(lazy: Any) -> torch.Tensor | None:
     """The gradient that a lazy retained, while it has no tensor of its own."""
     value = _core.hook(lazy, False)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
+import operator
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.utils.data
 
-from koila import _core, patches, replay
+from koila import _core, patches, replay, reports
 from koila.numbers import settle_outdated
 
 _WHOLE = -1
 
 
+_is_off: contextvars.ContextVar[bool] = contextvars.ContextVar("koila.off", default=False)
+
+
 class _State(threading.local):
-    is_off = False
+    is_warned = False  # of a call in a worker of a DataLoader
 
 
 _state = _State()
@@ -26,7 +33,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Switch koila off for a block: `lazy` returns what it is given.
+    """Switch koila off for a block, in this context: `lazy` returns what it is given.
 
     Example:
         >>> import torch, koila
@@ -34,12 +41,12 @@ def off() -> Iterator[None]:
         ...     koila.is_lazy(koila.lazy(torch.ones(2)))
         False
     """
-    before = _state.is_off
-    _state.is_off = True
+    before = _is_off.get()
+    _is_off.set(True)
     try:
         yield
     finally:
-        _state.is_off = before
+        _is_off.set(before)
 
 
 def is_lazy(obj: object) -> bool:
@@ -51,6 +58,11 @@ def is_lazy(obj: object) -> bool:
         True
     """
     return type(obj) is _core.LazyTensor
+
+
+def _kind(obj: object) -> str:
+    kind = type(obj)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path: str) -> Any:
@@ -75,6 +87,8 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         rebuilt = copy.copy(obj)
         for field in dataclasses.fields(obj):
+            if not hasattr(obj, field.name):
+                continue  # one with init=False that nothing has set yet
             item = getattr(obj, field.name)
             value = _map(fn, item, _entry(batch, field.name), f"{path}.{field.name}")
             object.__setattr__(rebuilt, field.name, value)
@@ -84,7 +98,7 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
 
 def _entry(batch: Any, key: Any) -> Any:
     """The part of `batch` for one entry: a number or None goes for all entries."""
-    if batch is None or isinstance(batch, int):
+    if batch is None or hasattr(batch, "__index__"):
         return batch
     if isinstance(batch, Mapping):
         if key not in batch:
@@ -116,13 +130,14 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
     """The dim of the rows, or _WHOLE."""
     if batch is None or tensor.dim() == 0:
         return _WHOLE
-    if isinstance(batch, bool) or not isinstance(batch, int):
+    if isinstance(batch, bool | torch.Tensor) or not hasattr(batch, "__index__"):
         raise ValueError(f"lazy: batch= for {path} must be an int or None, not {batch!r}")
-    if not -tensor.dim() <= batch < tensor.dim():
+    dim: int = operator.index(batch)  # numpy's integers too
+    if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
             f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}"
         )
-    return batch % tensor.dim()
+    return dim % tensor.dim()
 
 
 def lazy(*objs: Any, batch: Any = 0) -> Any:
@@ -138,6 +153,10 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
     Returns:
         The same structure with lazy tensors: one object for one argument, else a tuple.
 
+    Warns:
+        UserWarning: there is no tensor in `objs`; or it is called in a worker of a DataLoader, from
+            which tensors come back plain.
+
     Raises:
         ValueError: the tensors disagree on the number of rows, or `batch` is no dim of one.
 
@@ -147,24 +166,45 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
         >>> (x.sum(1) - y).mean().item()
         3.0
     """
-    if _state.is_off:
+    if _is_off.get():
         return objs[0] if len(objs) == 1 else objs
     patches.refresh()
     whole = objs[0] if len(objs) == 1 else objs
     rows: dict[str, int] = {}
 
+    n_tensors = 0
+
     def look(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
+        nonlocal n_tensors
+        n_tensors += 1
         dim = _dim_of(tensor, leaf_batch, path)
         if dim != _WHOLE:
-            rows[path] = tensor.shape[dim]
+            rows[path] = tensor.size(dim)  # a nested tensor has no shape
         return tensor
 
     _map(look, whole, batch, "input")
+    if n_tensors == 0:
+        what = ", ".join(map(_kind, objs)) or "nothing"
+        warnings.warn(
+            f"koila.lazy: no tensor is in what it was given ({what}): it is returned as it is, and "
+            "what is made of it runs whole; give it tensors, such as torch.as_tensor(...)",
+            stacklevel=2,
+        )
+        return whole
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None and worker.id == 0 and not _state.is_warned:  # one speaks for all
+        _state.is_warned = True
+        warnings.warn(
+            "koila.lazy: called in a worker of a DataLoader, from which tensors come back plain: "
+            "what is made of them runs whole; call lazy() on the batch in the training loop",
+            stacklevel=2,
+        )
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
     settle_outdated()
-    replay.flush_known()
+    replay.flush_known("lazy() of another batch")
+    reports.begin_batch()
     axis = _core.new_axis()
 
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:

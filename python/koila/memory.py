@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from koila import flight, outside
+from koila import draws, flight, outside
 from koila.flight import Parts
 from koila.program import REDUCTION_NAMES, Program, Run
 from koila.sizes import Sizes
@@ -30,24 +30,32 @@ class Estimate:
 
     moments: tuple[Need, ...]
     rows: int
+    whole: float = math.inf  # run live: not cut, each gradient made once
 
-    def peak(self, rows: int) -> tuple[float, int]:
-        """Bytes with chunks of `rows` rows, and the node that needs them."""
+    def _worst(self, rows: int) -> tuple[Need, int]:
+        """The moment that needs most with chunks of `rows` rows, and the number of chunks."""
         n_chunks = -(-self.rows // max(rows, 1))
         worst = max(
             self.moments, key=lambda need: need.bytes(rows, n_chunks), default=Need(0, 0, 0)
         )
+        return worst, n_chunks
+
+    def peak(self, rows: int) -> tuple[float, int]:
+        """Bytes with chunks of `rows` rows, and the node that needs them."""
+        worst, n_chunks = self._worst(rows)
         return worst.bytes(rows, n_chunks), worst.node
 
-    def least(self) -> tuple[int, float, int]:
-        """About the least bytes any chunks need: rows of a chunk, bytes, and the node.
+    def fixed(self, rows: int) -> float:
+        """Bytes at that moment that smaller chunks do not make less."""
+        return self._worst(rows)[0].fixed
 
-        That is one row, but where each chunk leaves much.
+    def least(self) -> tuple[int, float, int]:
+        """The least bytes that chunks need: rows of a chunk, bytes, and the node.
+
+        That is one row, but where each chunk leaves much: of sizes that double, the best.
         """
         sizes = [1 << i for i in range(self.rows.bit_length())] or [1]
-        found = [(rows, *self.peak(rows)) for rows in sizes]
-        best = min(found, key=lambda entry: entry[1])
-        return found[0] if 0.9 * found[0][1] <= best[1] else best
+        return min(((rows, *self.peak(rows)) for rows in sizes), key=lambda entry: entry[1])
 
     def largest_chunk(self, budget: float) -> int:
         """The most rows of a chunk that fits; 0 where none does."""
@@ -82,14 +90,13 @@ class _Step:
         self.cut = {entry.value for entry in program.imports if entry.place is not None}
 
     def _hold_states(self) -> None:
-        """The generator's state before each draw, as draws.py keeps it."""
+        """The generator's state before each draw, and what is drawn whole, as draws.py keeps it."""
         for run in self.program.runs:
-            nodes = (self.program.nodes[i] for i in run.nodes)
-            n_bytes = _STATE * sum(node.is_random and not node.draws_inside for node in nodes)
+            nodes = [self.program.nodes[i] for i in run.nodes if self.program.nodes[i].is_random]
             if run.is_body:
-                self.held_per_chunk += n_bytes
-            else:
-                self.held += n_bytes
+                self.held_per_chunk += _STATE * len(nodes)
+                self.held += sum(draws.bytes_whole(node.id, node.first_out) for node in nodes)
+            self.held += _STATE * len(nodes)
 
     def _note(self, moments: list[Need]) -> None:
         more = self.held_per_chunk
@@ -206,14 +213,14 @@ class _Step:
     def _joint_back(self, run: Run) -> None:
         sweep, live = self.graphs.pop(run.stage)
         is_after = self.program.last_body is not None and run.stage > self.program.last_body
-        if not (is_after and self.program.is_tail_linear):
-            self._gather_gradients(run)
-            kept, seeds = self._combined(run)
+        self._gather_gradients(run)
+        kept, seeds = self._combined(run)
+        if not (is_after and self.program.is_tail_linear):  # else what comes is only looked at
             self.held_per_chunk += seeds
-            self.held -= live  # what is live at the start of its backward is counted there
-            self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
-            self.held += live - sweep.freed
-            self.held_per_chunk -= kept
+        self.held -= live  # what is live at the start of its backward is counted there
+        self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
+        self.held += live - sweep.freed
+        self.held_per_chunk -= kept
 
     def deliver(self) -> None:
         """Gradients of leaves that were cut are put together; those of half precision cast. Then
@@ -225,14 +232,7 @@ class _Step:
                 is_cut = info.place is not None
                 is_narrow = self.sizes.gradient(value) > self.sizes.whole(value)
                 more += self.sizes.whole(value) * (is_cut or is_narrow)
-        self._note_end(more + outside.peak(self._graphs_before()))
-
-    def _graphs_before(self) -> Iterator[torch.Tensor]:
-        """What entered with a graph of its own."""
-        for value in {entry.value for entry in self.program.imports}:
-            real = self.program.info(value).real
-            if real is not None and real.grad_fn is not None and self.program.needs_gradient(value):
-                yield real
+        self._note_end(more + outside.peak(_graphs_before(self.program)))
 
     def commit(self) -> None:
         """The numbers of the user's lazies are put together from the chunks, one by one."""
@@ -249,6 +249,14 @@ class _Step:
                 yield value
 
 
+def _graphs_before(program: Program) -> Iterator[torch.Tensor]:
+    """What entered with a graph of its own."""
+    for value in {entry.value for entry in program.imports}:
+        real = program.info(value).real
+        if real is not None and real.grad_fn is not None and program.needs_gradient(value):
+            yield real
+
+
 def estimate(program: Program, is_graph: bool) -> Estimate:
     """What a program needs beyond what is there already (leaves, parameters)."""
     step = _Step(program, is_graph)
@@ -257,4 +265,17 @@ def estimate(program: Program, is_graph: bool) -> Estimate:
         step.back()
         step.deliver()
     step.commit()
-    return Estimate(tuple(step.moments), max(program.axes.values(), default=0))
+    rows = max(program.axes.values(), default=0)
+    return Estimate(tuple(step.moments), rows, whole(program, is_graph))
+
+
+def whole(program: Program, is_graph: bool) -> float:
+    """What a live run of a program needs beyond what is there already, and its backward."""
+    sizes = Sizes(program)
+    sweep = Sweep(program, program.as_written(), sizes, is_graph, is_live=True)
+    moments = sweep.forward()
+    if is_graph:
+        moments = moments + sweep.back()
+        end = sweep.live().fixed + sweep.gradients.fixed
+        moments.append(Need(end + outside.peak(_graphs_before(program)), 0.0, 0))
+    return max((need.fixed for need in moments), default=0.0)

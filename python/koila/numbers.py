@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
 from koila import _core, hooks, views
+from koila.cross import Cross
 from koila.program import Program
 from koila.spent import spent
+from koila.threads import in_turn
 
 
 class Numbers:
@@ -19,11 +21,9 @@ class Numbers:
     memory. So a view is not put together from chunks: it is taken of the whole storage again.
     """
 
-    def __init__(
-        self, program: Program, whole: Callable[[int], torch.Tensor], is_spent: bool
-    ) -> None:
+    def __init__(self, program: Program, cross: Mapping[int, Cross], is_spent: bool) -> None:
         self.program = program
-        self.whole = whole
+        self.cross = cross
         self.is_spent = is_spent
         self.made: dict[int, torch.Tensor] = {}
         groups: dict[int, list[int]] = defaultdict(list)
@@ -58,7 +58,7 @@ class Numbers:
         if value not in self.made:
             known = self.program.info(value).number  # what was read stays what it was
             # Put together without a graph it may be a view, which torch would not let be written.
-            number = known if known is not None else self.whole(value).detach()
+            number = known if known is not None else self.cross[value].read_whole(False).detach()
             self.made[value] = spent(number) if self._is_spent(value) else number
         return self.made[value]
 
@@ -80,6 +80,7 @@ class Numbers:
             _core.deliver(value, given, is_final)
 
 
+@in_turn
 def settle_outdated() -> None:
     """What has a number, and whose parameters have changed since, keeps it and loses its graph."""
     values = _core.outdated()

@@ -22,12 +22,16 @@ from koila import (
     attention,
     budget,
     checkpoints,
+    draws,
     explain,
     handlers,
     meta,
     numbers,
+    plain,
     replay,
+    reports,
 )
+from koila.threads import in_turn
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
@@ -68,10 +72,34 @@ def _live_if_lazy(original: Callable[..., Any], is_plain: bool) -> Callable[...,
     return patched
 
 
+def _numbers(obj: Any) -> Any:
+    """The object with the numbers of lazies in their place."""
+    if type(obj) is _core.LazyTensor:
+        return _core.read(obj)
+    if isinstance(obj, tuple | list) and _holds_lazy(obj):
+        return [_numbers(item) for item in obj]
+    return obj
+
+
+def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which copies the numbers that it is given."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if _holds_lazy(args) or _holds_lazy(kwargs):
+            with reports.Asking(f"{reports.name_of(original)}()"):
+                args = tuple(map(_numbers, args))
+                kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return patched
+
+
 def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        _core.flush()  # live: nothing recorded before may run after
+        with reports.Asking(f"{reports.name_of(original)}()"):
+            _core.flush()  # live: nothing recorded before may run after
         return original(*args, **kwargs)
 
     return patched
@@ -104,7 +132,9 @@ def _patch_factories() -> None:
     # A default device goes by a set of functions that is made when first asked for: of torch's own,
     # which ours call.
     torch.utils._device._device_constructors()
-    for name in ("tensor", "as_tensor", "asarray", "scalar_tensor"):
+    for name in ("tensor", "scalar_tensor"):
+        _replace(torch, name, _read_if_lazy(getattr(torch, name)))
+    for name in ("as_tensor", "asarray"):
         _replace(torch, name, _live_if_lazy(getattr(torch, name), True))
     for owner in (torch, torch.utils.dlpack, torch._C):
         for name in ("to_dlpack", "_to_dlpack"):
@@ -156,7 +186,7 @@ def _patch_grad_modes() -> None:
         def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
-                replay.flush_known()
+                replay.flush_known("the end of a block without gradients")
             return result
 
         _replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -184,25 +214,30 @@ def _patch_fast_paths() -> None:
 def _patch_data() -> None:
     """x.data hands out memory behind autograd's back: writes through it leave no trace but the
     numbers."""
-    original: Any = vars(torch._C.TensorBase)["data"]
+    original: Any = torch._C.TensorBase.data
 
     def get(self: torch.Tensor) -> Any:
         if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
-        leaf = _core.leaf_of(self)
-        if leaf is not None and not _core.is_busy():
-            replay.flush_known()
-            leaf = _core.leaf_of(self)
-            if leaf is not None:
-                watched = _core.memo().setdefault("watched", {})
-                watched.setdefault(leaf, meta.checksum(self))
+        if _core.leaf_of(self) is not None:
+            watch(self)
         return original.__get__(self)
+
+    @in_turn
+    def watch(self: torch.Tensor) -> None:
+        if _core.is_busy():
+            return
+        replay.flush_known(".data of a tensor that waits to be read")
+        leaf = _core.leaf_of(self)
+        if leaf is not None:
+            watched = _core.memo().setdefault("watched", {})
+            watched.setdefault(leaf, meta.checksum(self))
 
     _replace(torch.Tensor, "data", property(get, original.__set__))
 
 
 def _patch_generator() -> None:
-    """The generator answers, and is set, after the draws that were recorded before."""
+    """The generator answers, and is set, where the draws that were recorded before leave it."""
     generator: Any = torch._C.Generator
     for name in (
         "get_state",
@@ -215,13 +250,13 @@ def _patch_generator() -> None:
         "get_offset",
         "set_offset",
     ):
-        original = vars(generator)[name]
+        original = getattr(generator, name)
 
         @functools.wraps(original)
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
             if is_shared and not _core.is_busy() and _core.has_draw():
-                replay.flush()
+                draws.move_on()
             return _original(self, *args, **kwargs)
 
         _replace(generator, name, patched)
@@ -311,7 +346,8 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
     budget.note_optimizer(optimizer)
-    replay.flush()
+    replay.flush("an optimizer's step")
+    reports.note_step(optimizer)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -328,9 +364,17 @@ def refresh() -> None:
 
 
 def install() -> None:
-    """Make every patch; called once, when koila is imported."""
+    """Make every patch, or none; called once, when koila is imported."""
     if _undo:
         return
+    try:
+        _install()
+    except BaseException:
+        uninstall()
+        raise
+
+
+def _install() -> None:
     lazy_type: Any = _core.LazyTensor
     lazy_type.__repr__ = handlers.repr_lazy
     lazy_type.__str__ = handlers.str_lazy
@@ -362,3 +406,4 @@ def uninstall() -> None:
             delattr(owner, name)
     while _hooks:
         _hooks.pop().remove()
+    plain.unwatch_all()

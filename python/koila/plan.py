@@ -2,42 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from koila import _core, budget, config, memory
 from koila.errors import MemoryLimitError
-from koila.program import Program
-from koila.reports import Report
-from koila.rows import Bounds, largest
+from koila.program import Program, name_of_node, where_of_node
+from koila.reports import count
+from koila.rows import largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
 WHOLE_SHARE = 0.9
 # The model does not know an allocator's rounding, nor buffers inside kernels.
 CHUNK_SHARE = 0.9
+# The model may be so far above what is used; chunks that went well are changed only beyond that.
+BOUND_SHARE = 0.75
 # Kernels are fastest, and matrix products of two passes the same, on multiples of so many rows.
 UNIT = 8
+
+
+#: Rows of the axes, number of calls, whether it is differentiated, bytes it takes whole.
+Shape = tuple[tuple[int, ...], int, bool, float]
+
+
+class _Lasting(NamedTuple):
+    """The chunks that programs of one shape ran in last, and what was left when that was done."""
+
+    n_chunks: int
+    unit: int
+    left: float
+
+    def rows(self, n_rows: int) -> int:
+        return largest(n_rows, self.n_chunks, self.unit)
+
+
+_N_LASTING = 64
+_lasting: dict[Shape, _Lasting] = {}
 
 
 @dataclass(frozen=True)
 class Plan:
     """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed.
 
-    Chunks are of whole `unit`s of rows, the last may be short.
+    Chunks are of whole `unit`s of rows, the last may be short. Programs of one `shape` are run in
+    chunks of one size for as long as that fits.
     """
 
     n_chunks: int
     unit: int = 1
     predicted: float | None = None
     allowed: float | None = None
+    shape: Shape | None = None
 
-    def report(self, grids: Sequence[Sequence[Bounds]], n_tries: int) -> Report:
-        """What the user is told: of these grids, or of a whole run where there are none."""
-        n_chunks = max(map(len, grids), default=1)
-        n_rows = max((stop - start for made in grids for start, stop in made), default=None)
-        return Report(n_chunks, n_rows, n_tries, self.predicted, self.allowed)
+    def halved(self, most: int) -> Plan:
+        """Twice the chunks, `most` at most; of half the size, where all are of one."""
+        if not budget.is_bound():
+            return dataclasses.replace(self, n_chunks=min(most, 2 * self.n_chunks))
+        unit = max(1, self.unit // 2)
+        return dataclasses.replace(self, n_chunks=-(-most // unit), unit=unit)
+
+    def keep(self, program: Program) -> None:
+        """It went well: the next program of this shape is run in the same chunks."""
+        if self.shape is not None:
+            _lasting[self.shape] = _Lasting(self.n_chunks, self.unit, _allowed(program))
+            while len(_lasting) > _N_LASTING:
+                _lasting.pop(next(iter(_lasting)))
 
 
 def is_whole() -> bool:
@@ -78,25 +110,68 @@ def _allowed(program: Program) -> float:
     return float(min(budget.free_bytes(device, held) for device in _devices(program)))
 
 
-def refusal(program: Program, is_graph: bool) -> MemoryLimitError:
-    """What is raised where not even one row at a time fits: the call that needs most, and why."""
-    rows, needed, node = memory.estimate(program, is_graph).least()
-    detail = _core.node(node)
-    name = detail[1] or getattr(detail[0], "__name__", "a call")
-    left = max(_allowed(program), 0.0)
-    at_a_time = "one row at a time" if rows == 1 else f"{rows} rows at a time, the least,"
-    return MemoryLimitError(
-        f"{name}: {at_a_time} needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside "
-        f"what is there, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left ({detail[3]}); "
-        "raise memory_limit, or make the model or the sequence smaller"
-    )
+@dataclass(frozen=True)
+class Needs:
+    """What a program needs in the chunks that need least, and what it is allowed."""
+
+    rows: int
+    n_bytes: float
+    node: int
+    fixed: float  # of the bytes, what smaller chunks do not make less
+    allowed: float
+
+    def refusal(self, program: Program) -> MemoryLimitError:
+        """What is raised: the call that needs most, and why."""
+        detail = _core.node(self.node)
+        name = detail[1] or getattr(detail[0], "__name__", "a call")
+        is_one = self.rows == 1
+        at_a_time = "one row at a time" if is_one else f"{self.rows} rows at a time, the least,"
+        needed, left = self.n_bytes, max(self.allowed, 0.0)
+        ran_out = "" if needed > left else ", yet memory ran out"
+        fixed = _held_whole(program, needed, self.fixed)
+        return MemoryLimitError(
+            f"{name}: {at_a_time} needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside what "
+            f"is there{fixed}, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left{ran_out} "
+            f"({detail[3]}); raise memory_limit, or make the model or the sequence smaller"
+        )
+
+
+def least(estimate: memory.Estimate, allowed: float) -> Needs:
+    """What a program needs in the chunks that need least."""
+    rows, n_bytes, node = estimate.least()
+    return Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
+
+
+def ran_out(program: Program) -> MemoryLimitError:
+    """What is raised where memory ran out in the smallest chunks."""
+    estimate = memory.estimate(program, bool(program.roots))
+    return least(estimate, _allowed(program)).refusal(program)
+
+
+def _held_whole(program: Program, needed: float, fixed: float) -> str:
+    """How much of a refused program's bytes smaller chunks do not make less, and for whom."""
+    if 2 * fixed < needed:
+        return ""
+    share = f", of which {fixed / 2**20:.1f} MiB do not depend on the rows of a chunk"
+    joints = [node for node in program.nodes.values() if program.joins_rows(node)]
+    made = sum(map(program.bytes_made, joints))
+    if made == 0:
+        return share
+    first = max(joints, key=program.bytes_made)
+    others = f" and {count(len(joints) - 1, 'other call')}" if len(joints) > 1 else ""
+    named = f"{name_of_node(first)} ({where_of_node(first)}){others}"
+    verb = "make" if others else "makes"
+    return f"{share}: {named}, reading all rows at once, {verb} {made / 2**20:.1f} MiB"
 
 
 def plan(program: Program, is_graph: bool) -> Plan:
     """Choose the number of chunks for a program.
 
+    A share of what is allowed is kept back, for the model of bytes is not exact; but before it is
+    refused a program may have all.
+
     Raises:
-        MemoryLimitError: one row does not fit.
+        MemoryLimitError: it fits neither whole nor in any chunks.
     """
     chunks = config.get("chunks")
     if chunks is not None:
@@ -105,14 +180,85 @@ def plan(program: Program, is_graph: bool) -> Plan:
         return Plan(1)
     estimate = memory.estimate(program, is_graph)
     allowed = _allowed(program)
-    whole, _ = estimate.peak(estimate.rows)
-    if whole <= WHOLE_SHARE * allowed:
-        return Plan(1, 1, whole, allowed)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
+    share = WHOLE_SHARE if rows > 0 else 1.0
+    sizes = tuple(sorted(program.axes.values()))
+    shape = (sizes, len(program.nodes), is_graph, estimate.whole)
+    last = _lasting.get(shape)
+    was_whole = last is not None and last.n_chunks == 1
+    if estimate.whole <= (allowed + budget.slack() if was_whole else share * allowed):
+        planned = Plan(1, 1, estimate.whole, allowed, shape)
+        planned.keep(program)
+        return planned
+    if last is not None and not was_whole:
+        allowed += budget.slack()  # what a first step takes was taken
+        size = last.rows(estimate.rows)
+        rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
+        if rows < 2 * size and _still_fits(last, estimate.peak(size)[0], allowed):
+            return Plan(last.n_chunks, last.unit, estimate.peak(size)[0], allowed, shape)
+        if budget.is_bound() and 0 < rows < 2 * size:
+            while size > rows:
+                size //= 2
+            rows = size
     if rows == 0:
-        _core.abandon()  # it waits, and draws nothing, until it is asked for again
-        raise refusal(program, is_graph)
-    n_chunks = -(-estimate.rows // rows)
-    unit = UNIT if largest(estimate.rows, n_chunks, UNIT) <= rows else 1
+        needs = least(estimate, allowed)
+        if needs.n_bytes > allowed:
+            raise needs.refusal(program)
+        rows = max(needs.rows, estimate.largest_chunk(allowed))
+    n_chunks, unit = _chunks_of(estimate.rows, rows)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
-    return Plan(n_chunks, unit, predicted, allowed)
+    return Plan(n_chunks, unit, predicted, allowed, shape)
+
+
+def _chunks_of(n_rows: int, rows: int) -> tuple[int, int]:
+    """So many chunks of `rows` rows at most, and the unit they are of.
+
+    Under a limit of the process all but the last are of one size, which is whole eights or a power
+    of two: oneDNN compiles its kernels for each size that it meets, and keeps them.
+    """
+    if budget.is_bound():
+        rows = rows // UNIT * UNIT if rows >= UNIT else 1 << rows.bit_length() - 1
+        rows = max(1, min(rows, -(-n_rows // 2)))
+        return -(-n_rows // rows), rows
+    n_chunks = max(2, -(-n_rows // rows))
+    return n_chunks, UNIT if largest(n_rows, n_chunks, UNIT) <= rows else 1
+
+
+def _still_fits(last: _Lasting, needed: float, allowed: float) -> bool:
+    """Whether a program runs in the chunks that it ran in last.
+
+    What kernels keep for chunks of that size was taken then: these fit as long as no less is left
+    than was. Else they are tried where they may fit, for other sizes take memory for good, and a
+    try that fails is undone.
+    """
+    if allowed >= last.left + budget.slack() - max(2**20, 0.02 * last.left):
+        return True
+    return needed * (BOUND_SHARE if budget.is_bound() else 1.0) <= allowed
+
+
+def plan_read(program: Program, is_known_only: bool) -> Plan | None:
+    """Choose how a program is run whose numbers are enough, while its backward is still to come.
+
+    Where the step fits with its graph it runs live, and the graph is there when backward() asks
+    for it. Else it runs without one, in the chunks that backward() will need: they draw the same.
+
+    Returns:
+        None: it runs live, and all else that waits with it.
+
+    Raises:
+        MemoryLimitError: one row does not fit, even without its graph.
+    """
+    is_read = _core.has_numbers()  # run live, what that took would be run again, with its graph
+    is_apart = is_known_only or is_read
+    if not program.has_body and not is_apart:
+        return None
+    if is_apart and not program.is_drawing:
+        planned = plan(program, False)
+        return None if planned.n_chunks == 1 and program.is_all and not is_read else planned
+    step = Program([]) if is_known_only else program
+    ends = step.ends()
+    try:
+        planned = plan(Program(ends), True) if ends else plan(step, False)
+    except MemoryLimitError:
+        return plan(program, False)  # it may be that no backward comes
+    return planned if planned.n_chunks > 1 or is_read else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +37,20 @@ class Node(NamedTuple):
     writes: int
     leaf_writes: int
     is_data: bool
-    draws_inside: bool  # it draws inside a larger operator: attention, a recurrent layer
     imports: tuple[int, ...]
     outs: range
+
+
+def name_of_node(node: Node) -> str:
+    """What a call is called in messages: its row, or torch's name."""
+    func, row, *_ = _core.node(node.id)
+    return str(row or getattr(func, "__name__", "call"))
+
+
+def where_of_node(node: Node) -> str:
+    """The line that recorded a call: "model.py:40"."""
+    call, _, line = _core.node(node.id)[3].partition(", ")
+    return str(line or call)
 
 
 class Import(NamedTuple):
@@ -89,7 +101,7 @@ class Run:
 class Program:
     """What the thread's tape holds now, staged for a goal."""
 
-    def __init__(self, roots: Sequence[torch.Tensor], is_known_only: bool = False) -> None:
+    def __init__(self, roots: Sequence[torch.Tensor | int], is_known_only: bool = False) -> None:
         staged: Any = _core.stage(list(roots), is_known_only)
         nodes = (Node._make((*node, range(node[6], node[6] + node[7]))) for node in staged["nodes"])
         self.nodes = {node.id: node for node in nodes}
@@ -102,6 +114,7 @@ class Program:
         self.is_tail_linear: bool = staged["is_tail_linear"]
         self.tail_node: int | None = staged["tail_node"]
         self.n_stages: int = staged["n_stages"]
+        self.is_all: bool = staged["is_all"]  # every call that waits is in it
         self.cloned: set[int] = set()  # writes that are run on a clone
         self._info: dict[int, Info] = {}
         self.n_sharing: dict[int, int] = dict(staged["shared"])  # lazies of a storage, if several
@@ -142,6 +155,16 @@ class Program:
             self._maker = {v: node for node in self.nodes.values() for v in node.outs}
         return self._maker.get(value)
 
+    def joins_rows(self, node: Node) -> bool:
+        """Whether a call runs once although it reads rows of a batch."""
+        reads = (self.imports[number].value for number in node.imports if number >= 0)
+        return node.mode == ONCE and any(self.info(v).place is not None for v in reads)
+
+    def bytes_made(self, node: Node) -> int:
+        """Bytes of a call's results for all rows; views share theirs."""
+        infos = [self.info(v) for v in node.outs]
+        return sum(math.prod(i.shape) * i.dtype.itemsize for i in infos if i.view is None)
+
     def readers(self, value: int) -> Sequence[Node]:
         """The nodes that read a value."""
         return self._readers.get(value, ())
@@ -160,6 +183,25 @@ class Program:
         if value not in self._info:
             self._info[value] = Info(*_core.value(value))
         return self._info[value]
+
+    @property
+    def is_drawing(self) -> bool:
+        return any(node.is_random for node in self.nodes.values())
+
+    @property
+    def has_body(self) -> bool:
+        return any(run.is_body for run in self.runs)
+
+    def ends(self) -> list[int]:
+        """The values a backward may start from: wanted, and nothing goes on from them."""
+        inner = {
+            self.imports[number].value
+            for node in self.nodes.values()
+            if any(self.info(v).requires_grad for v in node.outs)
+            for number in node.imports
+            if number >= 0
+        }
+        return [v for v in self.wanted if self.info(v).requires_grad and v not in inner]
 
     @property
     def axes(self) -> dict[int, int]:
@@ -348,6 +390,14 @@ class Program:
         part.imports = sorted(n for n in numbers if self.imports[n].value not in made)
         part.drops = [()] * len(part.nodes)
         return part
+
+    def as_written(self) -> Run:
+        """The whole program as one run, in the order of the calls: what a live run does."""
+        run = Run(0, -1, nodes=sorted(self.nodes), has_gradient=True)
+        made = {v for node in self.nodes.values() for v in node.outs}
+        run.imports = [n for n, entry in enumerate(self.imports) if entry.value not in made]
+        run.exports = sorted(made & {*self.wanted, *self.roots})
+        return run
 
     def _combined_at(self, stage: int) -> list[Node]:
         """Reductions whose partials become values at this joint."""

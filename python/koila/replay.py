@@ -14,6 +14,7 @@ import torch
 
 from koila import (
     _core,
+    config,
     draws,
     explain,
     hooks,
@@ -29,6 +30,7 @@ from koila.errors import MemoryLimitError, NotInChunksError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, cut, grid
+from koila.threads import in_turn
 
 
 class Replay:
@@ -40,10 +42,12 @@ class Replay:
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, n_chunks, unit))
         self.hooked = hooked
+        self.is_forward = False  # nothing is differentiated
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
+        self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
         self.scratch = self._copy_statistics()
-        self.draws = draws.Draws(self)
+        self.draws = draws.Draws(program, self.grids)
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
@@ -124,11 +128,13 @@ class Replay:
         ) -> Any:
             node = self.program.nodes[i]
             if node.is_random:
-                self.draws.restore(i, chunk if run.is_body else None)
+                return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
+            if i in run.parts and self._is_plain(node, run):
+                results = func(*args, **kwargs)
+                return tuple(results) if isinstance(results, tuple | list) else (results,)
             if i in run.parts:
                 return reductions.run_parts(self.program, node, run.parts[i], func, args, kwargs)
-            result = func(*args, **kwargs)
-            return result if node.is_random else self._settle_view(node, result, args)
+            return self._settle_view(node, func(*args, **kwargs), args)
 
         def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.set_grad_enabled(is_graph):  # a write keeps the graph also under no_grad
@@ -155,6 +161,12 @@ class Replay:
         )
         return env
 
+    def _is_plain(self, node: Node, run: Run) -> bool:
+        """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
+        together from parts, its last bit could be another."""
+        is_one = len(self.grids[run.axis]) == 1
+        return self.is_forward and is_one and node.stage == run.stage
+
     def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
         """What was recorded as a copy must be one, and what was recorded as a view too: a write
         tells them apart."""
@@ -175,9 +187,12 @@ class Replay:
             for node in run.combined:
                 value = node.first_out
                 cross = (stand_ins or {}).get(value) or self.cross[value]
-                parts = cross.read_parts(is_graph)
-                combined = reductions.combine(self.program, node, parts)
+                combined = cross.results
+                if combined is None:
+                    parts = cross.read_parts(is_graph)
+                    combined = reductions.combine(self.program, node, parts)
                 for out, tensor in zip(node.outs, combined, strict=True):
+                    _core.check_result(node.id, out, tensor)
                     env[out] = tensor
 
     # -- forward ----------------------------------------------------------------------------------
@@ -190,7 +205,9 @@ class Replay:
             if value not in self.cross:
                 info = self.program.info(value)
                 self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
-            if node.id in run.parts:
+            if node.id in run.parts and self._is_plain(node, run):
+                self.cross[value].results = env[value]
+            elif node.id in run.parts:
                 self.cross[value].add_parts(chunk, run.parts[node.id], env[value])
             else:
                 self.cross[value].add_chunk(chunk, env[value])
@@ -251,9 +268,9 @@ class Replay:
                 tail.seed(self, run, env, gradients)
             self._send_back(run, env, chunk)
             del env  # or the next chunk would run beside what is left of this one
-        for value in run.exports:
-            # Their gradient is sent back already: the tail's own run must not make another.
-            self.cross[value].needs_gradient = False
+        self.watched = {value: self.cross[value] for value in run.exports}
+        for cross in self.watched.values():
+            cross.watch = tail.Watch(cross.seeds)
 
     def _go_forward(self, gradients: list[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         graphs: dict[int, dict[int, torch.Tensor]] = {}
@@ -275,7 +292,9 @@ class Replay:
         for run in reversed(self.program.runs):
             if not run.is_body:
                 self._go_back_joint(graphs[run.stage], roots)
-            elif run.has_gradient and not self.program.is_fused(run):
+            elif run.has_gradient and self.program.is_fused(run):
+                tail.check(self, run, roots)
+            elif run.has_gradient:
                 for value in run.exports:
                     if value in roots:
                         self.cross[value].seeds["whole",] = roots[value]
@@ -329,6 +348,7 @@ class Replay:
 
     def compute(self) -> None:
         """Run everything forward, without graphs."""
+        self.is_forward = True
         self.draws.prepare()
         for run in self.program.runs:
             if run.is_body:
@@ -340,7 +360,7 @@ class Replay:
 
     def settle(self, is_spent: bool) -> None:
         """Find the numbers of the user's lazies."""
-        self.numbers = Numbers(self.program, lambda v: self.cross[v].read_whole(False), is_spent)
+        self.numbers = Numbers(self.program, self.cross, is_spent)
 
     def commit(self) -> None:
         """Write statistics, leave the generator as eager would, give the user's lazies their
@@ -369,45 +389,72 @@ class Replay:
 
 def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
-) -> tuple[Replay, Any] | None:
-    """Run a program, with twice the chunks where memory runs out; None: it has to run whole."""
+) -> tuple[Any] | None:
+    """Run a program and commit it, with twice the chunks where memory runs out.
 
-    def make(n_chunks: int, hooked: hooks.Seen) -> Replay:
-        return Replay(program, n_chunks, hooked, planned.unit)
+    Returns:
+        What `run` returned; None: the program has to run whole.
+    """
 
-    return attempt(program, planned, make, run)
+    def make(planned: plan.Plan, hooked: hooks.Seen) -> Replay:
+        return Replay(program, planned.n_chunks, hooked, planned.unit)
+
+    def go() -> tuple[Any] | None:
+        done = attempt(program, planned, make, run)
+        if done is None:
+            return None
+        replay, result, ran = done
+        replay.commit()
+        del replay, done  # what is left now is left for the next step
+        ran.keep(program)
+        return (result,)
+
+    return _core.drawing(go) if program.is_drawing else go()
 
 
 def _stage(
     roots: list[torch.Tensor], is_known_only: bool = False
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
-    if _core.pending_bytes() > 0:  # else an optimizer that steps has nothing to report
-        reports.note(None)
     if plan.is_whole():
+        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
         return None
     program = Program(roots, is_known_only)
     if not program.nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
-    if not any(run.is_body for run in program.runs) or program.spread is not None:
+    if program.spread is not None or (roots and not program.has_body):
+        reports.decide(explain.cause_of_whole(program))
         return None
     try:
-        planned = plan.plan(program, bool(roots))
+        if not roots:
+            planned = plan.plan_read(program, is_known_only)
+            if planned is not None:
+                return program, planned
+            known = explain.FITS_LATER if program.has_body else explain.cause_of_whole(program)
+            reports.decide(known)
+            return None
+        planned = plan.plan(program, True)
     except MemoryLimitError:
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if planned.n_chunks > 1:
         return program, planned
-    reports.note(planned.report([], 1))
+    reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None
 
 
-def read(is_known_only: bool = False) -> bool:
+@in_turn
+def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
     """Give the pending values that the user can reach their numbers, in chunks.
 
     Known only: leave those with a gradient in their history. False: it has to run whole.
     """
+    with reports.Asking("a read" if caller is None else f"{reports.name_of(caller)}()"):
+        return _read(is_known_only)
+
+
+def _read(is_known_only: bool) -> bool:
     settle_outdated()
     staged = _stage([], is_known_only)
     if staged is not None:
@@ -420,25 +467,32 @@ def read(is_known_only: bool = False) -> bool:
         replay.settle(False)
 
     done = _attempt(*staged, run) if staged is not None else None
-    if done is None:
-        reports.note_whole()
-        return False
-    done[0].commit()
-    return True
+    return done is not None
 
 
-def flush() -> None:
+@in_turn
+def flush(why: str) -> None:
     """Run what is pending, in chunks or whole; nothing while a replay is under way."""
     if _core.is_busy():
         return
-    if not read():
-        _core.flush()
+    with reports.Asking(why):
+        if not _read(False):
+            _core.flush()
 
 
-def flush_known() -> None:
+def flush_known(why: str) -> None:
     """Run what the user can reach and has no gradient in its history."""
-    if not _core.is_busy() and _core.has_known() and not read(True):
-        _core.flush()
+    if _core.has_known():
+        _flush_known(why)
+
+
+@in_turn
+def _flush_known(why: str) -> None:
+    if _core.is_busy() or not _core.has_known():
+        return
+    with reports.Asking(why):
+        if not _read(True):
+            _core.flush()
 
 
 def differentiate(
@@ -466,9 +520,24 @@ def differentiate(
             gradient = torch.ones(root.shape, dtype=root.dtype, device=root.device)
         elif type(gradient) is _core.LazyTensor:
             gradient = _core.read(gradient)
+        if not isinstance(gradient, torch.Tensor):
+            return NotImplemented  # likewise
         if gradient.shape != root.shape:
             return NotImplemented
         filled.append(gradient)
+    # Another thread's program is run as it would be there.
+    whose = roots[0] if roots else None
+    return _core.held(whose, _differentiate, (roots, filled, is_retained, finish), {})
+
+
+def _differentiate(
+    roots: list[torch.Tensor],
+    filled: list[torch.Tensor],
+    is_retained: bool,
+    finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+) -> Any:
+    if not all(_core.is_pending_here(root) for root in roots):
+        return NotImplemented
     staged = _stage(roots)
     if staged is None:
         return NotImplemented
@@ -484,7 +553,5 @@ def differentiate(
     done = _attempt(*staged, run)
     if done is None:
         return NotImplemented
-    replay, result = done
-    replay.commit()
     _core.note_backward()
-    return result
+    return done[0]

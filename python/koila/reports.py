@@ -1,53 +1,401 @@
-"""report(): how the last program was run."""
+"""report(): what the last step ran, program by program, and what of it ran whole and why.
+
+A step begins with lazy(): but not while gradients gather for an optimizer that has yet to step, so
+all parts of an accumulated batch belong to one step. Two optimizers that share a batch, as a GAN's
+may, share its step. A script that makes its batch lazy once and for all begins a step where an
+optimizer steps again.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from koila.draws import user_line
+
+#: A step that never ends keeps its last programs.
+MOST_PROGRAMS = 1000
+_MOST_LISTED = 5
+_MOST_PRINTED = 12
+_N_WATCHED = 4  # parameters of each group
 
 
 @dataclass(frozen=True)
-class Report:
-    """How a program was run.
+class Whole:
+    """A call that made values of the whole batch at once.
 
     Attributes:
-        n_chunks: in how many chunks; 1: whole, as it was written.
+        call: its name.
+        line: where it was called, as "train.py:40".
+        why: why it does not run by chunks.
+        n_bytes: bytes of what was made whole, views not counted.
+        n_calls: calls that made it: this one, and those whole because of it.
+    """
+
+    call: str
+    line: str
+    why: str
+    n_bytes: int
+    n_calls: int = 1
+
+    def __str__(self) -> str:
+        others = f", with {count(self.n_calls - 1, 'other call')}," if self.n_calls > 1 else ""
+        return f"{self.call} ({self.line}){others} made {size(self.n_bytes)} whole: {self.why}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a program that ran in chunks.
+
+    Attributes:
+        number: in the order they run, from 1.
+        n_calls: recorded calls in it.
+        n_chunks: in how many chunks it ran; a joint, which needs the whole batch, runs in 1.
+        n_rows: rows of the largest chunk; None for a joint.
+        passes: how often it ran, in words.
+    """
+
+    number: int
+    n_calls: int
+    n_chunks: int
+    n_rows: int | None
+    passes: str
+
+    def __str__(self) -> str:
+        if self.n_rows is None:
+            return f"stage {self.number}: joint, {count(self.n_calls, 'call')}, once"
+        chunks = f"{count(self.n_chunks, 'chunk')} of at most {count(self.n_rows, 'row')}"
+        return f"stage {self.number}: body, {count(self.n_calls, 'call')}, {chunks}, {self.passes}"
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """How one program was run: recorded calls that ran together, since something needed a number.
+
+    Attributes:
+        what: what made it run, as "backward()" or "item()".
+        line: where that was, as "train.py:40".
+        n_calls: recorded calls that ran; 0 where all it needs had run before.
+        n_bytes: bytes of the values that they make, for all rows.
+        n_chunks: in how many chunks; 1: whole, as it was written; 0: it failed.
         n_rows: rows of the largest chunk; None where it ran whole.
         n_tries: more than 1 where memory ran out and smaller chunks were tried.
         bytes_predicted: what it was thought to need at its worst moment, beyond what was there.
             None where that was not asked: it certainly fits, or config(chunks=) decided.
         bytes_allowed: what it was allowed.
+        bytes_measured: what it took at its worst moment, beyond what was there. None where that was
+            not measured: on the CPU, where nobody counts, and on a GPU where the peak that its
+            allocator remembers is an older one.
+        why: why it ran whole, or failed; empty for one in chunks.
+        stages: its stages, where it ran in chunks.
+        whole: the calls that made values of the whole batch, though they read rows of it.
     """
 
-    n_chunks: int
+    what: str
+    line: str
+    n_calls: int = 0
+    n_bytes: int = 0
+    n_chunks: int = 1
     n_rows: int | None = None
     n_tries: int = 1
     bytes_predicted: float | None = None
     bytes_allowed: float | None = None
+    bytes_measured: int | None = None
+    why: str = ""
+    stages: tuple[Stage, ...] = ()
+    whole: tuple[Whole, ...] = ()
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.what} at {self.line}: {self._summary()}"
+        if self.bytes_predicted is not None and self.bytes_allowed is not None:
+            measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
+            yield (
+                f"    predicted {size(self.bytes_predicted)}, allowed {size(self.bytes_allowed)}, "
+                f"measured: {measured}"
+            )
+        yield from (f"    {stage}" for stage in self.stages)
+        yield from (f"    whole: {entry}" for entry in self.whole[:_MOST_LISTED])
+        if len(self.whole) > _MOST_LISTED:
+            yield f"    whole: {count(len(self.whole) - _MOST_LISTED, 'call')} more"
+
+    def _summary(self) -> str:
+        if self.n_chunks == 0:
+            return f"failed: {self.why}"
+        if self.n_calls == 0:
+            return self.why
+        calls = f"{count(self.n_calls, 'call')} with {size(self.n_bytes)} of results"
+        if self.n_chunks == 1 and self.n_rows is None:
+            return f"{calls}, whole: {self.why}"
+        tries = f", at try {self.n_tries}" if self.n_tries > 1 else ""
+        rows = count(self.n_rows or 0, "row")
+        return f"{calls}, in {count(self.n_chunks, 'chunk')} of at most {rows}{tries}"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step ran. Printed, it says all of it.
+
+    Attributes:
+        programs: in the order they ran: reads, a teacher, backward(), a metric.
+
+    The rest is of its main program, the one whose calls make most bytes; see ProgramReport. Where
+    nothing lazy was involved n_chunks is 0.
+    """
+
+    programs: tuple[ProgramReport, ...] = ()
+
+    @property
+    def main(self) -> ProgramReport | None:
+        """The program whose calls make most bytes, the last of such; None: nothing lazy ran."""
+        return max(reversed(self.programs), key=lambda ran: ran.n_bytes, default=None)
+
+    @property
+    def n_chunks(self) -> int:
+        return self.main.n_chunks if self.main is not None else 0
+
+    @property
+    def n_rows(self) -> int | None:
+        return self.main.n_rows if self.main is not None else None
+
+    @property
+    def n_tries(self) -> int:
+        return self.main.n_tries if self.main is not None else 0
+
+    @property
+    def bytes_predicted(self) -> float | None:
+        return self.main.bytes_predicted if self.main is not None else None
+
+    @property
+    def bytes_allowed(self) -> float | None:
+        return self.main.bytes_allowed if self.main is not None else None
+
+    @property
+    def bytes_measured(self) -> int | None:
+        return self.main.bytes_measured if self.main is not None else None
+
+    def __str__(self) -> str:
+        if not self.programs:
+            return "nothing lazy ran in the last step"
+        lines = [f"the last step ran {count(len(self.programs), 'program')}"]
+        if len(self.programs) > _MOST_PRINTED:
+            lines[0] += f"; the last {_MOST_PRINTED}:"
+        return "\n".join([*lines, *map(str, self.programs[-_MOST_PRINTED:])])
+
+    __repr__ = __str__
+
+
+def count(n: int, noun: str) -> str:
+    """A number of things: "1 call", "2 calls"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes as a text: "12.5 MiB"."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} {unit}" if unit == "bytes" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.2f} GiB"
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """What a user calls it: of an attribute its name, of a custom function its class."""
+    name = str(getattr(func, "__name__", func))
+    owner: Any = getattr(func, "__self__", None)
+    if name == "__get__" and owner is not None:
+        return str(owner.__name__)
+    is_custom = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    return f"{owner.__name__}.{name}" if is_custom else name.strip("_") or name
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Why a program is about to run whole, and what was predicted for it."""
+
+    why: str
+    bytes_predicted: float | None = None
+    bytes_allowed: float | None = None
+    whole: tuple[Whole, ...] = ()
 
 
 class _State(threading.local):
-    last: Report | None = None
+    def __init__(self) -> None:
+        self.programs: deque[ProgramReport] = deque(maxlen=MOST_PROGRAMS)
+        self.n_noted = 0  # of this thread
+        self.is_over = False  # the next program is the first of another step
+        self.n_at_backward = -1  # n_noted when a backward of this step began; -1: none did
+        self.n_at_step = -1  # when an optimizer stepped last in it
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.gradients: dict[int, list[Any]] = {}  # before the first backward of this step
+        self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this step
+        self.asked: str | None = None
+        self.decision: Decision | None = None
 
 
 _state = _State()
 
 
-def note(made: Report | None) -> None:
-    """Remember how a program was run; None: one is about to, and might fail."""
-    _state.last = made
+def _begin(n_kept: int) -> None:
+    """Begin a step with the programs noted last."""
+    while len(_state.programs) > n_kept:
+        _state.programs.popleft()
+    _state.is_over = False
+    _state.n_at_backward = _state.n_at_step = -1
+    _state.stepped.clear()
 
 
-def note_whole() -> None:
-    """The program that was about to run has run as it was written."""
-    _state.last = _state.last or Report(1)
+def _gradients() -> dict[int, list[Any]]:
+    """What a few gradients are now of the parameters that optimizers of this thread step."""
+    found: dict[int, list[Any]] = {}
+    for optimizer in _state.optimizers:
+        groups = (group["params"] for group in optimizer.param_groups)
+        grads = (p.grad for params in groups for p in params[:_N_WATCHED])
+        found[id(optimizer)] = [g if g is None else (id(g), g._version) for g in grads]
+    return found
 
 
-def report() -> Report | None:
-    """How the last program of this thread was run: the last backward(), or number that was read.
+def _is_gathering() -> bool:
+    """Whether this step's gradients gather for an optimizer that has yet to step."""
+    if _state.n_at_backward < 0 or _state.n_at_step >= 0:
+        return False
+    before = _state.gradients
+    return any(key in before and now != before[key] for key, now in _gradients().items())
+
+
+def begin_batch() -> None:
+    """lazy() makes another batch."""
+    if _state.programs and not _state.is_over:
+        _state.is_over = not _is_gathering()
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer is about to step, and what was pending has run."""
+    if optimizer in _state.stepped:
+        _begin(_state.n_noted - _state.n_at_step)
+    _state.optimizers.add(optimizer)
+    _state.stepped.add(optimizer)
+    _state.n_at_step = _state.n_noted
+
+
+def note_backward() -> None:
+    """A backward is about to run."""
+    if _state.is_over:
+        _begin(0)
+    if _state.n_at_backward < 0:
+        _state.gradients = _gradients()
+    _state.n_at_backward = _state.n_noted
+
+
+def note(ran: ProgramReport) -> None:
+    """Remember how a program was run."""
+    if _state.is_over:
+        _begin(0)
+    _state.programs.append(ran)
+    _state.n_noted += 1
+
+
+def decide(decision: Decision | None) -> None:
+    """Remember why the program that is about to run runs whole."""
+    _state.decision = decision
+
+
+def asked() -> str:
+    """What made a program run."""
+    return _state.asked or "a read"
+
+
+def note_whole(
+    func: Callable[..., Any] | None,
+    n_calls: int,
+    n_bytes: int,
+    error: type[BaseException] | None = None,
+) -> None:
+    """Pending calls have run as they were written.
+
+    Args:
+        func: the call that needed them, if any.
+        n_calls: how many ran.
+        n_bytes: what they made.
+        error: what the last of them raised.
+    """
+    decision, _state.decision = _state.decision, None
+    line = user_line()
+    what = asked() if func is None or _state.asked is not None else f"{name_of(func)}()"
+    if error is not None:
+        why = f"{error.__name__} in its call {n_calls}"
+        note(ProgramReport(what, line, n_calls, n_chunks=0, why=why))
+    elif n_calls > 0:
+        decision = decision or _undecided(func, line, n_calls, n_bytes)
+        note(
+            ProgramReport(
+                what,
+                line,
+                n_calls,
+                n_bytes,
+                bytes_predicted=decision.bytes_predicted,
+                bytes_allowed=decision.bytes_allowed,
+                why=decision.why,
+                whole=decision.whole,
+            )
+        )
+
+
+def _undecided(func: Callable[..., Any] | None, line: str, n_calls: int, n_bytes: int) -> Decision:
+    """Why calls ran whole without a plan: something needed them as eager has them."""
+    if func is None:
+        return Decision("it has to have run before what follows")
+    why = "it needs its arguments with their graph, and is not recorded"
+    return Decision(
+        f"for {name_of(func)}", whole=(Whole(name_of(func), line, why, n_bytes, n_calls + 1),)
+    )
+
+
+class Asking:
+    """What makes programs run inside it; if that fails, it is noted as such."""
+
+    def __init__(self, what: str, idle: str = "") -> None:
+        self.what, self.idle = what, idle  # idle: what is said where no call had to run
+        self.is_outermost = _state.asked is None
+        self.n_before = _state.n_noted
+
+    def __enter__(self) -> None:
+        if self.is_outermost:
+            _state.asked = self.what
+            _state.decision = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.is_outermost:
+            _state.asked = None
+            is_told = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
+            if error is not None and not is_told:
+                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                note(ProgramReport(self.what, user_line(), n_chunks=0, why=why))
+            elif error is None and self.idle and _state.n_noted == self.n_before:
+                note(ProgramReport(self.what, user_line(), why=self.idle))
+
+
+def report() -> Report:
+    """What the last step of this thread ran: what was recorded since lazy() made its batch.
 
     Returns:
-        None before the first, and after a backward() that failed.
+        A report that prints well. Its attributes say how the main program was run.
 
     Example:
         >>> import torch, koila
@@ -57,4 +405,4 @@ def report() -> Report | None:
         >>> koila.report().n_chunks, koila.report().n_rows
         (3, 3)
     """
-    return _state.last
+    return Report(tuple(_state.programs))

@@ -77,6 +77,15 @@ def in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return part.permute(order).contiguous().permute(back)
 
 
+def zeros(
+    shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros with their dims in memory in the order of `strides`; None: in the order of the dims."""
+    order, back = _memory_order(strides or [0] * len(shape))
+    sizes = [shape[dim] for dim in order]
+    return torch.zeros(sizes, dtype=dtype, device=device).permute(back)
+
+
 def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:
     """Whether a chunk of a whole tensor is a view of it, and takes no memory."""
     _, dim, outer, _ = place
@@ -107,15 +116,17 @@ def gather(
     _, dim, outer, inner = place
     if len(parts) == 1:
         return parts[0]
-    if outer == 1 and strides is not None:
-        order, back = _memory_order(strides)
-        return torch.cat([part.permute(order) for part in parts], order.index(dim)).permute(back)
+    if strides is None:
+        strides = [0] * parts[0].dim()  # the order of the dims
+    order, back = _memory_order(strides)
+    at = order.index(dim)
+    laid = [part.permute(order) for part in parts]
     if outer == 1:
-        return torch.cat(list(parts), dim)
+        return torch.cat(laid, at).permute(back)
     digits = [
-        part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts
+        part.unflatten(at, (outer, part.shape[at] // (outer * inner), inner)) for part in laid
     ]
-    return torch.cat(digits, dim + 1).flatten(dim, dim + 2)
+    return torch.cat(digits, at + 1).flatten(at, at + 2).permute(back)
 
 
 def chunk_shape(shape: Sequence[int], place: Place, rows: int) -> tuple[int, ...]:

@@ -27,8 +27,13 @@ def spent(number: torch.Tensor) -> torch.Tensor:
         True
     """
     anchor = _anchor(number.dtype, number.device)
+    single = number.detach()
+    for dim, (size, stride) in enumerate(zip(number.shape, number.stride(), strict=True)):
+        if stride == 0 and size > 1:  # an expanded dim takes no memory, and shall take none here
+            single = single.narrow(dim, 0, 1)
     with torch.enable_grad():
-        product = number.detach() * anchor
+        product = single * anchor
+        spread = product.expand(number.shape) if product.shape != number.shape else product
     zero = torch.zeros((), dtype=number.dtype, device=number.device).expand_as(product)
     torch.autograd.grad(product, anchor, zero)
-    return product
+    return spread

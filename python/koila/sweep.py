@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from koila import _core, flight
 from koila.flight import Amount, Flight
-from koila.program import REDUCTION_NAMES, Node, Program, Run
+from koila.program import REDUCE, REDUCTION_NAMES, Node, Program, Run
 from koila.sizes import Size, Sizes
 
 _NONE: Size = (0.0, 0.0)
@@ -95,10 +95,18 @@ class _Gradients(_Total):
 
 
 class Sweep:
-    """A run as it goes through memory: forward(), and then back() through its graph."""
+    """A run as it goes through memory: forward(), and then back() through its graph.
 
-    def __init__(self, program: Program, run: Run, sizes: Sizes, is_graph: bool) -> None:
+    Live: it is the program as it was written. Writes go where they say, and a parameter's gradient
+    is the one that backward made, there from then on; in a stage it is added to those of others.
+    """
+
+    def __init__(
+        self, program: Program, run: Run, sizes: Sizes, is_graph: bool, is_live: bool = False
+    ) -> None:
         self.program = program
+        self.is_live = is_live
+        self.cloned = set() if is_live else program.cloned
         self.run = run
         self.sizes = sizes
         self.is_graph = is_graph and (run.has_gradient or not run.is_body)
@@ -207,7 +215,7 @@ class Sweep:
     def _clones(self) -> dict[int, list[int]]:
         """By storage: keys of the clones that writes of this run make of it."""
         clones: dict[int, list[int]] = defaultdict(list)
-        for i in filter(self.program.cloned.__contains__, self.run.nodes):
+        for i in filter(self.cloned.__contains__, self.run.nodes):
             node = self.program.nodes[i]
             clones[self.program.info(node.first_out).storage].append(-1 - node.id)
         return clones
@@ -252,12 +260,12 @@ class Sweep:
         copies = {storage: storage for storage in self._enter()}  # key -> the storage it is of
         for position, i in enumerate(self.run.nodes):
             node = self.program.nodes[i]
-            if i in self.run.parts:
+            is_parts = i in self.run.parts
+            if is_parts or (self.is_live and node.mode == REDUCE):
                 self.storages.add(-1 - i, self._terms(node))
-            else:
-                for value in node.outs:
-                    self._hold(value)
-            if i in self.program.cloned:
+            for value in () if is_parts else node.outs:
+                self._hold(value)
+            if i in self.cloned:
                 self.storages.add(-1 - i, self._size(node.outs[-1]))
                 copies[-1 - i] = self.program.info(node.first_out).storage
             self.further.add(i, self.kept[i].further)
@@ -323,8 +331,8 @@ class Sweep:
                 shared = node.first_out if is_shared else None
             else:
                 self.n_to_come[value] -= 1
-                if self.n_to_come[value] == 0:
-                    done.append(value)  # it is added to what other chunks gave
+                if self.n_to_come[value] == 0 and self._is_added(value):
+                    done.append(value)
             if not self.gradients.put(value, size, shared):
                 n = 1 if value in self.n_to_come else 2  # the second gradient, and the sum
                 fixed += n * size[0]
@@ -337,6 +345,13 @@ class Sweep:
         self.further.drop(node.id)
         for storage in self.freed_by.get(node.id, ()):
             self.storages.drop(storage)
+
+    def _is_added(self, value: int) -> bool:
+        """Whether the gradient of what entered is added to one there is: that of other chunks, or
+        of the steps before."""
+        real = self.program.info(value).real
+        is_first = real is None or not real.is_leaf or real.grad is None
+        return not (self.is_live and is_first)
 
     def _is_gathered(self, number: int) -> bool:
         """Whether a joint reads a value put together from chunks, whose gradient is cut again."""

@@ -1,5 +1,10 @@
 """The joints after the last body, where their gradients do not depend on values: they are run on
-stand-ins, so that the gradients of what the body leaves are known before it runs."""
+stand-ins, so that the gradients of what the body leaves are known before it runs.
+
+Whether that is so, the table of ops says: what each op keeps for its backward. When the body has
+run, the joints run on what it really left, and are differentiated as any others: the gradients that
+come out must be those that were sent. If not, the table is wrong, and that is an error.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila.cross import Cross
+from koila import _core
+from koila.cross import Cross, Key
+from koila.errors import KoilaError
 from koila.program import Run
+from koila.rows import cut
 
 if TYPE_CHECKING:
     from koila.replay import Replay
+
+#: How far gradients of the same calls may be apart, in units of the dtype's precision: kernels that
+#: add in any order give other last bits.
+_PRECISIONS = 256
+_FAR = 0.1  # in any dtype, as a share of the largest
 
 
 def seed(replay: Replay, run: Run, env: Sequence[Any], gradients: list[torch.Tensor]) -> None:
@@ -42,15 +55,15 @@ def seed(replay: Replay, run: Run, env: Sequence[Any], gradients: list[torch.Ten
         for output, gradient in zip(outputs, gradients, strict=True)
         if output is not None and output.requires_grad
     ]
-    if not pairs or not inputs:
-        return
-    found = torch.autograd.grad(
-        [output for output, _ in pairs],
-        inputs,
-        [gradient for _, gradient in pairs],
-        allow_unused=True,
-    )
-    grads = dict(zip(map(id, inputs), found, strict=True))
+    found: Sequence[torch.Tensor] = ()
+    if pairs and inputs:
+        found = torch.autograd.grad(
+            [output for output, _ in pairs],
+            inputs,
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
+        )
+    grads = dict(zip(map(id, inputs), found, strict=bool(found)))
     for cross, key, leaf in leaves:
         cross.seeds[key] = grads.get(id(leaf))
     for value, cross in stand_ins.items():
@@ -78,3 +91,102 @@ def _run(replay: Replay, stand_ins: dict[int, Cross]) -> list[torch.Tensor | Non
         for value in [out for node in part.combined for out in node.outs] + part.exports:
             made[value] = Cross(program.info(value), False, replay.fresh, env[value], True)
     return [made[root].read_whole(True) if root in made else None for root in program.roots]
+
+
+class _Look(torch.autograd.Function):
+    """Hand tensors on as they are, and note the gradients that come back, which end here."""
+
+    @staticmethod
+    def forward(ctx: Any, note: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.note = note
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.note(gradients)
+        return (None, *(None for _ in gradients))
+
+
+class Watch:
+    """The gradients of one value that the last body left, whose seeds are sent back already."""
+
+    def __init__(self, seeds: dict[Key, torch.Tensor | None]) -> None:
+        self.seeds = seeds
+        self.found: dict[Key, torch.Tensor] = {}
+
+    def __call__(self, keys: list[Key], tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Stand-ins for tensors that are read, each of whose gradients is noted."""
+
+        def note(gradients: Sequence[torch.Tensor | None]) -> None:
+            for key, gradient in zip(keys, gradients, strict=True):
+                if gradient is not None:
+                    known = self.found.get(key)
+                    self.found[key] = gradient if known is None else known + gradient
+
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+            watched: Sequence[torch.Tensor] = _Look.apply(note, *leaves)  # type: ignore[no-untyped-call]
+        return watched
+
+    def is_on(self, key: Key) -> bool:
+        """Whether a gradient is sent to what is read: to no number of terms."""
+        return key[0] != "part" or key in self.seeds
+
+
+def check(replay: Replay, run: Run, roots: dict[int, torch.Tensor]) -> None:
+    """Raise where the gradients of what the last body left are others than were sent back.
+
+    Called when the joints after `run`, the last body, have been differentiated on its values.
+    """
+    grid = replay.grids[run.axis]
+    for value, cross in replay.watched.items():
+        assert cross.watch is not None
+        found = cross.watch.found
+        place = cross.info.place
+        sent: dict[Key, torch.Tensor | None]
+        if _maker(replay, value) in run.parts:
+            sent = cross.seeds
+        else:
+            sent = {("chunk", c): cross.seed(grid, c) for c in range(len(grid))}
+            if value in roots and place is not None:
+                for c, bounds in enumerate(grid):
+                    part = cut(roots[value], place, grid[-1][1], bounds)
+                    known = found.get(("chunk", c))
+                    found["chunk", c] = part if known is None else known + part
+        for key in {**sent, **found}:
+            _compare(replay, value, found.get(key), sent.get(key))
+    replay.watched.clear()
+
+
+def _maker(replay: Replay, value: int) -> int:
+    node = replay.program.node_of(value)
+    assert node is not None
+    return node.id
+
+
+def _compare(
+    replay: Replay, value: int, found: torch.Tensor | None, sent: torch.Tensor | None
+) -> None:
+    if found is None or sent is None:
+        one = found if sent is None else sent
+        if one is None:
+            return
+        found, sent = one, torch.zeros((), dtype=one.dtype, device=one.device).expand(one.shape)
+    is_waited_for = found.device.type != "cpu"
+    if found.numel() == 0 or (not is_waited_for and torch.equal(found, sent)):
+        return
+    share = min(_FAR, _PRECISIONS * torch.finfo(sent.dtype).eps)
+    size = torch.where(sent.isfinite(), sent, 0).abs().amax()
+    is_near = (found - sent).abs() <= share * size
+    is_same = (is_near | (found == sent) | (found.isnan() & sent.isnan())).all()
+    detail = _core.node(_maker(replay, value))
+    text = (
+        f"{detail[1] or getattr(detail[0], '__name__', 'a call')}: what follows it was taken to be "
+        f"linear, and is not ({detail[3]}): a mistake in koila's table of what torch keeps for "
+        "backward, please report it"
+    )
+    if is_waited_for:
+        torch._assert_async(is_same, text)  # nothing waits for a device; no gradient leaves it
+    elif not is_same:
+        raise KoilaError(text)

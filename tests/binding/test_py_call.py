@@ -14,6 +14,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, is_pending, op, pending
+from chunked import split
 from koila import _core
 
 Pair = namedtuple("Pair", "a b")
@@ -124,7 +125,7 @@ def test_containers_changed_after_the_call(chunks: int, keep: Any, seen: list[An
     rows[0] = x * 5
     inner.append(2)
     words["b"] = x
-    with koila.config(chunks=chunks):
+    with split(chunks):
         assert stacked.tolist() == torch.cat([batch(), batch() * 2], 1).tolist()
         assert made.tolist() == (batch() * 2).tolist()
     ((args, _),) = seen
@@ -141,7 +142,7 @@ def test_a_call_cannot_change_what_it_is_given_next_time() -> None:
         more.append(3)
         return first * 2
 
-    with op(grow) as recorded, koila.config(chunks=2):
+    with op(grow) as recorded, split(2):
         w = torch.ones(3, dtype=torch.float64, requires_grad=True)
         more: list[Any] = [1]
         out = recorded(koila.lazy(batch()) * w, more)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from binding_kit import batch, in_a_child, is_pending
+from chunked import split
 from koila import _core
 
 
@@ -155,7 +156,7 @@ def test_chunks_are_in_the_contexts_of_the_record(name: str) -> None:
     """A forward in chunks keeps no graph; all else is as it was."""
     made, wanted = record([name])
     before = settle(now())
-    with koila.config(chunks=2), Watch() as watch:
+    with split(2), Watch() as watch:
         _core.read(made[0])  # type: ignore[arg-type]
     assert settle(now()) == before
     assert watch.seen == [context._replace(grad=False) for context in wanted] * 2
@@ -190,7 +191,7 @@ def test_a_call_that_raises_leaves_the_context(name: str, chunks: int) -> None:
     with CONTEXTS[name]():
         loss = torch.nn.functional.nll_loss(first, labels)
     before = settle(now())
-    with koila.config(chunks=chunks), pytest.raises(IndexError):
+    with split(chunks), pytest.raises(IndexError):
         loss.tolist()
     assert settle(now()) == before
     assert nesting() == 0
@@ -203,7 +204,7 @@ def test_settings_of_autocast_are_as_before(chunks: int) -> None:
     x = koila.lazy(batch().float())
     with torch.autocast("cpu", torch.float16, cache_enabled=False):
         made = x @ torch.eye(3, requires_grad=True)
-    with koila.config(chunks=chunks):
+    with split(chunks):
         made.sum().backward()
     assert now() == before
 

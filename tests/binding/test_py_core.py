@@ -12,6 +12,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending, pending
+from chunked import split
 from koila import _core
 
 core: Any = _core
@@ -44,6 +45,7 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "count_interpreters": (core.count_interpreters, (None,)),
     "set_type_attribute": (core.set_type_attribute, (3, "name", 1)),
     "set_type_attribute by number": (core.set_type_attribute, (int, 3, 1)),
+    "set_busy": (core.set_busy, (1,)),
     "fail_alloc_after": (core.fail_alloc_after, ("x",)),
 }
 
@@ -64,7 +66,8 @@ def test_no_such_node_or_value() -> None:
         core.value(99)
     with pytest.raises(IndexError, match="no value 99"):
         core.deliver(99, batch(), False)
-    core.refresh_leaf(99)
+    with pytest.raises(IndexError, match="no leaf 99"):
+        core.refresh_leaf(99)
     assert lazy.tolist() == (batch() * 2).tolist()
 
 
@@ -100,7 +103,7 @@ def test_like_has_rows_where_another_has_them(is_pending: bool) -> None:
     made = lazy + other
     place = core.value(core.node(1 + is_pending if is_pending else 0)[5][0])[3]
     assert place is not None and place[1:] == (1, 1, 1)
-    with koila.config(chunks=2):
+    with split(2):
         assert made.tolist() == (noise + (batch() * 2 if is_pending else batch()).t()).tolist()
 
 
@@ -110,7 +113,7 @@ def test_like_has_rows_where_another_has_them(is_pending: bool) -> None:
 def test_real_and_known_and_force() -> None:
     lazy = graph()
     assert core.real(lazy) is core.known(lazy) is None
-    with koila.config(chunks=2):
+    with split(2):
         number = core.read(lazy)
     assert core.real(lazy) is None
     assert core.known(lazy) is number and not number.requires_grad

@@ -107,7 +107,9 @@ def test_by_identity_and_not_by_name() -> None:
 def test_a_row_that_is_none() -> None:
     """Then the op has no row, and torch is asked on meta tensors."""
     with op(lambda x: x * 2) as call:
-        register(call, row="no_such_row")
+        with pytest.raises(KeyError, match="no row no_such_row"):
+            register(call, row="no_such_row")
+        register(call)
         call(koila.lazy(batch()))
         assert core.node(0)[1] is None
     with op(lambda x: x * 2) as call:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending, pending
+from chunked import split
 from koila import _core
 
 LazyTensor: Any = _core.LazyTensor
@@ -57,7 +58,7 @@ def live(x: Any) -> Any:
 
 
 def known(x: Any) -> Any:
-    with koila.config(chunks=2):
+    with split(2):
         _core.read(x)
     return x
 
@@ -191,7 +192,7 @@ def test_an_input_whose_dims_are_moved() -> None:
     lazy = koila.lazy(batch())
     lazy.t_()
     assert lazy.shape == (3, 4)
-    with koila.config(chunks=2):
+    with split(2, whole="its rows are not found again"):
         assert (lazy * 2).sum(0).tolist() == (batch().t() * 2).sum(0).tolist()
 
 
@@ -285,7 +286,7 @@ def test_a_collection_at_any_time() -> None:
     gc.freeze()
     gc.set_threshold(1)
     try:
-        with koila.config(chunks=2):
+        with split(2):
             w = torch.ones(3, dtype=torch.float64, requires_grad=True)
             lazy = (koila.lazy(batch()) * w).exp()
             lazy.sum().item()

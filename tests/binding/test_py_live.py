@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending, op, pending
+from chunked import split
 from koila import _core
 
 
@@ -82,32 +83,6 @@ def test_values_die_with_their_last_reader() -> None:
         assert _core.force(x).tolist() == (batch() * 2**10).tolist()
     assert len(there) == 10
     assert most == 2
-
-
-PROMISES: dict[str, Callable[[Tensor], Any]] = {
-    "shape": lambda x: x[:2] * 2,
-    "dims": lambda x: x[0] * 2,
-    "dtype": lambda x: (x * 2).float(),
-    "gradient": lambda x: (x * 2).detach(),
-    "number of outputs": lambda x: [x * 2, x * 2],
-    "no tensor": lambda x: 3.0,
-    "sparse": lambda x: (x * 2).to_sparse(),
-    "nothing": lambda x: None,
-}
-
-
-@pytest.mark.parametrize("name", PROMISES)
-def test_what_was_promised_must_come(name: str) -> None:
-    """A wrong shape would be a wrong number further on: it is told where it comes."""
-
-    def breach(x: Tensor) -> Any:
-        return x * 2 if x.device.type == "meta" else PROMISES[name](x)
-
-    with op(breach) as recorded:
-        made = recorded(koila.lazy(batch()) * weight())
-        with pytest.raises(koila.KoilaError, match="a mistake in koila's inference") as told:
-            made.tolist()
-    assert "call 1, " in str(told.value)
 
 
 def test_a_program_cannot_be_read_while_it_runs() -> None:
@@ -203,7 +178,7 @@ def test_a_batch_of_other_rows_is_another() -> None:
     x, y = koila.lazy(batch()), koila.lazy(two)
     made = live(lambda a, b: b * 2, x, y)
     together = made + y
-    with koila.config(chunks=2):
+    with split(2):
         assert together.tolist() == [[3.0] * 3] * 2
     assert place_of(live(lambda a, b: b * 2, x, y)) == (0, 1, 1)
 
@@ -251,7 +226,7 @@ def test_results_have_their_graphs() -> None:
 def test_a_number_that_is_read_needs_no_graph() -> None:
     """item() and its kin run in chunks where the program can; a call with graphs does not."""
     x, w = koila.lazy(batch()), weight()
-    with koila.config(chunks=2):
+    with split(2):
         loss: Any = (x * w).sum()
         loss.item()
         assert _core.real(loss) is None and _core.known(loss) is not None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import koila
 from binding_kit import batch, in_a_child, is_pending
+from chunked import split
 from koila import _core
 from test_infer_random import tensors
 
@@ -171,7 +172,7 @@ def test_bits_that_no_metadata_says(name: str) -> None:
         x = x.imag
     assert x.is_neg() if name == "negated" else x.is_conj()
     for chunks in (1, 2):
-        with koila.config(chunks=chunks):
+        with split(chunks):
             lazy = koila.lazy(x)
             assert (lazy * 2 + x).tolist() == (x * 2 + x).tolist()
             assert lazy.sum().tolist() == pytest.approx(x.sum().tolist(), rel=1e-6)

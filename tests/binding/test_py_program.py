@@ -11,6 +11,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending, pending
+from chunked import split
 from koila import _core
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Info, Program
 
@@ -31,12 +32,17 @@ def test_nothing_is_staged_of_nothing() -> None:
     assert staged["nodes"] == staged["roots"] == staged["wanted"] == []
 
 
-@pytest.mark.parametrize("roots", [[3], [torch.ones(2)], [None]])
+@pytest.mark.parametrize("roots", [[torch.ones(2)], [None]])
 def test_roots_are_lazy(roots: Any) -> None:
     with pytest.raises(TypeError, match="a root is not lazy"):
         core.stage(roots, False)
     with pytest.raises(TypeError):
         core.stage(tuple(roots), False)
+
+
+def test_a_root_by_number_is_a_value() -> None:
+    with pytest.raises(IndexError, match="no value 3"):
+        core.stage([3], False)
 
 
 def test_a_root_of_another_thread_is_refused() -> None:
@@ -150,7 +156,7 @@ def test_value() -> None:
     assert view.storage == out.storage != leaf.storage
     assert out.real is out.number is None
     assert out.device == torch.device("cpu")
-    with koila.config(chunks=2):
+    with split(2):
         number = core.read(made)
     assert Info(*core.value(3)).number is number
 

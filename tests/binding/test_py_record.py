@@ -13,6 +13,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending, op, pending
+from chunked import split
 from koila import _core, functions
 
 core: Any = _core
@@ -50,7 +51,7 @@ def test_an_op_without_a_row_is_recorded_by_asking_torch() -> None:
     assert is_pending(made)
     assert core.node(0)[1] is None
     assert made.shape == (3, 4)
-    with koila.config(chunks=2):
+    with split(2, whole="it has no row"):
         assert made.tolist() == torch.linalg.pinv(batch()).tolist()
 
 

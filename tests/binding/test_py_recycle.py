@@ -70,6 +70,18 @@ def test_nothing_of_it_is_left() -> None:
     assert lazy.grad is None and not lazy.requires_grad and lazy.shape == (4, 3)
 
 
+@pytest.mark.parametrize("make", [torch.tensor(2), torch.tensor(True), torch.tensor(0.5)])
+def test_what_stands_for_a_number_is_used_again_as_such(make: Tensor) -> None:
+    """torch's parser goes by the placeholder: an object that has one of its own keeps its kind."""
+    number = id(koila.lazy(make.expand(4)).max())
+    other = koila.lazy(batch())
+    again = koila.lazy(make.expand(4)).max()
+    assert id(again) == number != id(other)
+    assert torch.full((2,), again).tolist() == [make.item()] * 2
+    with pytest.raises(TypeError):
+        torch.full((2,), other)
+
+
 def hooked(lazy: Any) -> None:
     """A hook that torch's own object holds."""
     with torch._C.DisableTorchFunction():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, is_pending
+from chunked import split
 from koila import _core
 from koila.program import Program
 
@@ -35,8 +36,8 @@ def place(lazy: Any) -> Any:
     return found and found[1:]
 
 
-def in_chunks(lazy: Any) -> Any:
-    with koila.config(chunks=2):
+def in_chunks(lazy: Any, **reason: str) -> Any:
+    with split(2, **reason):
         return lazy.tolist()
 
 
@@ -50,7 +51,7 @@ def test_batches_of_equal_size_that_meet_are_one() -> None:
     both = x * w + (y * w).exp()
     assert [reason(i) for i in range(4)] == [None] * 4
     loss = both.sum()
-    with koila.config(chunks=2):
+    with split(2):
         assert len(Program([loss]).axes) == 1
         loss.backward()
     grad = batch() + (batch() + 1) * (batch() + 1).exp()
@@ -75,7 +76,7 @@ def test_batches_that_meet_across_stay_two() -> None:
     assert reason(1) is not None
     after = x + 1
     assert reason(2) is None
-    assert in_chunks(across) == (batch() @ (batch() + 1).t()).tolist()
+    assert in_chunks(across, partly="rows against rows") == (batch() @ (batch() + 1).t()).tolist()
     assert after.tolist() == (batch() + 1).tolist()
 
 
@@ -83,7 +84,7 @@ def test_batches_of_other_sizes_stay_two() -> None:
     x, y = koila.lazy(batch()), koila.lazy(batch()[:1])
     both = x + y
     assert reason(0) is not None
-    assert in_chunks(both) == (batch() + batch()[:1]).tolist()
+    assert in_chunks(both, whole="two batches") == (batch() + batch()[:1]).tolist()
 
 
 # What is cut, and what is not ---------------------------------------------------------------------
@@ -96,7 +97,7 @@ def test_one_tensor_in_two_roles_runs_once() -> None:
     both = torch.addmm(plain, x, plain)
     assert "given twice" in reason(0)
     wanted = torch.addmm(plain, torch.arange(16.0, dtype=torch.float64).view(4, 4) / 7, plain)
-    assert in_chunks(both) == wanted.tolist()
+    assert in_chunks(both, whole="given twice") == wanted.tolist()
 
 
 TWICE: dict[str, Callable[[Any, Any], Any]] = {
@@ -120,7 +121,8 @@ def test_one_tensor_twice_in_one_role(name: str, chunks: int) -> None:
         made.pow(2).sum().backward()
         return made.tolist(), w.grad
 
-    with koila.config(chunks=chunks):
+    whole = "it has no row" if name == "no row" else ""
+    with split(chunks, whole=whole):
         made, grad = run(koila.lazy(batch()))
     wanted, wanted_grad = run(batch())
     torch.testing.assert_close(made, wanted, rtol=1e-10, atol=1e-12)
@@ -134,7 +136,7 @@ def test_rows_are_found_again_after_a_call_that_runs_once() -> None:
     assert place(lazy) == (0, 1, 1)
     after = lazy * 2
     assert reason(2) is None
-    with koila.config(chunks=2):
+    with split(2):
         after.pow(2).sum().backward()
     eager = torch.ones(3, dtype=torch.float64, requires_grad=True)
     (torch.sort(batch() * eager, 0).values * 2).pow(2).sum().backward()
@@ -250,7 +252,7 @@ def test_what_may_share_memory_is_written_as_the_layout_has_it(is_moved: bool, c
         flat.zero_()
         return made.tolist(), flat.tolist()
 
-    with koila.config(chunks=chunks):
+    with split(chunks):
         assert write(koila.lazy(batch())) == write(batch())
 
 
@@ -276,7 +278,8 @@ def test_an_index_is_looked_at_in_every_recording() -> None:
         x = koila.lazy(batch())
         chosen = x[rows, labels]
         assert (reason(0) is None) == (step != 1)
-        assert in_chunks(chosen) == batch()[rows, labels].tolist()
+        whole = "a permutation of the rows" if step == 1 else ""
+        assert in_chunks(chosen, whole=whole) == batch()[rows, labels].tolist()
         rows.copy_(torch.tensor([1, 0, 3, 2]) if step == 0 else torch.arange(4))
 
 

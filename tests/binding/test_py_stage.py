@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from binding_kit import batch, is_pending, op
+from binding_kit import batch, is_pending
+from chunked import split
 from koila import _core, program
 
 core: Any = _core
@@ -64,7 +65,7 @@ def run(call: Callable[[Any], Any], x: Tensor) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", CALLS)
 def test_the_rows_of_the_chunk_stand_where_those_of_the_batch_stood(name: str, chunks: int) -> None:
     wanted, wanted_grad = run(CALLS[name], batch())
-    with koila.config(chunks=chunks):
+    with split(chunks):
         made, grad = run(CALLS[name], koila.lazy(batch()))
         assert koila.report().n_chunks == chunks
     torch.testing.assert_close(made, wanted, rtol=1e-10, atol=1e-12)
@@ -76,7 +77,7 @@ def test_a_rewritten_call_is_unchanged(chunks: int) -> None:
     """The sizes that the user gave, and the call on the tape, are as they were."""
     sizes = [4, -1]
     lazy = (koila.lazy(batch()) * weight()).reshape(sizes)
-    with koila.config(chunks=chunks):
+    with split(chunks):
         for _ in range(2):
             assert lazy.tolist() == (batch() * weight()).tolist()
             assert core.call(1)[1] == (None, [4, -1])
@@ -97,7 +98,7 @@ def test_whole_values_that_are_made_in_the_run_are_cut(chunks: int) -> None:
         made.exp().sum().backward()
         return made.tolist(), w.grad
 
-    with koila.config(chunks=chunks):
+    with split(chunks):
         made, grad = program(koila.lazy(batch()))
     torch.testing.assert_close((made, grad), program(batch()), rtol=1e-10, atol=1e-12)
 
@@ -114,7 +115,7 @@ def test_containers_of_several_results(chunks: int) -> None:
         loss.backward()
         return [t.tolist() for t in (values, indices, one, rest, loss)], w.grad
 
-    with koila.config(chunks=chunks):
+    with split(chunks):
         made, grad = program(koila.lazy(batch()))
     torch.testing.assert_close((made, grad), program(batch()), rtol=1e-10, atol=1e-12)
 
@@ -134,7 +135,7 @@ def test_values_are_let_go_when_their_last_reader_is_done(
         there.append(len(dropped))
 
     monkeypatch.setattr(_core, "run", watched)
-    with koila.config(chunks=chunks):
+    with split(chunks):
         lazy = koila.lazy(batch())
         for _ in range(5):
             lazy = lazy.sin()
@@ -153,29 +154,61 @@ def test_a_call_that_raises_is_told_and_the_context_is_as_before() -> None:
     x = koila.lazy(batch())
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.nll_loss(x, labels)
-    with koila.config(chunks=2), pytest.raises(IndexError, match="Target 7"):
+    with split(2), pytest.raises(IndexError, match="Target 7"):
         loss.tolist()
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     assert not core.is_busy()
-
-
-def test_another_number_of_results_is_told() -> None:
-    """A call that gives one thing whole and another by rows is no program."""
-
-    def parts(x: Tensor) -> Any:
-        return (x * 2, x * 3) if x.device.type == "meta" else (x * 2,)
-
-    with op(parts) as call:
-        one, two = call(koila.lazy(batch()) * weight())
-        total = (koila.lazy(batch()) * weight()).sum()
-        with koila.config(chunks=2), pytest.raises(koila.KoilaError, match=r"1 results .* gives 2"):
-            (one + two + total).tolist()
 
 
 @pytest.mark.parametrize("args", [(), ([], [], [], [], {}), ((), [], [], [], {}, 1, False, 0, 0)])
 def test_wrong_arguments(args: Any) -> None:
     with pytest.raises(TypeError):
         core.run(*args)
+
+
+#: What run() is given for one recorded call, and what is wrong with each.
+MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no imports of a node": ({"import_of": {}}, KeyError, "import_of has no node 0"),
+    "imports of another": ({"import_of": {1: (0,)}}, KeyError, "import_of has no node 0"),
+    "imports that are no tuple": ({"import_of": {0: [0]}}, ValueError, "must be a tuple"),
+    "too few imports": ({"import_of": {0: ()}}, ValueError, "must be a tuple of 1"),
+    "an import that is not there": ({"import_of": {0: (7,)}}, IndexError, "no import 7"),
+    "a negative import": ({"import_of": {0: (-1,)}}, IndexError, "no import -1"),
+    "an import that is no number": ({"import_of": {0: ("x",)}}, TypeError, "int"),
+    "no such node": ({"nodes": [5], "import_of": {5: (0,)}}, IndexError, "no node 5"),
+    "a node that is no number": ({"nodes": ["x"], "import_of": {"x": (0,)}}, TypeError, "int"),
+    "a negative node": ({"nodes": [-1]}, OverflowError, "negative"),
+    "no room": ({"env": [None]}, ValueError, "room for 2 values"),
+    "no drops": ({"drops": []}, ValueError, "one entry for each of 1 nodes"),
+    "drops that are no tuples": ({"drops": [3]}, TypeError, "tuples"),
+    "a drop that is not there": ({"drops": [(9,)]}, IndexError, "index"),
+    "a drop that is no number": ({"drops": [("x",)]}, TypeError, "int"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_programs(name: str) -> None:
+    """Each is an error: a run that did nothing would pass for one that did."""
+    changed, error, words = MALFORMED[name]
+    lazy = koila.lazy(batch()) * 2
+    given: dict[str, Any] = {
+        "nodes": [0],
+        "drops": [()],
+        "env": [None, None],
+        "imports": [batch()],
+        "import_of": {0: (0,)},
+        "rows": -1,
+        "is_grad_off": True,
+        "run_other": print,
+        "cut": print,
+        "cloned": set(),
+        "clone": print,
+    }
+    core.run(*given.values())
+    assert torch.equal(given["env"][1], batch() * 2)
+    with pytest.raises(error, match=words):
+        core.run(*(given | {"env": [None, None]} | changed).values())
+    assert lazy.tolist() == (batch() * 2).tolist()
 
 
 # deliver ------------------------------------------------------------------------------------------

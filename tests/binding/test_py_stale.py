@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending
+from chunked import split
 from koila import _core
 
 CHUNKS = [1, 2]
@@ -65,7 +66,7 @@ def test_a_changed_tensor_is_told(change: Callable[[Any], None], chunks: int) ->
     plain = scale()
     made = koila.lazy(batch().requires_grad_()) * plain
     change(plain)
-    with koila.config(chunks=chunks):
+    with koila.config(chunks=chunks):  # nothing runs
         for _ in range(2):
             with pytest.raises(koila.StaleError) as told:
                 made.tolist()
@@ -168,7 +169,7 @@ def test_statistics_that_a_run_writes_are_no_change() -> None:
     norm, eager = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
     x = koila.lazy(batch())
     for chunks in (1, 2, 1):
-        with koila.config(chunks=chunks):
+        with split(chunks):
             first = norm(x)
             second = norm(first * 2)
             second.sum().backward()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, in_a_thread, is_pending, pending
+from chunked import split
 from koila import _core
 
 core: Any = _core
@@ -122,7 +123,7 @@ def test_a_hundred_thousand_values() -> None:
 def test_hundreds_of_batches() -> None:
     parts = [koila.lazy(torch.full((i % 7 + 1, 2), float(i))) for i in range(300)]
     sums = [(part * weight()[:2].float()).sum() for part in parts]
-    with koila.config(chunks=3):
+    with split(3):
         found = [total.item() for total in sums]
     assert found == [float(i * (i % 7 + 1) * 2) for i in range(300)]
 
@@ -203,7 +204,7 @@ def test_a_value_outlives_its_thread_and_is_dropped() -> None:
 def test_forgotten_values_have_none() -> None:
     x = koila.lazy(batch())
     known, waiting = x * weight(), x * 3
-    with koila.config(chunks=2):
+    with split(2):
         waiting.tolist()
     core.forget()
     core.forget()

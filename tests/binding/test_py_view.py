@@ -11,6 +11,7 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, is_pending
+from chunked import split
 from koila import _core
 
 core: Any = _core
@@ -163,7 +164,7 @@ def run(program: Program, x: Tensor) -> tuple[list[Any], Any]:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_every_read_is_of_the_right_version(program: Program, chunks: int | None) -> None:
     wanted, wanted_grad = run(program, batch())
-    with koila.config(chunks=chunks):
+    with split(chunks):
         found, grad = run(program, koila.lazy(batch()))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(grad, wanted_grad, rtol=1e-10, atol=1e-12)

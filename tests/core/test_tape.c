@@ -441,6 +441,29 @@ test_draws_that_wait(void)
     program_fini(&p);
 }
 
+/* A draw that nobody looks at still moves the generator: it stays, with what it reads, until it drew. */
+static void
+test_a_dead_draw_waits(void)
+{
+    Program p = {0};
+    const KlArg half = {.kind = KL_ARG_FLOAT, .u.f = 0.5};
+    KlValueId x = leaf(&p, TENSOR(FLOAT32, 8, 4));
+    (void)CALL1(&p, "dropout", call1(&p, "relu", x), half, INT(1));
+    (void)CALL1(&p, "dropout", call1(&p, "sin", x), half, INT(1));
+    (void)call1(&p, "exp", x);
+    CHECK(kl_tape_has_dead_draw(&p.tape));
+    kl_tape_retire(&p.tape, false);
+    CHECK(!p.tape.nodes[0].is_done && !p.tape.nodes[1].is_done && p.tape.nodes[4].is_done);
+    CHECK(kl_tape_next_draw(&p.tape, 0) == 1 && kl_tape_next_draw(&p.tape, 2) == 3);
+    p.tape.nodes[1].is_drawn = true;
+    kl_tape_retire(&p.tape, false);
+    CHECK(p.tape.nodes[0].is_done && p.tape.nodes[1].is_done && !p.tape.nodes[3].is_done);
+    CHECK(kl_tape_next_draw(&p.tape, 0) == 3 && kl_tape_next_draw(&p.tape, 4) == KL_ID_NONE);
+    p.tape.values[p.tape.nodes[3].first_out].is_wanted = true;
+    CHECK(!kl_tape_has_dead_draw(&p.tape));
+    program_fini(&p);
+}
+
 /* -- the whole --------------------------------------------------------------------------------------- */
 
 static void
@@ -521,6 +544,7 @@ main(void)
     test_parameters_without_grad_mode_are_no_history();
     test_an_effect_that_nothing_asks_for_must_run();
     test_draws_that_wait();
+    test_a_dead_draw_waits();
     test_ids_survive_growth();
     test_clearing_keeps_the_memory();
     test_a_roomy_tape_gives_its_memory_back();

@@ -1,0 +1,75 @@
+/* py_promise.c - what inference promised of a value when its call was recorded, held against what torch
+ * gives when the call runs: sizes and dtype, of every output in every run. What differs is a mistake of
+ * ours, and raises: from wrong sizes follow wrong numbers. */
+#include "py.h"
+
+/* Sizes of the value on a chunk of `rows` rows; -1: whole. */
+static KlMeta
+promised_to(const Tape *tape, KlValueId value, long long rows)
+{
+    KlMeta meta = tape->core.values[value].meta;
+    if (rows >= 0 && kl_place_is_rows(&meta.place)) {
+        meta.shape[meta.place.dim] = meta.place.outer * rows * meta.place.inner;
+    }
+    return meta;
+}
+
+int
+kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result, long long rows)
+{
+    KlMeta promised = promised_to(tape, value, rows);
+    PyObject *where = kl_source_where(tape, id);
+    PyObject *expected = where != NULL ? kl_meta_size(&promised) : NULL;
+    PyObject *shape = PyObject_GetAttrString(result, "shape");
+    PyObject *dtype = shape != NULL ? PyObject_GetAttrString(result, "dtype") : NULL;
+    PyObject *requires_grad =
+        dtype != NULL ? PyObject_GetAttrString(result, "requires_grad") : NULL;
+    PyErr_Clear();
+    if (expected != NULL) {
+        PyErr_Format(
+            kl_py.koila_error,
+            "%R gave %.80s of %R (requires_grad %R, %S) where %R (requires_grad %s, torch.%s) was "
+            "expected%s (%U): a mistake in koila's inference, please report it",
+            tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
+            requires_grad != NULL ? requires_grad : Py_None, dtype != NULL ? dtype : Py_None,
+            expected, promised.requires_grad ? "True" : "False", kl_meta_dtype_name(promised.dtype),
+            rows >= 0 ? " of a chunk" : "", where);
+    }
+    Py_XDECREF(requires_grad);
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    Py_XDECREF(expected);
+    Py_XDECREF(where);
+    return -1;
+}
+
+int
+kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result, long long rows)
+{
+    if (!PyObject_TypeCheck(result, kl_py.tensor_base)) {
+        return kl_promise_break(tape, id, value, result, rows);
+    }
+    const KlMeta *promised = &tape->core.values[value].meta;
+    int32_t dim = rows >= 0 && kl_place_is_rows(&promised->place) ? promised->place.dim : -1;
+    int64_t size = dim >= 0 ? promised->place.outer * rows * promised->place.inner : 0;
+    int is_kept = kl_meta_is_of(result, promised, dim, size);
+    return is_kept > 0 ? 0 : is_kept < 0 ? -1 : kl_promise_break(tape, id, value, result, rows);
+}
+
+/* check_result(node, value, tensor): raise where a value made outside of a run is not what was promised. */
+PyObject *
+kl_promise_check_result(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0, value = 0;
+    PyObject *tensor = NULL;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "IIO:check_result", &id, &value, &tensor)) {
+        return NULL;
+    }
+    if (id >= tape->core.n_nodes || value >= tape->core.n_values) {
+        return PyErr_Format(PyExc_IndexError, "check_result: there is no value %u of node %u",
+                            value, id);
+    }
+    return kl_promise_check(tape, id, value, tensor, -1) < 0 ? NULL : Py_NewRef(Py_None);
+}

@@ -1,0 +1,275 @@
+/* py_turn.c - turns: a tape is used by one thread at a time.
+ *
+ * All of this runs under the GIL, which every call of Python or torch may give up: a thread that is in the
+ * middle of something has its turn at the tape, and others wait without the GIL until it is over. Whoever
+ * waits first is next. Another thread's program is run as its own thread would: while a turn lasts, that
+ * tape is this thread's. */
+#include "py.h"
+
+/* A thread that waits; each is on the stack of its own thread. */
+typedef struct Waiter {
+    KlLock *lock;
+    uint64_t thread;
+    PyThread_type_lock gate; /* given when the lock is this thread's */
+    struct Waiter *next;
+} Waiter;
+
+static Waiter *waiters; /* the first came first */
+
+/* Draws of several programs from one generator must not mix: each is put back where it was for every run
+ * of a chunk. */
+static KlLock draws;
+
+static uint64_t
+this_thread(void)
+{
+    return PyThreadState_Get()->id;
+}
+
+/* -- waiting ------------------------------------------------------------------------------------------ */
+
+/* What a thread waits for, or NULL. */
+static const KlLock *
+awaited_by(uint64_t thread)
+{
+    const Waiter *waiter = waiters;
+    while (waiter != NULL && waiter->thread != thread) {
+        waiter = waiter->next;
+    }
+    return waiter != NULL ? waiter->lock : NULL;
+}
+
+/* Whether the holder of `lock` waits, over however many others, for `thread`. */
+static bool
+is_circle(const KlLock *lock, uint64_t thread)
+{
+    while (lock != NULL && lock->holder != thread) {
+        lock = awaited_by(lock->holder);
+    }
+    return lock != NULL;
+}
+
+/* Whether there is a thread with that id: fork() leaves only one. */
+static bool
+is_alive(uint64_t thread)
+{
+    PyThreadState *state = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+    while (state != NULL && state->id != thread) {
+        state = PyThreadState_Next(state);
+    }
+    return state != NULL;
+}
+
+/* Whether waiting would never end; -1 on failure. */
+static int
+is_hopeless(const KlLock *lock, uint64_t thread)
+{
+    if (is_circle(lock, thread)) {
+        PyErr_SetString(kl_py.koila_error,
+                        "two threads wait for each other: a value of a program that is running was "
+                        "read by a program that it waits for");
+        return 1;
+    }
+    if (!is_alive(lock->holder)) {
+        PyErr_SetString(
+            kl_py.koila_error,
+            "the program that makes this value was running when the process was forked: "
+            "it never ends here");
+        return 1;
+    }
+    /* A thread of autograd's own runs hooks for one that waits until they are done. */
+    PyObject *module = PyImport_ImportModule("koila.threads");
+    PyObject *answer =
+        module != NULL ? PyObject_CallMethod(module, "is_autograd_worker", NULL) : NULL;
+    bool is_worker = answer == Py_True;
+    Py_XDECREF(answer);
+    Py_XDECREF(module);
+    if (is_worker) {
+        PyErr_SetString(kl_py.koila_error,
+                        "a value was read while the program that makes it is running");
+    }
+    return answer == NULL ? -1 : is_worker;
+}
+
+static void
+join(Waiter *waiter)
+{
+    Waiter **end = &waiters;
+    while (*end != NULL) {
+        end = &(*end)->next;
+    }
+    *end = waiter;
+}
+
+static void
+leave(const Waiter *waiter)
+{
+    Waiter **place = &waiters;
+    while (*place != NULL && *place != waiter) {
+        place = &(*place)->next;
+    }
+    if (*place != NULL) {
+        *place = waiter->next;
+    }
+}
+
+#define KL_WAIT_MICROSECONDS                                                                       \
+    50000 /* a signal may go to another thread than the one that must hear it */
+
+int
+kl_lock_wait(KlLock *lock)
+{
+    const uint64_t me = this_thread();
+    if (is_hopeless(lock, me) != 0) {
+        return -1;
+    }
+    if (lock->holder == 0) { /* asking that took a while */
+        return kl_lock_take(lock);
+    }
+    Waiter waiter = {.lock = lock, .thread = me, .gate = PyThread_allocate_lock()};
+    if (waiter.gate == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    (void)PyThread_acquire_lock(waiter.gate, NOWAIT_LOCK);
+    join(&waiter);
+    int result = 0;
+    while (result == 0 && lock->holder != me) {
+        Py_BEGIN_ALLOW_THREADS;
+        (void)PyThread_acquire_lock_timed(waiter.gate, KL_WAIT_MICROSECONDS, 1);
+        Py_END_ALLOW_THREADS;
+        result = PyErr_CheckSignals();
+        if (result == 0 && lock->holder != me && !is_alive(lock->holder)) {
+            result = is_hopeless(lock, me) != 0 ? -1 : 0;
+        }
+    }
+    leave(&waiter);
+    PyThread_free_lock(waiter.gate);
+    if (result < 0 && lock->holder == me) { /* it came too late */
+        kl_lock_give(lock);
+    }
+    return result;
+}
+
+void
+kl_lock_pass(KlLock *lock)
+{
+    for (Waiter *waiter = waiters; waiter != NULL; waiter = waiter->next) {
+        if (waiter->lock == lock) {
+            lock->holder = waiter->thread;
+            lock->depth = 1;
+            PyThread_release_lock(waiter->gate);
+            leave(waiter);
+            return;
+        }
+    }
+}
+
+/* -- turns -------------------------------------------------------------------------------------------------- */
+
+int
+kl_turn_begin(KlTurn *turn, Tape *tape)
+{
+    *turn = (KlTurn){.tape = (Tape *)Py_NewRef((PyObject *)tape)};
+    if (kl_lock_take(&tape->lock) < 0) {
+        Py_CLEAR(turn->tape);
+        return -1;
+    }
+    turn->was_running = tape->is_running;
+    Tape *own = kl_tape_open_or_null();
+    if (own == tape) {
+        return 0;
+    }
+    turn->is_visit = true;
+    turn->own = (Tape *)Py_XNewRef((PyObject *)own);
+    if (kl_tape_use(tape) < 0) {
+        turn->is_visit = false;
+        kl_turn_end(turn);
+        return -1;
+    }
+    return 0;
+}
+
+void
+kl_turn_end(KlTurn *turn)
+{
+    if (turn->is_visit) {
+        PyObject *type = NULL, *value = NULL, *traceback = NULL;
+        PyErr_Fetch(&type, &value, &traceback);
+        (void)kl_tape_use(turn->own); /* it was there before: there is room for it */
+        PyErr_Restore(type, value, traceback);
+    }
+    turn->tape->is_running =
+        turn->was_running; /* an interrupt can come before a finally has begun */
+    kl_lock_give(&turn->tape->lock);
+    Py_CLEAR(turn->own);
+    Py_CLEAR(turn->tape);
+}
+
+/* -- for Python ---------------------------------------------------------------------------------------------- */
+
+/* An interrupt says nothing of the program: it waits until somebody asks for it by name. */
+static void
+stop(Tape *tape)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    bool is_interrupt = type != NULL && !PyErr_GivenExceptionMatches(type, PyExc_Exception);
+    PyErr_Restore(type, value, traceback);
+    if (is_interrupt) {
+        kl_tape_abandon(&tape->core, true);
+    }
+    if (is_interrupt && !tape->is_running) {
+        kl_tape_give_up(tape);
+    }
+}
+
+PyObject *
+kl_turn_held(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *lazy = NULL, *func = NULL, *func_args = NULL, *kwargs = NULL;
+    Tape *tape = NULL;
+    if (!PyArg_ParseTuple(args, "OOO!O!:held", &lazy, &func, &PyTuple_Type, &func_args,
+                          &PyDict_Type, &kwargs)) {
+        return NULL;
+    }
+    if (kl_lazy_check(lazy) && kl_lazy_value(lazy) != NULL) {
+        tape = kl_lazy_value(lazy)->tape;
+    }
+    tape = tape != NULL ? tape : kl_tape_open();
+    KlTurn turn;
+    if (tape == NULL || kl_turn_begin(&turn, tape) < 0) {
+        return NULL;
+    }
+    PyObject *result = PyObject_Call(func, func_args, kwargs);
+    if (result == NULL) {
+        stop(turn.tape);
+    }
+    kl_turn_end(&turn);
+    return result;
+}
+
+int
+kl_turn_draw(void)
+{
+    return kl_lock_take(&draws);
+}
+
+void
+kl_turn_drawn(void)
+{
+    kl_lock_give(&draws);
+}
+
+PyObject *
+kl_turn_drawing(PyObject *module, PyObject *func)
+{
+    (void)module;
+    if (kl_turn_draw() < 0) {
+        return NULL;
+    }
+    PyObject *result = PyObject_CallNoArgs(func);
+    kl_turn_drawn();
+    return result;
+}

@@ -1,0 +1,356 @@
+"""What random calls draw on the CPU: with which kernel, on what tensor, in which order of memory.
+
+Such a kernel goes through a tensor in the order of its memory and takes number after number from
+the generator. So rows that are outermost in memory can be drawn chunk by chunk, each from where the
+one before left the generator; others are drawn for the whole batch, once, and cut. normal_() takes
+numbers in blocks of sixteen where there are as many: a chunk that ends within one is drawn whole
+too. Where torch was built to let a library draw, all depends on one seed: that is found out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from koila import _core, rows
+from koila.program import Info
+
+_BLOCK = 1 << 16  # elements drawn at a time where only the generator has to move
+_SIXTEEN = 16  # normal_() draws so many at once
+_FILLS = frozenset(
+    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split()
+)
+_LIKES = {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}
+_RECURRENT = frozenset("gru lstm rnn_relu rnn_tanh".split())
+
+
+class Noise(NamedTuple):
+    """One tensor of random numbers that a call fills."""
+
+    method: str  # the method of torch.Tensor that fills it
+    words: dict[str, Any]
+    values: tuple[Any, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    place: rows.Place | None  # where its rows are; None: all rows share it
+    follows: bool  # on a chunk it is laid out as the first argument is
+    is_known: bool = True  # how it is laid out; else it is taken to lie row by row
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def n_rows(self) -> int:
+        assert self.place is not None
+        _, dim, outer, inner = self.place
+        return self.shape[dim] // (outer * inner)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype it is kept in: yes and no need one byte."""
+        return torch.bool if self.method == "bernoulli_" and is_serial(self) else self.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_elements * self.stored.itemsize
+
+    def fill(self, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        filled: torch.Tensor = getattr(tensor, self.method)(
+            *self.values, **self.words, generator=generator
+        )
+        return filled
+
+    def draw(
+        self, generator: torch.Generator, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """All of it, or a chunk of a shape, laid out as all of it is."""
+        strides = self.strides if shape is None else _dense(shape, self.strides)
+        return self.fill(
+            torch.empty_strided(shape or self.shape, strides, dtype=self.stored), generator
+        )
+
+
+# What calls draw ----------------------------------------------------------------------------------
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return _dense(shape, range(len(shape), 0, -1))
+
+
+def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, of dims that lie in memory as `order`, other strides, says."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (order[d], -d)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    return torch.empty_strided(shape, strides, device="meta").is_contiguous()
+
+
+def _like(shape: Sequence[int], strides: Sequence[int] | None) -> tuple[int, ...]:
+    """The strides of empty_like()."""
+    if strides is None:
+        return _contiguous(shape)
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+
+
+def _info(value: int) -> Info:
+    return Info(*_core.value(value))
+
+
+def _bind(names: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names.split(), args, strict=False)), **kwargs}
+
+
+def _dropout(name: str, source: Info, out: Info, p: float) -> Noise:
+    shape = source.shape
+    follows = not name.startswith("feature")
+    if not follows:
+        shape = (*shape[:2], *(1 for _ in shape[2:]))
+    strides = _like(shape, source.strides) if follows else _contiguous(shape)
+    is_known = source.strides is not None or not follows
+    values = (1 - p,)
+    return Noise(
+        "bernoulli_", {}, values, shape, strides, source.dtype, out.place, follows, is_known
+    )
+
+
+def _fill(method: str, out: Info, values: tuple[Any, ...], words: dict[str, Any]) -> Noise:
+    is_known = out.strides is not None
+    strides = out.strides or _contiguous(out.shape)
+    return Noise(method, words, values, out.shape, strides, out.dtype, out.place, True, is_known)
+
+
+def _by_chance(source: Info, out: Info, is_in_place: bool) -> Noise:
+    """bernoulli() of a tensor: what is compared with its chances, number by number."""
+    dtype = torch.float64 if source.dtype == torch.float64 else torch.float32
+    strides = _like(out.shape, out.strides)
+    is_known = out.strides is not None
+    return Noise("uniform_", {}, (), out.shape, strides, dtype, out.place, is_in_place, is_known)
+
+
+def _multiple(source: Info, out: Info, is_replaced: bool) -> Noise:
+    """multinomial(): a number for each sample, or for each of what is drawn from."""
+    if is_replaced:
+        strides = _contiguous(out.shape)
+        return Noise("uniform_", {}, (), out.shape, strides, torch.float64, out.place, False)
+    strides = _like(source.shape, source.strides)
+    is_known = source.strides is not None
+    return Noise(
+        "exponential_", {}, (), source.shape, strides, source.dtype, out.place, True, is_known
+    )
+
+
+def _attention(out: Info, key: Info, p: float) -> Noise:
+    """The weights of attention: a row for each of the queries, a new tensor."""
+    shape = (*out.shape[:-1], key.shape[-2])
+    place = out.place if out.place is not None and out.place[1] < len(shape) - 1 else None
+    return Noise("bernoulli_", {}, (1 - p,), shape, _contiguous(shape), out.dtype, place, False)
+
+
+def _recurrent(source: Info, hidden: Info, args: tuple[Any, ...]) -> list[Noise]:
+    """What each layer but the last gives: time-major, of all directions."""
+    n_layers, p, _, is_both, is_batch_first = args[4:9]
+    time, batch = (1, 0) if is_batch_first else (0, 1)
+    n_features = hidden.shape[-1] * (2 if is_both else 1)
+    shape = (source.shape[time], source.shape[batch], n_features)
+    place = source.place and (source.place[0], 1, *source.place[2:])
+    strides = _contiguous(shape)
+    noise = Noise("bernoulli_", {}, (1 - p,), shape, strides, source.dtype, place, False)
+    return [noise] * (n_layers - 1)
+
+
+def of(i: int, first_out: int) -> list[Noise] | None:
+    """What one call draws, in this order; None: only the call itself can say."""
+    _, args, kwargs = _core.call(i)
+    name = str(_core.node(i)[1])
+    inputs = [_info(value) for value in _core.node(i)[5] if value >= 0]
+    out = _info(first_out)
+    kwargs = {word: given for word, given in kwargs.items() if word != "generator"}
+    if name.rstrip("_").endswith("dropout"):
+        p = _bind("input p train", args, kwargs)["p"]
+        return [_dropout(name, inputs[0], out, p)]
+    if name == "bernoulli_" and None in (*args[1:2], *kwargs.values()):
+        return [_by_chance(inputs[1], out, True)]
+    if name in _FILLS:
+        return [_fill(name, out, args[1:], kwargs)]
+    if name in _LIKES:
+        limits = _bind("input low high", args, kwargs)
+        ends = tuple(limits[word] for word in ("low", "high") if limits.get(word) is not None)
+        return [_fill(_LIKES[name], out, ends, {})]
+    if name == "normal":
+        std = _bind("mean std", args, kwargs).get("std", 1.0)
+        values = (0.0, std if len(inputs) == 1 and std is not None else 1.0)
+        strides = _contiguous(out.shape)
+        return [Noise("normal_", {}, values, out.shape, strides, out.dtype, out.place, False)]
+    if name == "bernoulli":
+        p = _bind("input p", args, kwargs).get("p")
+        if p is None:
+            return [_by_chance(inputs[0], out, False)]
+        return [_fill("bernoulli_", out, (p,), {})._replace(follows=False)]
+    if name == "multinomial":
+        return [_multiple(inputs[0], out, _is_replaced(args, kwargs))]
+    if name == "scaled_dot_product_attention":
+        p = _bind("query key value attn_mask dropout_p", args, kwargs)["dropout_p"]
+        return [_attention(out, inputs[1], p)]
+    if name in _RECURRENT and not kwargs:
+        return _recurrent(inputs[0], inputs[1], args)
+    return None
+
+
+def _is_replaced(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    words = _bind("input num_samples replacement", args, kwargs)
+    return bool(words.get("replacement", False)) and words["num_samples"] > 1
+
+
+# In which order -----------------------------------------------------------------------------------
+
+_serial: dict[tuple[str, torch.dtype], bool] = {}
+
+
+def is_serial(noise: Noise) -> bool:
+    """Whether the kernel takes number after number from the generator, alike for each dtype that
+    noise is kept in; else a library draws all from one seed."""
+    key = noise.method, noise.dtype
+    if key not in _serial:
+        kept = torch.bool if noise.method == "bernoulli_" else noise.dtype
+        generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+        whole = noise.fill(torch.empty(4 * _SIXTEEN, dtype=noise.dtype), generators[0])
+        parts = torch.empty(4 * _SIXTEEN, dtype=kept)
+        for part in parts.split(2 * _SIXTEEN):
+            noise.fill(part, generators[1])
+        states = [generator.get_state() for generator in generators]
+        is_same = torch.equal(whole.to(torch.float64), parts.to(torch.float64))
+        _serial[key] = is_same and torch.equal(*states)
+    return _serial[key]
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    return sorted(dims, key=lambda dim: -strides[dim])
+
+
+def _is_outermost(noise: Noise) -> bool:
+    assert noise.place is not None
+    _, dim, outer, _ = noise.place
+    return outer == 1 and all(d == dim for d in _order(noise.shape, noise.strides)[:1])
+
+
+def is_in_order(noise: Noise, sizes: Sequence[int]) -> bool:
+    """Whether chunks of so many rows, drawn one after another, have the numbers of the whole."""
+    if noise.place is None:
+        return True
+    if not is_serial(noise) or not _is_outermost(noise):
+        return False
+    if noise.method != "normal_" or noise.n_elements < _SIXTEEN:
+        return True
+    if not _is_contiguous(noise.shape, noise.strides):
+        return False  # then it draws one by one
+    per_row = noise.n_elements // noise.n_rows
+    ends_within = any(size * per_row % _SIXTEEN for size in sizes[:-1])
+    return not ends_within and sizes[-1] * per_row >= _SIXTEEN
+
+
+def is_eagers(noise: Noise) -> bool:
+    """Whether it is known that a chunk has eager's numbers; else its rows lie inside other dims,
+    and in which order is not known."""
+    return noise.is_known or noise.place is None or _is_outermost(noise)
+
+
+def fits(noise: Noise, args: Sequence[Any]) -> bool:
+    """Whether a call on a chunk draws in the order in which it draws on the whole."""
+    if not noise.follows or not noise.is_known:
+        return True
+    given: torch.Tensor = args[0]
+    if given.is_contiguous() and _is_contiguous(noise.shape, noise.strides):
+        return True
+    strides = _like(given.shape, given.stride())
+    is_alike = _order(given.shape, strides) == _order(given.shape, noise.strides)
+    return is_alike and noise.method != "normal_"
+
+
+# Drawing ------------------------------------------------------------------------------------------
+
+
+def advance(noise: Noise, n_elements: int, generator: torch.Generator) -> None:
+    """Move the generator past so many elements of noise, with next to no memory."""
+    if not is_serial(noise):
+        noise.fill(torch.empty(n_elements, dtype=noise.dtype), generator)
+        return
+    is_strided = noise.method == "normal_" and not _is_contiguous(noise.shape, noise.strides)
+    step = 2 if is_strided else 1  # then it draws one by one
+    size = min(n_elements, _BLOCK + _SIXTEEN)
+    buffer = torch.empty(step * size, dtype=noise.stored)[::step]
+    while n_elements > 0:
+        n = n_elements if n_elements <= size else _BLOCK
+        noise.fill(buffer[:n], generator)
+        n_elements -= n
+
+
+class Given(TorchDispatchMode):
+    """Calls in it draw nothing: they are given their noise."""
+
+    def __init__(self, noises: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noises = iter(noises)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        words = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in _FILLS:
+            noise = next(self.noises)
+            is_compared = len(args) > 1 and isinstance(args[1], torch.Tensor)
+            return args[0].copy_(noise < args[1] if is_compared else noise)
+        if name in _DRAWN:
+            return _DRAWN[name](next(self.noises), *args, **words)
+        return func(*args, **words)
+
+
+def _take(noise: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return noise.clone()
+
+
+def _normal(noise: torch.Tensor, mean: Any, std: Any = 1.0, **_: Any) -> torch.Tensor:
+    scaled = noise.clone()
+    if isinstance(std, torch.Tensor):
+        scaled.mul_(std)
+    return scaled.add_(mean)
+
+
+def _take_bernoulli(noise: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    is_compared = noise.dtype != torch.bool
+    return (noise < source if is_compared else noise).to(source.dtype, copy=True)
+
+
+def _native_dropout(noise: torch.Tensor, source: torch.Tensor, p: float, _: Any) -> Any:
+    mask = noise.to(torch.bool, copy=True)
+    return source.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _multinomial(
+    noise: torch.Tensor, source: torch.Tensor, n: int, *_: Any, **__: Any
+) -> torch.Tensor:
+    chances = source / noise
+    return chances.argmax(-1, keepdim=True) if n == 1 else chances.topk(n).indices
+
+
+_DRAWN: dict[str, Callable[..., Any]] = {
+    "rand_like": _take,
+    "randn_like": _take,
+    "randint_like": _take,
+    "normal": _normal,
+    "bernoulli": _take_bernoulli,
+    "native_dropout": _native_dropout,
+    "multinomial": _multinomial,
+}

@@ -1,0 +1,123 @@
+"""Torch's own random calls on plain tensors, while recorded ones wait: they come after those.
+
+Only then do wrappers stand in their places, which let what waits draw first. At other times torch
+is as it was, and a script that draws nothing pays nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch._ops import OpOverloadPacket
+
+from koila import _core
+
+_OWNERS: tuple[Any, ...] = (torch, torch._VF, torch.Tensor, torch.nn.functional)
+# They draw inside, and torch does not say so.
+_INSIDE = ("dropout", "rrelu", "scaled_dot_product_attention")
+
+
+def draws(name: str) -> bool:
+    """Whether an operator of torch may draw from a generator."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    words = {word.name for overload in overloads for word in overload._schema.arguments}
+    if "generator" in words or name.startswith("_"):  # others by that sign are of one device
+        return "generator" in words
+    is_tagged = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    return is_tagged or any(word in name for word in _INSIDE)
+
+
+_lock = threading.Lock()
+_waiting: set[int] = set()  # threads of which a recorded draw waits
+_before: Callable[[], None] | None = None
+_undo: list[tuple[Any, str, Any]] = []
+_wrappers: list[tuple[Any, str, Any]] = []
+
+
+def _is_lazy(arguments: Any) -> bool:
+    return any(type(argument) is _core.LazyTensor for argument in arguments)
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        is_recorded = _is_lazy(args) or _is_lazy(kwargs.values())
+        if _before is not None and not is_recorded and not _core.is_busy():
+            _before()
+        return original(*args, **kwargs)
+
+    return draw
+
+
+def wrappers() -> list[tuple[Any, str, Any]]:
+    """All of them: owner, name and wrapper. Python functions call those of C, which are enough."""
+    if not _wrappers:
+        for owner in _OWNERS:
+            for name in dir(torch._C._VariableFunctions if owner is torch._VF else owner):
+                original: Any = getattr(owner, name, None)
+                is_of_c = callable(original) and not hasattr(original, "__code__")
+                if is_of_c and not isinstance(original, type) and draws(name):
+                    _wrappers.append((owner, name, _wrap(original)))
+        _wrappers.extend(_bound_within_torch([w for w in _wrappers if w[0] is torch]))
+    return _wrappers
+
+
+def _bound_within_torch(known: list[tuple[Any, str, Any]]) -> list[tuple[Any, str, Any]]:
+    """What torch's own modules took from torch when they were imported."""
+    modules = [module for key, module in sys.modules.items() if key.startswith("torch.")]
+    return [
+        (module, name, wrapper)
+        for module in modules
+        for _, name, wrapper in known
+        if isinstance(module, types.ModuleType)
+        and not any(module is owner for owner in _OWNERS)
+        and not module.__name__.startswith("torch._C")
+        and vars(module).get(name) is wrapper.__wrapped__
+    ]
+
+
+def watch(before: Callable[[], None]) -> None:
+    """A draw of this thread waits: from now on a plain one calls `before` first."""
+    global _before
+    with _lock:
+        _waiting.add(threading.get_ident())
+        if _undo:
+            return
+        _before = before
+        for owner, name, wrapper in wrappers():
+            _undo.append((owner, name, owner.__dict__.get(name)))
+            setattr(owner, name, wrapper)
+
+
+def unwatch() -> None:
+    """No draw of this thread waits."""
+    with _lock:
+        _waiting.discard(threading.get_ident())
+        _waiting.intersection_update(thread.ident for thread in threading.enumerate())
+        _put_back()
+
+
+def unwatch_all() -> None:
+    """No draw of any thread waits."""
+    with _lock:
+        _waiting.clear()
+        _put_back()
+
+
+def _put_back() -> None:
+    while _undo and not _waiting:
+        owner, name, original = _undo.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)

@@ -1,0 +1,141 @@
+"""Lazy tensors given where torch takes a number: it would read them, so their numbers are read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from koila import _core
+
+LazyTensor = _core.LazyTensor
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_NUMBERS = frozenset("int SymInt number float Scalar".split())
+
+#: A tensor of no dims selects where it is one of these; of others it is a mask.
+_INTS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
+
+#: Words that may be a tensor, of which torch only asks the number.
+_READ_TENSORS = {
+    "narrow": "start",
+    "repeat_interleave": "repeats",
+    "tensor_split": "tensor_indices_or_sections",
+}
+
+
+def _is_number(lazy: Any) -> bool:
+    """Whether torch would take a lazy for a number, without asking its class."""
+    return type(lazy) is LazyTensor and lazy.dim() == 0 and not lazy.requires_grad
+
+
+def _holds_number(obj: Any) -> bool:
+    if isinstance(obj, tuple | list):
+        return any(map(_holds_number, obj))
+    if isinstance(obj, slice):
+        return any(map(_is_number, (obj.start, obj.stop, obj.step)))
+    return _is_number(obj)
+
+
+def _read(obj: Any) -> Any:
+    """The object with the numbers of such lazies in their place."""
+    if isinstance(obj, tuple | list) and _holds_number(obj):
+        return [_read(item) for item in obj]
+    return _core.read(obj).item() if _is_number(obj) else obj
+
+
+def _read_index(item: Any) -> Any:
+    """x[item] takes the numbers of a slice, and selects by a tensor of ints and no dims: a view."""
+    if isinstance(item, slice) and _holds_number(item):
+        return slice(_read(item.start), _read(item.stop), _read(item.step))
+    if type(item).__module__ == "numpy" and hasattr(item, "__array__") and item.ndim > 0:
+        return torch.as_tensor(item.copy())  # torch looks at it as at any sequence
+    if not isinstance(item, torch.Tensor) or item.dim() != 0 or item.dtype not in _INTS:
+        return item
+    return _read(item) if type(item) is LazyTensor else item.item()
+
+
+def _read_indexing(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    index = args[1]
+    items = index if isinstance(index, tuple) else (index,)
+    read = tuple(map(_read_index, items))
+    if all(a is b for a, b in zip(read, items, strict=True)):
+        return args
+    return (args[0], read if isinstance(index, tuple) else read[0], *args[2:])
+
+
+@functools.cache
+def _words(name: str) -> tuple[tuple[tuple[frozenset[str], bool], ...], dict[str, frozenset[str]]]:
+    """For each position, and each keyword, the types that torch's schemas of a name give it, and
+    whether the last position gathers what follows: x.view(2, 3)."""
+    positions: list[tuple[set[str], bool]] = []
+    keywords: dict[str, set[str]] = {}
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+        if any(argument.is_out for argument in schema.arguments):
+            continue
+        at = 0
+        for argument in schema.arguments:
+            text = str(argument.type)
+            is_list = "List" in text
+            kind = text.removeprefix("Optional[").removeprefix("List[").rstrip("]")
+            if _READ_TENSORS.get(name) == argument.name:
+                kind = "number"
+            keywords.setdefault(argument.name, set()).add(kind)
+            if not argument.kwarg_only:
+                if at == len(positions):
+                    positions.append((set(), is_list))
+                positions[at][0].add(kind)
+                at += 1
+    return (
+        tuple((frozenset(kinds), is_list) for kinds, is_list in positions),
+        {word: frozenset(kinds) for word, kinds in keywords.items()},
+    )
+
+
+def _is_number_word(kinds: frozenset[str] | None) -> bool:
+    return kinds is not None and bool(kinds & _NUMBERS) and "Tensor" not in kinds
+
+
+def _read_words(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positions, keywords = _words(name)
+    if name in _READ_TENSORS and any(getattr(arg, "dtype", None) is torch.bool for arg in args[1:]):
+        return args, kwargs  # no number to torch
+
+    def kinds_at(number: int) -> frozenset[str] | None:
+        if number < len(positions):
+            return positions[number][0]
+        gathers = bool(positions) and any(is_list for _, is_list in positions[1:])
+        return frozenset({"int"}) if gathers else None
+
+    return (
+        tuple(
+            _read(arg) if _is_number_word(kinds_at(number)) else arg
+            for number, arg in enumerate(args)
+        ),
+        {
+            word: _read(arg) if _is_number_word(keywords.get(word)) else arg
+            for word, arg in kwargs.items()
+        },
+    )
+
+
+def instead(name: str, handler: Handler | None) -> Handler:
+    """What is tried where an op of that name cannot be recorded: the same call, with the numbers of
+    lazies where torch takes no tensor; else the op's own handler."""
+
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = (*args, *kwargs.values())
+        read, words = args, kwargs
+        if name in ("__getitem__", "__setitem__"):
+            read = _read_indexing(args)
+        elif any(map(_holds_number, given)):
+            read, words = _read_words(name, args, kwargs)
+        if any(a is not b for a, b in zip(given, (*read, *words.values()), strict=True)):
+            return func(*read, **words)
+        return NotImplemented if handler is None else handler(func, args, kwargs)
+
+    return call

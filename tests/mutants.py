@@ -1,0 +1,272 @@
+"""Do the tests see it? One mistake at a time is put into a copy of the tree, and tests must fail.
+
+`make mutants` runs all of them, `make mutants ARGS="live saves"` those of these names. Each is a
+change of a few words, and names the tests that should notice: few, so that all take minutes. Those
+of the first two, by which nothing is cut, are all tests of whole steps that ask for chunks, and
+nearly all must fail.
+
+As a plugin of pytest (`-p mutants --only-chunks`) it leaves the tests that ask for chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+#: Tests of whole steps that ask for a number of chunks.
+STEPS = (
+    "tests/test_step.py tests/test_step_gradients.py tests/test_step_inputs.py "
+    "tests/test_counterexamples.py tests/test_counterexamples_rows.py "
+    "tests/test_counterexamples_state.py tests/test_counterexamples_unseen.py "
+    "tests/test_shared_memory.py tests/test_programs.py::test_same_as_eager"
+)
+PROGRAMS = "tests/test_programs.py::test_same_as_eager"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A mistake: a text of a file, once in it, and what stands in its place.
+
+    `share` is how many of the tests must fail at least, None one test.
+    """
+
+    name: str
+    path: str
+    text: str
+    instead: str
+    tests: str
+    share: float | None = None
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether only tests that ask for chunks are run."""
+        return self.share is not None
+
+
+MUTANTS = [
+    Mutant(
+        "whole: everything is planned whole",
+        "python/koila/plan.py",
+        "def is_whole() -> bool:\n",
+        "def is_whole() -> bool:\n    return True\n\n\ndef is_whole_unless_mutated() -> bool:\n",
+        STEPS,
+        0.95,
+    ),
+    Mutant(
+        "live: every call runs at once",
+        "python/koila/functions.py",
+        "_core.register(func, OP, name, instead,",
+        "_core.register(func, LIVE, name, None,",
+        STEPS,
+        0.95,
+    ),
+    Mutant(
+        "grid: one chunk too few",
+        "python/koila/replay.py",
+        "grid(rows, n_chunks, unit))",
+        "grid(rows, max(1, n_chunks - 1), unit))",
+        "tests/test_step.py",
+        0.9,
+    ),
+    Mutant(
+        "saves: exp keeps nothing",
+        "koila_c/core/ops.def",
+        '(exp,                 "input",   same,        to_float,        rowwise, output, ',
+        '(exp,                 "input",   same,        to_float,        rowwise, nothing,',
+        "tests/test_ops.py tests/test_infer.py -k exp",
+    ),
+    Mutant(
+        "place: a cumulative sum goes by rows",
+        "koila_c/core/ops_move.def",
+        "cumsum,            to_sum,       along,             nothing, ",
+        "cumsum,            to_sum,       rowwise,           nothing, ",
+        "tests/test_ops.py tests/test_infer.py -k cumsum",
+    ),
+    Mutant(
+        "divisor: a mean counts one term more",
+        "python/koila/partials.py",
+        "return count(n_reduced(x, dims(x, dim)))",
+        "return count(n_reduced(x, dims(x, dim)) + 1)",
+        "tests/test_partials.py -k mean",
+    ),
+    Mutant(
+        "drop: values are kept to the end of a chunk",
+        "python/koila/program.py",
+        "drops[position].append(value)",
+        "drops[position].extend(())",
+        "tests/binding/test_py_stage.py",
+    ),
+    Mutant(
+        "bytes: one result less in flight",
+        "python/koila/flight.py",
+        '"logcumsumexp": _outs(7)',
+        '"logcumsumexp": _outs(6)',
+        "tests/test_flight.py -k logcumsumexp",
+    ),
+    Mutant(
+        "bytes: one result more in flight",
+        "python/koila/flight.py",
+        '"mul": _wide(0)',
+        '"mul": _wide(1)',
+        "tests/test_flight.py -k mul",
+    ),
+    Mutant(
+        "draws: a chunk that runs again draws anew",
+        "python/koila/draws.py",
+        "_set(generator_of(self._device(i)), self.cells[i, chunk])",
+        "assert self.cells[i, chunk] is not None",
+        "tests/test_counterexamples.py -k two_dropouts",
+    ),
+    Mutant(
+        "gradient: delivered twice",
+        "python/koila/replay.py",
+        "found.append((info.real, gradient.to(info.real.dtype)))",
+        "found += [(info.real, gradient.to(info.real.dtype))] * 2",
+        "tests/test_cross.py",
+    ),
+    Mutant(
+        "gradient: what joints send back is lost",
+        "python/koila/replay.py",
+        "seed = self.cross[value].total_gradient()\n            if value in roots:",
+        "seed = None\n            if value in roots:",
+        f"{PROGRAMS} -k info_nce",
+    ),
+    Mutant(
+        "statistics: committed twice",
+        "python/koila/replay.py",
+        "real.copy_(copy)",
+        "real.copy_(2 * copy - real)",
+        f"{PROGRAMS} -k cnn_bn",
+    ),
+    Mutant(
+        "views: not taken again after a write",
+        "python/koila/views.py",
+        "if view is None:",
+        "if view is None or view[2] >= 0:",
+        "tests/test_counterexamples_state.py tests/test_writes.py -k view",
+    ),
+    Mutant(
+        "cut: a chunk begins a row too early",
+        "python/koila/rows.py",
+        "tensor.narrow(dim, start * inner, (stop - start) * inner)",
+        "tensor.narrow(dim, max(0, start - 1) * inner, (stop - start) * inner)",
+        f"{PROGRAMS} -k mlp-ce",
+    ),
+    Mutant(
+        "leaves: nobody looks whether they changed",
+        "koila_c/binding/py_stale.c",
+        "        int changed = is_changed(&tape->values[i]);",
+        "        int changed = is_changed(&tape->values[i]) * 0;",
+        "tests/binding/test_py_stale.py",
+    ),
+]
+
+
+# As a plugin ------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Add the option that leaves the tests that ask for chunks."""
+    parser.addoption("--only-chunks", action="store_true")
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Leave out what does not ask for more than one chunk."""
+    if config.getoption("--only-chunks"):
+        items[:] = [item for item in items if _n_chunks(item) > 1]
+
+
+def _n_chunks(item: Any) -> int:
+    return getattr(getattr(item, "callspec", None), "params", {}).get("chunks") or 0
+
+
+# As a command -----------------------------------------------------------------------------------
+
+
+def copy_tree(to: Path) -> None:
+    """Copy what is tracked, and what was built in place."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    built = [str(path.relative_to(ROOT)) for path in ROOT.glob("python/koila/_core*.so")]
+    for name in [*listed.splitlines(), *built]:
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def build(tree: Path) -> None:
+    """Build the extension in place."""
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--force"]
+    subprocess.run([*command, "--build-temp", "build/mutant"], cwd=tree, check=True)
+
+
+def run_tests(mutant: Mutant, tree: Path) -> tuple[int, int]:
+    """Run a mutant's tests; return how many failed, and how many there were."""
+    found = tree / "found.xml"
+    found.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", f"--junitxml={found}"]
+    if mutant.is_chunked:
+        command += ["--only-chunks", "-n", os.environ.get("JOBS", "2")]
+    environment = {**os.environ, "PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *mutant.tests.split()],
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    if done.returncode not in (0, 1) or not found.is_file():
+        raise RuntimeError(f"{mutant.name}: pytest ended with {done.returncode}")
+    suite = next(ElementTree.parse(found).iter("testsuite"))
+    count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+    return count["failures"] + count["errors"], count["tests"] - count["skipped"]
+
+
+def check(mutant: Mutant, tree: Path) -> bool:
+    """Put a mutant into the tree, run its tests, print a line, and take it out again."""
+    path = tree / mutant.path
+    before = path.read_text()
+    if before.count(mutant.text) != 1:
+        print(f"{mutant.name:50s} its text is {before.count(mutant.text)} times in {mutant.path}")
+        return False
+    is_c = path.suffix != ".py"
+    begun = time.monotonic()
+    path.write_text(before.replace(mutant.text, mutant.instead))
+    try:
+        if is_c:
+            build(tree)
+        n_failed, n_run = run_tests(mutant, tree)
+    finally:
+        path.write_text(before)
+        if is_c:
+            build(tree)
+    least = max(1.0, (mutant.share or 0.0) * n_run)
+    is_caught = n_failed >= least
+    verdict = "" if is_caught else f"  NOT CAUGHT, {least:.0f} have to fail"
+    seconds = time.monotonic() - begun
+    print(f"{mutant.name:50s} {n_failed:5d} of {n_run:5d} failed  {seconds:4.0f} s{verdict}")
+    return is_caught
+
+
+def main(names: list[str]) -> int:
+    """Run the mutants whose names begin with one of the words, or all."""
+    chosen = [m for m in MUTANTS if not names or any(m.name.startswith(name) for name in names)]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        missed = [mutant.name for mutant in chosen if not check(mutant, tree)]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} mutants were caught")
+    return len(missed) > 0 or not chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

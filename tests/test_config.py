@@ -1,0 +1,157 @@
+"""config() and off(): of the process by a call, of a context in a block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import koila
+from binding_kit import in_a_thread
+from koila.config import Settings, settings
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    koila.config(chunks=None, memory_limit=None)
+
+
+def n_chunks() -> int:
+    koila.lazy(torch.ones(12, 2)).sum().item()
+    report = koila.report()
+    return 0 if report is None else report.n_chunks
+
+
+def test_a_call_is_for_all_threads() -> None:
+    koila.config(chunks=3)
+    assert n_chunks() == in_a_thread(n_chunks) == 3
+    kept = koila.config(chunks=4)
+    assert n_chunks() == in_a_thread(n_chunks) == 4
+    del kept
+    assert n_chunks() == 4
+    koila.config(chunks=None)
+    assert in_a_thread(settings) == Settings()
+
+
+def test_a_block_is_of_its_thread() -> None:
+    with koila.config(chunks=3):
+        assert n_chunks() == 3
+        assert in_a_thread(settings) == Settings(), "also of a thread that is started in it"
+    assert settings() == Settings()
+
+
+def test_blocks_of_two_threads() -> None:
+    both = threading.Barrier(2, timeout=60)
+    seen: dict[int, list[int]] = {2: [], 3: []}
+
+    def body(chunks: int) -> None:
+        for _ in range(200):
+            with koila.config(chunks=chunks):
+                seen[chunks].append(n_chunks())
+            assert settings() == Settings()
+
+    def start(chunks: int) -> threading.Thread:
+        thread = threading.Thread(target=lambda: (both.wait(), body(chunks)))
+        thread.start()
+        return thread
+
+    for thread in [start(2), start(3)]:
+        thread.join(60)
+    assert seen == {2: [2] * 200, 3: [3] * 200}
+    assert settings() == Settings()
+
+
+def test_other_threads_see_nothing_of_a_block_that_begins() -> None:
+    """Between the call and the with: the call alone would be for all."""
+    made = koila.config(chunks=3)
+    assert in_a_thread(settings) == Settings()
+    with made:
+        assert in_a_thread(settings) == Settings()
+        assert settings() == Settings(chunks=3)
+    del made
+    assert settings() == Settings()
+
+
+def test_tasks_have_settings_of_their_own() -> None:
+    async def task(chunks: int) -> int:
+        with koila.config(chunks=chunks):
+            await asyncio.sleep(0.01)
+            return n_chunks()
+
+    async def both() -> list[int]:
+        return await asyncio.gather(task(2), task(3))
+
+    assert asyncio.run(both()) == [2, 3]
+
+
+def test_blocks_in_blocks() -> None:
+    koila.config(memory_limit="4G")
+    with koila.config(chunks=2, memory_limit=None):
+        with koila.config(chunks=3):
+            assert settings() == Settings(chunks=3)
+        assert settings() == Settings(chunks=2)
+        koila.config(chunks=4)  # for the rest of the block
+        assert settings() == Settings(chunks=4)
+    assert settings() == Settings(memory_limit=4 * 2**30)
+
+
+def test_an_error_ends_a_block() -> None:
+    with pytest.raises(ZeroDivisionError), koila.config(chunks=3):
+        _ = 1 // 0
+    assert settings() == Settings()
+
+
+def test_both_at_once() -> None:
+    with pytest.raises(ValueError, match="only one of them can hold"):
+        koila.config(chunks=3, memory_limit="4G")
+    assert settings() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "words"),
+    [
+        ({"chunks": 3}, {"memory_limit": 4096}, "config(chunks=None, memory_limit=4096)"),
+        ({"memory_limit": 4096}, {"chunks": 3}, "config(chunks=3, memory_limit=None)"),
+    ],
+)
+@pytest.mark.parametrize("is_block", [True, False])
+def test_one_replaces_the_other(
+    outer: dict[str, Any], inner: dict[str, Any], words: str, is_block: bool
+) -> None:
+    def check() -> None:
+        with pytest.raises(ValueError, match="is in force") as told:
+            koila.config(**inner)
+        assert words in str(told.value)
+        assert settings() == Settings(**outer)
+        with koila.config(**dict.fromkeys(outer), **inner):
+            assert settings() == Settings(**inner)
+        assert settings() == Settings(**outer)
+
+    if is_block:
+        with koila.config(**outer):
+            check()
+    else:
+        koila.config(**outer)
+        check()
+
+
+def test_what_it_shows() -> None:
+    assert repr(koila.config(chunks=3)) == "koila.config(chunks=3)"
+    assert repr(koila.config(chunks=None, memory_limit="1K")) == "koila.config(memory_limit=1024)"
+    assert repr(koila.config(memory_limit=None)) == "koila.config()"
+
+
+def test_off_is_of_its_context() -> None:
+    x = torch.ones(3)
+    with koila.off():
+        assert not koila.is_lazy(koila.lazy(x))
+        assert koila.is_lazy(in_a_thread(lambda: koila.lazy(x)))
+        with koila.off():
+            pass
+        assert not koila.is_lazy(koila.lazy(x))
+    assert koila.is_lazy(koila.lazy(x))

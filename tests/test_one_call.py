@@ -1,0 +1,115 @@
+"""One call that was not recorded made a whole program run at once: each, between two layers, is.
+
+A case is a function of a step `h` (12 rows) on the way from the batch to the loss. It gives eager's
+loss and gradients in any number of chunks, and no product is computed before backward() is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import koila
+from oracle import FlopCounter, assert_bits, assert_close, eager, plain, split
+from outcome import weights
+
+N_ROWS = 12
+
+WEIGHT = weights((6, 4), torch.float64) - 1
+EMPTY = torch.tensor([])
+SIGNS = torch.where(torch.arange(N_ROWS) % 3 > 1, 1, -1)
+
+
+def log_likelihoods(h: Tensor) -> Tensor:
+    """Return 4 steps of 6 classes, in rows of dim 1."""
+    return h.log_softmax(1)[None].expand(4, -1, -1).contiguous()
+
+
+def lengths(size: int) -> Tensor:
+    """Return the lengths of all rows, as int32."""
+    return torch.full((N_ROWS,), size, dtype=torch.int32)
+
+
+#: name: the call
+CASES: dict[str, Callable[[Tensor], Any]] = {
+    "addmm": lambda h: torch.addmm(WEIGHT[0], h, WEIGHT),
+    "atleast_1d": lambda h: torch.atleast_1d(h[:, 0], h),
+    "atleast_2d": lambda h: torch.atleast_2d(h[:, 0]),
+    "atleast_3d": lambda h: torch.atleast_3d(h),
+    "broadcast_to": lambda h: torch.broadcast_to(h[:, None], (N_ROWS, 2, 6)),
+    "broadcast_to, a method": lambda h: h[:, None].broadcast_to(N_ROWS, 2, 6),
+    "cat, a key cache that is empty": lambda h: torch.cat([EMPTY, h.unflatten(1, (2, 3))], -2),
+    "concat with an empty": lambda h: torch.concat([h, torch.tensor([], dtype=h.dtype), h], 1),
+    "concatenate with an empty": lambda h: torch.concatenate((EMPTY, h), dim=1),
+    "cat with an empty along the rows": lambda h: torch.cat([EMPTY, h]),
+    "column_stack": lambda h: torch.column_stack([h, h[:, 0]]),
+    "ctc_loss with int32": lambda h: F.ctc_loss(
+        log_likelihoods(h), torch.ones(N_ROWS, 2, dtype=torch.int32), lengths(4), lengths(2)
+    ),
+    "diff": lambda h: torch.diff(h, 2),
+    "diff with more": lambda h: h.diff(prepend=h[:, :1], append=h[:, :2]),
+    "dstack": lambda h: torch.dstack([h, h]),
+    "einsum of one": lambda h: torch.einsum("bi->ib", h),
+    "einsum of one, summed": lambda h: torch.einsum("bij->bj", h.unflatten(1, (2, 3))),
+    "einsum of one, without result": lambda h: torch.einsum("ba", h),
+    "fliplr": lambda h: torch.fliplr(h),
+    "flipud": lambda h: torch.flipud(h.T),
+    "hsplit": lambda h: torch.hsplit(h, 2),
+    "hstack": lambda h: torch.hstack([h, h]),
+    "linalg.norm": lambda h: torch.linalg.norm(h, dim=1),
+    "linalg.norm of all": lambda h: torch.linalg.norm(h),
+    "linalg.norm of an order": lambda h: torch.linalg.norm(h, 1, 1, keepdim=True),
+    "margin_ranking_loss with ints": lambda h: F.margin_ranking_loss(h[:, 0], h[:, 1], SIGNS),
+    "mm": lambda h: torch.mm(h, WEIGHT),
+    "numpy index": lambda h: h[:, np.array([0, 2])],
+    "numpy mask": lambda h: h[:, np.array([True, False, True, False, True, False])],
+    "repeat_interleave": lambda h: h.repeat_interleave(2, 1, output_size=12),
+    "repeat_interleave of rows": lambda h: torch.repeat_interleave(
+        h, 2, dim=0, output_size=2 * N_ROWS
+    ),
+    "tensor_split": lambda h: h.tensor_split(4, 1),
+    "tensor_split at": lambda h: torch.tensor_split(h, (2, 3), dim=1),
+    "to_dense": lambda h: h.to_dense(),
+    "to_dense of a dtype": lambda h: h.to_dense(torch.float32),
+    "vstack": lambda h: torch.vstack([h, h]),
+}
+
+
+def step(call: Callable[[Tensor], Any], lazy: Callable[..., Any]) -> tuple[list[Tensor], int]:
+    """Return the loss and the gradients of a step, and the flops before its backward()."""
+    first = weights((5, 6), torch.float64).clone().requires_grad_()
+    second = (weights((6,), torch.float64).cumsum(0) / 7).requires_grad_()
+    counter = FlopCounter()
+    with counter:
+        h = (lazy(weights((N_ROWS, 5), torch.float64) - 1) @ first).tanh() * second
+        result = call(h)
+        parts = result if isinstance(result, tuple | list) else [result]
+        loss = h.square().mean()
+        for part in parts:
+            part = torch.view_as_real(part) if part.is_complex() else part
+            loss = loss + (part.double() + 0.3).square().mean()
+        n_flops = counter.flops
+    loss.backward()
+    assert first.grad is not None and second.grad is not None
+    return [loss.detach(), first.grad, second.grad], n_flops
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+@pytest.mark.parametrize("name", CASES)
+def test_is_recorded(name: str, chunks: int) -> None:
+    """It has eager's numbers, and the program is cut."""
+    wanted, _ = step(CASES[name], eager)
+    with split(chunks):
+        got, n_flops = step(CASES[name], koila.lazy)
+    report = koila.report()
+    assert n_flops == 0 or chunks == 1, "the layer before it ran at once"
+    assert report is not None and report.n_chunks == chunks
+    for number, (value, want) in enumerate(zip(got, wanted, strict=True)):
+        compare = assert_bits if chunks == 1 else assert_close
+        compare(plain(value), want, f"number {number}")

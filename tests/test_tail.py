@@ -1,0 +1,88 @@
+"""A tail that is called linear and is not would give wrong gradients: that is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import koila
+from koila import _core
+
+N_ROWS = 7
+
+NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda h: h.mean().exp(),
+    "sqrt": lambda h: h.pow(2).mean().sqrt(),
+    "log": lambda h: h.exp().sum().log(),
+    "pow": lambda h: h.mean(0).pow(2).sum(),
+    "product of sums": lambda h: h.sum() * h.exp().sum(),
+    "product of rows": lambda h: (h.flip(0)[0] * h[1]).mean(),
+    "softmax over rows": lambda h: h.softmax(0)[0].sum(),
+    "rows of all": lambda h: h.logcumsumexp(0)[-1].sum(),
+    "sort": lambda h: h.sort(0).values[3].sum(),
+    "a matrix": lambda h: torch.linalg.svdvals(h).sum(),
+    "two joints": lambda h: (h.mean() + h.flip(0).sum()).sin(),
+}
+LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h.mean() * 3 + 1,
+    "sums": lambda h: h.sum() / 7 - h.mean(0).sum(),
+    "rows of all": lambda h: (h.flip(0) * torch.arange(3.0).double()).mean(),
+    "rows of all, twice": lambda h: h.flip(0).sum() + h.roll(1, 0)[0].sum() + h[2].sum() + h.mean(),
+    "gathered and reduced": lambda h: h.cumsum(0).mean() + h.sum(0)[1],
+    "beside numbers": lambda h: h.mean() + h.detach().exp().mean().log(),
+    "no gradient": lambda h: h.mean() * 0 + h.round().sum(),
+    "infinite": lambda h: h.mean() * torch.inf,
+}
+
+
+def gradient_of(lazy: Any, loss: Callable[[Tensor], Tensor]) -> Tensor | None:
+    torch.manual_seed(0)
+    x = torch.rand(N_ROWS, 4, dtype=torch.float64)
+    w = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+    try:
+        loss(torch.tanh(lazy(x) @ w)).backward()
+    except koila.KoilaError:
+        assert w.grad is None, "a refused step leaves no gradient"
+        raise
+    return w.grad
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_a_wrong_verdict_is_told(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a row would be that says an op keeps nothing, when it keeps its input."""
+    stage = _core.stage
+
+    def lies(*args: Any) -> Any:
+        staged: Any = stage(*args)
+        assert not staged["is_tail_linear"]
+        return {**staged, "is_tail_linear": True}
+
+    monkeypatch.setattr(_core, "stage", lies)
+    with koila.config(chunks=chunks), pytest.raises(koila.KoilaError, match="to be linear") as told:
+        gradient_of(koila.lazy, NOT_LINEAR[name])
+    assert __file__ in str(told.value), "it names a line"
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_right_verdict_stands(name: str, chunks: int) -> None:
+    wanted = gradient_of(lambda x: x, LINEAR[name])
+    with koila.config(chunks=chunks):
+        seen = gradient_of(koila.lazy, LINEAR[name])
+        assert koila.report().n_chunks == chunks
+    torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_narrow_types(dtype: torch.dtype) -> None:
+    """Of gradients of the same calls no last bit is held against a tail."""
+    for loss in LINEAR.values():
+        x = torch.rand(N_ROWS, 4).to(dtype)
+        w = torch.rand(4, 3).to(dtype).requires_grad_()
+        with koila.config(chunks=3):
+            loss(torch.tanh(koila.lazy(x) @ w)).backward()
