@@ -25,7 +25,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def _without_gradients(parameters: list[nn.Parameter]) -> None:
     with torch.no_grad():
         for parameter in parameters:
-            parameter -= 0.1 * _gradient(parameter)
+            parameter.sub_(_gradient(parameter), alpha=0.1)
 
 
 #: A step of a script that has no optimizer.
