@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import koila
-from oracle import Lazy, assert_same_story
+from oracle import Lazy, assert_seen, eager, tell
 
 N_ROWS = 11
 Run = Callable[..., Any]
@@ -61,7 +61,11 @@ class Programs(dict[str, tuple[Run, bool]]):
                 assert report.n_chunks == chunks
             return seen, given["w"].grad, given["v"].grad
 
-        assert_same_story(story, chunks)
+        want, want_state = tell(story, eager)
+        with koila.config(chunks=chunks):
+            got, got_state = tell(story, koila.lazy)
+        assert_seen(got, want, "seen", exact_bits=chunks == 1)
+        assert torch.equal(got_state, want_state), "the generator is not where eager left it"
 
 
 def _inputs() -> dict[str, Tensor]:

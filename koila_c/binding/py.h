@@ -115,6 +115,7 @@ struct Tape {
     size_t n_axis_keys_max;
     KlInferred inferred; /* scratch of the recorder */
     bool is_running;     /* a replay is under way, or a call is being recorded */
+    bool is_kept;        /* a run in chunks left it open: what its leaves were may be gone by now */
     PyObject *memo; /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
 
@@ -272,6 +273,8 @@ PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 void kl_stale_drop_numbers(Tape *tape);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
+/* Whether a leaf that pending calls read is no longer what they were recorded with; -1 on failure. */
+int kl_stale_is_lost(const Tape *tape, KlValueId leaf);
 /* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are
  * met anew where they are used next. -1 on failure. */
 int kl_stale_release(Tape *tape);

@@ -453,6 +453,7 @@ core_close(PyObject *module, PyObject *ignored)
     }
     if (is_needed) {
         kl_tape_retire(&tape->core, false);
+        tape->is_kept = true;
     } else {
         kl_tape_close(tape);
     }

@@ -119,43 +119,42 @@ fail_changed(Tape *tape, KlValueId leaf)
     return reader != KL_ID_NONE ? raise_stale(tape, leaf, reader) : 0;
 }
 
-/* Tensors whose .data was handed out while calls that read them were pending: nothing but their numbers
- * tells whether they were written. */
+/* A tensor whose .data was handed out while calls that read it were pending: nothing but its numbers tells
+ * whether it was written. 1: it was; 0: no, or it is not such a one. */
 static int
-check_watched(Tape *tape)
+is_rewritten(const Tape *tape, KlValueId leaf)
 {
     PyObject *watched = tape->memo != NULL ? PyDict_GetItemString(tape->memo, "watched") : NULL;
-    PyObject *key = NULL, *item = NULL;
-    Py_ssize_t position = 0;
-    while (watched != NULL && PyDict_Next(watched, &position, &key, &item)) {
-        KlValueId leaf = (KlValueId)PyLong_AsUnsignedLong(key);
-        if (leaf >= tape->core.n_values || tape->core.values[leaf].n_pending == 0) {
-            continue;
-        }
-        PyObject *sum = PyObject_CallOneArg(kl_py.checksum, tape->values[leaf].real);
-        int is_same = sum != NULL ? PyObject_RichCompareBool(sum, item, Py_EQ) : -1;
-        Py_XDECREF(sum);
-        if (is_same < 0) {
-            return -1;
-        }
-        if (!is_same && fail_changed(tape, leaf) < 0) {
-            return -1;
-        }
+    if (watched == NULL) {
+        return 0;
     }
-    return 0;
+    PyObject *key = PyLong_FromUnsignedLong(leaf);
+    PyObject *before = key != NULL ? PyDict_GetItemWithError(watched, key) : NULL;
+    Py_XDECREF(key);
+    if (before == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    PyObject *sum = PyObject_CallOneArg(kl_py.checksum, tape->values[leaf].real);
+    int is_same = sum != NULL ? PyObject_RichCompareBool(sum, before, Py_EQ) : -1;
+    Py_XDECREF(sum);
+    return is_same < 0 ? -1 : !is_same;
+}
+
+int
+kl_stale_is_lost(const Tape *tape, KlValueId leaf)
+{
+    if (tape->core.values[leaf].node != KL_ID_NONE || tape->core.values[leaf].n_pending == 0) {
+        return 0;
+    }
+    int changed = is_changed(&tape->values[leaf]);
+    return changed != 0 ? changed : is_rewritten(tape, leaf);
 }
 
 int
 kl_tape_check_leaves(Tape *tape)
 {
-    if (check_watched(tape) < 0) {
-        return -1;
-    }
     for (size_t i = 0; i < tape->core.n_values; i++) {
-        if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
-            continue;
-        }
-        int changed = is_changed(&tape->values[i]);
+        int changed = kl_stale_is_lost(tape, (KlValueId)i);
         if (changed < 0) {
             return -1;
         }
@@ -222,12 +221,12 @@ kl_stale_drop_numbers(Tape *tape)
 }
 
 static bool
-reads_lost(const KlTape *core, const KlNode *node, const bool *is_lost)
+reads_lost(const KlTape *core, const KlNode *node, const bool *lost)
 {
     bool result = false;
     for (uint32_t k = 0; k < node->n_inputs && !node->is_done; k++) {
         KlValueId value = core->inputs[node->first_input + k].value;
-        result = result || (value != KL_ID_NONE && is_lost[value]);
+        result = result || (value != KL_ID_NONE && lost[value]);
     }
     return result;
 }
@@ -235,19 +234,22 @@ reads_lost(const KlTape *core, const KlNode *node, const bool *is_lost)
 /* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed.
  * 0: there are some that have none; -1 on failure. */
 static int
-find_outdated(const Tape *tape, bool *is_lost, PyObject *list)
+find_outdated(const Tape *tape, bool *lost, PyObject *list)
 {
     const KlTape *core = &tape->core;
     for (size_t i = 0; i < core->n_values; i++) {
-        bool is_read = core->values[i].node == KL_ID_NONE && core->values[i].n_pending > 0;
-        is_lost[i] = is_read && is_changed(&tape->values[i]) > 0;
+        int result = kl_stale_is_lost(tape, (KlValueId)i);
+        if (result < 0) {
+            return -1;
+        }
+        lost[i] = result > 0;
     }
     for (size_t i = core->n_done; i < core->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
-        bool is_outdated = reads_lost(core, node, is_lost);
+        bool is_outdated = reads_lost(core, node, lost);
         for (uint32_t k = 0; k < node->n_outs && is_outdated; k++) {
             KlValueId out = node->first_out + k;
-            is_lost[out] = true;
+            lost[out] = true;
             if (tape->values[out].handle == NULL) {
                 continue;
             }
@@ -283,11 +285,12 @@ kl_stale_outdated(PyObject *module, PyObject *ignored)
     if (!is_due) {
         kl_tape_retire(&tape->core, false);
     }
-    bool *is_lost = tape->core.n_done < tape->core.n_nodes
-                        ? kl_alloc_zeroed(tape->core.n_values, sizeof(*is_lost))
-                        : NULL;
-    int status = is_lost != NULL ? find_outdated(tape, is_lost, list) : 1;
-    kl_alloc_free(is_lost);
+    /* Only a run in chunks gives numbers to what stays on the tape. */
+    bool *lost = tape->is_kept && tape->core.n_done < tape->core.n_nodes
+                     ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost))
+                     : NULL;
+    int status = lost != NULL ? find_outdated(tape, lost, list) : 1;
+    kl_alloc_free(lost);
     if (status < 0) {
         Py_CLEAR(list);
     } else if (status == 0) {

@@ -132,12 +132,17 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
     if (external->tensor != NULL && tape->core.values[external->value].n_pending > 0) {
         int is_same = kl_stale_is_flagged(tensor, &tape->core.values[external->value].meta);
         *value = external->value;
+        if (is_same > 0 && tape->is_kept) {
+            int lost = kl_stale_is_lost(tape, *value);
+            is_same = lost < 0 ? -1 : !lost;
+        }
         if (is_same != 0) {
             return is_same < 0 ? -1 : 0;
         }
     }
     /* Met for the first time, or again after all that read it is done: it may have changed since. Or its
-     * requires_grad was switched between two calls, and each is to see what it saw. */
+     * requires_grad was switched between two calls, and each is to see what it saw; or a weight took a step,
+     * and what still reads the old one has its number. */
     bool is_new = external->tensor == NULL;
     if (new_leaf(tape, tensor, NULL, value) < 0) {
         return -1;
@@ -308,6 +313,7 @@ clear_tape(Tape *tape)
     tape->slots = NULL;
     tape->n_nodes_max = tape->n_values_max = tape->n_slots = tape->n_slots_max = 0;
     Py_CLEAR(tape->memo);
+    tape->is_kept = false;
     tape->n_externals = 0;
     if (tape->externals != NULL) {
         memset(tape->externals, 0, tape->n_externals_max * sizeof(*tape->externals));

@@ -209,7 +209,8 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
-    with torch.no_grad():
+    # The end of torch.no_grad runs what waits, which asks for checksums.
+    with torch.set_grad_enabled(False):
         bits = plain.reshape(-1).view(_AS_INTS[plain.element_size()])
         sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
         for start in range(0, bits.numel(), _CHECKED_AT_ONCE):

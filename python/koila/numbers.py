@@ -38,7 +38,11 @@ class Numbers:
             self.found += [(value, self._number(value), is_final) for value in group]
 
     def _is_spent(self, value: int) -> bool:
-        return self.is_spent and self.program.needs_gradient(value)
+        """Whether backward went through the call that made a value, by any of its results."""
+        if not self.is_spent or not self.program.info(value).requires_grad:
+            return False
+        node = self.program.node_of(value)
+        return any(map(self.program.needs_gradient, node.outs if node is not None else (value,)))
 
     def _is_leaving(self, value: int) -> bool:
         return self._is_spent(value) or not self.program.info(value).requires_grad

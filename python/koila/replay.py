@@ -26,7 +26,7 @@ from koila import (
 )
 from koila.attempt import attempt
 from koila.cross import Cross, send_back
-from koila.errors import MemoryLimitError, NotInChunksError
+from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import Node, Program, Run
 from koila.rows import Bounds, chunk_shape, cut, grid
@@ -511,11 +511,17 @@ def differentiate(
     Returns:
         NotImplemented where the program has to run whole; else what `finish` returns.
     """
-    for root in roots:
-        if type(root) is not _core.LazyTensor or _core.real(root) is not None:
-            return NotImplemented
-        if not root.requires_grad:
-            return NotImplemented
+    lazies = [root for root in roots if type(root) is _core.LazyTensor]
+    if len(lazies) < len(roots):
+        return NotImplemented
+    if any(_core.real(root) is not None or not root.requires_grad for root in lazies):
+        return NotImplemented
+    settle_outdated()
+    if any(_core.real(root) is not None for root in lazies):
+        raise StaleError(
+            "backward: a tensor was changed in place after the value that is differentiated was "
+            "computed with it; change it after backward()"
+        )
     filled = []
     for root, gradient in zip(roots, gradients, strict=True):
         if gradient is None:
