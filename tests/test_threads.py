@@ -207,3 +207,36 @@ def test_masks_stay_while_other_threads_draw(chunks: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that draws of threads come in any order
         run_threads(body, body, body)
+
+
+def test_a_plain_draw_between_two_runs_of_a_mask_is_told() -> None:
+    """Plain draws of another thread cannot be kept apart: a mask that changed is an error."""
+    stop = threading.Event()
+    told: list[str] = []
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(20_000)
+
+    def train() -> None:
+        x = torch.ones(12, 20_000, dtype=torch.float64)
+        w = torch.linspace(-1, 2, 20_000, dtype=torch.float64).requires_grad_()
+        try:
+            for _ in range(20):
+                try:
+                    with koila.config(chunks=3):
+                        total = (F.dropout(koila.lazy(x), 0.5) * w).sum()
+                        loss = total.pow(2) / 2  # not linear: forward, forward, backward
+                        value = total.item()
+                        (gradient,) = torch.autograd.grad(loss, w)
+                except koila.KoilaError as error:
+                    told.append(str(error))
+                    continue
+                torch.testing.assert_close((gradient * w).sum().item(), value * value)
+        finally:
+            stop.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_threads(draw, train)
+    assert all("drew random numbers" in text or "were drawn" in text for text in told)

@@ -11,6 +11,7 @@ own, drawn from the generator: reproducible, no two the same.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -340,6 +341,7 @@ class Draws:
         memo = _core.memo()
         self.starts: dict[int, torch.Tensor] = memo.setdefault("starts", {})
         self.cells: dict[Cell, torch.Tensor | int] = memo.setdefault("cells", {})
+        self.ends: dict[Cell, torch.Tensor] = memo.setdefault("ends", {})
         self.new_starts: list[int] = []
         self.new_cells: list[Cell] = []
         self.run_of: dict[int, Run] = {}
@@ -441,10 +443,31 @@ class Draws:
                 given.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
         elif chunk is not None and i in self.noises and not noise.fits(self.noises[i][0], args):
             given = [one.draw(generator, tuple(args[0].shape)) for one in self.noises[i]]
-        if not given:
-            return func(*args, **kwargs)
-        with noise.Given(given):
-            return func(*args, **kwargs)
+        with noise.Given(given) if given else contextlib.nullcontext():
+            result = func(*args, **kwargs)
+        if threading.active_count() > 1:
+            self._check_alone(i, chunk, generator)
+        return result
+
+    def _check_alone(self, i: int, chunk: int | None, generator: torch.Generator) -> None:
+        """Hold a cell to where it left the generator when it ran first.
+
+        torch lets go of Python's lock before it draws: another thread's plain draw can come between
+        the state that is put back and the numbers that are drawn from it.
+
+        Raises:
+            KoilaError: the cell drew other numbers than before.
+        """
+        if generator.device.type != "cpu":
+            return
+        end = _get_state(generator)
+        if torch.equal(self.ends.setdefault((i, chunk), end), end):
+            return
+        raise KoilaError(
+            f"{_core.node(i)[3]}: another thread drew random numbers while this call did, so its "
+            "chunks did not draw the same in both of their runs; draw in one thread at a time, or "
+            "give the other thread a torch.Generator of its own"
+        )
 
     def commit(self) -> None:
         """Leave the generators as the last draw of the program left them."""
@@ -463,6 +486,7 @@ class Draws:
             self.starts.pop(i, None)
         for cell in self.new_cells:
             self.cells.pop(cell, None)
+            self.ends.pop(cell, None)
         self._put(self.before)
 
     @staticmethod
