@@ -295,7 +295,7 @@ WEIGHTS = {
     "draw": 2,
 }
 #: What may stand under no_grad, beside writes.
-UNDER_NO_GRAD = ("compute",)
+UNDER_NO_GRAD = ("compute", "view")
 PLACE = re.compile(r"\{(\w)\}")
 
 
