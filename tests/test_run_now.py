@@ -225,7 +225,7 @@ def inner(name: str) -> Callable[[Tensor, Tensor], Any]:
         ("output_nr", inner("output_nr")),
         ("_version", inner("_version")),
         ("_backward_hooks", inner("_backward_hooks")),
-        ("requires_grad_", lambda x, loss: x.requires_grad_(False)),
+        ("requires_grad_", lambda x, loss: x.requires_grad_()),
         ("share_memory_", lambda x, loss: x.share_memory_()),
         ("new", lambda x, loss: x.new(x)),
     ],
@@ -299,3 +299,23 @@ def test_the_version_of_an_input_counts_its_writes() -> None:
 
     with koila.config(chunks=2):
         assert versions(koila.lazy(ones(4, 3))) == versions(ones(4, 3))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_to_require_what_is_required_runs_nothing(
+    requires_grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The batch is what it was; of a value that requires a gradient it is no leaf either."""
+    module = linear()
+    with split(2), caplog.at_level(logging.WARNING, logger="koila"):
+        x = koila.lazy(ones(4, 3).requires_grad_(requires_grad))
+        loss = module(x).tanh().mean()
+        assert x.requires_grad_(requires_grad) is x
+        assert x.requires_grad_(requires_grad=requires_grad) is x
+        assert loss.requires_grad_() is loss
+        assert not loss.is_leaf
+        assert koila._core.real(loss) is None
+        loss.backward()
+    assert not caplog.records
+    with pytest.raises(TypeError):
+        koila.lazy(ones(4, 3)).requires_grad_(flag=False)

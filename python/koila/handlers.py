@@ -106,6 +106,15 @@ def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return args[0]
 
 
+def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.requires_grad_(False) of a batch changes nothing, and then nothing runs for it."""
+    words = _words(("self", "requires_grad"), args, kwargs)
+    lazy, flag = words.pop("self"), words.pop("requires_grad", True)
+    if not words and len(args) <= 2 and type(flag) is bool and lazy.requires_grad is flag:
+        return lazy
+    return on_itself(func, args, kwargs)
+
+
 def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
     """A plain tensor of its type, and of no size: for calls that ask for no more."""
     return torch.empty(0, dtype=lazy.dtype, device=lazy.device)
@@ -431,7 +440,7 @@ HANDLERS: dict[str, Handler] = {
     "cuda": to_cuda,
     "is_leaf": is_leaf,
     "new": new,
-    "requires_grad_": on_itself,
+    "requires_grad_": require_grad,
     "share_memory_": on_itself,
     "is_cpu": _device_type("cpu"),
     "is_cuda": _device_type("cuda"),
