@@ -23,6 +23,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import (
+    BinaryUfuncInfo,
+    OpInfo,
+    ReductionOpInfo,
+    UnaryUfuncInfo,
+)
 
 import koila
 from oracle import eager, plain
@@ -213,6 +220,10 @@ KINDS: dict[str, list[str]] = {
         "{f}.cumsum_(-1)",
         "{f}.unsqueeze_(-1)",
         "{f}.swapdims_(0, 1)",
+        "{f}.t_()",
+        "{f}.transpose_({d}, 0)",
+        "{f}.squeeze_()",
+        "{f}.unsqueeze_({d}).mul_({q})",
         "{f} += {g}",
         "{f} *= {q}",
         "{f} -= {g}.mean(0)",
@@ -283,6 +294,39 @@ KINDS: dict[str, list[str]] = {
         "F.dropout({f}.repeat(3, 1), 0.5)",
     ],
 }
+
+
+def _written(value: Any) -> str:
+    return f"float('{value}')" if isinstance(value, float) else repr(value)
+
+
+def _of_op(op: OpInfo) -> list[str]:
+    """Calls with `out=` of an op, as its samples give it numbers beside tensors."""
+    samples = op.sample_inputs_func(op, "cpu", torch.float64, False)
+    calls = []
+    for sample in itertools.islice(samples, 12):
+        words = {k: value for k, value in sample.kwargs.items() if k not in ("dim", "keepdim")}
+        given = [
+            "{f}",
+            *("{g}" if isinstance(arg, Tensor) else _written(arg) for arg in sample.args),
+        ]
+        if isinstance(op, ReductionOpInfo):
+            given = given[:1] + ["{d}"] * ("dim" in sample.kwargs)
+            words |= {"keepdim": True} if sample.kwargs.get("keepdim") else {}
+        if any(isinstance(value, Tensor | tuple | list) for value in words.values()):
+            continue
+        named = [f"{k}={_written(value)}" for k, value in words.items()]
+        calls.append(f"torch.{op.name}({', '.join([*given, *named, 'out={h}'])})")
+    return list(dict.fromkeys(calls))
+
+
+#: Every elementwise op and reduction of torch's own list that takes `out=`, each call in one of the
+#: forms of its samples; the memory it is given may be of another shape or dtype.
+OUTS: dict[str, list[str]] = {}
+for _op in op_db:
+    is_simple = isinstance(_op, UnaryUfuncInfo | BinaryUfuncInfo | ReductionOpInfo)
+    if is_simple and _op.supports_out and torch.float64 in _op.dtypes:
+        OUTS.setdefault(_op.name, []).extend(_of_op(_op))
 #: How often a line of each kind is drawn.
 WEIGHTS = {
     "make": 4,
@@ -434,7 +478,10 @@ class Writer:
         def fill(match: re.Match[str]) -> str:
             return picked.setdefault(match[1], self._pick(match[1]))
 
-        text = PLACE.sub(fill, self.random.choice(KINDS[kind]))
+        choices = KINDS[kind]
+        if kind == "out" and self.random.random() < 0.7:
+            choices = OUTS[self.random.choice(list(OUTS))] or choices
+        text = PLACE.sub(fill, self.random.choice(choices))
         if kind == "out" or (kind == "write" and self.random.random() < 0.15):
             return f"with torch.no_grad(): {text}"
         if kind == "write":
@@ -488,6 +535,7 @@ def write(seed: int, weights: dict[str, int] | None = None) -> Program:
 def is_sound(seen: dict[str, Any]) -> bool:
     """Whether a program's numbers can be compared: none is lost beside a larger one."""
     tensors = [t for t in seen.values() if isinstance(t, Tensor) and t.is_floating_point()]
+    tensors += [torch.tensor(n) for n in seen.values() if isinstance(n, float)]
     return all(bool((t.abs() < LARGE).all()) for t in tensors)
 
 

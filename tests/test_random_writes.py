@@ -35,6 +35,13 @@ ONCE_WRONG = {
         n_others=5,
         data=629,
     ),
+    "a gradient that lies otherwise": Program(
+        ("h = x @ w", "h.swapdims_(0, 1)", "h.squeeze_()"),
+        n_rows=4,
+        n_others=4,
+        data=263,
+        needs_input_gradient=True,
+    ),
     "the batch is as large as another dim": Program(
         ("h = x * 1", "s = h.T", "s += x @ w", "s[0] = 1"), n_rows=4, n_others=4, data=1
     ),

@@ -175,6 +175,10 @@ static PyMethodDef functions[] = {
     {"abandon", core_abandon, METH_NOARGS,
      "abandon($module, /)\n--\n\nA run raised: what is pending waits until it is asked for by "
      "name."},
+    {"swap", core_swap, METH_VARARGS,
+     "swap($module, left, right, /)\n--\n\n"
+     "Let two lazies stand for each other's values. A ValueError where torch would tell them "
+     "apart: only one is a number."},
     {"storage", core_storage, METH_O,
      "storage($module, lazy, /)\n--\n\n"
      "The number of the memory of a pending lazy; None where it is, or may be, memory of the "

@@ -217,6 +217,17 @@ kl_lazy_value(PyObject *lazy)
 {
     return *(Value **)((char *)lazy + kl_py.slot_offset);
 }
+/* Let two LazyTensors of one kind of placeholder stand for each other's values. */
+static inline void
+kl_lazy_swap(PyObject *left, PyObject *right)
+{
+    Value *of_left = kl_lazy_value(left), *of_right = kl_lazy_value(right);
+    bool is_touched = of_left->is_touched; /* of the object, not of its value */
+    of_left->is_touched = of_right->is_touched;
+    of_right->is_touched = is_touched;
+    *(Value **)((char *)left + kl_py.slot_offset) = of_right;
+    *(Value **)((char *)right + kl_py.slot_offset) = of_left;
+}
 /* Borrowed: the Value of a LazyTensor that stands for something, else NULL with an exception. */
 Value *kl_lazy_checked(PyObject *lazy);
 /* A new LazyTensor for value `id`, which becomes wanted. */

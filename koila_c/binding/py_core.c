@@ -312,6 +312,27 @@ core_leaf_of(PyObject *module, PyObject *tensor)
 }
 
 PyObject *
+core_swap(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *left = NULL, *right = NULL;
+    if (!PyArg_ParseTuple(args, "OO:swap", &left, &right)) {
+        return NULL;
+    }
+    Value *of_left = value_argument(left);
+    Value *of_right = of_left != NULL ? value_argument(right) : NULL;
+    if (of_right == NULL) {
+        return NULL;
+    }
+    if (of_left->placeholder != of_right->placeholder) {
+        PyErr_SetString(PyExc_ValueError, "swap: torch would see another kind of placeholder");
+        return NULL;
+    }
+    kl_lazy_swap(left, right);
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
 core_storage(PyObject *module, PyObject *object)
 {
     (void)module;

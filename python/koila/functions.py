@@ -25,6 +25,7 @@ from koila import (
     replay,
     reports,
     scalars,
+    turned,
     versions,
 )
 from koila.errors import KoilaError, StaleError
@@ -201,6 +202,8 @@ def register_all() -> None:
     _core.register(number, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
+    # What it writes are no numbers: of the rows that write, zero_() reads and keeps least.
+    _core.register(turned.touch, OP, "touch", None, False, False, False, "zero_", tuple)
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
         if name in handlers.HANDLERS:

@@ -19,6 +19,7 @@ from koila import (
     plan,
     replay,
     reports,
+    turned,
 )
 
 LazyTensor = _core.LazyTensor
@@ -462,4 +463,5 @@ DECLINED: dict[str, Handler] = {
     "poisson": poisson,
     "type": type_of,
     **composed.HANDLERS,
+    **dict.fromkeys(turned.NAMES, turned.record),
 }
