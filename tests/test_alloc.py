@@ -6,6 +6,7 @@ same program, without a failure, gives eager's numbers.
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import itertools
 from collections.abc import Callable, Iterator
@@ -161,9 +162,9 @@ def fails_at(n: int, name: str) -> bool:
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
-    """Do something with a tape that has no memory yet, and is freed afterwards."""
+    """Do something with a tape that has no memory yet, and is freed afterwards; settings hold."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
+        return pool.submit(contextvars.copy_context().run, work).result()
 
 
 @pytest.mark.filterwarnings("ignore:koila. random numbers were drawn")

@@ -169,3 +169,26 @@ def test_a_good_program_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
         x, y = batch()
         F.cross_entropy(nn.Linear(6, 5)(x), y).sqrt().backward()
     assert not caplog.records
+
+
+def test_an_empty_batch_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """It takes no memory, so none is lost; and nothing in it was whole."""
+    with koila.config(chunks=3), caplog.at_level(logging.WARNING, logger="koila"):
+        nn.Linear(6, 5)(koila.lazy(torch.randn(0, 6))).tanh().square().sum().backward()
+    assert not caplog.records
+    (program,) = koila.report().programs
+    assert program.why == "nothing in it has rows"
+    assert program.whole == ()
+
+
+def test_a_look_at_a_few_rows_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """They are read apart from the model, and are a small part of the batch."""
+    with koila.config(chunks=3), caplog.at_level(logging.WARNING, logger="koila"):
+        x, y = batch()
+        loss = F.cross_entropy(nn.Linear(6, 5)(x), y)
+        x[:2].mean().item()
+        x[0].tolist()
+        assert koila._core.real(loss) is None
+        loss.backward()
+    assert not caplog.records
+    assert [program.n_chunks for program in koila.report().programs] == [1, 1, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -210,3 +211,111 @@ def test_what_makes_a_program_whole_is_said_once(caplog: pytest.LogCaptureFixtur
     assert len(said) == 1
     assert "add_" in said[0]
     assert "test_run_now.py:" in said[0]
+
+
+def inner(name: str) -> Callable[[Tensor, Tensor], Any]:
+    """A question to the loss that only autograd's graph, or torch's tensor, answers."""
+    return lambda x, loss: getattr(loss, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("grad_fn", inner("grad_fn")),
+        ("output_nr", inner("output_nr")),
+        ("_version", inner("_version")),
+        ("_backward_hooks", inner("_backward_hooks")),
+        ("requires_grad_", lambda x, loss: x.requires_grad_()),
+        ("share_memory_", lambda x, loss: x.share_memory_()),
+        ("new", lambda x, loss: x.new(x)),
+    ],
+)
+def test_a_question_that_runs_all_is_said_once(
+    name: str,
+    ask: Callable[[Tensor, Tensor], Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its name, with the line of whoever asks, in the log and in the report."""
+    monkeypatch.setattr(sys.modules["koila.explain"], "_logged", set())
+    module = linear()
+    with koila.config(chunks=2), caplog.at_level(logging.WARNING, logger="koila"):
+        for _ in range(2):
+            x = koila.lazy(ones(4, 3))
+            loss = module(x).tanh().mean()
+            ask(x, loss)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{name} cannot be recorded (")
+    assert "test_run_now.py:" in record.getMessage()
+    program = koila.report().programs[-1]
+    assert (program.what, program.n_chunks) == (f"{name}()", 1)
+    assert [entry.call for entry in program.whole] == [name]
+    assert "test_run_now.py:" in program.whole[0].line
+
+
+@pytest.mark.parametrize("name", ["grad_fn", "output_nr", "_version", "_backward_hooks"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_question_to_an_input_runs_nothing(
+    name: str, requires_grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tensor is there, and answers."""
+    module = linear()
+    plain = ones(4, 3).mul_(2).requires_grad_(requires_grad)
+    with split(2), caplog.at_level(logging.WARNING, logger="koila"):
+        x = koila.lazy(plain)
+        loss = module(x).tanh().mean()
+        assert getattr(x, name) == getattr(plain, name)
+        assert koila._core.real(loss) is None
+        loss.backward()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["grad_fn", "output_nr", "_backward_hooks"])
+def test_what_requires_no_gradient_is_in_no_graph(name: str) -> None:
+    """No call of it runs to say so."""
+    module = linear()
+    with split(2):
+        x = koila.lazy(ones(4, 3))
+        loss, mean = module(x).tanh().mean(), x.mean()
+        assert getattr(mean, name) == getattr(ones(1), name)
+        assert koila._core.real(loss) is None
+        loss.backward()
+
+
+def test_the_version_of_an_input_counts_its_writes() -> None:
+    """Those that are recorded too, through its views as well."""
+
+    def versions(x: Tensor) -> list[int]:
+        found = [x._version]
+        y = x * 2
+        x.add_(1)
+        found.append(x._version)
+        x[:2].mul_(2)
+        found += [x._version, y._version]
+        x.detach().sub_(1)
+        found.append(x._version)
+        y.mul_(3)
+        return [*found, x._version, y._version]
+
+    with koila.config(chunks=2):
+        assert versions(koila.lazy(ones(4, 3))) == versions(ones(4, 3))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_to_require_what_is_required_runs_nothing(
+    requires_grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The batch is what it was; of a value that requires a gradient it is no leaf either."""
+    module = linear()
+    with split(2), caplog.at_level(logging.WARNING, logger="koila"):
+        x = koila.lazy(ones(4, 3).requires_grad_(requires_grad))
+        loss = module(x).tanh().mean()
+        assert x.requires_grad_(requires_grad) is x
+        assert x.requires_grad_(requires_grad=requires_grad) is x
+        assert loss.requires_grad_() is loss
+        assert not loss.is_leaf
+        assert koila._core.real(loss) is None
+        loss.backward()
+    assert not caplog.records
+    with pytest.raises(TypeError):
+        koila.lazy(ones(4, 3)).requires_grad_(flag=False)

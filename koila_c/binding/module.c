@@ -119,6 +119,9 @@ static PyMethodDef functions[] = {
      "where the core cannot describe it."},
     {"live", core_live, METH_VARARGS,
      "live($module, func, args, kwargs, is_plain, /)\n--\n\nRun a call now on real tensors."},
+    {"live_with_all", core_live_with_all, METH_VARARGS,
+     "live_with_all($module, func, args, kwargs, is_plain, /)\n--\n\n"
+     "live() for a call that needs the real graph: what memory that costs is said."},
     {"flush", core_flush, METH_NOARGS,
      "flush($module, /)\n--\n\nRun what is pending on this thread."},
     {"has_known", core_has_known, METH_NOARGS,

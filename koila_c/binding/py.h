@@ -546,5 +546,7 @@ typedef enum {
 
 /* Run `func` now on real tensors. */
 PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
+/* py_record.c: the same for a call that needs the real graph: all that waits runs, and that is said. */
+PyObject *kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
 
 #endif

@@ -155,10 +155,11 @@ core_describe(PyObject *module, PyObject *object)
     return result == 0 ? describe(&meta) : result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *
-core_live(PyObject *module, PyObject *args)
+typedef PyObject *(*RunLive)(PyObject *, PyObject *, PyObject *, KlLiveKind);
+
+static PyObject *
+live_by(RunLive run, PyObject *args)
 {
-    (void)module;
     PyObject *func = NULL, *call_args = NULL, *kwargs = NULL;
     int is_plain = 0;
     if (!PyArg_ParseTuple(args, "OO!Op:live", &func, &PyTuple_Type, &call_args, &kwargs,
@@ -168,7 +169,21 @@ core_live(PyObject *module, PyObject *args)
     if (kwargs != Py_None && !PyDict_Check(kwargs)) {
         return PyErr_Format(PyExc_TypeError, "live: kwargs must be a dict or None, not %R", kwargs);
     }
-    return kl_live_call(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
+    return run(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
+}
+
+PyObject *
+core_live(PyObject *module, PyObject *args)
+{
+    (void)module;
+    return live_by(kl_live_call, args);
+}
+
+PyObject *
+core_live_with_all(PyObject *module, PyObject *args)
+{
+    (void)module;
+    return live_by(kl_record_live, args);
 }
 
 PyObject *

@@ -13,6 +13,7 @@ PyObject *core_is_input(PyObject *module, PyObject *object);
 PyObject *core_is_pending_here(PyObject *module, PyObject *object);
 PyObject *core_describe(PyObject *module, PyObject *object);
 PyObject *core_live(PyObject *module, PyObject *args);
+PyObject *core_live_with_all(PyObject *module, PyObject *args);
 PyObject *core_flush(PyObject *module, PyObject *ignored);
 PyObject *core_has_known(PyObject *module, PyObject *ignored);
 PyObject *core_has_numbers(PyObject *module, PyObject *ignored);

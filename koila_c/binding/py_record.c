@@ -246,8 +246,8 @@ has_gradient(PyObject *lazy, void *context)
 }
 
 /* A call that needs the real graph: all that waits runs now, whole, and that is said. */
-static PyObject *
-run_with_all(PyObject *func, PyObject *args, PyObject *kwargs)
+PyObject *
+kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
     const Tape *tape = kl_tape_open_or_null();
     bool has_graph = false; /* what waits without one is light: labels, masks */
@@ -263,7 +263,7 @@ run_with_all(PyObject *func, PyObject *args, PyObject *kwargs)
         }
         Py_DECREF(noted);
     }
-    return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
+    return kl_live_call(func, args, kwargs, kind);
 }
 
 /* Whether a call that waits reads memory of a plain tensor: it must run before that is written. */
@@ -398,7 +398,7 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
         }
         Py_DECREF(result);
     }
-    return run_with_all(func, args, kwargs);
+    return kl_record_live(func, args, kwargs, KL_LIVE_LAZY);
 }
 
 /* Whether this thread runs the program of `tape`: what is called meanwhile is no part of it. */
@@ -517,13 +517,13 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
     }
     Function *function = kl_function_find(func);
     if (function == NULL) {
-        return run_with_all(func, call_args, kwargs);
+        return kl_record_live(func, call_args, kwargs, KL_LIVE_LAZY);
     }
     switch (function->kind) {
     case KL_CALL_OP:
         return kl_record_op(function, func, call_args, kwargs);
     case KL_CALL_LIVE:
-        return run_with_all(func, call_args, kwargs);
+        return kl_record_live(func, call_args, kwargs, KL_LIVE_LAZY);
     case KL_CALL_READ:
         return kl_live_call(func, call_args, kwargs, KL_LIVE_READ);
     case KL_CALL_ENTER:

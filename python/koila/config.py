@@ -156,7 +156,8 @@ def config(**changes: Any) -> _Config:
         chunks: run every program in this many chunks wherever it can be cut (at most one row a
             chunk); None: as few as fit into memory.
         memory_limit: bytes that all tensors may take, an int or a text such as "512MiB" or "4G"
-            (of 2**30 bytes each); None: what the device has free.
+            (of 2**30 bytes each); None: what the device has free. On the CPU, where no allocator
+            counts, tensors that neither the program nor an optimizer holds are not among them.
 
     Raises:
         TypeError, ValueError: an unknown setting, a value that is none, or both settings: one

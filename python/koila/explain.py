@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -112,6 +113,8 @@ def log_whole(program: Program) -> None:
     """Say once, with the line, where a joint leaves most of a program's memory whole."""
     sizes = {node.id: program.bytes_made(node) for node in program.nodes.values()}
     whole = sum(sizes[node.id] for node in program.nodes.values() if node.mode == ONCE)
+    entered = (program.info(entry.value) for entry in program.imports)
+    batch = sum(math.prod(i.shape) * i.dtype.itemsize for i in entered if i.place is not None)
     joint = next((n for n in program.nodes.values() if program.joins_rows(n)), None)
     if program.spread is not None:
         where = where_of_node(program.spread)
@@ -122,7 +125,7 @@ def log_whole(program: Program) -> None:
             where,
             _SPREAD,
         )
-    elif joint is not None and 2 * whole > sum(sizes.values()):
+    elif joint is not None and 2 * whole > max(batch, sum(sizes.values())):
         where = where_of_node(joint)
         _log(
             where,
@@ -151,7 +154,7 @@ def log_live(func: Any) -> None:
         where,
         "%s cannot be recorded (%s): what was recorded before it runs now, on the whole batch, and "
         "koila saves no memory there",
-        getattr(func, "__name__", func),
+        reports.name_of(func),
         where,
     )
 

@@ -46,7 +46,7 @@ def query(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Answer from metadata; nothing is computed where strides are known."""
     stand_ins = tuple(_stand_in(arg) for arg in args)
     if any(new is None and old is not None for new, old in zip(stand_ins, args, strict=True)):
-        return _core.live(func, args, kwargs, True)
+        return _core.live_with_all(func, args, kwargs, True)
     return func(*stand_ins, **kwargs)
 
 
@@ -102,8 +102,17 @@ def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What changes the tensor itself and gives it back: requires_grad_, share_memory_."""
-    _core.live(func, args, kwargs, True)
+    _core.live_with_all(func, args, kwargs, True)
     return args[0]
+
+
+def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.requires_grad_(False) of a batch changes nothing, and then nothing runs for it."""
+    words = _words(("self", "requires_grad"), args, kwargs)
+    lazy, flag = words.pop("self"), words.pop("requires_grad", True)
+    if not words and len(args) <= 2 and type(flag) is bool and lazy.requires_grad is flag:
+        return lazy
+    return on_itself(func, args, kwargs)
 
 
 def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
@@ -116,7 +125,7 @@ def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     if type(args[0]) is not LazyTensor or any(
         isinstance(argument, torch.Tensor) for argument in (*args[1:], *kwargs.values())
     ):
-        return _core.live(func, args, kwargs, False)
+        return _core.live_with_all(func, args, kwargs, False)
     return func(_empty_like(args[0]), *args[1:], **kwargs)
 
 
@@ -135,7 +144,7 @@ def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """x.detach_(): what requires no gradient is detached already."""
     if _is_pending(args[0]) and not args[0].requires_grad:
         return args[0]
-    return _core.live(func, args, kwargs, False)
+    return _core.live_with_all(func, args, kwargs, False)
 
 
 def _listed(obj: Any) -> list[Any]:
@@ -268,8 +277,22 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What needs the real graph: hooks, grad_fn."""
-    return _core.live(func, args, kwargs, True)
+    """What needs the real graph: hooks."""
+    return _core.live_with_all(func, args, kwargs, True)
+
+
+def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a tensor that is there, as an input is, tells of itself: nothing runs for it."""
+    real = _core.real(args[0])
+    return live(func, args, kwargs) if real is None else func(real)
+
+
+def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where a tensor is in autograd's graph: nowhere, while it requires no gradient."""
+    description = _core.describe(args[0]) if _is_pending(args[0]) else None
+    if description is not None and not description[3]:
+        return func(_empty_like(args[0]))
+    return of_tensor(func, args, kwargs)
 
 
 def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -403,9 +426,10 @@ HANDLERS: dict[str, Handler] = {
     "register_hook": hooks.register,
     "register_post_accumulate_grad_hook": live,
     "retain_grad": hooks.retain,
-    "grad_fn": live,
-    "_backward_hooks": live,
-    "output_nr": live,
+    "grad_fn": of_graph,
+    "_backward_hooks": of_graph,
+    "output_nr": of_graph,
+    "_version": of_tensor,
     "detach_": detach_,
     "__repr__": represent,
     "backward": backward,
@@ -416,7 +440,7 @@ HANDLERS: dict[str, Handler] = {
     "cuda": to_cuda,
     "is_leaf": is_leaf,
     "new": new,
-    "requires_grad_": on_itself,
+    "requires_grad_": require_grad,
     "share_memory_": on_itself,
     "is_cpu": _device_type("cpu"),
     "is_cuda": _device_type("cuda"),

@@ -72,7 +72,8 @@ class Noise(NamedTuple):
         """All of it, or a chunk of a shape, laid out as all of it is."""
         strides = self.strides if shape is None else _dense(shape, self.strides)
         return self.fill(
-            torch.empty_strided(shape or self.shape, strides, dtype=self.stored), generator
+            torch.empty_strided(shape or self.shape, strides, dtype=self.stored, device="cpu"),
+            generator,
         )
 
 
@@ -224,8 +225,10 @@ def is_serial(noise: Noise) -> bool:
     if key not in _serial:
         kept = torch.bool if noise.method == "bernoulli_" else noise.dtype
         generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-        whole = noise.fill(torch.empty(4 * _SIXTEEN, dtype=noise.dtype), generators[0])
-        parts = torch.empty(4 * _SIXTEEN, dtype=kept)
+        whole = noise.fill(
+            torch.empty(4 * _SIXTEEN, dtype=noise.dtype, device="cpu"), generators[0]
+        )
+        parts = torch.empty(4 * _SIXTEEN, dtype=kept, device="cpu")
         for part in parts.split(2 * _SIXTEEN):
             noise.fill(part, generators[1])
         states = [generator.get_state() for generator in generators]
@@ -284,12 +287,12 @@ def fits(noise: Noise, args: Sequence[Any]) -> bool:
 def advance(noise: Noise, n_elements: int, generator: torch.Generator) -> None:
     """Move the generator past so many elements of noise, with next to no memory."""
     if not is_serial(noise):
-        noise.fill(torch.empty(n_elements, dtype=noise.dtype), generator)
+        noise.fill(torch.empty(n_elements, dtype=noise.dtype, device="cpu"), generator)
         return
     is_strided = noise.method == "normal_" and not _is_contiguous(noise.shape, noise.strides)
     step = 2 if is_strided else 1  # then it draws one by one
     size = min(n_elements, _BLOCK + _SIXTEEN)
-    buffer = torch.empty(step * size, dtype=noise.stored)[::step]
+    buffer = torch.empty(step * size, dtype=noise.stored, device="cpu")[::step]
     while n_elements > 0:
         n = n_elements if n_elements <= size else _BLOCK
         noise.fill(buffer[:n], generator)

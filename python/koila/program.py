@@ -158,7 +158,8 @@ class Program:
     def joins_rows(self, node: Node) -> bool:
         """Whether a call runs once although it reads rows of a batch."""
         reads = (self.imports[number].value for number in node.imports if number >= 0)
-        return node.mode == ONCE and any(self.info(v).place is not None for v in reads)
+        infos = [self.info(v) for v in reads] if node.mode == ONCE else []
+        return any(info.place is not None and 0 not in info.shape for info in infos)
 
     def bytes_made(self, node: Node) -> int:
         """Bytes of a call's results for all rows; views share theirs."""

@@ -8,6 +8,7 @@ optimizer steps again.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import deque
@@ -24,6 +25,7 @@ from koila.draws import user_line
 MOST_PROGRAMS = 1000
 _MOST_LISTED = 5
 _MOST_PRINTED = 12
+_DUNDER = re.compile(r"^__(\w+)__$")
 _N_WATCHED = 4  # parameters of each group
 
 
@@ -217,7 +219,7 @@ def name_of(func: Callable[..., Any]) -> str:
     if name == "__get__" and owner is not None:
         return str(owner.__name__)
     is_custom = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    return f"{owner.__name__}.{name}" if is_custom else name.strip("_") or name
+    return f"{owner.__name__}.{name}" if is_custom else _DUNDER.sub(r"\1", name)
 
 
 @dataclass(frozen=True)
