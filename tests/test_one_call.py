@@ -23,6 +23,7 @@ N_ROWS = 12
 
 WEIGHT = weights((6, 4), torch.float64) - 1
 EMPTY = torch.tensor([])
+LABELS = torch.arange(N_ROWS) * 5 % 6
 SIGNS = torch.where(torch.arange(N_ROWS) % 3 > 1, 1, -1)
 
 
@@ -34,6 +35,13 @@ def log_likelihoods(h: Tensor) -> Tensor:
 def lengths(size: int) -> Tensor:
     """Return the lengths of all rows, as int32."""
     return torch.full((N_ROWS,), size, dtype=torch.int32)
+
+
+def assigned(h: Tensor, index: Any) -> Tensor:
+    """Return a copy with zeros at an index."""
+    copy = h.clone()
+    copy[index] = 0.0
+    return copy
 
 
 #: name: the call
@@ -69,6 +77,9 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "mm": lambda h: torch.mm(h, WEIGHT),
     "numpy index": lambda h: h[:, np.array([0, 2])],
     "numpy mask": lambda h: h[:, np.array([True, False, True, False, True, False])],
+    "range index": lambda h: h[:, range(0, 6, 2)],
+    "range index, a label of each row": lambda h: h[range(h.shape[0]), LABELS],
+    "range index, assigned": lambda h: assigned(h, (range(N_ROWS), LABELS)),
     "repeat_interleave": lambda h: h.repeat_interleave(2, 1, output_size=12),
     "repeat_interleave of rows": lambda h: torch.repeat_interleave(
         h, 2, dim=0, output_size=2 * N_ROWS
