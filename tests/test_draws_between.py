@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch import rand as bound_before
 
 import koila
@@ -278,3 +278,46 @@ def test_the_same_numbers_told_twice() -> None:
             second = tell(drop_layers, koila.lazy)
         assert_seen(first[0], second[0], "told twice", exact_bits=True)
         assert torch.equal(first[1], tell(drop_layers, eager)[1])
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_hook_that_raises_leaves_the_draws_made(is_parameter: bool, chunks: int) -> None:
+    """What is drawn after a backward that failed comes after its draws."""
+
+    def told(lazy: Lazy) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(0)
+        w = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+        h = F.dropout(lazy(torch.ones(11, 4, dtype=torch.float64)) @ w, 0.5)
+
+        def boom(_: Tensor) -> Tensor:
+            raise ValueError("boom")
+
+        (w if is_parameter else h).register_hook(boom)
+        loss = h.square().mean()
+        with pytest.raises(ValueError, match="boom"):
+            loss.backward()
+        drawn = torch.rand(3)
+        return drawn, torch.get_rng_state(), torch.as_tensor(loss.item())
+
+    want = told(eager)
+    with koila.config(chunks=chunks):
+        got = told(koila.lazy)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert torch.allclose(got[2], want[2], rtol=1e-12)
+
+
+def test_a_refused_program_leaves_the_draws_made() -> None:
+    """What is drawn after a program that does not fit comes after its draws."""
+
+    def told(lazy: Lazy) -> Tensor:
+        torch.manual_seed(0)
+        w = torch.ones(64, 64, requires_grad=True)
+        loss = F.dropout(lazy(torch.ones(64, 64)) @ w, 0.5).square().mean()
+        if lazy is koila.lazy:
+            with koila.config(memory_limit=1), pytest.raises(koila.MemoryLimitError):
+                loss.backward()
+        return torch.rand(3)
+
+    assert torch.equal(told(koila.lazy), told(eager))
