@@ -129,6 +129,20 @@ def test_weights_may_change_after_an_interrupt(chunks: int) -> None:
             program.loss.item()
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_interrupt_leaves_the_draws_made(chunks: int) -> None:
+    """What is drawn next comes after the draws of the program, wherever it was stopped."""
+    torch.manual_seed(0)
+    torch.nn.functional.dropout(torch.ones(300, 300))
+    wanted = torch.rand(3)
+    with koila.config(chunks=chunks):
+        program = Program()
+        torch.manual_seed(0)
+        loss = torch.nn.functional.dropout(program.hidden).sum()
+        Interrupt(0.1).during(loss.backward)
+        assert torch.equal(torch.rand(3), wanted)
+
+
 def test_an_interrupt_while_another_thread_runs_the_program() -> None:
     program = Program()
     with koila.config(chunks=1):

@@ -214,6 +214,18 @@ note_ran(unsigned long long n_calls, long long n_bytes)
     return result;
 }
 
+/* A run failed. Its draws were recorded before, and as in eager nothing that is drawn next may have their
+ * numbers. The error of the run stays the one that is told. */
+static void
+draw_what_waits(void)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
+    Py_XDECREF(moved);
+    PyErr_Restore(type, value, traceback); /* in place of an error of its own */
+}
+
 static int
 run_tape(Tape *tape)
 {
@@ -256,6 +268,7 @@ run_tape(Tape *tape)
         tape->is_running = false;
         result = kl_context_end(&context);
         if (result < 0) {
+            draw_what_waits();
             kl_tape_abandon(&tape->core, true);
         }
         if (note_ran(n_calls, n_bytes) < 0) {

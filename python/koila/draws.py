@@ -135,6 +135,7 @@ def check_undisturbed() -> None:
 def check_live() -> None:
     """All that waits is about to run whole, and to draw."""
     check_undisturbed()
+    _expected.pop(threading.get_ident(), None)  # if it stops half way, some has been drawn
     plain.unwatch()
     _disturb_others()
 
