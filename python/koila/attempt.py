@@ -56,7 +56,8 @@ def attempt(
             is_pinned = bool(draws.pinned_grids())
             is_forced = get("chunks") is not None
             if not is_out_of_memory(error) or planned.n_chunks >= most or is_pinned or is_forced:
-                draws.move_on()  # what is drawn from now on comes after it, as in eager
+                if not is_out_of_memory(error):
+                    draws.move_on()  # what is drawn from now on comes after it, as in eager
                 _core.abandon()
                 if is_out_of_memory(error) and not is_pinned and not is_forced:
                     del replay

@@ -61,9 +61,9 @@ class Noise(NamedTuple):
         return self.n_elements * self.stored.itemsize
 
     def fill(self, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        filled: torch.Tensor = getattr(tensor, self.method)(
-            *self.values, **self.words, generator=generator
-        )
+        # In torch.Tensor a wrapper may stand there, for the draws of plain calls.
+        method = getattr(torch._C.TensorBase, self.method)
+        filled: torch.Tensor = method(tensor, *self.values, **self.words, generator=generator)
         return filled
 
     def draw(

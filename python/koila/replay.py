@@ -436,7 +436,6 @@ def _stage(
             return None
         planned = plan.plan(program, True)
     except MemoryLimitError:
-        draws.move_on()  # what is drawn from now on comes after it, as in eager
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if planned.n_chunks > 1:
