@@ -355,6 +355,9 @@ int kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t siz
 /* New references. */
 PyObject *kl_meta_size(const KlMeta *meta);
 PyObject *kl_meta_strides(const KlMeta *meta);
+
+/* Whether two real tensors may share memory: so torch says, or it cannot tell. */
+bool kl_meta_may_alias(PyObject *left, PyObject *right);
 /* Whether the self-test found that tensors can be read through torch's C ABI. */
 bool kl_meta_by_handle(void);
 /* Whether a real tensor requires a gradient, or -1. */

@@ -534,11 +534,7 @@ hands_out_number(const Met *met, PyObject *result)
         if (number == NULL) {
             continue;
         }
-        PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.is_alias_of, result, number, NULL);
-        bool is_alias = answer != Py_False; /* or torch cannot tell */
-        Py_XDECREF(answer);
-        PyErr_Clear();
-        if (is_alias) {
+        if (kl_meta_may_alias(result, number)) {
             return true;
         }
     }

@@ -307,6 +307,16 @@ ints_tuple(const int64_t *ints, int32_t n)
     return tuple;
 }
 
+bool
+kl_meta_may_alias(PyObject *left, PyObject *right)
+{
+    PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.is_alias_of, left, right, NULL);
+    bool may_alias = answer != Py_False;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return may_alias;
+}
+
 PyObject *
 kl_meta_size(const KlMeta *meta)
 {

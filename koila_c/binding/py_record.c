@@ -275,11 +275,7 @@ is_read(const Tape *tape, PyObject *tensor)
         if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
             continue;
         }
-        PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.is_alias_of, tensor, real, NULL);
-        bool is_alias = answer != Py_False; /* or torch cannot tell */
-        Py_XDECREF(answer);
-        PyErr_Clear();
-        if (is_alias) {
+        if (kl_meta_may_alias(tensor, real)) {
             return true;
         }
     }

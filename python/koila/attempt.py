@@ -55,11 +55,12 @@ def attempt(
             replay.draws.roll_back()
             is_pinned = bool(draws.pinned_grids())
             is_forced = get("chunks") is not None
-            if not is_out_of_memory(error) or planned.n_chunks >= most or is_pinned or is_forced:
-                if not is_out_of_memory(error):
+            is_memory = is_out_of_memory(error)
+            if not is_memory or planned.n_chunks >= most or is_pinned or is_forced:
+                if not is_memory:
                     draws.move_on()  # what is drawn from now on comes after it, as in eager
                 _core.abandon()
-                if is_out_of_memory(error) and not is_pinned and not is_forced:
+                if is_memory and not is_pinned and not is_forced:
                     del replay
                     let_go(error)
                     raise plan.ran_out(program) from error

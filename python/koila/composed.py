@@ -19,10 +19,6 @@ def broadcast_to(x: Tensor, *size: Any) -> Any:
     return x.expand(*size)
 
 
-def _is_given(obj: Any) -> bool:
-    return obj is not None
-
-
 # Parts --------------------------------------------------------------------------------------------
 
 
@@ -48,7 +44,7 @@ def tensor_split(x: Tensor, indices_or_sections: Any = None, dim: int = 0, **wor
 def _split_along(least: int, dim: int) -> Callable[..., Any]:
     def split(x: Tensor, *sections: Any, **words: Any) -> Any:
         given = words.pop("sections", words.pop("indices", None))
-        if not _is_given(given) and sections:
+        if given is None and sections:
             given = sections[0] if len(sections) == 1 else sections
         along = 0 if dim == 1 and x.dim() == 1 else dim
         is_even = not isinstance(given, int) or (given > 0 and x.shape[along] % given == 0)
