@@ -531,10 +531,7 @@ hands_out_number(const Met *met, PyObject *result)
     for (int i = 0; i < met->n && PyObject_TypeCheck(result, kl_py.tensor_base); i++) {
         const Value *value = kl_lazy_value(met->lazies[i]);
         PyObject *number = kl_lazy_real(value) == NULL ? kl_lazy_number(value) : NULL;
-        if (number == NULL) {
-            continue;
-        }
-        if (kl_meta_may_alias(result, number)) {
+        if (number != NULL && kl_meta_may_alias(result, number)) {
             return true;
         }
     }
