@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import koila
-from koila import _core
+from koila import _core, tail
 
 N_ROWS = 7
 
@@ -75,6 +75,31 @@ def test_a_right_verdict_stands(name: str, chunks: int) -> None:
     with koila.config(chunks=chunks):
         seen = gradient_of(koila.lazy, LINEAR[name])
         assert koila.report().n_chunks == chunks
+    torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_torch_keeps_spares_the_second_look(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = []
+    watch = tail.Watch
+
+    def count(seeds: Any) -> tail.Watch:
+        watched.append(name)
+        return watch(seeds)
+
+    monkeypatch.setattr(tail, "Watch", count)
+    with koila.config(chunks=3):
+        gradient_of(koila.lazy, LINEAR[name])
+        assert koila.report().n_chunks == 3
+        # What is made of the body's values beside the gradient's way could be kept unseen.
+        assert bool(watched) == (name == "beside numbers")
+        watched.clear()
+        with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
+            seen = gradient_of(koila.lazy, LINEAR[name])
+        assert watched, "nothing was seen of what torch keeps"
+    wanted = gradient_of(lambda x: x, LINEAR[name])
     torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14, equal_nan=True)
 
 

@@ -261,16 +261,21 @@ class Replay:
     # -- the whole step ---------------------------------------------------------------------------
 
     def _run_fused(self, run: Run, gradients: list[torch.Tensor]) -> None:
+        is_certain = False
         for chunk in range(len(self.grids[run.axis])):
             env = self.run_nodes(run, chunk, True)
             self._collect(run, env, chunk)
             if chunk == 0:
-                tail.seed(self, run, env, gradients)
+                is_certain = tail.seed(self, run, env, gradients)
             self._send_back(run, env, chunk)
             del env  # or the next chunk would run beside what is left of this one
-        self.watched = {value: self.cross[value] for value in run.exports}
-        for cross in self.watched.values():
-            cross.watch = tail.Watch(cross.seeds)
+        for value in run.exports:
+            cross = self.cross[value]
+            if is_certain:
+                cross.needs_gradient = False  # it is sent back already
+            else:
+                cross.watch = tail.Watch(cross.seeds)
+                self.watched[value] = cross
 
     def _go_forward(self, gradients: list[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         graphs: dict[int, dict[int, torch.Tensor]] = {}

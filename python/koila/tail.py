@@ -1,14 +1,17 @@
 """The joints after the last body, where their gradients do not depend on values: they are run on
 stand-ins, so that the gradients of what the body leaves are known before it runs.
 
-Whether that is so, the table of ops says: what each op keeps for its backward. When the body has
-run, the joints run on what it really left, and are differentiated as any others: the gradients that
-come out must be those that were sent. If not, the table is wrong, and that is an error.
+Whether that is so, the table of ops says: what each op keeps for its backward. torch is asked too:
+it hands over each tensor that it keeps of the run on stand-ins, and where none can have come from
+them, no value of the body is in a gradient. Else, when the body has run, the joints run on what it
+really left, and are differentiated as any others: the gradients that come out must be those that
+were sent. If not, the table is wrong, and that is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +31,45 @@ _PRECISIONS = 256
 _FAR = 0.1  # in any dtype, as a share of the largest
 
 
-def seed(replay: Replay, run: Run, env: Sequence[Any], gradients: list[torch.Tensor]) -> None:
+class _Kept:
+    """What torch keeps, for backward, of a run on stand-ins: can any of it have come from them?"""
+
+    def __init__(self, known: Callable[[], set[int]]) -> None:
+        self.is_from_them = False
+        self._known = known  # storages of what is there already
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See a tensor that is kept, and keep it without its graph, of which it may be a result."""
+        if not self.is_from_them and not self._is_number(tensor):
+            storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+            self.is_from_them = storage not in self._known()
+        return tensor.detach()
+
+    @staticmethod
+    def _is_number(tensor: torch.Tensor) -> bool:
+        """Whether it is a number of terms, or made of such: no gradient goes through it."""
+        is_real = tensor.is_floating_point() and not tensor.requires_grad
+        return is_real and tensor.dim() == 0 and tensor.device.type == "cpu"
+
+    @contextlib.contextmanager
+    def look(self) -> Iterator[None]:
+        """A block whose graphs are seen."""
+        with contextlib.ExitStack() as block:
+            try:
+                hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
+                block.enter_context(hooks)
+            except RuntimeError:  # torch was told to call no such hooks
+                self.is_from_them = True
+            yield
+
+
+def seed(replay: Replay, run: Run, env: Sequence[Any], gradients: list[torch.Tensor]) -> bool:
     """Give what the last body leaves its gradients, seen the values of its first chunk.
 
     The tail runs on zeros; only their sizes and types matter.
+
+    Returns:
+        Whether it is certain already that no value is in them.
     """
     program = replay.program
     stand_ins: dict[int, Cross] = {}
@@ -48,7 +86,9 @@ def seed(replay: Replay, run: Run, env: Sequence[Any], gradients: list[torch.Ten
         else:
             leaves += cross.zero_whole()
         stand_ins[value] = cross
-    outputs = _run(replay, stand_ins)
+    kept = _Kept(lambda: _storages(replay))
+    with kept.look():
+        outputs = _run(replay, stand_ins, kept)
     inputs = [leaf for _, _, leaf in leaves if leaf.requires_grad]
     pairs = [
         (output, gradient)
@@ -68,13 +108,21 @@ def seed(replay: Replay, run: Run, env: Sequence[Any], gradients: list[torch.Ten
         cross.seeds[key] = grads.get(id(leaf))
     for value, cross in stand_ins.items():
         replay.cross[value].seeds.update(cross.seeds)
+    return not kept.is_from_them
 
 
-def _run(replay: Replay, stand_ins: dict[int, Cross]) -> list[torch.Tensor | None]:
+def _storages(replay: Replay) -> set[int]:
+    """The memory of what is there whole before the tail."""
+    there = (cross.whole for cross in replay.cross.values())
+    strided = (t for t in there if t is not None and t.layout == torch.strided)
+    return {tensor.untyped_storage()._cdata for tensor in strided}
+
+
+def _run(replay: Replay, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch.Tensor | None]:
     """Run the joints of the tail; the roots, None for one that is made before the tail.
 
     Only what gradients go through: all else in the tail is made from values of the body, so it is
-    in no gradient, and zeros in their place may have no meaning.
+    in no gradient, and stand-ins in their place may have no meaning.
     """
     program = replay.program
     made = dict(stand_ins)
@@ -87,6 +135,7 @@ def _run(replay: Replay, stand_ins: dict[int, Cross]) -> list[torch.Tensor | Non
             if not (value in made or value in replay.cross or program.is_leaf(value)):
                 info = program.info(value)
                 made[value] = Cross(info, False, replay.fresh, replay.zeros(value, info.shape))
+                kept.is_from_them = True  # it may be, and torch's word would not tell
         env = replay.run_nodes(part, 0, True, made)
         for value in [out for node in part.combined for out in node.outs] + part.exports:
             made[value] = Cross(program.info(value), False, replay.fresh, env[value], True)
