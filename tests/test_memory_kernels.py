@@ -14,6 +14,7 @@ import koila
 from allocations import Allocations, measure
 from chunked import split
 from koila import memory as model_of_bytes
+from limits import there
 from oracle import eager
 from programs_kit import Program
 from programs_losses import labels, randn
@@ -218,7 +219,7 @@ def test_limit_is_kept(program: Program, share: float) -> None:
     n_rows = N_ROWS.get(program.name, 64)
     _, peak = measure(program, n_rows, eager, **single)
     limit = int(peak * share)
-    with koila.config(memory_limit=limit):
+    with koila.config(memory_limit=there() + limit):
         if (program.name, share) in REFUSED:
             with pytest.raises(koila.MemoryLimitError, match=REFUSED[program.name, share]):
                 measure(program, n_rows, koila.lazy, **single)

@@ -18,6 +18,7 @@ from koila.memory import Estimate
 from koila.program import Program
 from koila.rows import grid, largest
 from koila.sweep import Need
+from limits import there
 from oracle import Lazy, eager
 
 MIB = 2**20
@@ -65,7 +66,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plan.Plan:
     estimate = Estimate((Need(500.0, bytes_per_row, 0),), rows)
     monkeypatch.setattr(plan.memory, "estimate", lambda program, is_graph: estimate)
     allowed = (500.0 + bytes_per_row * (most + 0.5)) / plan.CHUNK_SHARE
-    monkeypatch.setattr(plan, "_allowed", lambda program: allowed)
+    monkeypatch.setattr(plan, "_allowed", lambda program, is_alone=False: allowed)
     x = koila.lazy(torch.ones(rows, 2))
     return plan.plan(Program([(x * torch.ones(2, requires_grad=True)).sum()]), True)
 
@@ -124,7 +125,7 @@ def test_everything_fits() -> None:
     """Under a limit that leaves room the program is run as it was written."""
     w = torch.randn(64, 3, requires_grad=True)
     x = torch.randn(1000, 64)
-    with koila.config(memory_limit="64MiB"):
+    with koila.config(memory_limit=there() + 64 * MIB):
         loss = (koila.lazy(x) @ w).sum()
         assert plan.plan(Program([loss]), True).n_chunks == 1
         koila._core.forget()
@@ -149,8 +150,7 @@ def normed() -> nn.Module:
 def test_a_limit_too_small_says_what_is_needed() -> None:
     """The call, its bytes and its line; torch's own kind of error, too."""
     model, x, y = normed(), torch.randn(256, 64), torch.randint(5, (256,))
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x, y))
-    with koila.config(memory_limit=held + MIB), pytest.raises(koila.MemoryLimitError) as caught:
+    with koila.config(memory_limit=there() + MIB), pytest.raises(koila.MemoryLimitError) as caught:
         F.cross_entropy(model(koila.lazy(x)), y).backward()
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert isinstance(caught.value, koila.KoilaError)
@@ -200,8 +200,7 @@ class Fails:
 
 def limited_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """A step under a limit that a quarter of the rows is planned for."""
-    held = sum(t.nbytes for t in (*model.parameters(), x, y))
-    with koila.config(memory_limit=held + 700 * 2**10):
+    with koila.config(memory_limit=there() + 700 * 2**10):
         loss = F.cross_entropy(model(koila.lazy(x)), y)
         loss.backward()
     return loss.detach()
@@ -236,7 +235,10 @@ def test_a_refusal_names_what_is_held_whole() -> None:
     """Of batch normalization it is the batch that does not fit, not a row of it."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
     x = koila.lazy(torch.randn(64, 3, 32, 32))
-    with koila.config(memory_limit="6MiB"), pytest.raises(koila.MemoryLimitError) as caught:
+    with (
+        koila.config(memory_limit=there() + 5 * MIB),
+        pytest.raises(koila.MemoryLimitError) as caught,
+    ):
         model(x).mean().backward()
     found = re.search(
         r"needs ([\d.]+) MiB .* of which ([\d.]+) MiB do not depend on the rows of a chunk: "
@@ -251,7 +253,10 @@ def test_a_refusal_names_what_is_held_whole() -> None:
 def test_a_refusal_that_no_call_is_to_blame_for() -> None:
     """The gradient of a weight is as large for one row."""
     w = torch.randn(1000, 1000, requires_grad=True)
-    with koila.config(memory_limit="6MiB"), pytest.raises(koila.MemoryLimitError) as caught:
+    with (
+        koila.config(memory_limit=there() + MIB),
+        pytest.raises(koila.MemoryLimitError) as caught,
+    ):
         (koila.lazy(torch.randn(64, 1000)) @ w).mean().backward()
     assert "MiB do not depend on the rows of a chunk, and " in str(caught.value)
 
@@ -283,7 +288,7 @@ def test_what_fits_whole_is_not_refused(share: float) -> None:
     """Whole, a gradient is made once; in chunks, it is added to that of other chunks."""
     want = Narrow(eager)
     limit = want.held + int(share * (want.peak - want.held))
-    with koila.config(memory_limit=limit):
+    with koila.config(memory_limit=there() + limit):
         got = Narrow(koila.lazy)
     assert got.peak <= limit
     for gradient, wanted in zip(got.gradients, want.gradients, strict=True):
@@ -297,7 +302,7 @@ def test_a_refusal_names_what_was_compared() -> None:
     for share in (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0):
         limit = want.held + int(share * (want.peak - want.held))
         try:
-            with koila.config(memory_limit=limit):
+            with koila.config(memory_limit=there() + limit):
                 Narrow(koila.lazy)
         except koila.MemoryLimitError as error:
             n_refused += 1

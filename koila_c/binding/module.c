@@ -223,6 +223,30 @@ static PyMethodDef functions[] = {
      "pending_bytes($module, /)\n--\n\nBytes that the pending calls would make, by a quick sum."},
     {"fix_malloc", core_fix_malloc, METH_NOARGS,
      "fix_malloc($module, /)\n--\n\nLet glibc give large blocks back to the system at once."},
+    {"sees_storages", kl_storage_works, METH_NOARGS,
+     "sees_storages($module, /)\n--\n\n"
+     "Whether the memory of tensors can be read as this torch lays it out."},
+    {"follow_storages", kl_storage_follow, METH_O,
+     "follow_storages($module, parts, /)\n--\n\n"
+     "Let collecting_garbage() note new tensors from now on; parts(tensors without storage) are "
+     "those that they are made up of. None: no more, and forget all."},
+    {"is_following_storages", kl_storage_is_following, METH_NOARGS,
+     "is_following_storages($module, /)\n--\n\nWhether every new tensor has been noted."},
+    {"collecting_garbage", kl_storage_collecting, METH_VARARGS,
+     "collecting_garbage($module, phase, info, /)\n--\n\n"
+     "For gc.callbacks: note the tensors among the youngest objects before they grow old."},
+    {"note_storages", kl_storage_note, METH_O,
+     "note_storages($module, objects, /)\n--\n\n"
+     "Remember, weakly, what memory the tensors in a list hold on the CPU."},
+    {"note_young_storages", kl_storage_note_young, METH_NOARGS,
+     "note_young_storages($module, /)\n--\n\nThe same for the youngest objects."},
+    {"storage_bytes", kl_storage_bytes, METH_NOARGS,
+     "storage_bytes($module, /)\n--\n\nBytes of what was noted and is still there."},
+    {"unsettled_storages", kl_storage_unsettled, METH_NOARGS,
+     "unsettled_storages($module, /)\n--\n\n"
+     "[(key, address)] of what was noted and may be a mapped file."},
+    {"settle_storage", kl_storage_settle, METH_VARARGS,
+     "settle_storage($module, key, is_file, /)\n--\n\nA file does not count."},
     {"memo", core_memo, METH_NOARGS,
      "memo($module, /)\n--\n\nA dict that lives as long as the program of this thread."},
     {"held", kl_turn_held, METH_VARARGS,
@@ -306,7 +330,8 @@ module_exec(PyObject *module)
         return -1;
     }
     if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 || kl_rows_init() < 0 ||
-        kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 || kl_lazy_init(module) < 0) {
+        kl_storage_init() < 0 || kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 ||
+        kl_lazy_init(module) < 0) {
         return -1;
     }
     return 0;

@@ -371,6 +371,26 @@ KlDtype kl_meta_default_dtype(void);
 /* Index of a torch.dtype; KL_DTYPE_OTHER for one without a name here. */
 KlDtype kl_meta_dtype_from(PyObject *dtype);
 
+/* -- py_storage.c: the memory that tensors hold on the CPU --------------------------------------- */
+
+int kl_storage_init(void);
+/* sees_storages(): whether the self-test found that storages can be read. */
+PyObject *kl_storage_works(PyObject *module, PyObject *ignored);
+/* follow_storages(parts or None): from now on the young are looked at before each collection; parts(list of
+ * tensors without storage) -> the tensors they are made up of. None: no more, and all is forgotten. */
+PyObject *kl_storage_follow(PyObject *module, PyObject *parts);
+PyObject *kl_storage_is_following(PyObject *module, PyObject *ignored);
+/* note_storages(list of objects): remember what the tensors among them hold. */
+PyObject *kl_storage_note(PyObject *module, PyObject *objects);
+PyObject *kl_storage_note_young(PyObject *module, PyObject *ignored);
+/* What gc.callbacks calls. */
+PyObject *kl_storage_collecting(PyObject *module, PyObject *args);
+/* storage_bytes(): bytes of what is remembered, and still there. */
+PyObject *kl_storage_bytes(PyObject *module, PyObject *ignored);
+/* unsettled_storages() -> [(key, address)] of those that may be files; settle_storage(key, is a file's). */
+PyObject *kl_storage_unsettled(PyObject *module, PyObject *ignored);
+PyObject *kl_storage_settle(PyObject *module, PyObject *args);
+
 /* -- py_call.c: calls as slots ----------------------------------------------------------------- */
 
 /* Flatten a call onto the tape's slots. -1 and nothing added on failure. `inputs` receives the values

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from koila import _core, config
+from koila import _core, config, storages
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -231,24 +231,43 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(seen.values())
 
 
-def free_bytes(device: torch.device, held: Iterable[torch.Tensor]) -> int:
+def taken(device: torch.device, held: Iterable[torch.Tensor]) -> int:
+    """Bytes of all tensors on a device, `held` among them, and of these alone where nobody knows
+    of others."""
+    here = [t for t in held if t.device == device]
+    if device.type == "cpu":
+        return storages.n_bytes(here)
+    known = _storage_bytes(here)
+    return max(known, taken_on_cuda(device)) if device.type == "cuda" else known
+
+
+def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors on a device that are not of `held`, counted against
+    `config(memory_limit=)`."""
+    if config.get("memory_limit") is None:
+        return 0
+    held = list(held)
+    return max(0, taken(device, held) - _storage_bytes(t for t in held if t.device == device))
+
+
+def free_bytes(device: torch.device, held: Iterable[torch.Tensor], is_alone: bool = False) -> int:
     """Bytes that a step may add on `device`.
 
     Args:
         device: where the step runs.
-        held: tensors that are there already, counted against `config(memory_limit=)`. On CUDA the
-            allocator knows of all that are there.
+        held: what the step itself holds already, of the tensors that are counted against
+            `config(memory_limit=)`.
+        is_alone: as if there were no others.
     """
     limit = config.get("memory_limit")
     free = free_on_cuda(device) if device.type == "cuda" else free_on_cpu()
     if limit is None:
         return free
-    taken = _storage_bytes(t for t in held if t.device == device)
     if device.type == "cpu":
         fix_malloc()
-    elif device.type == "cuda":
-        taken = max(taken, taken_on_cuda(device))
-    return max(0, min(free, limit - taken))
+    if is_alone:
+        return max(0, min(free, limit - _storage_bytes(t for t in held if t.device == device)))
+    return max(0, min(free, limit - taken(device, held)))
 
 
 _QUICK_SECONDS = 0.5

@@ -156,8 +156,9 @@ def config(**changes: Any) -> _Config:
         chunks: run every program in this many chunks wherever it can be cut (at most one row a
             chunk); None: as few as fit into memory.
         memory_limit: bytes that all tensors may take, an int or a text such as "512MiB" or "4G"
-            (of 2**30 bytes each); None: what the device has free. On the CPU, where no allocator
-            counts, tensors that neither the program nor an optimizer holds are not among them.
+            (of 2**30 bytes each), whoever holds them; None: what the device has free. On the CPU,
+            where no allocator counts, they are found by their Python objects: what only an autograd
+            graph or C++ holds is not among them, nor are mapped files.
 
     Raises:
         TypeError, ValueError: an unknown setting, a value that is none, or both settings: one

@@ -231,5 +231,6 @@ def register_all() -> None:
             "lazies are made anew each time": _core.recycles(),
             "tensors are read by their attributes": _core.reads_by_handle(),
             "torch's modes are asked for in Python": _core.asks_libtorch(),
+            "other tensors are looked for seldom": _core.sees_storages(),
         }
     )

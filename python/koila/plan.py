@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from koila import _core, budget, config, memory
+from koila import _core, budget, config, memory, storages
 from koila.errors import MemoryLimitError
 from koila.program import Program, name_of_node, where_of_node
 from koila.reports import count
@@ -92,7 +92,8 @@ def _devices(program: Program) -> list[torch.device]:
 
 
 def _held(program: Program) -> list[torch.Tensor]:
-    """Tensors that are there before the step: what entered, its gradients, optimizer state."""
+    """What of the tensors that are there is the step's: what entered, its gradients, optimizer
+    state."""
     held: list[torch.Tensor] = []
     for entry in program.imports:
         info = program.info(entry.value)
@@ -104,10 +105,16 @@ def _held(program: Program) -> list[torch.Tensor]:
     return held + budget.optimizer_state()
 
 
-def _allowed(program: Program) -> float:
+def _allowed(program: Program, is_alone: bool = False) -> float:
     """The least that any device has: what the program needs is summed over all."""
     held = _held(program)
-    return float(min(budget.free_bytes(device, held) for device in _devices(program)))
+    return float(min(budget.free_bytes(device, held, is_alone) for device in _devices(program)))
+
+
+def _outside(program: Program) -> float:
+    """Bytes that other tensors take of what the program could have."""
+    held = _held(program)
+    return float(max(budget.outside(device, held) for device in _devices(program)))
 
 
 @dataclass(frozen=True)
@@ -129,10 +136,15 @@ class Needs:
         needed, left = self.n_bytes, max(self.allowed, 0.0)
         ran_out = "" if needed > left else ", yet memory ran out"
         fixed = _held_whole(program, needed, self.fixed)
+        outside, others, free = _outside(program), "", ""
+        if outside >= 2**20 / 10:
+            others = f", as {outside / 2**20:.1f} MiB are held by tensors outside the program"
+            free = "free some of these, "
         return MemoryLimitError(
             f"{name}: {at_a_time} needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside what "
             f"is there{fixed}, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left{ran_out} "
-            f"({detail[3]}); raise memory_limit, or make the model or the sequence smaller"
+            f"({detail[3]}){others}; raise memory_limit, {free}or make the model or the sequence "
+            "smaller"
         )
 
 
@@ -164,11 +176,16 @@ def _held_whole(program: Program, needed: float, fixed: float) -> str:
     return f"{share}: {named}, reading all rows at once, {verb} {made / 2**20:.1f} MiB"
 
 
-def plan(program: Program, is_graph: bool) -> Plan:
+def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     """Choose the number of chunks for a program.
 
     A share of what is allowed is kept back, for the model of bytes is not exact; but before it is
     refused a program may have all.
+
+    Args:
+        program: what is to run.
+        is_graph: whether it is differentiated.
+        is_final: a refusal ends it; if not, the caller goes on another way.
 
     Raises:
         MemoryLimitError: it fits neither whole nor in any chunks.
@@ -179,6 +196,17 @@ def plan(program: Program, is_graph: bool) -> Plan:
     if not program.axes:
         return Plan(1)
     estimate = memory.estimate(program, is_graph)
+    made = _fit(program, estimate, is_graph)
+    could_fit = isinstance(made, Needs) and made.n_bytes <= _allowed(program, is_alone=True)
+    if could_fit and storages.look_again(is_final):
+        made = _fit(program, estimate, is_graph)
+    if isinstance(made, Needs):
+        raise made.refusal(program)
+    return made
+
+
+def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | Needs:
+    """The plan for a program; or what it needs, if that is more than there is."""
     allowed = _allowed(program)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
     share = WHOLE_SHARE if rows > 0 else 1.0
@@ -203,7 +231,7 @@ def plan(program: Program, is_graph: bool) -> Plan:
     if rows == 0:
         needs = least(estimate, allowed)
         if needs.n_bytes > allowed:
-            raise needs.refusal(program)
+            return needs
         rows = max(needs.rows, estimate.largest_chunk(allowed))
     n_chunks, unit = _chunks_of(estimate.rows, rows)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
@@ -264,7 +292,7 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
     step = Program([]) if is_known_only else program
     ends = step.ends()
     try:
-        planned = plan(Program(ends), True) if ends else plan(step, False)
+        planned = plan(Program(ends), True, False) if ends else plan(step, False)
     except MemoryLimitError:
         return plan(program, False)  # it may be that no backward comes
     return planned if planned.n_chunks > 1 or is_read else None

@@ -1,0 +1,568 @@
+/* py_storage.c - the memory that tensors hold on the CPU, where torch's allocator counts nothing: each storage
+ * that was met, by a weak reference, and the bytes of those that are still there.
+ *
+ * Storages are found by their tensors' Python objects, which the garbage collector knows. An object is born
+ * in the youngest generation and leaves it only in a collection: who looks at the young before each collection,
+ * and when asked, sees every tensor that is made. A walk over all objects sees those that were there before,
+ * and old ones that were given other memory since. */
+#include "py.h"
+
+#include <stdlib.h>
+
+#include "alloc.h"
+
+/* So many collections that nobody asked between, and nothing is looked at any more. */
+#define KL_IDLE_MAX 10000
+/* From so many bytes on it is asked whether memory is but a file's, which takes a millisecond. */
+#define KL_FILE_BYTES (16 << 20)
+#define KL_TYPES 1024
+
+/* How a StorageImpl begins, since torch 2.10. The strong count is the low half of the counts. */
+typedef struct Storage {
+    void *vtable;
+    uint64_t counts;
+    const char *data;
+    void *context, *deleter;
+    int8_t device_type, device_index;
+    int64_t n_bytes;
+    bool is_symbolic;  /* n_bytes is then no number */
+    bool is_resizable; /* torch's own memory: no other storage lies in it */
+} Storage;
+
+/* How a TensorImpl begins. */
+typedef struct Impl {
+    void *vtable;
+    uint64_t counts;
+    const Storage *storage; /* NULL: sparse, opaque, or undefined */
+} Impl;
+
+/* One storage; its weak reference is ours. */
+typedef struct Known {
+    const Storage *storage; /* NULL: a free place */
+    bool is_unsettled;      /* it is large and not torch's own: it may be a file */
+    bool is_apart;          /* it is a file's, and does not count */
+} Known;
+
+typedef struct Range {
+    const char *start, *end;
+} Range;
+
+static struct {
+    Known *known; /* [n_known_max] open addressing, by pointer; at most half full */
+    size_t n_known, n_known_max;
+    Range *ranges; /* [n_ranges_max] scratch */
+    size_t n_ranges_max;
+    const Impl *const *(*grad)(const Impl *tensor); /* c10::TensorImpl::grad */
+    const Impl *undefined;                          /* what that gives where there is none */
+    PyObject *lock, *free_weak; /* UntypedStorage's _new_with_weak_ptr and _free_weak_ref */
+    PyObject *get_objects;      /* gc's */
+    PyObject *parts;            /* koila.storages's: the tensors that make up one without storage */
+    int n_idle;                 /* collections since somebody asked */
+    bool works;                 /* the self-test found all of this so */
+    bool is_following;          /* the young are looked at before each collection */
+} state;
+
+static inline const Impl *
+impl_of(PyObject *tensor)
+{
+    return *(const Impl **)((char *)tensor + sizeof(PyObject));
+}
+
+static inline bool
+is_dead(const Storage *storage)
+{
+    return (uint32_t)storage->counts == 0;
+}
+
+/* The bytes of a storage that are there on the CPU; 0 for FakeTensors, which say so and have none. */
+static size_t
+bytes_of(const Storage *storage)
+{
+    bool is_there = storage->device_type == 0 && storage->data != NULL && !storage->is_symbolic;
+    return is_there && storage->n_bytes > 0 ? (size_t)storage->n_bytes : 0;
+}
+
+/* -- the table ----------------------------------------------------------------------------------- */
+
+static Known *
+find(Known *table, size_t n_max, const Storage *storage)
+{
+    size_t i = (size_t)((uintptr_t)storage * UINT64_C(0x9E3779B97F4A7C15) >> 32) & (n_max - 1);
+    while (table[i].storage != NULL && table[i].storage != storage) {
+        i = (i + 1) & (n_max - 1);
+    }
+    return &table[i];
+}
+
+static bool
+is_known(const Storage *storage)
+{
+    return state.n_known_max > 0 && find(state.known, state.n_known_max, storage)->storage != NULL;
+}
+
+/* Give back the weak reference to a storage; an exception stays. */
+static void
+free_weak(const Storage *storage)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *number = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
+    PyObject *none = number != NULL ? PyObject_CallOneArg(state.free_weak, number) : NULL;
+    if (none == NULL) {
+        PyErr_WriteUnraisable(state.free_weak);
+    }
+    Py_XDECREF(none);
+    Py_XDECREF(number);
+    PyErr_Restore(type, value, traceback);
+}
+
+/* A table without the storages that are dead, or of none at all; `before` is emptied into it. */
+static int
+rebuild(bool is_empty)
+{
+    Known *before = state.known;
+    size_t n_before = state.n_known_max, n_alive = 0, n_max = 64;
+    for (size_t i = 0; i < n_before; i++) {
+        n_alive += before[i].storage != NULL && !is_empty && !is_dead(before[i].storage);
+    }
+    while (n_max < 4 * n_alive) {
+        n_max *= 2;
+    }
+    Known *after = kl_alloc_zeroed(n_max, sizeof(*after));
+    if (after == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    /* The new table is in force before anything is given back: that may run code which comes here. */
+    size_t n_dead = 0;
+    state.n_known = 0;
+    for (size_t i = 0; i < n_before; i++) {
+        if (before[i].storage == NULL) {
+            continue;
+        }
+        if (is_empty || is_dead(before[i].storage)) {
+            before[n_dead++] = before[i];
+        } else {
+            *find(after, n_max, before[i].storage) = before[i];
+            state.n_known++;
+        }
+    }
+    state.known = after;
+    state.n_known_max = n_max;
+    for (size_t i = 0; i < n_dead; i++) {
+        free_weak(before[i].storage);
+    }
+    kl_alloc_free(before);
+    return 0;
+}
+
+/* Take a weak reference to a storage that somebody holds, by torch's own words. 1: taken; 0: it died
+ * meanwhile; -1 on failure. */
+static int
+take_weak(const Storage *storage)
+{
+    PyObject *number = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
+    PyObject *object = number != NULL ? PyObject_CallOneArg(state.lock, number) : NULL;
+    PyObject *weak = NULL;
+    if (object != NULL && object != Py_None) {
+        weak = PyObject_CallMethod(object, "_weak_ref", NULL);
+    }
+    int result = weak != NULL ? 1 : object == Py_None ? 0 : -1;
+    Py_XDECREF(weak);
+    Py_XDECREF(object);
+    Py_XDECREF(number);
+    return result;
+}
+
+/* Remember a storage that somebody holds. Asking torch may run a collection, which comes here too: so the
+ * table is looked at anew after it. */
+static int
+keep(const Storage *storage)
+{
+    if (bytes_of(storage) == 0 || is_known(storage)) {
+        return 0;
+    }
+    int taken = take_weak(storage);
+    if (taken <= 0) {
+        return taken;
+    }
+    if (2 * (state.n_known + 1) > state.n_known_max && rebuild(false) < 0) {
+        free_weak(storage);
+        return -1;
+    }
+    Known *place = find(state.known, state.n_known_max, storage);
+    if (place->storage != NULL) {
+        free_weak(storage);
+        return 0;
+    }
+    bool may_be_file = !storage->is_resizable && bytes_of(storage) >= KL_FILE_BYTES;
+    *place = (Known){.storage = storage, .is_unsettled = may_be_file};
+    state.n_known++;
+    return 0;
+}
+
+/* -- tensors ------------------------------------------------------------------------------------- */
+
+/* Whether objects of a type are tensors, of whatever class; asked of each type once for a list. */
+typedef struct Types {
+    PyTypeObject *types[KL_TYPES];
+    bool are_tensors[KL_TYPES];
+} Types;
+
+static bool
+is_tensor(Types *seen, PyTypeObject *type)
+{
+    size_t i = (size_t)((uintptr_t)type * UINT64_C(0x9E3779B97F4A7C15) >> 54);
+    if (seen->types[i] != type) {
+        seen->types[i] = type;
+        seen->are_tensors[i] = type != kl_py.lazy && PyType_IsSubtype(type, kl_py.tensor_base);
+    }
+    return seen->are_tensors[i];
+}
+
+/* Remember what a tensor holds, and its gradient, which may have no object yet. 1: one of them is made up of
+ * others; -1 on failure. */
+static int
+note_tensor(PyObject *tensor)
+{
+    const Impl *impl = impl_of(tensor);
+    if (impl == NULL) {
+        return 0; /* being made */
+    }
+    const Impl *grad = *state.grad(impl);
+    const Impl *both[] = {impl, grad};
+    bool is_made_up = false;
+    for (int i = 0; i < 2; i++) {
+        const Storage *storage = both[i]->storage;
+        is_made_up = is_made_up || (storage == NULL && both[i] != state.undefined);
+        if (storage != NULL && keep(storage) < 0) {
+            return -1;
+        }
+    }
+    return is_made_up;
+}
+
+/* Remember what the tensors of a list hold; those made up of others are put into `others`, or passed over
+ * where that is NULL. */
+static int
+note_list(PyObject *objects, PyObject *others)
+{
+    Types seen = {0};
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); i++) {
+        PyObject *object = PyList_GET_ITEM(objects, i);
+        if (!is_tensor(&seen, Py_TYPE(object))) {
+            continue;
+        }
+        int made_up = note_tensor(object);
+        if (made_up < 0 || (made_up > 0 && others != NULL && PyList_Append(others, object) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+note_all(PyObject *objects)
+{
+    PyObject *others = PyList_New(0), *parts = NULL;
+    int result = others == NULL ? -1 : note_list(objects, others);
+    if (result == 0 && PyList_GET_SIZE(others) > 0 && state.parts != NULL) {
+        parts = PyObject_CallOneArg(state.parts, others);
+        result = parts == NULL ? -1 : note_list(parts, NULL);
+    }
+    Py_XDECREF(parts);
+    Py_XDECREF(others);
+    return result;
+}
+
+static int
+note_young(void)
+{
+    PyObject *young = PyObject_CallFunction(state.get_objects, "i", 0);
+    int result = young == NULL ? -1 : note_all(young);
+    Py_XDECREF(young);
+    return result;
+}
+
+/* -- what Python calls ----------------------------------------------------------------------------- */
+
+PyObject *
+kl_storage_note(PyObject *module, PyObject *objects)
+{
+    (void)module;
+    if (!PyList_Check(objects)) {
+        PyErr_SetString(PyExc_TypeError, "note_storages: a list of objects is wanted");
+        return NULL;
+    }
+    return note_all(objects) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *
+kl_storage_note_young(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    state.n_idle = 0;
+    return note_young() < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* In C, for what a Ctrl-C raises in a callback of the collector is lost. */
+PyObject *
+kl_storage_collecting(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *phase = NULL;
+    PyObject *info = NULL;
+    if (!PyArg_ParseTuple(args, "sO:collecting", &phase, &info)) {
+        return NULL;
+    }
+    if (!state.is_following || phase[0] != 's' || phase[2] != 'a') { /* "start", not "stop" */
+        return Py_NewRef(Py_None);
+    }
+    if (++state.n_idle > KL_IDLE_MAX) {
+        state.is_following = false;
+        return rebuild(true) < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    if (note_young() < 0) {
+        state.is_following = false; /* something was missed: the next to ask walks over all */
+        return NULL;
+    }
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+kl_storage_follow(PyObject *module, PyObject *parts)
+{
+    (void)module;
+    state.n_idle = 0;
+    state.is_following = parts != Py_None;
+    Py_XSETREF(state.parts, state.is_following ? Py_NewRef(parts) : NULL);
+    return !state.is_following && rebuild(true) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *
+kl_storage_is_following(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(state.is_following);
+}
+
+static int
+compare_ranges(const void *left, const void *right)
+{
+    const char *l = ((const Range *)left)->start, *r = ((const Range *)right)->start;
+    return (l > r) - (l < r);
+}
+
+/* The bytes in which at least one of some ranges lies. */
+static size_t
+bytes_in(Range *ranges, size_t n)
+{
+    size_t total = 0;
+    const char *end = NULL;
+    qsort(ranges, n, sizeof(*ranges), compare_ranges);
+    for (size_t i = 0; i < n; i++) {
+        const char *start = ranges[i].start > end ? ranges[i].start : end;
+        if (ranges[i].end > start) {
+            total += (size_t)(ranges[i].end - start);
+            end = ranges[i].end;
+        }
+    }
+    return total;
+}
+
+PyObject *
+kl_storage_bytes(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    size_t n = 0, n_dead = 0, total = 0;
+    KlError error;
+    if (kl_alloc_reserve((void **)&state.ranges, &state.n_ranges_max, state.n_known,
+                         sizeof(*state.ranges), &error) != KL_OK) {
+        return kl_py_raise(&error);
+    }
+    for (size_t i = 0; i < state.n_known_max; i++) {
+        const Known *known = &state.known[i];
+        if (known->storage == NULL || is_dead(known->storage)) {
+            n_dead += known->storage != NULL;
+            continue;
+        }
+        size_t n_bytes = known->is_apart ? 0 : bytes_of(known->storage);
+        if (known->storage->is_resizable) {
+            total += n_bytes;
+        } else if (n_bytes > 0) {
+            const char *start = known->storage->data;
+            state.ranges[n++] = (Range){start, start + n_bytes};
+        }
+    }
+    total += bytes_in(state.ranges, n); /* several may lie in one array of numpy's */
+    if (n_dead > 0 && rebuild(false) < 0) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(total);
+}
+
+PyObject *
+kl_storage_unsettled(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    PyObject *result = PyList_New(0);
+    for (size_t i = 0; result != NULL && i < state.n_known_max; i++) {
+        const Known *known = &state.known[i];
+        if (known->storage == NULL || !known->is_unsettled || is_dead(known->storage)) {
+            continue;
+        }
+        PyObject *entry =
+            Py_BuildValue("(NN)", PyLong_FromVoidPtr((void *)(uintptr_t)known->storage),
+                          PyLong_FromVoidPtr((void *)(uintptr_t)known->storage->data));
+        if (entry == NULL || PyList_Append(result, entry) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(entry);
+    }
+    return result;
+}
+
+PyObject *
+kl_storage_settle(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long key = 0;
+    int is_apart = 0;
+    if (!PyArg_ParseTuple(args, "Kp:settle_storage", &key, &is_apart)) {
+        return NULL;
+    }
+    const Storage *storage = (const Storage *)(uintptr_t)key;
+    Known *known = state.n_known_max > 0 ? find(state.known, state.n_known_max, storage) : NULL;
+    if (known != NULL && known->storage != NULL) {
+        known->is_unsettled = false;
+        known->is_apart = is_apart;
+    }
+    return Py_NewRef(Py_None);
+}
+
+/* -- whether all of that is where it should be ------------------------------------------------------ */
+
+/* New reference: what an expression in torch's words gives. */
+static PyObject *
+evaluate(const char *text, PyObject *locals)
+{
+    PyObject *builtins = PyEval_GetBuiltins();
+    PyObject *globals = builtins != NULL ? Py_BuildValue("{sO}", "__builtins__", builtins) : NULL;
+    PyObject *result = globals != NULL ? PyRun_String(text, Py_eval_input, globals, locals) : NULL;
+    Py_XDECREF(globals);
+    return result;
+}
+
+/* 1: torch's word for the address of a tensor's storage, and what is read there, are what is expected of 60
+ * bytes, and the strong count goes up when a view is taken; else 0. -1 on failure. */
+static int
+test_storage(PyObject *locals)
+{
+    PyObject *tensor = evaluate("torch.empty(3, 5, device='cpu')", locals);
+    int result = tensor == NULL || PyDict_SetItemString(locals, "x", tensor) < 0 ? -1 : 0;
+    PyObject *words = result == 0 ? evaluate("(x._cdata, x.untyped_storage()._cdata, "
+                                             "x.data_ptr(), x.untyped_storage().nbytes())",
+                                             locals)
+                                  : NULL;
+    PyObject *view = NULL;
+    unsigned long long impl = 0, key = 0, data = 0, n_bytes = 0;
+    if (words == NULL || !PyArg_ParseTuple(words, "KKKK", &impl, &key, &data, &n_bytes)) {
+        result = -1;
+        goto error;
+    }
+    const Storage *storage = (const Storage *)(uintptr_t)key;
+    if ((uintptr_t)impl_of(tensor) != impl || impl_of(tensor)->storage != storage ||
+        (uintptr_t)storage->data != data || storage->n_bytes != (int64_t)n_bytes || n_bytes != 60 ||
+        bytes_of(storage) != 60) {
+        goto error;
+    }
+    uint32_t n_before = (uint32_t)storage->counts;
+    view = evaluate("x.view(-1)", locals);
+    result = view == NULL ? -1 : (uint32_t)storage->counts == n_before + 1;
+error:
+    Py_XDECREF(view);
+    Py_XDECREF(words);
+    Py_XDECREF(tensor);
+    return result;
+}
+
+/* The same of a gradient, of one that is not there, and of tensors that have no memory of that kind. */
+static int
+test_others(PyObject *locals)
+{
+    PyObject *leaf = evaluate("torch.ones(2, device='cpu', requires_grad=True)", locals);
+    PyObject *grad = evaluate("torch.ones(2, device='cpu')", locals);
+    PyObject *meta = evaluate("torch.empty(2, device='meta')", locals);
+    PyObject *buffer = evaluate("torch.frombuffer(bytearray(8), dtype=torch.uint8)", locals);
+    PyObject *sparse = evaluate(
+        "torch.sparse_coo_tensor(size=(2, 2), device='cpu', check_invariants=True)", locals);
+    int result = -1;
+    if (leaf == NULL || grad == NULL || meta == NULL || buffer == NULL || sparse == NULL) {
+        goto error;
+    }
+    state.undefined = *state.grad(impl_of(leaf));
+    if (PyObject_SetAttrString(leaf, "grad", grad) < 0) {
+        goto error;
+    }
+    result = state.undefined->storage == NULL && *state.grad(impl_of(leaf)) == impl_of(grad) &&
+             impl_of(sparse)->storage == NULL && impl_of(meta)->storage != NULL &&
+             bytes_of(impl_of(meta)->storage) == 0 && impl_of(grad)->storage->is_resizable &&
+             !impl_of(buffer)->storage->is_resizable;
+error:
+    Py_XDECREF(sparse);
+    Py_XDECREF(buffer);
+    Py_XDECREF(meta);
+    Py_XDECREF(grad);
+    Py_XDECREF(leaf);
+    return result;
+}
+
+static int
+self_test(void)
+{
+    PyObject *torch = PyImport_ImportModule("torch"), *gc = PyImport_ImportModule("gc");
+    PyObject *locals = torch != NULL ? Py_BuildValue("{sO}", "torch", torch) : NULL;
+    PyObject *type = torch != NULL ? PyObject_GetAttrString(torch, "UntypedStorage") : NULL;
+    int result = -1;
+    *(void **)&state.grad = kl_meta_symbol("_ZNK3c1010TensorImpl4gradEv");
+    if (gc == NULL || locals == NULL || type == NULL) {
+        goto error;
+    }
+    Py_XSETREF(state.get_objects, PyObject_GetAttrString(gc, "get_objects"));
+    Py_XSETREF(state.lock, PyObject_GetAttrString(type, "_new_with_weak_ptr"));
+    Py_XSETREF(state.free_weak, PyObject_GetAttrString(type, "_free_weak_ref"));
+    if (state.get_objects == NULL || state.lock == NULL || state.free_weak == NULL) {
+        goto error;
+    }
+    result = state.grad == NULL ? 0 : test_storage(locals);
+    result = result == 1 ? test_others(locals) : result;
+error:
+    Py_XDECREF(type);
+    Py_XDECREF(locals);
+    Py_XDECREF(gc);
+    Py_XDECREF(torch);
+    return result;
+}
+
+int
+kl_storage_init(void)
+{
+    int works = self_test();
+    if (works < 0) {
+        PyErr_Clear(); /* another torch */
+    }
+    state.works = works == 1;
+    return 0;
+}
+
+PyObject *
+kl_storage_works(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyBool_FromLong(state.works);
+}
