@@ -84,6 +84,19 @@ core_bind(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
+/* set_blocked_halves(dtypes): see KlCall. */
+static PyObject *
+core_set_blocked_halves(PyObject *module, PyObject *dtypes)
+{
+    (void)module;
+    uint32_t bits = 0;
+    for (Py_ssize_t i = 0; PyTuple_Check(dtypes) && i < PyTuple_GET_SIZE(dtypes); i++) {
+        bits |= UINT32_C(1) << kl_meta_dtype_from(PyTuple_GET_ITEM(dtypes, i));
+    }
+    kl_py.blocked_halves = bits;
+    return Py_NewRef(Py_None);
+}
+
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
@@ -221,6 +234,9 @@ static PyMethodDef functions[] = {
      "known($module, lazy, /)\n--\n\nThe number of a lazy, or None while it is pending."},
     {"pending_bytes", core_pending_bytes, METH_NOARGS,
      "pending_bytes($module, /)\n--\n\nBytes that the pending calls would make, by a quick sum."},
+    {"set_blocked_halves", core_set_blocked_halves, METH_O,
+     "set_blocked_halves($module, dtypes, /)\n--\n\n"
+     "Say which dtypes of 16 bits oneDNN convolves on this CPU."},
     {"fix_malloc", core_fix_malloc, METH_NOARGS,
      "fix_malloc($module, /)\n--\n\nLet glibc give large blocks back to the system at once."},
     {"sees_storages", kl_storage_works, METH_NOARGS,

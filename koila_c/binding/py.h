@@ -181,11 +181,12 @@ typedef struct KlPyState {
     PyObject *ndarray;     /* numpy.ndarray, or NULL where numpy is not there */
     PyObject *devices;     /* list of torch.device; index = KlMeta.device */
     PyObject *dtypes[KL_N_DTYPES];
-    Py_ssize_t slot_offset; /* of LazyTensor's one slot */
-    uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
-    uint64_t n_axis_keys;   /* batches made */
-    int64_t n_transforms;   /* of torch.func, and tracers, under way on any thread */
-    uint32_t reductions;    /* bit i: KlReduce i can be split */
+    Py_ssize_t slot_offset;  /* of LazyTensor's one slot */
+    uint64_t n_backwards;    /* backward passes seen: what was live before one counts as spent */
+    uint64_t n_axis_keys;    /* batches made */
+    int64_t n_transforms;    /* of torch.func, and tracers, under way on any thread */
+    uint32_t reductions;     /* bit i: KlReduce i can be split */
+    uint32_t blocked_halves; /* as KlCall's */
 } KlPyState;
 
 extern KlPyState kl_py;

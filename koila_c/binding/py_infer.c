@@ -199,6 +199,7 @@ set_context(KlCall *call, const Desk *desk)
             call->default_dtype = (KlDtype)i;
         }
     }
+    call->blocked_halves = kl_py.blocked_halves;
     call->is_grad_enabled = grad == Py_True;
     int status = grad == NULL ? -1 : 0;
     Py_XDECREF(grad);

@@ -113,6 +113,7 @@ infer(Recording *recording, KlError *error)
                          .inputs = recording->bound.inputs,
                          .n_inputs = recording->bound.n_inputs,
                          .default_dtype = kl_meta_default_dtype(),
+                         .blocked_halves = kl_py.blocked_halves,
                          .is_grad_enabled = recording->is_grad_enabled,
                          .axis_rows = tape->core.axis_rows,
                          .n_axes = (uint32_t)tape->core.n_axes};

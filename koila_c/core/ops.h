@@ -137,6 +137,8 @@ typedef struct KlCall {
     const KlMeta *const *inputs; /* [n_inputs] tensor arguments in signature order; NULL: None */
     uint32_t n_inputs;
     KlDtype default_dtype;
+    uint32_t
+        blocked_halves; /* dtypes of 16 bits, as bits, whose convolutions oneDNN runs on this CPU */
     bool is_grad_enabled;
     const int64_t *axis_rows; /* [n_axes] rows of each axis */
     uint32_t n_axes;

@@ -283,11 +283,11 @@ work(const KlCall *call, const KlInferred *result, const Conv *conv, bool is_tra
      KlSaves *saves)
 {
     const KlMeta *out = &result->outs[0];
-    bool is_half = out->dtype == KL_DTYPE_BFLOAT16 || out->dtype == KL_DTYPE_FLOAT16;
+    bool is_blocked_half = call->blocked_halves >> out->dtype & 1;
     if (out->device != 0) {
         return;
     }
-    if (out->dtype == KL_DTYPE_FLOAT32 || is_half) {
+    if (out->dtype == KL_DTYPE_FLOAT32 || is_blocked_half) {
         work_in_blocks(call, out, conv, saves);
         saves->bytes_workspace += is_transposed ? kl_meta_n_bytes(call->inputs[0]) : 0;
     } else {

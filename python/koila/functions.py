@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -170,6 +170,18 @@ def _accessors() -> Iterable[tuple[str, Any]]:
                 yield name, member
 
 
+def _blocked_halves() -> Iterator[torch.dtype]:
+    """Dtypes of 16 bits that oneDNN convolves on this CPU; others go patch by patch."""
+    names = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    for dtype, name in names.items():
+        ask = getattr(torch.ops.mkldnn, name, None)  # torch may be built without oneDNN
+        if ask is not None and ask():
+            yield dtype
+
+
 def register_all() -> None:
     """Fill the C module's table; called once, when koila is imported."""
     _core.bind(
@@ -196,6 +208,7 @@ def register_all() -> None:
         draws.INSIDE,
         reductions.known(),
     )
+    _core.set_blocked_halves(tuple(_blocked_halves()))
     for func, name in _names().items():
         _register(func, name)
     number = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given

@@ -13,7 +13,7 @@ import torch
 
 import koila
 from binding_kit import batch, in_a_child, pending
-from koila import _core, patches
+from koila import _core, functions, patches
 
 core: Any = _core
 FUNCTIONS = {name: entry for name, entry in vars(_core).items() if inspect.isbuiltin(entry)}
@@ -135,3 +135,22 @@ def test_patches_come_off_and_on_again() -> None:
         assert torch.as_tensor(pending()).tolist() == (batch() * 2).tolist()
 
     in_a_child(work)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_convolutions_go_by_blocks_or_by_patches(dtype: torch.dtype) -> None:
+    """What a kernel takes beside its result depends on the CPU; that of patches is float64's."""
+    real = tuple(functions._blocked_halves())
+
+    def workspace(dtype: torch.dtype, *blocked: torch.dtype) -> int:
+        _core.set_blocked_halves(blocked)
+        x, weight = torch.zeros(4, 8, 16, 16, dtype=dtype), torch.zeros(8, 8, 3, 3, dtype=dtype)
+        found: int = core.infer("conv2d", (x, weight), {})["saves"]["bytes_workspace"]
+        return found
+
+    try:
+        patches = workspace(dtype)
+        assert patches == workspace(torch.float64) // 4 == 4 * 14 * 14 * 72 * 2
+        assert workspace(dtype, dtype) != patches
+    finally:
+        _core.set_blocked_halves(real)
