@@ -21,6 +21,8 @@ READY := $(VENV)/ready
 BUILT := build/dev/built
 SANITIZED := build/sanitize/built
 SANITIZED_LIB := $(CURDIR)/build/sanitize/lib
+# Files without such a test need not be imported, which takes long under sanitizers.
+SANITIZED_TESTS = $(shell grep -rl --include='*.py' 'mark\.sanitize' tests)
 
 C_DIRS := koila_c/core koila_c/binding
 C_FILES := $(wildcard $(C_DIRS:=/*.[ch]) tests/core/*.[ch])
@@ -81,7 +83,7 @@ sanitize: $(SANITIZED)
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \
 	UBSAN_OPTIONS=print_stacktrace=1 \
 	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 \
-	    -o pythonpath="$(SANITIZED_LIB) tests"
+	    -o pythonpath="$(SANITIZED_LIB) tests" $(SANITIZED_TESTS)
 
 mutants: build
 	JOBS=$(JOBS) $(PYTHON) tests/mutants.py $(ARGS)
