@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import opcalls
 from samples import SAMPLES
+from sanitizers import fewer
 
 # All samples of float64; of the others, which differ in dtypes only, a few.
 N_SAMPLES = {
@@ -38,7 +38,7 @@ CHECKER = opcalls.Checker(rows=set(SAMPLES))
 def samples(op: Any, dtype: torch.dtype) -> list[Any]:
     """What op_db has for a dtype; nothing where its own code does not run on this machine."""
     has_grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    n = 1 if os.environ.get("KOILA_SANITIZED") == "1" else N_SAMPLES[dtype]
+    n = fewer(N_SAMPLES[dtype], dtype in (torch.float64, torch.int64))
     try:
         return list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=has_grad), n))
     except (RuntimeError, ImportError):
