@@ -40,7 +40,8 @@ def samples(op: Any, dtype: torch.dtype) -> list[Any]:
     has_grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     n = fewer(N_SAMPLES[dtype], dtype in (torch.float64, torch.int64))
     try:
-        return list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=has_grad), n))
+        # op.sample_inputs looks through the whole stack for a test of torch's own, at each sample.
+        return list(itertools.islice(op.sample_inputs_func(op, "cpu", dtype, has_grad), n))
     except (RuntimeError, ImportError):
         return []
 
@@ -68,6 +69,7 @@ def test_op(op: Any) -> None:
             continue
         for sample in samples(op, dtype):
             names = list(opcalls.VARIANTS) if dtype == torch.float64 else ["as it is", "transposed"]
+            names = names[: fewer(len(names), 1)]
             for func, first, args, kwargs in calls(op, sample, names):
                 # What torch refuses is no business of this test; what a row says wrongly is.
                 refusals = contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError)
