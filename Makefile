@@ -1,8 +1,8 @@
 # Everything a contributor and CI run; `make test` is all of it, from a bare clone.
 # Needs python3 (3.11 or later), its venv module and headers, gcc and make.
 #
-#   make test        lint, build with warnings as errors, the suite; the core, and what matters most
-#                    of the rest, again under sanitizers
+#   make test        lint, build with warnings as errors, the suite, in which the core's C tests run
+#                    under sanitizers; what matters most of the rest, again under sanitizers
 #   make lint        ruff and clang-format; make format mends what they can mend
 #   make build       the extension, in place: python/koila/_core*.so
 #   make core-test   the C tests of the core, under sanitizers, with leak detection
@@ -33,8 +33,9 @@ PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist loadgroup
 .DELETE_ON_ERROR:
 .PHONY: test lint format build suite core-test sanitize mutants demo clean
 
-test: lint build suite core-test sanitize
-	@echo "make test: lint, build, suite, core-test and sanitize all passed"
+# core-test is part of the suite, where it does not keep a core waiting.
+test: lint build suite sanitize
+	@echo "make test: lint, build, suite and sanitize all passed"
 
 # One thread for each pytest process, or the processes fight for the cores.
 suite sanitize core-test: export OMP_NUM_THREADS = 1

@@ -12,12 +12,11 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 import opcalls
-from samples import SAMPLES
 from sanitizers import fewer
 
-# All samples of float64; of the others, which differ in dtypes only, a few.
+# Many samples of float64; of the others, which differ in dtypes only, a few.
 N_SAMPLES = {
-    torch.float64: 1000,
+    torch.float64: 100,
     torch.float32: 3,
     torch.float16: 3,
     torch.bfloat16: 3,
@@ -32,7 +31,7 @@ LEFT_OUT = {
     "nn.functional.scaled_dot_product_attention",
 }
 
-CHECKER = opcalls.Checker(rows=set(SAMPLES))
+CHECKER = opcalls.Checker()
 
 
 def samples(op: Any, dtype: torch.dtype) -> list[Any]:
