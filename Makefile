@@ -1,8 +1,8 @@
 # Everything a contributor and CI run; `make test` is all of it, from a bare clone.
 # Needs python3 (3.11 or later), its venv module and headers, gcc and make.
 #
-#   make test        lint, build with warnings as errors, the suite; the core, and what matters most
-#                    of the rest, again under sanitizers
+#   make test        lint, build with warnings as errors, the suite, in which the core's C tests run
+#                    under sanitizers; what matters most of the rest, again under sanitizers
 #   make lint        ruff and clang-format; make format mends what they can mend
 #   make build       the extension, in place: python/koila/_core*.so
 #   make core-test   the C tests of the core, under sanitizers, with leak detection
@@ -21,6 +21,8 @@ READY := $(VENV)/ready
 BUILT := build/dev/built
 SANITIZED := build/sanitize/built
 SANITIZED_LIB := $(CURDIR)/build/sanitize/lib
+# Files without such a test need not be imported, which takes long under sanitizers.
+SANITIZED_TESTS = $(shell grep -rl --include='*.py' 'mark\.sanitize' tests)
 
 C_DIRS := koila_c/core koila_c/binding
 C_FILES := $(wildcard $(C_DIRS:=/*.[ch]) tests/core/*.[ch])
@@ -31,8 +33,9 @@ PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist loadgroup
 .DELETE_ON_ERROR:
 .PHONY: test lint format build suite core-test sanitize mutants demo clean
 
-test: lint build suite core-test sanitize
-	@echo "make test: lint, build, suite, core-test and sanitize all passed"
+# core-test is part of the suite, where it does not keep a core waiting.
+test: lint build suite sanitize
+	@echo "make test: lint, build, suite and sanitize all passed"
 
 # One thread for each pytest process, or the processes fight for the cores.
 suite sanitize core-test: export OMP_NUM_THREADS = 1
@@ -81,7 +84,7 @@ sanitize: $(SANITIZED)
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \
 	UBSAN_OPTIONS=print_stacktrace=1 \
 	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 \
-	    -o pythonpath="$(SANITIZED_LIB) tests"
+	    -o pythonpath="$(SANITIZED_LIB) tests" $(SANITIZED_TESTS)
 
 mutants: build
 	JOBS=$(JOBS) $(PYTHON) tests/mutants.py $(ARGS)

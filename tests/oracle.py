@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -151,6 +152,20 @@ def run(
     )
 
 
+@functools.cache
+def run_eager(program: Any, n_rows: int, **options: Any) -> Outcome:
+    """Run one step of a program without koila, once for all tests that compare with it."""
+    return run(program, n_rows, **options)
+
+
+@functools.cache
+def flops_of_eager(program: Any, n_rows: int) -> tuple[int, int]:
+    """Return what one step of a program multiplies forward, and backward."""
+    forward, backward = FlopCounter(), FlopCounter()
+    run(program, n_rows, watch=(forward, backward))
+    return forward.flops, backward.flops
+
+
 def run_lazy(program: Any, n_rows: int, *, chunks: int | None, **options: Any) -> Outcome:
     """Run one step of a program with its batch lazy, in a number of chunks."""
     with split(chunks, whole=program.whole, partly=program.partly):
@@ -259,7 +274,7 @@ def assert_same(
 
     In one chunk every bit is compared, unless told otherwise, and the state of the generator.
     """
-    want = run(program, n_rows, **options)
+    want = run_eager(program, n_rows, **options)
     got = run_lazy(program, n_rows, chunks=chunks, **options)
     whole = is_whole(chunks)
     exact_bits = whole if exact_bits is None else exact_bits
@@ -272,14 +287,14 @@ def assert_passes(program: Any, n_rows: int, *, chunks: int) -> None:
     Once forward and once backward where the loss is linear in its reductions; where it has a joint,
     forward once more at the most, and once for a mask of values that gives a shape.
     """
-    forward, backward, got = FlopCounter(), FlopCounter(), FlopCounter()
-    run(program, n_rows, watch=(forward, backward))
+    forward, backward = flops_of_eager(program, n_rows)
+    got = FlopCounter()
     run_lazy(program, n_rows, chunks=chunks, watch=(got, got))
-    once = forward.flops + backward.flops
+    once = forward + backward
     n_more = 2 if program.joint == SHAPE_OF_VALUES else bool(program.joint)
-    most = once + n_more * forward.flops if chunks > 1 else once
+    most = once + n_more * forward if chunks > 1 else once
     assert 0 < got.flops <= most, (
-        f"{got.flops} flops; one forward and one backward are {once}, one forward {forward.flops}"
+        f"{got.flops} flops; one forward and one backward are {once}, one forward {forward}"
     )
 
 

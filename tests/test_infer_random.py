@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import opcalls
+from sanitizers import fewer
 from test_ops import CALLABLES
 
 CHECKER = opcalls.Checker()
-many = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=fewer(150, 30), suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -177,7 +178,7 @@ def index_items() -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.sanitize
-@settings(max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=fewer(600, 150), suppress_health_check=[HealthCheck.too_slow])
 @given(tensors(), st.lists(index_items(), max_size=4), st.booleans())
 def test_indexing(x: torch.Tensor, items: list[Any], is_bare: bool) -> None:
     index = items[0] if is_bare and len(items) == 1 else tuple(items)

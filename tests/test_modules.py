@@ -7,7 +7,6 @@ of inputs and parameters, parameters, buffers and the generator are compared.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -20,13 +19,14 @@ from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, modu
 from torch.utils import _pytree as pytree
 
 import koila
+import sanitizers
 from outcome import SEED, Program, assert_same, copy_fresh, observe
 
 MODULES: dict[str, ModuleInfo] = {info.formatted_name: info for info in module_db}
 assert len(MODULES) == len(module_db)
 
 MODES = ("train", "eval", "eval without gradient")
-N_SAMPLES = 1 if os.environ.get("KOILA_SANITIZED") == "1" else None
+N_SAMPLES = sanitizers.fewer(None, 1)
 
 
 def samples_of(info: ModuleInfo, mode: str) -> Iterator[ModuleInput]:

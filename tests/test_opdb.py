@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 import opdb
+import sanitizers
 
-# Under sanitizers every call is slow: one sample of each variant has to do.
-N_SAMPLES = 1 if os.environ.get("KOILA_SANITIZED") == "1" else None
+N_SAMPLES = sanitizers.fewer(None, 1)
 
 
 @pytest.mark.sanitize

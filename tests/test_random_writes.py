@@ -7,6 +7,7 @@ import pytest
 import koila
 import random_writes
 from random_writes import Program
+from sanitizers import fewer
 
 pytestmark = pytest.mark.sanitize
 
@@ -65,7 +66,7 @@ def test_once_wrong(name: str, chunks: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(0, 300, 20))
+@pytest.mark.parametrize("first", range(0, fewer(300, 60), 20))
 def test_programs(first: int) -> None:
     """More of them: python tests/random_writes.py --count 20000. Many are cut."""
     n_cut = 0

@@ -136,7 +136,9 @@ shape_adaptive(const KlCall *call, int32_t n, uint32_t n_outs, KlInferred *resul
         out.shape[input->n_dims - n + i] = sizes[i];
     }
     status = make_outs(call, result, &out, n_outs, error);
-    if (status == KL_OK && n_outs == 1 && is_mean) {
+    /* four dims of which three are pooled are no images: no memory format is theirs */
+    bool is_volume = n == 3 && input->n_dims == n + 1;
+    if (status == KL_OK && (is_volume || (n_outs == 1 && is_mean))) {
         kl_rules_settle_plain(call, result);
     }
     return status;
