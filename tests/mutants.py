@@ -208,8 +208,8 @@ def build(tree: Path) -> None:
     subprocess.run([*command, "--build-temp", "build/mutant"], cwd=tree, check=True)
 
 
-def run_tests(mutant: Mutant, tree: Path) -> tuple[int, int]:
-    """Run a mutant's tests; return how many failed, and how many there were."""
+def run_tests(mutant: Mutant, tree: Path) -> tuple[int, list[str]]:
+    """Run a mutant's tests; return how many failed, and the names of those that passed."""
     found = tree / "found.xml"
     found.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", f"--junitxml={found}"]
@@ -225,9 +225,14 @@ def run_tests(mutant: Mutant, tree: Path) -> tuple[int, int]:
     )
     if done.returncode not in (0, 1) or not found.is_file():
         raise RuntimeError(f"{mutant.name}: pytest ended with {done.returncode}")
-    suite = next(ElementTree.parse(found).iter("testsuite"))
-    count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-    return count["failures"] + count["errors"], count["tests"] - count["skipped"]
+    n_failed, passed = 0, []
+    for case in ElementTree.parse(found).iter("testcase"):
+        ends = {child.tag for child in case}
+        if ends & {"failure", "error"}:
+            n_failed += 1
+        elif "skipped" not in ends:
+            passed.append(f"{case.get('classname')}::{case.get('name')}")
+    return n_failed, passed
 
 
 def check(mutant: Mutant, tree: Path) -> bool:
@@ -243,16 +248,20 @@ def check(mutant: Mutant, tree: Path) -> bool:
     try:
         if is_c:
             build(tree)
-        n_failed, n_run = run_tests(mutant, tree)
+        n_failed, passed = run_tests(mutant, tree)
     finally:
         path.write_text(before)
         if is_c:
             build(tree)
+    n_run = n_failed + len(passed)
     least = max(1.0, (mutant.share or 0.0) * n_run)
     is_caught = n_failed >= least
     verdict = "" if is_caught else f"  NOT CAUGHT, {least:.0f} have to fail"
     seconds = time.monotonic() - begun
     print(f"{mutant.name:50s} {n_failed:5d} of {n_run:5d} failed  {seconds:4.0f} s{verdict}")
+    if not is_caught or os.environ.get("VERBOSE"):
+        for name in passed:
+            print(f"    passed: {name}")
     return is_caught
 
 

@@ -95,7 +95,7 @@ def of_a_reduction(x: Tensor, w: Tensor) -> Any:
     return r * m
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(partly="a view that is taken without gradients runs at once")
 def without_gradients(x: Tensor, w: Tensor) -> Any:
     mask = x > 0
     with torch.no_grad():
@@ -108,7 +108,7 @@ def without_gradients(x: Tensor, w: Tensor) -> Any:
     return step, r
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(whole="a value that loses its graph runs at once")
 def without_its_gradient(x: Tensor, w: Tensor) -> Any:
     r = x @ w
     with torch.no_grad():
@@ -116,7 +116,7 @@ def without_its_gradient(x: Tensor, w: Tensor) -> Any:
     return r * 2
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def to_and_from_a_number(x: Tensor, v: Tensor) -> Any:
     m, s = (x * v).mean(), (x.detach() * 1).sum()
     m.unsqueeze_(0)
@@ -126,7 +126,7 @@ def to_and_from_a_number(x: Tensor, v: Tensor) -> Any:
     return m * x, s * v, one * v
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def detached(x: Tensor, w: Tensor) -> Any:
     r = x @ w
     d = r.detach()
@@ -179,7 +179,7 @@ def test_counts_as_a_write() -> None:
     x = koila.lazy(torch.ones(8, 4))
     h = x * 2
     view = h[1:]
-    with koila.config(chunks=3):
+    with koila.config(chunks=3):  # nothing runs
         h.t_().unsqueeze_(0)
         assert not koila._core.known(h)
     assert (h._version, view._version) == (2, 2)
