@@ -29,6 +29,9 @@ HEAVY = frozenset(
 #: What autograd calls the same.
 HEAVY_BACK = ("Addmm", "Baddbmm", "Bmm", "Convolution", "Embedding", "Mkldnn", "Mm", "Scaled")
 
+#: How many chunks were asked for, and said not to be had. `mutants.py` looks.
+SAID_WHOLE: set[int] = set()
+
 BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -204,6 +207,8 @@ def split(
     if chunks is None:
         yield
         return
+    if whole:
+        SAID_WHOLE.add(chunks)
     with koila.config(chunks=chunks), Watched(chunks).on() as seen:
         yield
     if chunks == 1:
