@@ -99,12 +99,17 @@ def test_two_threads_wait_for_the_same_value(chunks: int) -> None:
         torch.randn(12, 64, dtype=torch.float64),
         torch.randn(64, 64, dtype=torch.float64).requires_grad_(),
     )
-    with split(chunks):
-        for _ in range(20):
-            lazy = (koila.lazy(x) @ w).exp().sum(0)
-            expected = (x @ w).exp().sum(0)
-            check = functools.partial(torch.testing.assert_close, lazy + 0, expected)
-            run_threads(check, check, check)
+    expected = (x @ w).exp().sum(0).detach()
+
+    def look(lazy: Any) -> None:
+        torch.testing.assert_close(torch.tensor(lazy.tolist(), dtype=x.dtype), expected)
+
+    for whole in ("", "a call on a value of another's is given it with its graph"):
+        check = functools.partial(torch.testing.assert_close, expected=expected) if whole else look
+        with split(chunks, whole=whole):
+            for _ in range(20):
+                lazy = (koila.lazy(x) @ w).exp().sum(0)
+                run_threads(*[functools.partial(check, lazy + 0)] * 3)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7])
@@ -123,7 +128,7 @@ def test_the_program_of_a_thread_that_has_ended(chunks: int) -> None:
     expected = torch.tanh(x @ w).exp().mean().log()
     expected.backward()
     gradient, w.grad = w.grad, None
-    with split(chunks):
+    with split(chunks, partly="a call on a value of another's is given it with its graph"):
         torch.testing.assert_close(loss.item(), expected.item())
         torch.testing.assert_close((hidden * 2).sum().item(), 2 * torch.tanh(x @ w).sum().item())
         loss.backward()
