@@ -26,7 +26,13 @@ STEPS = (
     "tests/test_step.py tests/test_step_gradients.py tests/test_step_inputs.py "
     "tests/test_counterexamples.py tests/test_counterexamples_rows.py "
     "tests/test_counterexamples_state.py tests/test_counterexamples_unseen.py "
-    "tests/test_shared_memory.py tests/test_programs.py::test_same_as_eager"
+    "tests/test_shared_memory.py tests/test_programs.py::test_same_as_eager "
+    "tests/test_autocast.py tests/test_bad_input.py tests/test_cross.py tests/test_draws.py "
+    "tests/test_draws_between.py tests/test_draws_order.py tests/test_factories.py "
+    "tests/test_generator.py tests/test_held_outputs.py tests/test_hooks.py "
+    "tests/test_masked_writes.py tests/test_one_call.py tests/test_out.py tests/test_precision.py "
+    "tests/test_run_now.py tests/test_scalars.py tests/test_tail.py tests/test_turned.py "
+    "tests/test_views_again.py tests/test_written_after_read.py"
 )
 PROGRAMS = "tests/test_programs.py::test_same_as_eager"
 
@@ -190,7 +196,16 @@ def run_tests(mutant: Mutant, tree: Path) -> tuple[int, list[str]]:
     """Run a mutant's tests; return how many failed, and the names of those that passed."""
     found = tree / "found.xml"
     found.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "only_chunks", f"--junitxml={found}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=no",
+        "-p",
+        "only_chunks",
+        f"--junitxml={found}",
+    ]
     if mutant.is_chunked:
         command += ["--only-chunks", "-n", os.environ.get("JOBS", "2")]
     environment = {**os.environ, "PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
