@@ -41,6 +41,11 @@ def name_of(node: int) -> str:
     return str(row or getattr(func, "__name__", "call"))
 
 
+def line_of(node: int) -> str:
+    """Return where a call was made: file:line."""
+    return str(_core.node(node)[3])
+
+
 def has_heavy_history(tensor: torch.Tensor | None) -> bool:
     """Tell whether a layer of a model is in the graph of a tensor."""
     stack, seen = [tensor.grad_fn if tensor is not None else None], set[Any]()
@@ -72,14 +77,17 @@ class _Now(threading.local):
 class Watched:
     """What ran while it was on.
 
-    `names` are the calls that ran by rows, `whole` what ran whole although it has rows, and `wrong`
-    what ran in another number of chunks than was asked for.
+    `names` are the calls that ran by rows and `lines` where they were made, `whole` what ran whole
+    although it has rows, and `wrong` what ran in another number of chunks than was asked for;
+    `known` are the lines of all calls that have a row in the op table.
     """
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self.n_cut = 0
         self.names: set[str] = set()
+        self.lines: set[str] = set()
+        self.known: set[str] = set()
         self.whole: set[str] = set()
         self.wrong: set[str] = set()
         self._now = _Now()
@@ -117,8 +125,9 @@ class Watched:
 
     @unseen
     def _make(self, original: Any, *args: Any) -> Program:
-        self._now.program = original(*args)
-        return self._now.program
+        self._now.program = program = original(*args)
+        self.known.update(line_of(node) for node in program.nodes if _core.node(node)[1])
+        return program
 
     @unseen
     def _run_nodes(self, original: Any, step: Any, run: Any, chunk: int, *args: Any) -> Any:
@@ -165,6 +174,7 @@ class Watched:
         for run in program.runs:
             if run.is_body:
                 self.names.update(map(name_of, run.nodes))
+                self.lines.update(map(line_of, run.nodes))
         for node in program.nodes.values():
             if is_joint(program, node) and name_of(node.id) in HEAVY:
                 self.whole.add(f"{name_of(node.id)}, which runs once")
