@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import koila
-from chunked import split
+from chunked import Watched, split
 from koila import functions, handlers
 from outcome import Program, assert_same, observe, weights
 
@@ -235,24 +235,26 @@ def program_of(func: Callable[..., Any], chosen: tuple[int, ...]) -> Program:
     return Program(run, [leaf], [leaf])
 
 
-def check_calls(name: str, n_most: int) -> int:
+def check_calls(name: str, n_most: int) -> tuple[int, int]:
     """Compare with eager the calls of a name, in chunks, whose result is tied to the operand or
-    that write it; return their number."""
-    n_calls = 0
+    that write it; return their number, and how many were cut."""
+    n_calls = n_cut = 0
     for func in PASSED_ON.get(name) or OPS[name]:
         for chosen, operand, result, is_written in calls(func, n_most):
             if not is_strided(operand) or not (is_tied(result, operand) or is_written):
                 continue
             n_calls += 1
             wanted = observe(program_of(func, chosen))
-            with koila.config(chunks=3):
+            with koila.config(chunks=3), Watched(3).on() as seen:
                 got = observe(program_of(func, chosen), koila.lazy)
             if wanted.failure is not None:  # its text may name the sizes of a chunk
                 kind = got.failure.kind if got.failure is not None else None
                 assert kind is wanted.failure.kind, f"{name}{chosen}: {got.failure}"
             else:
                 assert_same(wanted, got, "close")
-    return n_calls
+            assert not seen.wrong
+            n_cut += seen.n_cut > 0
+    return n_calls, n_cut
 
 
 @pytest.mark.parametrize("name", sorted(PASSED_ON))
@@ -260,7 +262,9 @@ def test_what_is_passed_on_keeps_its_gradient(name: str) -> None:
     """What a handler or one of torch's Python functions returns is on the graph as in eager."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check_calls(name, 1)
+        n_calls, n_cut = check_calls(name, 1)
+    is_whole = name in ("__rmatmul__", "_verify_batch_size", "cartesian_prod")
+    assert (n_cut == 0) == (n_calls == 0 or is_whole), f"{n_cut} of {n_calls} calls were cut"
 
 
 @pytest.mark.parametrize("name", ["apply_", "cdouble", "map_", "type"])
@@ -268,7 +272,9 @@ def test_what_has_no_schema_keeps_its_gradient(name: str) -> None:
     """Methods of C that torch has no schema of: nothing else tells what they return or write."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert check_calls(name, 2) > 0
+        n_calls, n_cut = check_calls(name, 2)
+    assert n_calls > 0
+    assert (n_cut == 0) == (name in ("apply_", "map_")), f"{n_cut} calls were cut"
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 12])

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import koila
-from chunked import split
+from chunked import Watched, split
 from stress_threads import stress
 
 pytestmark = pytest.mark.sanitize
@@ -62,7 +62,9 @@ def test_calls_with_index_tensors_are_recorded_on_two_threads() -> None:
 def test_threads_that_read_each_other(n_threads: int) -> None:
     """KOILA_STRESS_SECONDS=60 is the long version."""
     seconds = float(os.environ.get("KOILA_STRESS_SECONDS", "3"))
-    board = stress(seconds, n_threads)
+    with Watched(1).on() as seen:  # each thread asks for a number of its own
+        board = stress(seconds, n_threads)
+    assert seen.n_cut > 0
     assert board.n_steps > n_threads
     assert board.n_read > 0
 
