@@ -42,7 +42,7 @@ def name_of(node: int) -> str:
 
 
 def line_of(node: int) -> str:
-    """Return where a call was made: file:line."""
+    """Return where a call was made, in words: call n, file:line."""
     return str(_core.node(node)[3])
 
 

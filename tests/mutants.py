@@ -34,6 +34,7 @@ STEPS = (
     "tests/test_run_now.py tests/test_scalars.py tests/test_tail.py tests/test_turned.py "
     "tests/test_views_again.py tests/test_written_after_read.py"
 )
+BUILT = "python/koila/_core*.so"
 PROGRAMS = "tests/test_programs.py::test_same_as_eager"
 
 
@@ -179,7 +180,7 @@ MUTANTS = [
 def copy_tree(to: Path) -> None:
     """Copy what is tracked, and what was built in place."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    built = [str(path.relative_to(ROOT)) for path in ROOT.glob("python/koila/_core*.so")]
+    built = [str(path.relative_to(ROOT)) for path in ROOT.glob(BUILT)]
     for name in [*listed.splitlines(), *built]:
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -238,17 +239,18 @@ def check(mutant: Mutant, tree: Path) -> bool:
     if before.count(mutant.text) != 1:
         print(f"{mutant.name:50s} its text is {before.count(mutant.text)} times in {mutant.path}")
         return False
-    is_c = path.suffix != ".py"
+    built = {} if path.suffix == ".py" else {so: so.read_bytes() for so in tree.glob(BUILT)}
     begun = time.monotonic()
     path.write_text(before.replace(mutant.text, mutant.instead))
     try:
-        if is_c:
+        if built:
             build(tree)
         n_failed, passed = run_tests(mutant, tree)
     finally:
         path.write_text(before)
-        if is_c:
-            build(tree)
+        for so, code in built.items():
+            so.unlink()
+            so.write_bytes(code)
     n_run = n_failed + len(passed)
     least = max(1.0, (mutant.share or 0.0) * n_run)
     is_caught = n_failed >= least

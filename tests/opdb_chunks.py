@@ -145,7 +145,7 @@ def _check_case(report: ChunkReport, case: Case, ways: list[Cuts], op: str) -> N
 
 
 def _is_case(line: str) -> bool:
-    return line.startswith(f"{opdb.__file__}:")
+    return f", {opdb.__file__}:" in line
 
 
 def _compare(report: ChunkReport, name: str, wanted: Outcome, got: Outcome, how: How) -> None:
