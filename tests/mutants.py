@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "draws: a chunk that runs again draws anew",
         "python/koila/draws.py",
-        "_set(generator_of(self._device(i)), self.cells[i, chunk])",
+        "_set(generator, self.cells[i, chunk])",
         "assert self.cells[i, chunk] is not None",
         "tests/test_counterexamples.py -k two_dropouts",
     ),
@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "leaves: nobody looks whether they changed",
         "koila_c/binding/py_stale.c",
-        "        int changed = is_changed(&tape->values[i]);",
-        "        int changed = is_changed(&tape->values[i]) * 0;",
+        "int changed = is_changed(&tape->values[leaf]);",
+        "int changed = is_changed(&tape->values[leaf]) * 0;",
         "tests/binding/test_py_stale.py",
     ),
 ]
