@@ -9,6 +9,7 @@ their kin by rows. A test of what cannot be so says why, and is held to that as 
 from __future__ import annotations
 
 import contextlib
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,9 @@ HEAVY = frozenset(
 #: What autograd calls the same.
 HEAVY_BACK = ("Addmm", "Baddbmm", "Bmm", "Convolution", "Embedding", "Mkldnn", "Mm", "Scaled")
 
+#: How many chunks were asked for, and said not to be had. `mutants.py` looks.
+SAID_WHOLE: set[int] = set()
+
 BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -35,6 +39,11 @@ def name_of(node: int) -> str:
     """Return the name of a recorded call's row, or of its function."""
     func, row, *_ = _core.node(node)
     return str(row or getattr(func, "__name__", "call"))
+
+
+def line_of(node: int) -> str:
+    """Return where a call was made, in words: call n, file:line."""
+    return str(_core.node(node)[3])
 
 
 def has_heavy_history(tensor: torch.Tensor | None) -> bool:
@@ -57,22 +66,32 @@ def unseen(function: Any) -> Any:
     return function
 
 
+class _Now(threading.local):
+    """What a thread is running."""
+
+    def __init__(self) -> None:
+        self.program: Program | None = None  # that is being staged
+        self.done: dict[tuple[int, int], set[int]] = {}  # stage and axis -> chunks
+
+
 class Watched:
     """What ran while it was on.
 
-    `names` are the calls that ran by rows, `whole` what ran whole although it has rows, and `wrong`
-    what ran in another number of chunks than was asked for.
+    `names` are the calls that ran by rows and `lines` where they were made, `whole` what ran whole
+    although it has rows, and `wrong` what ran in another number of chunks than was asked for;
+    `known` are the lines of all calls that have a row in the op table.
     """
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self.n_cut = 0
         self.names: set[str] = set()
+        self.lines: set[str] = set()
+        self.known: set[str] = set()
         self.whole: set[str] = set()
         self.wrong: set[str] = set()
-        self._program: Program | None = None  # that is being staged
+        self._now = _Now()
         self._given: dict[int, torch.Tensor] = {}
-        self._done: dict[tuple[int, int], set[int]] = {}  # stage and axis -> chunks
 
     @contextlib.contextmanager
     def on(self) -> Iterator[Watched]:
@@ -106,46 +125,47 @@ class Watched:
 
     @unseen
     def _make(self, original: Any, *args: Any) -> Program:
-        self._program = original(*args)
-        return self._program
+        self._now.program = program = original(*args)
+        self.known.update(line_of(node) for node in program.nodes if _core.node(node)[1])
+        return program
 
     @unseen
     def _run_nodes(self, original: Any, step: Any, run: Any, chunk: int, *args: Any) -> Any:
         if run.is_body:
-            self._done.setdefault((run.stage, run.axis), set()).add(chunk)
+            self._now.done.setdefault((run.stage, run.axis), set()).add(chunk)
         return original(step, run, chunk, *args)
 
     @unseen
     def _stage(self, original: Any, *args: Any) -> Any:
-        self._program, is_pending = None, _core.pending_bytes() > 0
+        self._now.program, is_pending = None, _core.pending_bytes() > 0
         try:
             staged = original(*args)
             has_run = staged is not None or not is_pending
-            if not has_run and (self._program is None or has_rows(self._program)):
+            if not has_run and (self._now.program is None or has_rows(self._now.program)):
                 self.whole.add("a program")
         finally:
-            self._program = None  # it holds tensors
+            self._now.program = None  # it holds tensors
         return staged
 
     @unseen
     def _attempt(self, original: Any, program: Program, *args: Any) -> Any:
         self._look_at(program)
-        self._done.clear()
+        self._now.done.clear()
         try:
             done = original(program, *args)
         except BaseException:
-            self.n_cut += bool(self._done)  # it was cut, as far as it came
+            self.n_cut += bool(self._now.done)  # it was cut, as far as it came
             raise
         if done is None:
             self.whole.add("a program that was begun in chunks")
             return None
-        self.n_cut += bool(self._done)
+        self.n_cut += bool(self._now.done)
         for axis, rows in program.axes.items():
             grid = done[0].grids[axis]
             if len(grid) != min(self.chunks, rows) or grid[-1][1] != rows:
                 self.wrong.add(f"{rows} rows ran as {grid}")
         for run in program.runs:
-            ran = self._done.get((run.stage, run.axis), set())
+            ran = self._now.done.get((run.stage, run.axis), set())
             if run.is_body and ran != set(range(len(done[0].grids[run.axis]))):
                 self.wrong.add(f"stage {run.stage} ran in chunks {sorted(ran)}")
         return done
@@ -154,6 +174,7 @@ class Watched:
         for run in program.runs:
             if run.is_body:
                 self.names.update(map(name_of, run.nodes))
+                self.lines.update(map(line_of, run.nodes))
         for node in program.nodes.values():
             if is_joint(program, node) and name_of(node.id) in HEAVY:
                 self.whole.add(f"{name_of(node.id)}, which runs once")
@@ -196,6 +217,8 @@ def split(
     if chunks is None:
         yield
         return
+    if whole:
+        SAID_WHOLE.add(chunks)
     with koila.config(chunks=chunks), Watched(chunks).on() as seen:
         yield
     if chunks == 1:

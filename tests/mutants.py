@@ -4,8 +4,6 @@
 change of a few words, and names the tests that should notice: few, so that all take minutes. Those
 of the first two, by which nothing is cut, are all tests of whole steps that ask for chunks, and
 nearly all must fail.
-
-As a plugin of pytest (`-p mutants --only-chunks`) it leaves the tests that ask for chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
+
+from only_chunks import WHOLE
 
 ROOT = Path(__file__).parent.parent
 #: Tests of whole steps that ask for a number of chunks.
@@ -27,8 +26,15 @@ STEPS = (
     "tests/test_step.py tests/test_step_gradients.py tests/test_step_inputs.py "
     "tests/test_counterexamples.py tests/test_counterexamples_rows.py "
     "tests/test_counterexamples_state.py tests/test_counterexamples_unseen.py "
-    "tests/test_shared_memory.py tests/test_programs.py::test_same_as_eager"
+    "tests/test_shared_memory.py tests/test_programs.py::test_same_as_eager "
+    "tests/test_autocast.py tests/test_bad_input.py tests/test_cross.py tests/test_draws.py "
+    "tests/test_draws_between.py tests/test_draws_order.py tests/test_factories.py "
+    "tests/test_generator.py tests/test_held_outputs.py tests/test_hooks.py "
+    "tests/test_masked_writes.py tests/test_one_call.py tests/test_out.py tests/test_precision.py "
+    "tests/test_run_now.py tests/test_scalars.py tests/test_tail.py tests/test_turned.py "
+    "tests/test_views_again.py tests/test_written_after_read.py"
 )
+BUILT = "python/koila/_core*.so"
 PROGRAMS = "tests/test_programs.py::test_same_as_eager"
 
 
@@ -122,7 +128,7 @@ MUTANTS = [
     Mutant(
         "draws: a chunk that runs again draws anew",
         "python/koila/draws.py",
-        "_set(generator_of(self._device(i)), self.cells[i, chunk])",
+        "_set(generator, self.cells[i, chunk])",
         "assert self.cells[i, chunk] is not None",
         "tests/test_counterexamples.py -k two_dropouts",
     ),
@@ -164,38 +170,17 @@ MUTANTS = [
     Mutant(
         "leaves: nobody looks whether they changed",
         "koila_c/binding/py_stale.c",
-        "        int changed = is_changed(&tape->values[i]);",
-        "        int changed = is_changed(&tape->values[i]) * 0;",
+        "int changed = is_changed(&tape->values[leaf]);",
+        "int changed = is_changed(&tape->values[leaf]) * 0;",
         "tests/binding/test_py_stale.py",
     ),
 ]
 
 
-# As a plugin ------------------------------------------------------------------------------------
-
-
-def pytest_addoption(parser: Any) -> None:
-    """Add the option that leaves the tests that ask for chunks."""
-    parser.addoption("--only-chunks", action="store_true")
-
-
-def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leave out what does not ask for more than one chunk."""
-    if config.getoption("--only-chunks"):
-        items[:] = [item for item in items if _n_chunks(item) > 1]
-
-
-def _n_chunks(item: Any) -> int:
-    return getattr(getattr(item, "callspec", None), "params", {}).get("chunks") or 0
-
-
-# As a command -----------------------------------------------------------------------------------
-
-
 def copy_tree(to: Path) -> None:
     """Copy what is tracked, and what was built in place."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    built = [str(path.relative_to(ROOT)) for path in ROOT.glob("python/koila/_core*.so")]
+    built = [str(path.relative_to(ROOT)) for path in ROOT.glob(BUILT)]
     for name in [*listed.splitlines(), *built]:
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -208,11 +193,20 @@ def build(tree: Path) -> None:
     subprocess.run([*command, "--build-temp", "build/mutant"], cwd=tree, check=True)
 
 
-def run_tests(mutant: Mutant, tree: Path) -> tuple[int, int]:
-    """Run a mutant's tests; return how many failed, and how many there were."""
+def run_tests(mutant: Mutant, tree: Path) -> tuple[int, list[str]]:
+    """Run a mutant's tests; return how many failed, and the names of those that passed."""
     found = tree / "found.xml"
     found.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", f"--junitxml={found}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=no",
+        "-p",
+        "only_chunks",
+        f"--junitxml={found}",
+    ]
     if mutant.is_chunked:
         command += ["--only-chunks", "-n", os.environ.get("JOBS", "2")]
     environment = {**os.environ, "PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
@@ -225,9 +219,17 @@ def run_tests(mutant: Mutant, tree: Path) -> tuple[int, int]:
     )
     if done.returncode not in (0, 1) or not found.is_file():
         raise RuntimeError(f"{mutant.name}: pytest ended with {done.returncode}")
-    suite = next(ElementTree.parse(found).iter("testsuite"))
-    count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-    return count["failures"] + count["errors"], count["tests"] - count["skipped"]
+    n_failed, passed = 0, []
+    for case in ElementTree.parse(found).iter("testcase"):
+        ends = {child.tag for child in case}
+        notes = {note.get("name") for note in case.iter("property")}
+        if mutant.is_chunked and WHOLE in notes:
+            continue
+        if ends & {"failure", "error"}:
+            n_failed += 1
+        elif "skipped" not in ends:
+            passed.append(f"{case.get('classname')}::{case.get('name')}")
+    return n_failed, passed
 
 
 def check(mutant: Mutant, tree: Path) -> bool:
@@ -237,22 +239,27 @@ def check(mutant: Mutant, tree: Path) -> bool:
     if before.count(mutant.text) != 1:
         print(f"{mutant.name:50s} its text is {before.count(mutant.text)} times in {mutant.path}")
         return False
-    is_c = path.suffix != ".py"
+    built = {} if path.suffix == ".py" else {so: so.read_bytes() for so in tree.glob(BUILT)}
     begun = time.monotonic()
     path.write_text(before.replace(mutant.text, mutant.instead))
     try:
-        if is_c:
+        if built:
             build(tree)
-        n_failed, n_run = run_tests(mutant, tree)
+        n_failed, passed = run_tests(mutant, tree)
     finally:
         path.write_text(before)
-        if is_c:
-            build(tree)
+        for so, code in built.items():
+            so.unlink()
+            so.write_bytes(code)
+    n_run = n_failed + len(passed)
     least = max(1.0, (mutant.share or 0.0) * n_run)
     is_caught = n_failed >= least
     verdict = "" if is_caught else f"  NOT CAUGHT, {least:.0f} have to fail"
     seconds = time.monotonic() - begun
     print(f"{mutant.name:50s} {n_failed:5d} of {n_run:5d} failed  {seconds:4.0f} s{verdict}")
+    if not is_caught or os.environ.get("VERBOSE"):
+        for name in passed:
+            print(f"    passed: {name}")
     return is_caught
 
 

@@ -23,6 +23,10 @@ from chunked import Watched
 from opdb import Case
 from outcome import How, Outcome, Program, assert_same_numbers, observe
 
+#: What an op can come to.
+CUT, NO_ROWS = "cut", "nothing to cut: no float64 sample of a few numbers that has a dim"
+NO_ROW, WHOLE = "no row in the op table", "a row, and whole by design"
+
 KINDS = ("function", "in-place method")
 
 #: Ways to cut an op's samples that are tried: a pooling has thousands, which differ in its words.
@@ -33,12 +37,24 @@ FEW = 20
 
 @dataclass
 class ChunkReport:
-    """What came of an op's cases."""
+    """What came of an op's cases.
+
+    An op is what is called where `opdb.Case` calls it: not the loss and the reads around it.
+    """
 
     same: int = 0
     same_error: int = 0
-    in_chunks: int = 0  # of all these: the program was cut
+    ways: int = 0  # to cut it, that were tried
+    known: int = 0  # of these: a call it is made of has a row in the op table
+    cut: int = 0  # and of these: ran by rows
     differing: list[str] = field(default_factory=list)  # name: what differs
+
+    @property
+    def verdict(self) -> str:
+        """Whether it was ever cut, or why not."""
+        if self.ways == 0:
+            return NO_ROWS
+        return CUT if self.cut else WHOLE if self.known else NO_ROW
 
 
 def chunk_counts(rows: int) -> list[int]:
@@ -123,6 +139,7 @@ def _check_case(
     tensors = case.program().tensors
     wanted = observe(case.program(), is_read_first=is_read_first)
     how = _how(op)
+    report.ways += len(ways)
     for cuts in ways:
         number, dim = next(iter(cuts.items()))
         counts = chunk_counts(tensors[number].shape[dim])
@@ -131,9 +148,14 @@ def _check_case(
             name = f"{case.name} cut at {dict(cuts)} in {count} chunks"
             _compare(report, name, wanted, got, how)
             report.differing += [f"{name}: {wrong}" for wrong in sorted(watched.wrong)]
+            report.known += any(map(_is_case, watched.known))
+            report.cut += any(map(_is_case, watched.lines))
             if not watched.n_cut:
                 break  # it ran whole, and would with any other number of chunks
-            report.in_chunks += 1
+
+
+def _is_case(line: str) -> bool:
+    return f", {opdb.__file__}:" in line
 
 
 def _compare(report: ChunkReport, name: str, wanted: Outcome, got: Outcome, how: How) -> None:

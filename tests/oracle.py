@@ -371,14 +371,6 @@ def assert_same_story(
         assert torch.equal(got_state, want_state), "the generator is not where eager left it"
 
 
-def assert_same_or_refused(story: Story, chunks: int | None, **options: Any) -> None:
-    """Assert that a story is eager's, or that koila refuses it by name and gives a reason."""
-    try:
-        assert_same_story(story, chunks, **options)
-    except koila.KoilaError as refusal:
-        assert len(str(refusal)) > 20, "a refusal says what, where and what to do"
-
-
 def assert_seen(
     got: Any,
     want: Any,

@@ -114,7 +114,7 @@ def test_a_dead_draw_moves_the_generator(
         return [loss.detach(), weight.grad, torch.rand(3, dtype=torch.float64)]
 
     want = run(lambda x: x)
-    with koila.config(chunks=chunks):
+    with split(chunks):
         got = run(koila.lazy)
     for one, other in zip(got, want, strict=True):
         assert_close(torch.as_tensor(one.tolist(), dtype=one.dtype), other, "a dead draw")

@@ -301,7 +301,7 @@ def test_a_hook_that_raises_leaves_the_draws_made(is_parameter: bool, chunks: in
         return drawn, torch.get_rng_state(), torch.as_tensor(loss.item())
 
     want = told(eager)
-    with koila.config(chunks=chunks):
+    with split(chunks):
         got = told(koila.lazy)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from chunked import split
 from oracle import Lazy, assert_same_story
 from stories import N_ROWS, each_split_further
 
@@ -70,8 +71,7 @@ def test_states_of_a_layer(chunks: int | None, step: str) -> None:
 def test_states_are_spent_with_their_layer(chunks: int | None) -> None:
     """A second backward, through another result of the same call, is refused as torch refuses."""
     layer = nn.LSTM(4, 3, batch_first=True)
-    settings = {} if chunks is None else {"chunks": chunks}
-    with koila.config(**settings):
+    with split(chunks):
         for x in (torch.ones(N_ROWS, 5, 4), koila.lazy(torch.ones(N_ROWS, 5, 4))):
             out, (h, _) = layer(x)
             out.sum().backward()

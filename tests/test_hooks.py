@@ -178,7 +178,7 @@ def test_a_hook_that_changes_the_shape_is_refused() -> None:
 
 
 def test_a_value_without_gradient_has_torchs_error() -> None:
-    with koila.config(chunks=3):  # nothing runs
+    with split(3, whole="it is refused"):
         x, _ = koila.lazy(*batch())
         with pytest.raises(RuntimeError, match="doesn't require gradient"):
             (x * 2).register_hook(lambda gradient: None)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import koila
+from chunked import split
 from koila import _core
 
 N_CALLS = 400
@@ -98,7 +99,7 @@ def unrelated() -> None:
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", RUNS)
 def test_an_interrupt_is_heard(name: str, chunks: int) -> None:
-    with koila.config(chunks=chunks):
+    with split(chunks):
         unrelated()  # torch imports a lot for its first backward
         program = Program()
         seconds = Interrupt(0.15).during(lambda: RUNS[name](program.loss))
@@ -111,7 +112,7 @@ def test_an_interrupt_is_heard(name: str, chunks: int) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_an_interrupted_value_can_be_asked_for(chunks: int) -> None:
-    with koila.config(chunks=chunks):
+    with split(chunks):
         program = Program()
         Interrupt(0.1).during(program.loss.backward)
         assert program.w.grad is None
@@ -122,7 +123,7 @@ def test_an_interrupted_value_can_be_asked_for(chunks: int) -> None:
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_weights_may_change_after_an_interrupt(chunks: int) -> None:
     """The program can no longer be run: whoever asks for it is told, and nobody else."""
-    with koila.config(chunks=chunks):
+    with split(chunks):
         program = Program()
         Interrupt(0.1).during(program.loss.backward)
         with torch.no_grad():
@@ -138,7 +139,7 @@ def test_an_interrupt_leaves_the_draws_made(chunks: int) -> None:
     torch.manual_seed(0)
     torch.nn.functional.dropout(torch.ones(300, 300))
     wanted = torch.rand(3)
-    with koila.config(chunks=chunks):
+    with split(chunks):
         program = Program()
         torch.manual_seed(0)
         loss = torch.nn.functional.dropout(program.hidden).sum()

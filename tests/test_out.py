@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
+from chunked import split
 from written import N_ROWS, Programs, each_count
 
 pytestmark = pytest.mark.sanitize
@@ -102,7 +103,7 @@ def several(x: Tensor, z: Tensor, ids: Tensor, w: Tensor) -> Any:
     return r @ w, chosen, mask, same
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(whole="what is written otherwise runs at once, and so does the layer")
 def other_memory(x: Tensor, z: Tensor, w: Tensor) -> Any:
     """Strided, of another dtype, to be resized, given twice, transposed: torch's own way."""
     r, half, none, summed = x * 2, torch.empty_like(x).float(), x.new_empty(0), x.mean(0)
@@ -115,7 +116,7 @@ def other_memory(x: Tensor, z: Tensor, w: Tensor) -> Any:
     return before, r, half, none, summed, turned @ w
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def into_plain_tensors(x: Tensor, w: Tensor) -> Any:
     plain, values = torch.ones(N_ROWS, 4, dtype=x.dtype), torch.zeros(N_ROWS, dtype=x.dtype)
     indices = torch.zeros(N_ROWS, dtype=torch.long)
@@ -125,7 +126,7 @@ def into_plain_tensors(x: Tensor, w: Tensor) -> Any:
     return q, plain, values, indices, x @ w
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def draws(x: Tensor, w: Tensor) -> Any:
     r = x * 2
     torch.randn(N_ROWS, 4, out=r)
@@ -143,7 +144,7 @@ def test_equals_eager(name: str, is_read_first: bool, chunks: int) -> None:
 def test_what_needs_a_gradient_is_refused(chunks: int) -> None:
     """`out=` has no gradient: with one, torch's own error, and nothing is written."""
     x, w = torch.ones(N_ROWS, 4), torch.ones(4, 4, requires_grad=True)
-    with koila.config(chunks=chunks):
+    with split(chunks, whole="torch refuses it, who is given numbers for that"):
         lazy = koila.lazy(x)
         r = lazy * 2
         for given in (lazy @ w, lazy):

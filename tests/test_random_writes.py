@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import koila
 import random_writes
+from chunked import Watched
 from random_writes import Program
 from sanitizers import fewer
 
@@ -72,8 +72,13 @@ def test_programs(first: int) -> None:
     n_cut = 0
     for seed in range(first, first + 20):
         program = random_writes.write(seed)
-        found = next(random_writes.failures(program), None)
-        assert found is None, f"seed {seed}, {found[0]} chunks: {found[1]}\n{program}"
-        report = koila.report()
-        n_cut += report is not None and report.n_chunks > 1
+        was_cut = []
+        for chunks in random_writes.COUNTS:
+            with Watched(chunks).on() as seen:
+                found = random_writes.failure(program, chunks)
+            is_wrong = found is not None and random_writes.is_persistent(program, chunks)
+            assert not is_wrong, f"seed {seed}, {chunks} chunks: {found}\n{program}"
+            assert not seen.wrong, f"seed {seed}: {seen.wrong}\n{program}"
+            was_cut += [seen.n_cut > 0] * (chunks > 1)
+        n_cut += all(was_cut)
     assert n_cut > 5

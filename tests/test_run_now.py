@@ -239,7 +239,8 @@ def test_a_question_that_runs_all_is_said_once(
     """By its name, with the line of whoever asks, in the log and in the report."""
     monkeypatch.setattr(sys.modules["koila.explain"], "_logged", set())
     module = linear()
-    with koila.config(chunks=2), caplog.at_level(logging.WARNING, logger="koila"):
+    whole = split(2, whole="what is asked needs all at once")
+    with whole, caplog.at_level(logging.WARNING, logger="koila"):
         for _ in range(2):
             x = koila.lazy(ones(4, 3))
             loss = module(x).tanh().mean()

@@ -6,6 +6,7 @@ callable of the tables is called on small real tensors, with whatever arguments 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import types
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import koila
+from chunked import Watched, split
 from koila import functions, handlers
 from outcome import Program, assert_same, observe, weights
 
@@ -233,24 +235,26 @@ def program_of(func: Callable[..., Any], chosen: tuple[int, ...]) -> Program:
     return Program(run, [leaf], [leaf])
 
 
-def check_calls(name: str, n_most: int) -> int:
+def check_calls(name: str, n_most: int) -> tuple[int, int]:
     """Compare with eager the calls of a name, in chunks, whose result is tied to the operand or
-    that write it; return their number."""
-    n_calls = 0
+    that write it; return their number, and how many were cut."""
+    n_calls = n_cut = 0
     for func in PASSED_ON.get(name) or OPS[name]:
         for chosen, operand, result, is_written in calls(func, n_most):
             if not is_strided(operand) or not (is_tied(result, operand) or is_written):
                 continue
             n_calls += 1
             wanted = observe(program_of(func, chosen))
-            with koila.config(chunks=3):
+            with koila.config(chunks=3), Watched(3).on() as seen:
                 got = observe(program_of(func, chosen), koila.lazy)
             if wanted.failure is not None:  # its text may name the sizes of a chunk
                 kind = got.failure.kind if got.failure is not None else None
                 assert kind is wanted.failure.kind, f"{name}{chosen}: {got.failure}"
             else:
                 assert_same(wanted, got, "close")
-    return n_calls
+            assert not seen.wrong
+            n_cut += seen.n_cut > 0
+    return n_calls, n_cut
 
 
 @pytest.mark.parametrize("name", sorted(PASSED_ON))
@@ -258,7 +262,9 @@ def test_what_is_passed_on_keeps_its_gradient(name: str) -> None:
     """What a handler or one of torch's Python functions returns is on the graph as in eager."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check_calls(name, 1)
+        n_calls, n_cut = check_calls(name, 1)
+    is_whole = name in ("__rmatmul__", "_verify_batch_size", "cartesian_prod")
+    assert (n_cut == 0) == (n_calls == 0 or is_whole), f"{n_cut} of {n_calls} calls were cut"
 
 
 @pytest.mark.parametrize("name", ["apply_", "cdouble", "map_", "type"])
@@ -266,7 +272,9 @@ def test_what_has_no_schema_keeps_its_gradient(name: str) -> None:
     """Methods of C that torch has no schema of: nothing else tells what they return or write."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert check_calls(name, 2) > 0
+        n_calls, n_cut = check_calls(name, 2)
+    assert n_calls > 0
+    assert (n_cut == 0) == (name in ("apply_", "map_")), f"{n_cut} calls were cut"
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 12])
@@ -276,12 +284,10 @@ def test_type_is_recorded(chunks: int) -> None:
     found = []
     for lazy in (lambda x: x, koila.lazy):
         leaf = weight.clone().requires_grad_()
-        with koila.config(chunks=chunks):
+        with split(chunks) if lazy is koila.lazy else contextlib.nullcontext():
             h = lazy(batch) @ leaf
             casts = (torch.float32, "torch.FloatTensor", torch.FloatTensor, h.type())
             assert h.type() == "torch.DoubleTensor"
             sum((h.type(cast).pow(2).sum() for cast in casts), h.sum()).backward()
         found.append(leaf.grad)
-    report = koila.report()
-    assert report is not None and report.n_chunks == chunks
     torch.testing.assert_close(found[1], found[0], rtol=0.0 if chunks == 1 else 1e-5, atol=0.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import koila
+from chunked import split
 from koila import _core, tail
 
 N_ROWS = 7
@@ -63,7 +64,8 @@ def test_a_wrong_verdict_is_told(name: str, chunks: int, monkeypatch: pytest.Mon
         return {**staged, "is_tail_linear": True}
 
     monkeypatch.setattr(_core, "stage", lies)
-    with koila.config(chunks=chunks), pytest.raises(koila.KoilaError, match="to be linear") as told:
+    told_so = pytest.raises(koila.KoilaError, match="to be linear")
+    with split(chunks), told_so as told:
         gradient_of(koila.lazy, NOT_LINEAR[name])
     assert __file__ in str(told.value), "it names a line"
 
@@ -72,9 +74,8 @@ def test_a_wrong_verdict_is_told(name: str, chunks: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_right_verdict_stands(name: str, chunks: int) -> None:
     wanted = gradient_of(lambda x: x, LINEAR[name])
-    with koila.config(chunks=chunks):
+    with split(chunks):
         seen = gradient_of(koila.lazy, LINEAR[name])
-        assert koila.report().n_chunks == chunks
     torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14, equal_nan=True)
 
 
@@ -109,5 +110,5 @@ def test_of_narrow_types(dtype: torch.dtype) -> None:
     for loss in LINEAR.values():
         x = torch.rand(N_ROWS, 4).to(dtype)
         w = torch.rand(4, 3).to(dtype).requires_grad_()
-        with koila.config(chunks=3):
+        with split(3):
             loss(torch.tanh(koila.lazy(x) @ w)).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import queue
@@ -15,13 +16,15 @@ import torch
 import torch.nn.functional as F
 
 import koila
+from chunked import Watched, split
 from stress_threads import stress
 
 pytestmark = pytest.mark.sanitize
 
 
 def run_threads(*bodies: Callable[[], object], seconds: float = 120) -> None:
-    """Run each in a thread of its own; the first exception of any is raised here."""
+    """Run each in a thread of its own, which is configured as the caller is; the first exception
+    of any is raised here."""
     errors: list[BaseException] = []
 
     def guarded(body: Callable[[], object]) -> None:
@@ -30,7 +33,10 @@ def run_threads(*bodies: Callable[[], object], seconds: float = 120) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(guarded, body), daemon=True)
+        for body in bodies
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -56,7 +62,9 @@ def test_calls_with_index_tensors_are_recorded_on_two_threads() -> None:
 def test_threads_that_read_each_other(n_threads: int) -> None:
     """KOILA_STRESS_SECONDS=60 is the long version."""
     seconds = float(os.environ.get("KOILA_STRESS_SECONDS", "3"))
-    board = stress(seconds, n_threads)
+    with Watched(1).on() as seen:  # each thread asks for a number of its own
+        board = stress(seconds, n_threads)
+    assert seen.n_cut > 0
     assert board.n_steps > n_threads
     assert board.n_read > 0
 
@@ -72,19 +80,19 @@ def test_a_value_is_read_while_its_thread_runs_the_program(chunks: int) -> None:
     made: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def owner() -> None:
-        with koila.config(chunks=chunks):
-            for _ in range(100):
-                loss = (koila.lazy(x) @ w).tanh().sum()
-                made.put(loss)
-                loss.backward()
-                w.grad = None
+        for _ in range(100):
+            loss = (koila.lazy(x) @ w).tanh().sum()
+            made.put(loss)
+            loss.backward()
+            w.grad = None
         made.put(None)
 
     def reader() -> None:
         while (loss := made.get()) is not None:
             torch.testing.assert_close(loss.item(), expected)
 
-    run_threads(owner, reader)
+    with split(chunks):
+        run_threads(owner, reader)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -93,12 +101,17 @@ def test_two_threads_wait_for_the_same_value(chunks: int) -> None:
         torch.randn(12, 64, dtype=torch.float64),
         torch.randn(64, 64, dtype=torch.float64).requires_grad_(),
     )
-    with koila.config(chunks=chunks):
-        for _ in range(20):
-            lazy = (koila.lazy(x) @ w).exp().sum(0)
-            expected = (x @ w).exp().sum(0)
-            check = functools.partial(torch.testing.assert_close, lazy + 0, expected)
-            run_threads(check, check, check)
+    expected = (x @ w).exp().sum(0).detach()
+
+    def look(lazy: Any) -> None:
+        torch.testing.assert_close(torch.tensor(lazy.tolist(), dtype=x.dtype), expected)
+
+    for whole in ("", "a call on a value of another's is given it with its graph"):
+        check = functools.partial(torch.testing.assert_close, expected=expected) if whole else look
+        with split(chunks, whole=whole):
+            for _ in range(20):
+                lazy = (koila.lazy(x) @ w).exp().sum(0)
+                run_threads(*[functools.partial(check, lazy + 0)] * 3)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7])
@@ -117,7 +130,7 @@ def test_the_program_of_a_thread_that_has_ended(chunks: int) -> None:
     expected = torch.tanh(x @ w).exp().mean().log()
     expected.backward()
     gradient, w.grad = w.grad, None
-    with koila.config(chunks=chunks):
+    with split(chunks, partly="a call on a value of another's is given it with its graph"):
         torch.testing.assert_close(loss.item(), expected.item())
         torch.testing.assert_close((hidden * 2).sum().item(), 2 * torch.tanh(x @ w).sum().item())
         loss.backward()
@@ -130,7 +143,7 @@ def test_another_thread_differentiates(chunks: int) -> None:
     w = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     (x @ w).exp().mean().backward()
     gradient, w.grad = w.grad, None
-    with koila.config(chunks=chunks):
+    with split(chunks):
         loss = (koila.lazy(x) @ w).exp().mean()
         pending = koila.lazy(x) * 3
         run_threads(lambda: loss.backward())
@@ -173,17 +186,17 @@ def test_hooks_that_wait_for_each_other_are_told(chunks: int) -> None:
             meet.wait()
             losses[1 - me].sum().item()
 
-        with koila.config(chunks=chunks):
-            h = koila.lazy(torch.randn(12, 5)) @ w
-            h.register_hook(hook)
-            losses[me] = h.exp().mean()
-            meet.wait()
-            try:
-                losses[me].backward()
-            except koila.KoilaError as error:
-                told.append(str(error))
+        h = koila.lazy(torch.randn(12, 5)) @ w
+        h.register_hook(hook)
+        losses[me] = h.exp().mean()
+        meet.wait()
+        try:
+            losses[me].backward()
+        except koila.KoilaError as error:
+            told.append(str(error))
 
-    run_threads(lambda: body(0), lambda: body(1), seconds=60)
+    with split(chunks):
+        run_threads(lambda: body(0), lambda: body(1), seconds=60)
     if chunks > 1:  # else torch's backward runs on what is there, and nobody waits
         assert told
         assert "wait for each other" in told[0]
@@ -197,14 +210,13 @@ def test_masks_stay_while_other_threads_draw(chunks: int) -> None:
         x = torch.ones(12, 50, dtype=torch.float64)
         w = torch.linspace(-1, 2, 50, dtype=torch.float64).requires_grad_()
         for _ in range(40):
-            with koila.config(chunks=chunks):
-                total = (F.dropout(koila.lazy(x), 0.5) * w).sum()
-                loss = total.exp().log()  # not linear: forward, forward, backward
-                value = total.item()
-                (gradient,) = torch.autograd.grad(loss, w)
+            total = (F.dropout(koila.lazy(x), 0.5) * w).sum()
+            loss = total.exp().log()  # not linear: forward, forward, backward
+            value = total.item()
+            (gradient,) = torch.autograd.grad(loss, w)
             torch.testing.assert_close((gradient * w).sum().item(), value)
 
-    with warnings.catch_warnings():
+    with split(chunks), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that draws of threads come in any order
         run_threads(body, body, body)
 
@@ -224,11 +236,10 @@ def test_a_plain_draw_between_two_runs_of_a_mask_is_told() -> None:
         try:
             for _ in range(20):
                 try:
-                    with koila.config(chunks=3):
-                        total = (F.dropout(koila.lazy(x), 0.5) * w).sum()
-                        loss = total.pow(2) / 2  # not linear: forward, forward, backward
-                        value = total.item()
-                        (gradient,) = torch.autograd.grad(loss, w)
+                    total = (F.dropout(koila.lazy(x), 0.5) * w).sum()
+                    loss = total.pow(2) / 2  # not linear: forward, forward, backward
+                    value = total.item()
+                    (gradient,) = torch.autograd.grad(loss, w)
                 except koila.KoilaError as error:
                     told.append(str(error))
                     continue
@@ -236,7 +247,7 @@ def test_a_plain_draw_between_two_runs_of_a_mask_is_told() -> None:
         finally:
             stop.set()
 
-    with warnings.catch_warnings():
+    with split(3), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_threads(draw, train)
     assert all("drew random numbers" in text or "were drawn" in text for text in told)

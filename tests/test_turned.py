@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import koila
+from chunked import split
 from oracle import Lazy, eager
 from written import Programs, each_count
 
@@ -95,7 +96,7 @@ def of_a_reduction(x: Tensor, w: Tensor) -> Any:
     return r * m
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(partly="a view that is taken without gradients runs at once")
 def without_gradients(x: Tensor, w: Tensor) -> Any:
     mask = x > 0
     with torch.no_grad():
@@ -108,7 +109,7 @@ def without_gradients(x: Tensor, w: Tensor) -> Any:
     return step, r
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(whole="a value that loses its graph runs at once")
 def without_its_gradient(x: Tensor, w: Tensor) -> Any:
     r = x @ w
     with torch.no_grad():
@@ -116,7 +117,7 @@ def without_its_gradient(x: Tensor, w: Tensor) -> Any:
     return r * 2
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def to_and_from_a_number(x: Tensor, v: Tensor) -> Any:
     m, s = (x * v).mean(), (x.detach() * 1).sum()
     m.unsqueeze_(0)
@@ -126,7 +127,7 @@ def to_and_from_a_number(x: Tensor, v: Tensor) -> Any:
     return m * x, s * v, one * v
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def detached(x: Tensor, w: Tensor) -> Any:
     r = x @ w
     d = r.detach()
@@ -171,15 +172,17 @@ def test_errors_are_torchs(wrong: Callable[..., Any], chunks: int) -> None:
             wrong(lazy(torch.ones(8, 4)), w)
         return caught.type, str(caught.value).split("[torch")[0]
 
-    with koila.config(chunks=chunks):
-        assert text(koila.lazy) == text(eager)
+    wanted = text(eager)
+    whole = "" if wrong is kept_before else "it is refused as it is recorded"
+    with split(chunks, whole=whole):
+        assert text(koila.lazy) == wanted
 
 
 def test_counts_as_a_write() -> None:
     x = koila.lazy(torch.ones(8, 4))
     h = x * 2
     view = h[1:]
-    with koila.config(chunks=3):
+    with split(3, whole="nothing is asked for"):
         h.t_().unsqueeze_(0)
         assert not koila._core.known(h)
     assert (h._version, view._version) == (2, 2)

@@ -47,7 +47,7 @@ def broadcast_together(x: Tensor, z: Tensor, w: Tensor) -> Any:
     return wide, high, q
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(partly="a graph that comes by a write to a detached view runs at once")
 def detached_and_written(x: Tensor, w: Tensor, v: Tensor) -> Any:
     """A write brings a graph to the detached view, and none to what it is a view of."""
     r, q, p = x @ w, x @ w, x * 2
@@ -62,7 +62,7 @@ def detached_and_written(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return d.mean(), r, e, q.mean(), f, p
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(partly="a graph that comes by a write to a detached view runs at once")
 def views_of_what_is_detached(x: Tensor, w: Tensor, v: Tensor) -> Any:
     r, q = x @ w, x * 2
     d, e = r.detach(), q.detach()[:, 1:]
@@ -73,7 +73,7 @@ def views_of_what_is_detached(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return d.mean(), column, r, e, q
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def detached_twice(x: Tensor, w: Tensor, v: Tensor) -> Any:
     q = (x * 2).detach()
     d = q.detach()
@@ -96,7 +96,7 @@ def written_beside_what_is_detached(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return (d + 1).mean(), r, d * v, e * v
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(partly="what is written to a plain tensor runs at once")
 def views_of_a_plain_tensor(x: Tensor, labels: Tensor, w: Tensor) -> Any:
     """Their numbers may be there early: they are views of the plain tensor all the same."""
     r, q, p = (torch.ones(x.shape, dtype=x.dtype) for _ in range(3))
@@ -176,12 +176,22 @@ def _given_and_written(give: Callable[[Tensor], Any]) -> Any:
     return run
 
 
+USES = [_given_without_gradients, _given_before_a_write, _given_and_written]
+#: These are no rows of the table: what they are given runs first, and is a number then.
+AT_ONCE = {"conj", "real", "resolve_conj", "sum_to_size"}
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize(
-    "use", [_given_without_gradients, _given_before_a_write, _given_and_written]
-)
+@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", GIVERS)
 def test_what_gives_its_input_back(name: str, use: Callable[..., Any], chunks: int) -> None:
+    why = {}
+    if name in AT_ONCE and use is not _given_and_written:
+        why["partly"] = "a call that has no row"
+    elif name == "broadcast_tensors" and use is _given_before_a_write:
+        why["partly"] = "a view of one of several inputs that is written"
+    elif name == "squeeze" and use is _given_and_written:
+        why["whole"] = "it would drop a batch of one row, and what it shares is written"
     programs = Programs()
-    programs.add_whole(use(GIVERS[name]))
+    programs.add_but(**why)(use(GIVERS[name]))
     programs.check("run", chunks, False)

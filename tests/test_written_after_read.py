@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import koila
+from chunked import split
 from written import N_ROWS, Programs, each_count
 
 pytestmark = pytest.mark.sanitize
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.sanitize
 PROGRAMS = Programs()
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(partly="what is added to a number runs at once")
 def added_to(x: Tensor, w: Tensor) -> Any:
     h = x @ w
     out, other = torch.zeros_like(h), torch.zeros_like(h)
@@ -26,7 +27,7 @@ def added_to(x: Tensor, w: Tensor) -> Any:
     return out.mean() * n, out, other
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add_but(partly="how many rows an expert has depends on numbers")
 def experts(x: Tensor, labels: Tensor, w: Tensor) -> Any:
     """Each expert takes its rows and adds what it makes of them to the results."""
     h = x @ w
@@ -42,7 +43,7 @@ def experts(x: Tensor, labels: Tensor, w: Tensor) -> Any:
     return added, assigned, masked
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def through_a_view(x: Tensor, w: Tensor) -> Any:
     """The graph that comes with a write shows in all that share the memory."""
     h, g = x @ w.detach(), x @ w.detach()
@@ -54,7 +55,7 @@ def through_a_view(x: Tensor, w: Tensor) -> Any:
     return h * n, view, part, g, whole
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def of_a_graph(x: Tensor, w: Tensor) -> Any:
     h = x @ w
     view = h[:, 0]
@@ -65,7 +66,7 @@ def of_a_graph(x: Tensor, w: Tensor) -> Any:
     return torch.tensor(seen), h, view
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def made_without_gradients(x: Tensor, w: Tensor, v: Tensor) -> Any:
     with torch.no_grad():
         h = x @ w
@@ -76,7 +77,7 @@ def made_without_gradients(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return h, mean, row
 
 
-@PROGRAMS.add_whole
+@PROGRAMS.add
 def detached_and_exported(x: Tensor, w: Tensor, v: Tensor) -> Any:
     h, g, s = x @ w.detach(), x @ w.detach(), (x @ w.detach()).sum()
     array, n = g.numpy(), s.item()
@@ -106,7 +107,7 @@ def test_a_view_of_no_grad_is_refused_as_in_eager(chunks: int) -> None:
             h.tolist()
         view.mul_(v)
 
-    with koila.config(chunks=chunks):
+    with split(chunks):
         for is_read in (False, True):
             for given in (torch.ones(N_ROWS, 4), koila.lazy(torch.ones(N_ROWS, 4))):
                 with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):

@@ -7,6 +7,7 @@ at; the gradients of all that has one are compared too.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 import koila
+from chunked import split
 from oracle import Lazy, assert_seen, eager, tell
 
 N_ROWS = 11
@@ -25,22 +27,41 @@ Run = Callable[..., Any]
 each_count = pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 
 
-class Programs(dict[str, tuple[Run, bool]]):
-    """The programs of a test file by name, each with whether it must run in chunks."""
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A program, and why it is whole or cut in part only: alone, and if it is read first."""
+
+    run: Run
+    why: dict[str, str]
+    why_read_first: dict[str, str]
+
+
+class Programs(dict[str, Written]):
+    """The programs of a test file by name: each is cut, but for what it says of itself."""
 
     def add(self, run: Run) -> Run:
-        """Take a program that must be cut."""
-        self[run.__name__] = (run, True)
-        return run
+        """Take a program that is cut, all of it."""
+        return self.add_but()(run)
 
-    def add_whole(self, run: Run) -> Run:
-        """Take a program that may run whole, if it is right."""
-        self[run.__name__] = (run, False)
-        return run
+    def add_but(
+        self, *, whole: str = "", partly: str = "", read_first: str = ""
+    ) -> Callable[[Run], Run]:
+        """Take a program of which something is not cut, see `chunked.split`.
+
+        `read_first` is why some of it is not where its numbers are read before its backward.
+        """
+
+        def add(run: Run) -> Run:
+            why = {"whole": whole, "partly": partly}
+            self[run.__name__] = Written(run, why, {**why, "partly": partly or read_first})
+            return run
+
+        return add
 
     def check(self, name: str, chunks: int, is_read_first: bool) -> None:
         """Assert that lazy inputs make no difference to what a program gives."""
-        run, is_cut = self[name]
+        program = self[name]
+        run, why = program.run, program.why_read_first if is_read_first else program.why
 
         def story(lazy: Lazy) -> Any:
             given = _inputs()
@@ -55,14 +76,10 @@ class Programs(dict[str, tuple[Run, bool]]):
                 loss.backward()
             else:
                 _ = [out.tolist() for out in outs]
-            report = koila.report()
-            if lazy is koila.lazy and is_cut and not is_read_first:
-                assert report is not None
-                assert report.n_chunks == chunks
             return seen, given["w"].grad, given["v"].grad
 
         want, want_state = tell(story, eager)
-        with koila.config(chunks=chunks):
+        with split(chunks, **why):
             got, got_state = tell(story, koila.lazy)
         assert_seen(got, want, "seen", exact_bits=chunks == 1)
         assert torch.equal(got_state, want_state), "the generator is not where eager left it"

@@ -66,7 +66,7 @@ def test_a_changed_tensor_is_told(change: Callable[[Any], None], chunks: int) ->
     plain = scale()
     made = koila.lazy(batch().requires_grad_()) * plain
     change(plain)
-    with koila.config(chunks=chunks):  # nothing runs
+    with split(chunks, whole="it is refused"):
         for _ in range(2):
             with pytest.raises(koila.StaleError) as told:
                 made.tolist()
