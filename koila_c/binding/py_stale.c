@@ -220,6 +220,36 @@ kl_stale_drop_numbers(Tape *tape)
     }
 }
 
+PyObject *
+kl_stale_forget_left(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    size_t n_values = tape != NULL ? tape->core.n_values : 0;
+    bool *is_reached =
+        tape != NULL ? kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(*is_reached)) : NULL;
+    if (tape != NULL && is_reached == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (size_t i = 0; i < n_values; i++) {
+        if (tape->values[i].handle != NULL) {
+            is_reached[tape->core.values[i].storage] = true;
+        }
+    }
+    for (size_t i = 0; i < n_values; i++) {
+        KlValue *value = &tape->core.values[i];
+        bool is_left = value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE &&
+                       value->meta.requires_grad && !is_reached[value->storage];
+        if (is_left && !tape->core.nodes[value->node].is_done) {
+            value->state = KL_STATE_PENDING;
+            Py_CLEAR(tape->values[i].number);
+        }
+    }
+    kl_alloc_free(is_reached);
+    Py_RETURN_NONE;
+}
+
 static bool
 reads_lost(const KlTape *core, const KlNode *node, const bool *lost)
 {

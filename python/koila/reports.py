@@ -160,8 +160,13 @@ class Report:
 
     @property
     def main(self) -> ProgramReport | None:
-        """The program whose calls make most bytes, the last of such; None: nothing lazy ran."""
-        return max(reversed(self.programs), key=lambda ran: ran.n_bytes, default=None)
+        """The last program whose calls make at least half of the most bytes; None: nothing lazy ran.
+
+        What a read ran before backward() runs again there, all but for the calls of the read.
+        """
+        most = max((ran.n_bytes for ran in self.programs), default=0)
+        large = (ran for ran in reversed(self.programs) if 2 * ran.n_bytes >= most)
+        return next(large, None)
 
     @property
     def n_chunks(self) -> int:
