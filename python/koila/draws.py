@@ -513,7 +513,9 @@ class Draws:
         memo = _core.memo()
         others = {cell: kept for cell, kept in self.old_cells.items() if cell[0] not in self.run_of}
         memo["cells"] = {**others, **self.cells}
-        pinning = {run.axis for i, run in self.run_of.items() if run.is_body and i not in self.noises}
+        pinning = {
+            run.axis for i, run in self.run_of.items() if run.is_body and i not in self.noises
+        }
         memo.setdefault("grids", {}).update({axis: self.grids[axis] for axis in pinning})
         if self.new_starts or self.has_seeded:
             _note_drawn()

@@ -160,13 +160,15 @@ class Report:
 
     @property
     def main(self) -> ProgramReport | None:
-        """The last program whose calls make at least half of the most bytes; None: nothing lazy ran.
+        """The program whose calls make most bytes, the last of such; None: nothing lazy ran.
 
-        What a read ran before backward() runs again there, all but for the calls of the read.
+        What ran without a graph for a read runs again in backward(), all but the calls of the read:
+        then it is the last program that makes half of that.
         """
-        most = max((ran.n_bytes for ran in self.programs), default=0)
-        large = (ran for ran in reversed(self.programs) if 2 * ran.n_bytes >= most)
-        return next(large, None)
+        most = max(reversed(self.programs), key=lambda ran: ran.n_bytes, default=None)
+        if most is None or most.n_rows is None:
+            return most
+        return next(ran for ran in reversed(self.programs) if 2 * ran.n_bytes >= most.n_bytes)
 
     @property
     def n_chunks(self) -> int:
