@@ -3,11 +3,11 @@ many chunks.
 
 A recorded random call *waits* until the generator has moved past its draws. That is done in program
 order, for all calls over all rows before anything runs, or earlier, where a plain call is about to
-draw (`plain.py`). Where each call starts is kept, and each chunk's start is found from it and put back before it runs:
-a chunk that runs again, in these or in other chunks, or a call that runs live later, sees the same
-numbers. What cannot be drawn chunk by chunk is drawn whole and cut (`noise.py`). On CUDA each call
-and chunk gets a seed of its own, drawn from the generator: reproducible, no two the same. A program
-with such draws *pins* its chunks: all its later runs have the same.
+draw (`plain.py`). Where each call starts is kept; where a chunk starts is found from that, and put
+back before it runs: a chunk that runs again, in these or in other chunks, or a call that runs live
+later, sees the same numbers. What cannot be drawn chunk by chunk is drawn whole and cut
+(`noise.py`). On CUDA each call and chunk gets a seed of its own, drawn from the generator:
+reproducible, no two the same. That *pins* the chunks: later runs of the program have the same.
 """
 
 from __future__ import annotations
