@@ -208,8 +208,11 @@ def run_python(code: str, *args: str) -> None:
 
 
 def sizes_in(extra: int, n_chunks: int, n_steps: int) -> set[int] | None:
-    """Train a convolutional net in so many MiB more, by hand in chunks or (0) lazily: the numbers of
-    chunks that its steps had; None: it did not go through."""
+    """Train a convolutional net in so many MiB more, by hand in chunks or (0) lazily.
+
+    Returns:
+        The numbers of chunks that its steps had; None: it did not go through.
+    """
     words = [sys.executable, "-c", CONVOLUTIONS, str(extra), str(n_chunks), str(n_steps)]
     run = subprocess.run(words, check=False, timeout=120, capture_output=True, text=True)
     return set(map(int, run.stdout.split())) if run.returncode == 0 else None
@@ -238,7 +241,7 @@ def test_one_shape_keeps_one_size_of_chunk(tight: int) -> None:
 
 
 def test_what_a_loop_by_hand_survives_is_not_refused(tight: int) -> None:
-    """Kernels take nearly all of what the limit leaves, and what is kept back for them is theirs."""
+    """Kernels take nearly all of what the limit leaves: what is kept back is for them."""
     assert sizes_in(tight, 0, 40) is not None
 
 
