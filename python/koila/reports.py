@@ -166,7 +166,7 @@ class Report:
         then it is the last program that makes half of that.
         """
         most = max(reversed(self.programs), key=lambda ran: ran.n_bytes, default=None)
-        if most is None or most.n_rows is None:
+        if most is None or not most.stages:
             return most
         return next(ran for ran in reversed(self.programs) if 2 * ran.n_bytes >= most.n_bytes)
 
