@@ -128,8 +128,8 @@ MUTANTS = [
     Mutant(
         "draws: a chunk that runs again draws anew",
         "python/koila/draws.py",
-        "_set(generator, self.cells[i, chunk])",
-        "assert self.cells[i, chunk] is not None",
+        "_set(generator, self.cells[i, bounds[0] if bounds is not None else None])",
+        "assert self.cells",
         "tests/test_counterexamples.py -k two_dropouts",
     ),
     Mutant(

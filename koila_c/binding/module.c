@@ -217,6 +217,9 @@ static PyMethodDef functions[] = {
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"outdated", kl_stale_outdated, METH_NOARGS,
      "outdated($module, /)\n--\n\nValues with a number that cannot be made again."},
+    {"forget_left", kl_stale_forget_left, METH_NOARGS,
+     "forget_left($module, /)\n--\n\n"
+     "Drop the numbers of values with a gradient that no lazy stands for any more."},
     {"check_leaves", core_check_leaves, METH_NOARGS,
      "check_leaves($module, /)\n--\n\nRaise where a leaf was changed since it was recorded."},
     {"hook", core_hook, METH_VARARGS,

@@ -283,6 +283,9 @@ PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 /* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
  * it was, makes it again. */
 void kl_stale_drop_numbers(Tape *tape);
+/* forget_left(): drop numbers with a graph, and views of such, that left the tape with their lazies. What
+ * goes on from them makes them again where it is differentiated. */
+PyObject *kl_stale_forget_left(PyObject *module, PyObject *ignored);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* Whether a leaf that pending calls read is no longer what they were recorded with; -1 on failure. */

@@ -220,6 +220,37 @@ kl_stale_drop_numbers(Tape *tape)
     }
 }
 
+PyObject *
+kl_stale_forget_left(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    size_t n_values = tape != NULL ? tape->core.n_values : 0;
+    enum { REACHED = 1, DIFFERENTIATED = 2 };
+    unsigned char *storages = /* [n_storages] */
+        tape != NULL ? kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(*storages)) : NULL;
+    if (tape != NULL && storages == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (size_t i = 0; i < n_values; i++) {
+        const KlValue *value = &tape->core.values[i];
+        storages[value->storage] |= tape->values[i].handle != NULL ? REACHED : 0;
+        storages[value->storage] |= value->meta.requires_grad ? DIFFERENTIATED : 0;
+    }
+    for (size_t i = 0; i < n_values; i++) {
+        KlValue *value = &tape->core.values[i];
+        bool is_left = value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE &&
+                       storages[value->storage] == DIFFERENTIATED;
+        if (is_left && !tape->core.nodes[value->node].is_done) {
+            value->state = KL_STATE_PENDING;
+            Py_CLEAR(tape->values[i].number);
+        }
+    }
+    kl_alloc_free(storages);
+    Py_RETURN_NONE;
+}
+
 static bool
 reads_lost(const KlTape *core, const KlNode *node, const bool *lost)
 {

@@ -121,9 +121,22 @@ def is_bound() -> bool:
     return any(limit != resource.RLIM_INFINITY for limit in _limits())
 
 
+def _left_to_process() -> Iterator[int]:
+    """Bytes that each of the process's own limits still allows."""
+    status = _status()
+    for limit, name in zip(_limits(), ("VmData", "VmSize"), strict=True):
+        if limit != resource.RLIM_INFINITY and name in status:
+            yield limit - status[name]
+
+
+def _kept_back(left: int) -> int:
+    """Of what a limit leaves, what others get: half of a little, which may still do for both."""
+    return min(SLACK, max(0, left) // 2)
+
+
 def slack() -> int:
     """Bytes that are kept back for what a first step takes beside tensors."""
-    return SLACK if is_bound() else 0
+    return min(map(_kept_back, _left_to_process()), default=0)
 
 
 def free_on_cpu() -> int:
@@ -133,11 +146,9 @@ def free_on_cpu() -> int:
     if available is not None:
         left.append(available)
     left.extend(_left_in_groups())
-    status = _status()
-    for limit, name in zip(_limits(), ("VmData", "VmSize"), strict=True):
-        if limit != resource.RLIM_INFINITY and name in status:
-            fix_malloc()
-            left.append(limit - status[name] - SLACK)
+    for bytes_left in _left_to_process():
+        fix_malloc()
+        left.append(bytes_left - _kept_back(bytes_left))
     return max(0, min(left)) if left else 2**62
 
 

@@ -3,10 +3,11 @@ many chunks.
 
 A recorded random call *waits* until the generator has moved past its draws. That is done in program
 order, for all calls over all rows before anything runs, or earlier, where a plain call is about to
-draw (`plain.py`). Where each call and each chunk of it starts is kept, and put back before it runs:
-a chunk that runs again, or a call that runs live later, sees the same numbers. What cannot be drawn
-chunk by chunk is drawn whole and cut (`noise.py`). On CUDA each call and chunk gets a seed of its
-own, drawn from the generator: reproducible, no two the same.
+draw (`plain.py`). Where each call starts is kept; where a chunk starts is found from that, and put
+back before it runs: a chunk that runs again, in these or in other chunks, or a call that runs live
+later, sees the same numbers. What cannot be drawn chunk by chunk is drawn whole and cut
+(`noise.py`). On CUDA each call and chunk gets a seed of its own, drawn from the generator:
+reproducible, no two the same. That *pins* the chunks: later runs of the program have the same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from koila.threads import in_turn
 if TYPE_CHECKING:
     from koila.program import Program, Run
 
-Cell = tuple[int, int | None]
+Cell = tuple[int, int | None]  # a call, and the first row of a chunk; None: all rows
 #: Where the files are that are not the user's.
 INSIDE = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
 
@@ -42,9 +43,14 @@ _manual_seed = torch._C.Generator.manual_seed
 
 
 def pinned_grids() -> dict[int, list[Bounds]]:
-    """The grids that earlier runs of this program drew with."""
-    memo = _core.memo()
-    return dict(memo.get("grids", {})) if memo.get("cells") else {}
+    """The grids that earlier runs of this program drew with, by axis, where others would draw other
+    numbers."""
+    return dict(_core.memo().get("grids", {}))
+
+
+def is_pinning(i: int, first_out: int) -> bool:
+    """Whether a call by rows draws other numbers in other chunks."""
+    return noises_of(i, first_out) is None
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -187,6 +193,12 @@ def noises_of(i: int, first_out: int) -> list[noise.Noise] | None:
     return known[i]
 
 
+def bytes_kept() -> int:
+    """Bytes of the states that earlier runs of this program left."""
+    cells = _core.memo().get("cells", {}).values()
+    return sum(cell.nbytes for cell in cells if isinstance(cell, torch.Tensor))
+
+
 def bytes_whole(i: int, first_out: int) -> int:
     """Bytes of a call's noise where it is drawn whole, and cut for the chunks."""
     noises = noises_of(i, first_out)
@@ -298,8 +310,8 @@ def run_again(
             return results[0] if is_written or n_outs == 1 else tuple(results)
         bounds: list[Bounds] = memo["grids"][axis]
         parts = [
-            run(cells[i, chunk], one[1] - one[0], _cut_inputs(inputs, bounds, one, is_written))
-            for chunk, one in enumerate(bounds)
+            run(cells[i, one[0]], one[1] - one[0], _cut_inputs(inputs, bounds, one, is_written))
+            for one in bounds
         ]
     finally:
         _set_state(generator, before)
@@ -341,10 +353,12 @@ class Draws:
         self.after: dict[torch.device, torch.Tensor] = {}
         memo = _core.memo()
         self.starts: dict[int, torch.Tensor] = memo.setdefault("starts", {})
-        self.cells: dict[Cell, torch.Tensor | int] = memo.setdefault("cells", {})
-        self.ends: dict[Cell, torch.Tensor] = memo.setdefault("ends", {})
+        #: Of the last run that was committed; `cells` are of this one.
+        self.old_cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
+        self.cells: dict[Cell, torch.Tensor | int] = {}
+        self.ends: dict[tuple[int, Bounds | None], torch.Tensor] = memo.setdefault("ends", {})
         self.new_starts: list[int] = []
-        self.new_cells: list[Cell] = []
+        self.has_seeded = False
         self.run_of: dict[int, Run] = {}
         self.noises: dict[int, list[noise.Noise]] = {}
         self.whole: dict[int, list[torch.Tensor]] = {}  # noise that is cut for each chunk
@@ -372,45 +386,50 @@ class Draws:
         else:
             self.starts[i] = here
             self.new_starts.append(i)
-        noises = noises_of(i, self.program.nodes[i].first_out)
+        node = self.program.nodes[i]
+        noises = noises_of(i, node.first_out)
         if noises is not None:
             self.noises[i] = noises
         if generator.device.type != "cpu" and (run.is_body or not is_late):
             self._seed(i, run, generator)
-        elif run.is_body:
-            self._draw_chunks(i, run, generator)
-        else:
-            self._note((i, None), self.starts[i])
+        elif not run.is_body:
+            self.cells[i, None] = self.starts[i]
             if not is_late:
-                node = self.program.nodes[i]
                 _advance(i, node.first_out, len(node.outs), generator)
+        elif noises is not None and not is_by_chunks(noises, self._sizes(run)):
+            self.whole[i] = [one.draw(generator) for one in noises]
+        else:
+            self._find_chunks(i, run, is_late, generator)
         if is_late:
             _set_state(generator, here)
 
-    def _note(self, cell: Cell, start: torch.Tensor | int) -> None:
-        if cell not in self.cells:
-            self.cells[cell] = start
-            self.new_cells.append(cell)
+    def _sizes(self, run: Run) -> list[int]:
+        return [stop - start for start, stop in self.grids[run.axis]]
 
     def _seed(self, i: int, run: Run, generator: torch.Generator) -> None:
-        for chunk in range(len(self.grids[run.axis]) if run.is_body else 1):
-            cell = (i, chunk if run.is_body else None)
-            if cell not in self.cells:
-                self._note(cell, _seed_from(generator))
+        for start in [start for start, _ in self.grids[run.axis]] if run.is_body else [None]:
+            if (i, start) in self.old_cells:
+                self.cells[i, start] = self.old_cells[i, start]
+            else:
+                self.cells[i, start] = _seed_from(generator)
+                self.has_seeded = True
 
-    def _draw_chunks(self, i: int, run: Run, generator: torch.Generator) -> None:
+    def _find_chunks(self, i: int, run: Run, is_late: bool, generator: torch.Generator) -> None:
+        """Find where each chunk of a call starts; a call that is not late is drawn to its end."""
         bounds = self.grids[run.axis]
-        sizes = [stop - start for start, stop in bounds]
-        noises = self.noises.get(i)
-        if noises is not None and not is_by_chunks(noises, sizes):
-            self.whole[i] = [one.draw(generator) for one in noises]
-        for chunk, size in enumerate(sizes):
-            start = _get_state(generator)
-            if i not in self.whole and (i, chunk) not in self.cells:
-                self._advance_chunk(i, run, size, generator)
-            self._note((i, chunk), start)
-            if noises is not None and noises[0].place is None and chunk < len(sizes) - 1:
-                _set_state(generator, start)  # one draw serves all rows
+        is_shared = i in self.noises and self.noises[i][0].place is None
+        for start, stop in bounds:
+            cell = self.old_cells.get((i, start))
+            if cell is not None:
+                _set(generator, cell)
+            self.cells[i, start] = _get_state(generator)
+            is_end = stop == bounds[-1][1]
+            if is_shared:  # one draw serves all rows
+                is_due = is_end and not is_late
+            else:
+                is_due = not is_late if is_end else (i, stop) not in self.old_cells
+            if is_due:
+                self._advance_chunk(i, run, stop - start, generator)
 
     def _advance_chunk(self, i: int, run: Run, n_rows: int, generator: torch.Generator) -> None:
         if i in self.noises:
@@ -434,23 +453,39 @@ class Draws:
         kwargs: dict[str, Any],
     ) -> Any:
         """Make a random call for a chunk (None: whole), with the numbers that are its own."""
-        generator = generator_of(self._device(i))
-        _set(generator, self.cells[i, chunk])
+        if chunk is None:
+            return self._call_cell(i, None, func, args, kwargs)
+        bounds = self.grids[self.run_of[i].axis]
+        if i not in self.whole:
+            return self._call_cell(i, bounds[chunk], func, args, kwargs)
         given: list[torch.Tensor] = []
-        if chunk is not None and i in self.whole:
-            bounds = self.grids[self.run_of[i].axis]
-            for one, whole in zip(self.noises[i], self.whole[i], strict=True):
-                assert one.place is not None
-                given.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
-        elif chunk is not None and i in self.noises and not noise.fits(self.noises[i][0], args):
+        for one, whole in zip(self.noises[i], self.whole[i], strict=True):
+            assert one.place is not None
+            given.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
+        with noise.Given(given):
+            return func(*args, **kwargs)
+
+    def _call_cell(
+        self,
+        i: int,
+        bounds: Bounds | None,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make a random call with the generator where the rows of `bounds` (None: all) start."""
+        generator = generator_of(self._device(i))
+        _set(generator, self.cells[i, bounds[0] if bounds is not None else None])
+        given: list[torch.Tensor] = []
+        if bounds is not None and i in self.noises and not noise.fits(self.noises[i][0], args):
             given = [one.draw(generator, tuple(args[0].shape)) for one in self.noises[i]]
         with noise.Given(given) if given else contextlib.nullcontext():
             result = func(*args, **kwargs)
         if threading.active_count() > 1:
-            self._check_alone(i, chunk, generator)
+            self._check_alone(i, bounds, generator)
         return result
 
-    def _check_alone(self, i: int, chunk: int | None, generator: torch.Generator) -> None:
+    def _check_alone(self, i: int, bounds: Bounds | None, generator: torch.Generator) -> None:
         """Hold a cell to where it left the generator when it ran first.
 
         torch lets go of Python's lock before it draws: another thread's plain draw can come between
@@ -462,7 +497,7 @@ class Draws:
         if generator.device.type != "cpu":
             return
         end = _get_state(generator)
-        if torch.equal(self.ends.setdefault((i, chunk), end), end):
+        if torch.equal(self.ends.setdefault((i, bounds), end), end):
             return
         raise KoilaError(
             f"{_core.node(i)[3]}: another thread drew random numbers while this call did, so its "
@@ -472,22 +507,25 @@ class Draws:
 
     def commit(self) -> None:
         """Leave the generators as the last draw of the program left them."""
-        is_new = bool(self.new_starts or self.new_cells)
-        self._put(self.after if is_new else self.before)
-        for i in {*self.new_starts, *(i for i, _ in self.new_cells)}:
+        self._put(self.after)
+        for i in self.new_starts:
             _core.note_drawn(i)
-        if self.cells:
-            _core.memo()["grids"] = dict(self.grids)
-        if is_new:
+        memo = _core.memo()
+        others = {cell: kept for cell, kept in self.old_cells.items() if cell[0] not in self.run_of}
+        memo["cells"] = {**others, **self.cells}
+        pinning = {
+            run.axis for i, run in self.run_of.items() if run.is_body and i not in self.noises
+        }
+        memo.setdefault("grids", {}).update({axis: self.grids[axis] for axis in pinning})
+        if self.new_starts or self.has_seeded:
             _note_drawn()
         let_go()
 
     def roll_back(self) -> None:
         for i in self.new_starts:
             self.starts.pop(i, None)
-        for cell in self.new_cells:
-            self.cells.pop(cell, None)
-            self.ends.pop(cell, None)
+        for cell in [cell for cell in self.ends if cell[0] in self.new_starts]:
+            del self.ends[cell]
         self._put(self.before)
 
     @staticmethod

@@ -91,6 +91,7 @@ class _Step:
 
     def _hold_states(self) -> None:
         """The generator's state before each draw, and what is drawn whole, as draws.py keeps it."""
+        self.held += draws.bytes_kept()
         for run in self.program.runs:
             nodes = [self.program.nodes[i] for i in run.nodes if self.program.nodes[i].is_random]
             if run.is_body:

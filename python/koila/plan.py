@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from koila import _core, budget, config, memory, storages
+from koila import _core, budget, config, draws, memory, steps, storages
 from koila.errors import MemoryLimitError
 from koila.program import Program, name_of_node, where_of_node
 from koila.reports import count
-from koila.rows import largest
+from koila.rows import Bounds, largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
 WHOLE_SHARE = 0.9
@@ -56,6 +56,11 @@ class Plan:
     predicted: float | None = None
     allowed: float | None = None
     shape: Shape | None = None
+
+    @property
+    def whole(self) -> float:
+        """Bytes that the program takes whole."""
+        return self.shape[3] if self.shape is not None else 0.0
 
     def halved(self, most: int) -> Plan:
         """Twice the chunks, `most` at most; of half the size, where all are of one."""
@@ -208,6 +213,9 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
 def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | Needs:
     """The plan for a program; or what it needs, if that is more than there is."""
     allowed = _allowed(program)
+    pinned = [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
+    if pinned:
+        return _pinned(program, estimate, allowed, max(pinned, key=len))
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
     share = WHOLE_SHARE if rows > 0 else 1.0
     sizes = tuple(sorted(program.axes.values()))
@@ -236,6 +244,19 @@ def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | 
     n_chunks, unit = _chunks_of(estimate.rows, rows)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
     return Plan(n_chunks, unit, predicted, allowed, shape)
+
+
+def _pinned(
+    program: Program, estimate: memory.Estimate, allowed: float, bounds: list[Bounds]
+) -> Plan | Needs:
+    """The chunks that an earlier run of this program drew in: in others it would draw other
+    numbers."""
+    rows = max(stop - start for start, stop in bounds)
+    n_bytes, node = estimate.peak(rows)
+    if n_bytes > allowed:
+        return Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
+    shape = (tuple(sorted(program.axes.values())), len(program.nodes), True, estimate.whole)
+    return Plan(len(bounds), rows, n_bytes, allowed, shape)
 
 
 def _is_measured() -> bool:
@@ -273,8 +294,9 @@ def _still_fits(last: _Lasting, needed: float, allowed: float) -> bool:
 def plan_read(program: Program, is_known_only: bool) -> Plan | None:
     """Choose how a program is run whose numbers are enough, while its backward is still to come.
 
-    Where the step fits with its graph it runs live, and the graph is there when backward() asks
-    for it. Else it runs without one, in the chunks that backward() will need: they draw the same.
+    Where the step will fit with its graph, to its end, it runs live, and the graph is there when
+    backward() asks for it. Else it runs without one; where that pins the chunks, in those that
+    backward() will need as far as is known.
 
     Returns:
         None: it runs live, and all else that waits with it.
@@ -286,7 +308,13 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
     is_apart = is_known_only or is_read
     if not program.has_body and not is_apart:
         return None
-    if is_apart and not program.is_drawing:
+    is_pinning = any(
+        node.is_random and draws.is_pinning(node.id, node.first_out)
+        for run in program.runs
+        if run.is_body
+        for node in map(program.nodes.__getitem__, run.nodes)
+    )
+    if is_apart and not is_pinning:
         planned = plan(program, False)
         return None if planned.n_chunks == 1 and program.is_all and not is_read else planned
     step = Program([]) if is_known_only else program
@@ -295,4 +323,11 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
         planned = plan(Program(ends), True, False) if ends else plan(step, False)
     except MemoryLimitError:
         return plan(program, False)  # it may be that no backward comes
-    return planned if planned.n_chunks > 1 or is_read else None
+    if is_pinning or not ends or planned.shape is None:
+        return planned if planned.n_chunks > 1 or is_read else None
+    assert planned.allowed is not None
+    needed = steps.whole(program, planned.whole)
+    if planned.n_chunks == 1 and needed is not None and needed <= WHOLE_SHARE * planned.allowed:
+        return None
+    steps.note_read(program, planned.whole)
+    return plan(program, False)

@@ -109,6 +109,7 @@ class Program:
         self.import_of = {node.id: node.imports for node in self.nodes.values()}
         self.values: list[tuple[int, bool, bool]] = staged["values"]
         self.roots: list[int] = staged["roots"]
+        self.is_known_only = is_known_only
         self.wanted: list[int] = [v for v in staged["wanted"] if self.node_of(v) is not None]
         self.last_body: int | None = staged["last_body"]
         self.is_tail_linear: bool = staged["is_tail_linear"]

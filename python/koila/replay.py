@@ -21,6 +21,7 @@ from koila import (
     plan,
     reductions,
     reports,
+    steps,
     tail,
     views,
 )
@@ -389,6 +390,8 @@ class Replay:
         self.draws.commit()
         hooks.commit(self.hooked)
         self.numbers.deliver()
+        if self.is_forward and not self.program.is_known_only:
+            _core.forget_left()  # all that can be read goes on from what is known now
         _core.close()
 
 
@@ -429,6 +432,7 @@ def _stage(
         return program, plan.Plan(0)
     explain.log_whole(program)
     if program.spread is not None or (roots and not program.has_body):
+        steps.note_end(None)
         reports.decide(explain.cause_of_whole(program))
         return None
     try:
@@ -440,6 +444,7 @@ def _stage(
             reports.decide(known)
             return None
         planned = plan.plan(program, True)
+        steps.note_end(planned.whole or None)
     except MemoryLimitError:
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
@@ -553,6 +558,7 @@ def _differentiate(
 ) -> Any:
     if not all(_core.is_pending_here(root) for root in roots):
         return NotImplemented
+    _core.forget_left()
     staged = _stage(roots)
     if staged is None:
         return NotImplemented

@@ -160,8 +160,15 @@ class Report:
 
     @property
     def main(self) -> ProgramReport | None:
-        """The program whose calls make most bytes, the last of such; None: nothing lazy ran."""
-        return max(reversed(self.programs), key=lambda ran: ran.n_bytes, default=None)
+        """The program whose calls make most bytes, the last of such; None: nothing lazy ran.
+
+        What ran without a graph for a read runs again in backward(), all but the calls of the read:
+        then it is the last program that makes half of that.
+        """
+        most = max(reversed(self.programs), key=lambda ran: ran.n_bytes, default=None)
+        if most is None or not most.stages:
+            return most
+        return next(ran for ran in reversed(self.programs) if 2 * ran.n_bytes >= most.n_bytes)
 
     @property
     def n_chunks(self) -> int:
