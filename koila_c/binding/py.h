@@ -171,6 +171,7 @@ typedef struct KlPyState {
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *record_out;              /* koila.outs.record: a call that writes to out= */
+    PyObject *settle;                  /* koila.numbers.settle_outdated */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
@@ -277,7 +278,9 @@ PyObject *kl_stale_pointer(PyObject *tensor);
 int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
-/* outdated() -> values with a number that cannot be made again, for a leaf of theirs has changed. */
+/* outdated() -> (all, some): values with a number that cannot be made again, for a leaf of theirs has
+ * changed. The first where all such have their number; the second where pending calls read such, and the
+ * number is enough. */
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 /* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
  * it was, makes it again. */
@@ -540,6 +543,7 @@ PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 
 PyObject *kl_stage_run(PyObject *module, PyObject *args);
 PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
+PyObject *kl_stage_cut(PyObject *module, PyObject *args);
 
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 

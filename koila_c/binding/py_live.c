@@ -361,6 +361,18 @@ kl_live_read(Value *value)
     return is_read > 0 || real != NULL ? 0 : -1;
 }
 
+/* What a run in chunks gave a number, and no run can make again, has but that. */
+static int
+settle(const Tape *tape)
+{
+    if (!tape->is_kept || tape->is_running || tape != kl_tape_open_or_null()) {
+        return 0;
+    }
+    PyObject *settled = PyObject_CallNoArgs(kl_py.settle);
+    Py_XDECREF(settled);
+    return settled != NULL ? 0 : -1;
+}
+
 PyObject *
 kl_live_force(Value *value)
 {
@@ -369,8 +381,9 @@ kl_live_force(Value *value)
         if (kl_turn_begin(&turn, value->tape) < 0) {
             return NULL;
         }
-        int result = 0;
-        if (value->tape == turn.tape) { /* else another thread has run it meanwhile */
+        int result = settle(turn.tape);
+        if (result == 0 &&
+            value->tape == turn.tape) { /* else another thread has run it meanwhile */
             KlValueId current = KL_ID_NONE;
             kl_tape_ask(&turn.tape->core, value->id);
             result = kl_tape_attach(turn.tape, value, &current);

@@ -403,3 +403,25 @@ kl_stage_deliver(PyObject *module, PyObject *args)
     }
     return Py_NewRef(Py_None);
 }
+
+/* cut(value, tensor): the number of a value, which is a leaf from now on. */
+PyObject *
+kl_stage_cut(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    PyObject *tensor = NULL;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "O&O!:cut", kl_py_id, &id, kl_py.tensor_base, &tensor)) {
+        return NULL;
+    }
+    if (id >= tape->core.n_values) {
+        return PyErr_Format(PyExc_IndexError, "cut: there is no value %u", id);
+    }
+    Py_XSETREF(tape->values[id].real, Py_NewRef(tensor));
+    Py_CLEAR(tape->values[id].number);
+    kl_tape_cut(&tape->core, id);
+    kl_tape_refresh_leaf(tape, id);
+    return Py_NewRef(Py_None);
+}

@@ -19,6 +19,7 @@ from koila import (
     handlers,
     hooks,
     meta,
+    numbers,
     outs,
     plain,
     reductions,
@@ -193,6 +194,7 @@ def register_all() -> None:
         devices.land,
         attention.choose,
         outs.record,
+        numbers.settle_outdated,
         draws.INSIDE,
         reductions.known(),
     )
