@@ -1,5 +1,5 @@
-"""A value that was read keeps its number where the weights it came from are changed by hand later, and
-new calls go on from that number."""
+"""A value that was read keeps its number where the weights it came from are changed by hand later,
+and new calls go on from that number."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ def test_a_gradient_through_what_is_gone_is_refused(chunks: int) -> None:
         _ = h.sum().item()
         change(w)
         loss = (h @ other).pow(2).sum()
-        with pytest.raises(koila.StaleError, match="was read, .* changed in place after that"):
+        with pytest.raises(koila.StaleError, match=r"was read, .* changed in place after that"):
             loss.backward()
     assert w.grad is None
