@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -138,16 +138,30 @@ def finish(program: Program, env: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def run(program: Program, lazy: Any) -> tuple[dict[str, Any], Tensor] | None:
-    """Run a program; what is seen, and where it leaves the generator. None: it is refused, as it
-    may be, since it wrote a plain tensor that a recorded call reads."""
+class Outcome(NamedTuple):
+    """What is seen of a program."""
+
+    seen: dict[str, Any]
+    state: Tensor  # of the generator
+    has_plain_graph: bool  # which is older than the recorded calls: sums are in another order
+
+
+def has_plain_graph(env: dict[str, Any]) -> bool:
+    plains = [t for t in tensors_of(env).values() if not koila.is_lazy(t)]
+    return any(t.requires_grad and not t.is_leaf for t in plains)
+
+
+def run(program: Program, lazy: Any) -> Outcome | None:
+    """Run a program. None: it is refused, as it may be, since it wrote a plain tensor that a
+    recorded call reads."""
     koila._core.forget()
     torch.manual_seed(program.data)
     env = start(program, lazy)
     try:
         for line in program.lines:
             exec(line, env)
-        return finish(program, env), torch.get_rng_state()
+        is_plain = has_plain_graph(env)
+        return Outcome(finish(program, env), torch.get_rng_state(), is_plain)
     except koila.StaleError:
         plains = [t for t in env.values() if isinstance(t, Tensor) and not koila.is_lazy(t)]
         if any(tensor._version > 0 for tensor in plains):
@@ -314,16 +328,13 @@ def difference(got: dict[str, Any], want: dict[str, Any], is_exact: bool) -> str
     return None
 
 
-Outcome = tuple[dict[str, Any], Tensor]
-
-
 def wanted_of(program: Program) -> Outcome | None:
     """What eager makes of a program; None where it fails, or where its numbers say little."""
     try:
         wanted = run(program, eager)
     except Exception:
         return None
-    return wanted if wanted is not None and is_sound(wanted[0]) else None
+    return wanted if wanted is not None and is_sound(wanted.seen) else None
 
 
 def failure(program: Program, chunks: int, wanted: Outcome | None = None) -> str | None:
@@ -338,9 +349,9 @@ def failure(program: Program, chunks: int, wanted: Outcome | None = None) -> str
         return f"{type(error).__name__}: {error}"[:600]
     if seen is None:
         return None
-    (want, state), (got, got_state) = wanted, seen
-    found = difference(got, want, chunks == 1)
-    if found is None and not torch.equal(state, got_state):
+    is_exact = chunks == 1 and not seen.has_plain_graph
+    found = difference(seen.seen, wanted.seen, is_exact)
+    if found is None and not torch.equal(seen.state, wanted.state):
         return "the generator is not where eager left it"
     return found
 

@@ -138,7 +138,7 @@ class Replay:
             return self._settle_view(node, func(*args, **kwargs), args)
 
         def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            # A write keeps the graph also under no_grad, and what is written is no inference tensor.
+            # A write keeps the graph also under no_grad; what is written is no inference tensor.
             with _outside_inference(), torch.set_grad_enabled(is_graph):
                 storage = storage.clone()
                 return views.take(self.program, value, storage, rows, is_graph), storage
