@@ -621,6 +621,20 @@ KINDS: dict[str, list[str]] = {
         "w.grad = None",
         "with torch.no_grad(): v -= 0.1 * v.grad",
     ],
+    # Calls that fail when they run, with what they would have made still held.
+    "fail": [
+        "{name} = [{f} * 2]\ntry: {name} += [{f}[{i} + 99], float({f}[{i} + 99].sum())]\n"
+        "except IndexError: pass",
+        "{name} = [{f} * 2]\ntry:\n    {name}.append({name}[0][{i} + 99])\n"
+        "    {name}.append({name}[1] * {g})\n    float({name}[2].sum())\n"
+        "except (IndexError, RuntimeError): pass",
+        "{name} = []\ntry:\n    {name}.append(torch.linalg.cholesky(-{s} @ {s}.mT))\n"
+        "    {name}.append({name}[0][0]); float({name}[1].sum())\nexcept RuntimeError: pass",
+        "{name} = []\ntry:\n    {name}.append(F.embedding({i} + 9, w))\n"
+        "    {name}[0].mul_(2); float({name}[0].sum())\nexcept IndexError: pass",
+        "{name} = []\ntry:\n    {name}.append({f}.scatter(0, {i}[None] + 99, 1.0))\n"
+        "    {name}[0].tolist()\nexcept RuntimeError: pass",
+    ],
 }
 
 #: How often a line of each kind is drawn.
@@ -638,11 +652,12 @@ WEIGHTS = {
     "op in place": 2,
     "op out": 2,
     "block": 2,
+    "fail": 0.5,
 }
-#: What eager itself does not repeat, or gives as whatever was in memory.
+#: What eager itself does not repeat, gives as whatever was in memory, or tells last bits apart.
 _NOT_REPEATED = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
-    *("linalg.lstsq", "resize_", "resize_as_"),
+    *("isclose", "linalg.lstsq", "resize_", "resize_as_"),
 }
 _N_SAMPLES = 40
 _FLOATS = ("{f}", "{g}", "{e}")

@@ -175,7 +175,7 @@ def run(program: Program, lazy: Any) -> Outcome | None:
 class Writer:
     """Writes one program, line by line, and runs it as it goes: a line that raises is dropped."""
 
-    def __init__(self, seed: int, weights: dict[str, int]) -> None:
+    def __init__(self, seed: int, weights: dict[str, float]) -> None:
         self.random = random.Random(seed)
         self.weights = weights
         n_rows = self.random.choice([2, 3, 4, 4, 5, 6, 6, 7, 8, 11])
@@ -226,7 +226,7 @@ class Writer:
     def _line(self, kind: str, name: str) -> str:
         text = self._text(kind, name)
         is_shut = "\n" in text or text.startswith(("for", "with", "del"))
-        if is_shut or kind == "grad":
+        if is_shut or kind in ("grad", "fail"):
             return text
         if kind in ("out", "op out") and self.random.random() < 0.8:
             return f"with torch.no_grad(): {text}"
@@ -285,7 +285,7 @@ class Writer:
         return True
 
 
-def write(seed: int, weights: dict[str, int] | None = None) -> Program:
+def write(seed: int, weights: dict[str, float] | None = None) -> Program:
     """The program of a seed."""
     writer = Writer(seed, WEIGHTS if weights is None else weights)
     return writer.write(writer.random.randint(3, 12))
@@ -394,7 +394,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they are")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    weights = {**WEIGHTS, "draw": options.draws}
+    weights: dict[str, float] = {**WEIGHTS, "draw": options.draws}
     began, n_failed = time.monotonic(), 0
     for seed in itertools.islice(itertools.count(options.first), options.count):
         program = write(seed, weights)

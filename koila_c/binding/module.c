@@ -166,6 +166,8 @@ static PyMethodDef functions[] = {
      "Raise where a value made outside of run() is not what inference promised."},
     {"deliver", kl_stage_deliver, METH_VARARGS,
      "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},
+    {"failed", kl_failure_failed, METH_O,
+     "failed($module, error, /)\n--\n\nLet an error stand for the call at which a run stopped."},
     {"cut", kl_stage_cut, METH_VARARGS,
      "cut($module, value, tensor, /)\n--\n\nMake a value a leaf, of which only the number is "
      "left."},

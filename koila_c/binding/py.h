@@ -116,6 +116,7 @@ struct Tape {
     KlInferred inferred; /* scratch of the recorder */
     bool is_running;     /* a replay is under way, or a call is being recorded */
     bool is_kept;        /* a run in chunks left it open: what its leaves were may be gone by now */
+    KlNodeId raised;     /* the call at which the last run in chunks stopped; KL_ID_NONE */
     PyObject *memo; /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
 
@@ -400,6 +401,10 @@ int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *
 
 /* The exception in flight, which stays, is why node `id` and what reads it have no number. */
 void kl_failure_keep(Tape *tape, KlNodeId id);
+/* Node `id` raised the exception that is set: it is told where the call was recorded, and all that depends
+ * on the call has no number. */
+void kl_failure_set(Tape *tape, KlNodeId id);
+PyObject *kl_failure_failed(PyObject *module, PyObject *error);
 /* Raise what was kept; NULL: in words of our own. */
 void kl_failure_raise(PyObject *error);
 /* Borrowed: what was kept for a value whose call failed, or NULL. */

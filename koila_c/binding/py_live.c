@@ -161,24 +161,6 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     return 0;
 }
 
-/* Tell where the failing call was recorded: its traceback starts at the replay. */
-static void
-add_note(Tape *tape, KlNodeId id)
-{
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *where = kl_source_where(tape, id);
-    PyObject *note = where != NULL ? PyUnicode_FromFormat("koila: recorded at %U", where) : NULL;
-    PyObject *result =
-        note != NULL && value != NULL ? PyObject_CallMethod(value, "add_note", "O", note) : NULL;
-    Py_XDECREF(result);
-    Py_XDECREF(note);
-    Py_XDECREF(where);
-    PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
-}
-
 /* As in eager, what depends on a call that raised does not exist; the rest does. */
 static void
 note_failed(Tape *tape, KlNodeId id)
@@ -188,9 +170,7 @@ note_failed(Tape *tape, KlNodeId id)
     if (!is_error && node->writes == 0 && node->leaf_writes == 0 && !node->is_random) {
         return; /* an interrupt: it can be made again */
     }
-    add_note(tape, id);
-    kl_failure_keep(tape, id);
-    kl_tape_set_failed(&tape->core, id);
+    kl_failure_set(tape, id);
 }
 
 /* The call that needs what waits, while this thread runs it; borrowed. */

@@ -353,6 +353,7 @@ kl_stage_run(PyObject *module, PyObject *args)
         return NULL;
     }
     context.is_grad_off = is_grad_off;
+    run.tape->raised = KL_ID_NONE;
     for (size_t i = 0; i < run.tape->core.n_nodes; i++) {
         run.has_writes = run.has_writes || run.tape->core.nodes[i].writes != 0;
     }
@@ -361,6 +362,9 @@ kl_stage_run(PyObject *module, PyObject *args)
         status = PyErr_CheckSignals();
         if (status == 0) {
             status = run_one(&run, PyList_GET_ITEM(nodes, i), &context);
+            bool is_of_call = status < 0 && run.node != NULL;
+            run.tape->raised =
+                is_of_call ? (KlNodeId)(run.node - run.tape->core.nodes) : KL_ID_NONE;
         }
         if (status == 0) {
             status = drop_dead(&run, PyList_GET_ITEM(drops, i));

@@ -410,6 +410,14 @@ kl_tape_abandon(KlTape *tape, bool is_abandoned)
     }
 }
 
+void
+kl_tape_abandon_from(KlTape *tape, KlNodeId first)
+{
+    for (size_t i = first; i < tape->n_nodes; i++) {
+        tape->nodes[i].is_abandoned = !tape->nodes[i].is_done;
+    }
+}
+
 static bool
 is_any_out_reached(const KlTape *tape, KlNodeId id)
 {

@@ -176,6 +176,9 @@ void kl_tape_cut(KlTape *tape, KlValueId value);
 /* A run raised: what is pending now waits until somebody asks for it by name. */
 void kl_tape_abandon(KlTape *tape, bool is_abandoned);
 
+/* The same of what was recorded from node `first` on: eager never came to it. */
+void kl_tape_abandon_from(KlTape *tape, KlNodeId first);
+
 /* Somebody asks for `value`: what was abandoned is pending again, if that is among it. */
 void kl_tape_ask(KlTape *tape, KlValueId value);
 
