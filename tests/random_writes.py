@@ -122,7 +122,7 @@ def finish(program: Program, env: dict[str, Any]) -> dict[str, Any]:
     total = torch.zeros((), dtype=torch.float64)
     for tensor in tensors.values():
         if tensor.requires_grad:
-            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            tensor = torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
             n = tensor.numel()
             scale = torch.linspace(0.5, 1.5, n, dtype=torch.float64).view(tensor.shape)
             total = total + (tensor * scale).sum() / n
@@ -296,7 +296,8 @@ def write(seed: int, weights: dict[str, float] | None = None) -> Program:
 
 def is_sound(seen: dict[str, Any]) -> bool:
     """Whether a program's numbers can be compared: none is lost beside a larger one."""
-    tensors = [t for t in seen.values() if isinstance(t, Tensor) and t.is_floating_point()]
+    found = (t for t in seen.values() if isinstance(t, Tensor))
+    tensors = [t for t in found if t.is_floating_point() or t.is_complex()]
     tensors += [torch.tensor(n) for n in seen.values() if isinstance(n, float)]
     return all(bool((t.abs() < LARGE).all()) for t in tensors)
 

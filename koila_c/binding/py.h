@@ -449,6 +449,10 @@ int kl_context_switch(KlContextSwitch *context, uint32_t id);
 /* Restores what was in force; keeps an exception that is already set, and then returns -1. */
 int kl_context_end(KlContextSwitch *context);
 bool kl_context_is_autocast(uint32_t id);
+/* Leave inference mode, if it is on, until kl_context_end_outside gets what this returns; NULL on failure.
+ * An exception that is set by then stays. */
+PyObject *kl_context_leave_inference(void);
+void kl_context_end_outside(PyObject *guard);
 /* note_attention(setting): which kernels attention may use, by a number of koila.attention's. */
 PyObject *kl_context_note_attention(PyObject *module, PyObject *setting);
 /* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */

@@ -21,6 +21,7 @@ from koila import (
     reports,
     turned,
 )
+from koila.program import Info
 
 LazyTensor = _core.LazyTensor
 
@@ -29,7 +30,11 @@ def _is_pending(obj: Any) -> bool:
     return type(obj) is LazyTensor and _core.real(obj) is None
 
 
-def _stand_in(obj: Any) -> Any:
+#: What is asked of how a tensor lies in memory.
+_OF_LAYOUT = frozenset(("stride", "is_contiguous", "dim_order"))
+
+
+def _stand_in(obj: Any, is_of_layout: bool) -> Any:
     """A tensor without memory that answers like a pending lazy; None where that is not known."""
     if type(obj) is not LazyTensor:
         return obj
@@ -40,12 +45,15 @@ def _stand_in(obj: Any) -> Any:
     if description is None:
         return None
     dtype, shape, strides, requires_grad, _ = description
-    return None if strides is None else meta.stand_in(dtype, shape, strides, requires_grad)
+    if strides is None and is_of_layout:
+        return None
+    return meta.stand_in(dtype, shape, strides, requires_grad)
 
 
 def query(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer from metadata; nothing is computed where strides are known."""
-    stand_ins = tuple(_stand_in(arg) for arg in args)
+    """Answer from metadata; nothing is computed, unless strides are asked for and not known."""
+    is_of_layout = getattr(func, "__name__", "") in _OF_LAYOUT
+    stand_ins = tuple(_stand_in(arg, is_of_layout) for arg in args)
     if any(new is None and old is not None for new, old in zip(stand_ins, args, strict=True)):
         return _core.live_with_all(func, args, kwargs, True)
     return func(*stand_ins, **kwargs)
@@ -288,6 +296,15 @@ def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return live(func, args, kwargs) if real is None else func(real)
 
 
+def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whether, and from where on, a tensor is a part of other memory: what is new is none."""
+    value = _core.hook(args[0], False) if _is_pending(args[0]) else None
+    description = _core.describe(args[0]) if value is not None else None
+    if value is None or description is None or Info(*_core.value(value)).view is not None:
+        return of_tensor(func, args, kwargs)
+    return func(_empty_like(args[0]), *args[1:], **kwargs)
+
+
 def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where a tensor is in autograd's graph: nowhere, while it requires no gradient."""
     description = _core.describe(args[0]) if _is_pending(args[0]) else None
@@ -431,6 +448,8 @@ HANDLERS: dict[str, Handler] = {
     "_backward_hooks": of_graph,
     "output_nr": of_graph,
     "_version": of_tensor,
+    "storage_offset": of_memory,
+    "_is_view": of_memory,
     "detach_": detach_,
     "__repr__": represent,
     "backward": backward,

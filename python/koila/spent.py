@@ -13,7 +13,8 @@ from koila.errors import StaleError
 @functools.cache
 def _anchor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The one leaf that every spent number of a type hangs on."""
-    return torch.ones((), dtype=dtype, device=device, requires_grad=True)
+    with torch._C._InferenceMode(False):  # whoever asks first, it serves all
+        return torch.ones((), dtype=dtype, device=device, requires_grad=True)
 
 
 def spent(number: torch.Tensor) -> torch.Tensor:
