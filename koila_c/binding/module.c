@@ -115,6 +115,9 @@ static PyMethodDef functions[] = {
      "real($module, lazy, /)\n--\n\nThe real tensor of a lazy, or None while it is pending."},
     {"is_input", core_is_input, METH_O,
      "is_input($module, lazy, /)\n--\n\nWhether lazy() made it."},
+    {"rows_dim", core_rows_dim, METH_O,
+     "rows_dim($module, lazy, /)\n--\n\nThe dim of its rows alone; -1: it has none, -2: a part of "
+     "a dim."},
     {"describe", core_describe, METH_O,
      "describe($module, tensor, /)\n--\n\n"
      "(dtype, shape, strides or None, requires_grad, device number) of a lazy or a real tensor; "

@@ -61,7 +61,7 @@ def attempt(
                     draws.move_on()  # what is drawn from now on comes after it, as in eager
                 is_calls = isinstance(error, Exception) and not isinstance(error, KoilaError)
                 if is_memory or not is_calls or not _core.failed(error):
-                    _core.abandon()  # else the call that raised is known, and what was before it stays
+                    _core.abandon()  # else it is known which call raised
                 if is_memory and not is_pinned and not is_forced:
                     del replay
                     let_go(error)
