@@ -14,6 +14,7 @@ from koila import (
     composed,
     devices,
     draws,
+    explain,
     hooks,
     meta,
     plan,
@@ -215,10 +216,25 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         done = _backward_in_chunks(_words(names, args, kwargs), "tensors", "grad_tensors")
     if done is not NotImplemented:
         return
+    _tell_why(func, _words(names, args, kwargs), names[0])
     try:
         _core.live(func, args, kwargs, True)
     finally:
         _core.note_backward()
+
+
+def _tell_why(func: Callable[..., Any], words: dict[str, Any], root: str) -> None:
+    """Why a backward cannot run in chunks, if that is not told yet."""
+    if reports.is_decided() or not any(map(_is_pending, _listed(words[root]))):
+        return
+    why = "it starts from other tensors too, or in a way that is not run in chunks"
+    if words.get("create_graph"):
+        why = "create_graph=True keeps autograd's graph of the whole batch"
+    elif words.get("is_grads_batched"):
+        why = "is_grads_batched=True runs it under vmap"
+    elif any(map(_is_pending, _listed(words.get("inputs")))):
+        why = "inputs= has a value that is still to be computed"
+    explain.decide_whole(func, why)
 
 
 _GRAD_WORDS: tuple[str, ...] = (
@@ -267,9 +283,11 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _grad_in_chunks(_words(_GRAD_WORDS, args, kwargs))
+    words = _words(_GRAD_WORDS, args, kwargs)
+    found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found
+    _tell_why(func, words, "outputs")
     try:
         return _core.live(func, args, kwargs, True)
     finally:

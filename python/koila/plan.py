@@ -11,7 +11,7 @@ import torch
 from koila import _core, budget, config, memory
 from koila.errors import MemoryLimitError
 from koila.program import Program, name_of_node, where_of_node
-from koila.reports import count
+from koila.reports import count, sizes
 from koila.rows import largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
@@ -129,9 +129,10 @@ class Needs:
         needed, left = self.n_bytes, max(self.allowed, 0.0)
         ran_out = "" if needed > left else ", yet memory ran out"
         fixed = _held_whole(program, needed, self.fixed)
+        needs, has = sizes(needed, left)
         return MemoryLimitError(
-            f"{name}: {at_a_time} needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside what "
-            f"is there{fixed}, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left{ran_out} "
+            f"{name}: {at_a_time} needs {needs} ({int(needed)} bytes) beside what "
+            f"is there{fixed}, and {has} ({int(left)} bytes) are left{ran_out} "
             f"({detail[3]}); raise memory_limit, or make the model or the sequence smaller"
         )
 

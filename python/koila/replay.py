@@ -464,7 +464,7 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
 
     Known only: leave those with a gradient in their history. False: it has to run whole.
     """
-    with reports.Asking("a read" if caller is None else f"{reports.name_of(caller)}()"):
+    with reports.Asking("a read" if caller is None else reports.call_of(caller)):
         return _read(is_known_only)
 
 
