@@ -626,6 +626,9 @@ KINDS: dict[str, list[str]] = {
     ],
     # Calls that fail when they run, with what they would have made still held.
     "fail": [
+        "{name} = []\ntry:\n    {name}.append(F.embedding({i} + 9, w))\n"
+        "    {name}.append({g} * 3)\n    {name}.append({f}[0])\n    float({name}[0].sum())\n"
+        "except IndexError: pass",
         "{name} = [{f} * 2]\ntry: {name} += [{f}[{i} + 99], float({f}[{i} + 99].sum())]\n"
         "except IndexError: pass",
         "{name} = [{f} * 2]\ntry:\n    {name}.append({name}[0][{i} + 99])\n"

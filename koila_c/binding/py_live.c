@@ -206,6 +206,34 @@ draw_what_waits(void)
     PyErr_Restore(type, value, traceback); /* in place of an error of its own */
 }
 
+/* A run stopped, and the tape stays open for what waits. What had run leaves it, as it leaves a tape that is
+ * closed: a later write or view goes on from its tensor, for the values on the way there are gone. What still
+ * waits for it is watched from now on, as readers of any other tensor are. */
+static void
+release_what_ran(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        const KlValue *value = &tape->core.values[i];
+        KlPyValue *entry = &tape->values[i];
+        if (value->node == KL_ID_NONE || !tape->core.nodes[value->node].is_done ||
+            entry->real == NULL) {
+            continue;
+        }
+        Value *handle = entry->handle;
+        if (handle != NULL) {
+            entry->handle = NULL;
+            tape->core.values[i].is_wanted = false;
+            kl_lazy_detach(handle, entry->real);
+        }
+        if (value->n_pending > 0) {
+            kl_tape_cut(&tape->core, (KlValueId)i);
+            kl_tape_refresh_leaf(tape, (KlValueId)i);
+        } else {
+            Py_CLEAR(entry->real);
+        }
+    }
+}
+
 static int
 run_tape(Tape *tape)
 {
@@ -250,6 +278,7 @@ run_tape(Tape *tape)
         if (result < 0) {
             draw_what_waits();
             kl_tape_abandon(&tape->core, true);
+            release_what_ran(tape);
         }
         if (note_ran(n_calls, n_bytes) < 0) {
             result = -1;

@@ -371,6 +371,8 @@ class Program:
             is_home = node.stage == run.stage
             for value in node.outs:
                 is_parts = i in run.parts and value == node.first_out
+                if self.is_leaf(value):
+                    continue  # it has its number; the node runs for another of its results
                 if is_parts or (i not in run.parts and is_home and self._leaves(value, run)):
                     run.exports.append(value)
                 if self.needs_gradient(value) and not self.is_leaf(value):
