@@ -217,3 +217,31 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
         F.cross_entropy(layers["head"](layers["body"](x)), y), layers["body"].weight
     )[0]
     torch.testing.assert_close(layers["body"].weight.grad, want, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_hook_of_an_input_runs_nothing(chunks: int) -> None:
+    """It is a tensor that is there, and its gradient comes whole."""
+    x, w = torch.randn(N_ROWS, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    seen: list[Any] = []
+    with koila.config(chunks=chunks):
+        lazy = koila.lazy(x)
+        h = (lazy @ w).tanh()
+        lazy.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
+        lazy.retain_grad()
+        assert koila._core.real(h) is None
+        h.sum().backward()
+    assert seen == [(N_ROWS, 4)]
+    assert koila.report().n_chunks == chunks
+    torch.testing.assert_close(x.grad, torch.autograd.grad((x @ w).tanh().sum(), x)[0])
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_hook_of_what_needs_no_gradient_runs_nothing(chunks: int) -> None:
+    with koila.config(chunks=chunks):
+        h = koila.lazy(torch.randn(N_ROWS, 4)) * 2
+        with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't"):
+            h.register_hook(lambda gradient: None)
+        with pytest.raises(RuntimeError, match="can't retain_grad on Tensor"):
+            h.retain_grad()
+        assert koila._core.real(h) is None

@@ -57,6 +57,13 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "concatenate with an empty": lambda h: torch.concatenate((EMPTY, h), dim=1),
     "cat with an empty along the rows": lambda h: torch.cat([EMPTY, h]),
     "column_stack": lambda h: torch.column_stack([h, h[:, 0]]),
+    "no rows, by an empty range": lambda h: torch.cat([h, h[range(0)]]),
+    "no rows, by an empty list": lambda h: torch.cat([h, h[[]]]) + h[:, []].sum(),
+    "nothing assigned, by an empty range": lambda h: assigned(h, range(0)),
+    "nothing assigned, by an empty list": lambda h: assigned(h, (slice(None), [])),
+    "is_complex of a value whose strides are not known": lambda h: (
+        h if torch.special.i0(h).is_complex() else h * torch.special.i0(h).element_size()
+    ),
     "ctc_loss with int32": lambda h: F.ctc_loss(
         log_likelihoods(h), torch.ones(N_ROWS, 2, dtype=torch.int32), lengths(4), lengths(2)
     ),

@@ -52,6 +52,70 @@ ONCE_WRONG = {
         n_others=6,
         data=2,
     ),
+    "a plain draw into a lazy's memory while another waits": Program(
+        ("d = F.dropout(u.T.contiguous(), 0.4)", "torch.randn(4, 4, dtype=D, out=o)"),
+        8,
+        4,
+        data=541,
+    ),
+    "made by sizes alone of one batch, and read by another": Program(
+        ("c = F.embedding(y, w)", "m = o.new_zeros(6, 4)", "d = torch.randn_like(c[:, :1]) * m"),
+        n_rows=6,
+        n_others=4,
+        data=428,
+    ),
+    "a view taken again for a call that has no row": Program(
+        (
+            "h = t * w[:, :1]",
+            "v2 = h.hsplit(2)[0]",
+            "m4 = torch.full_like(h, -1.5)",
+            "v2.T[0] = 0.25",
+            "o7 = torch.zeros_like(torch.special.chebyshev_polynomial_u(v2, m4))",
+        ),
+        n_rows=2,
+        n_others=9,
+        data=851,
+    ),
+    "a view of a number with gaps that joins its rows with another dim": Program(
+        (
+            "h = p * w[0, 0]",
+            "a = h.select(-1, 1)",
+            "with torch.no_grad(): torch.min(a, 0, keepdim=True, out=(u, y))",
+            "with torch.no_grad(): b = a.view(-1)",
+        ),
+        n_rows=6,
+        n_others=9,
+        data=456,
+    ),
+    "the results of a call that failed are held": Program(
+        (
+            "bad = [x * 2]",
+            "try:\n    bad.append(bad[0][y + 99])\n    float(bad[1].sum())\n"
+            "except IndexError: pass",
+            "x[:, 2] = torch.arange(x.shape[0], dtype=D)",
+            "h = bad[0] @ w",
+        ),
+        n_rows=6,
+        n_others=4,
+        data=541,
+    ),
+    "a view is written after a failure that left something to wait": Program(
+        (
+            "b = x @ w",
+            "v = b[:, 0]",
+            "u = v.view(-1)",
+            "del b",
+            "bad = []\ntry:\n    bad.append(F.embedding(y + 9, w))\n    bad.append(x * 3)\n"
+            "    float(bad[0].sum())\nexcept IndexError: pass",
+            "with torch.no_grad(): v.add_(1)",
+            "r = u.sum().item()",
+            "with torch.no_grad(): v[:2].fill_(3)",
+            "q = u.detach() * 2",
+        ),
+        n_rows=6,
+        n_others=4,
+        data=541,
+    ),
     "an order without a gradient beside a quantile": Program(
         ("h = x @ w", "i = x.argsort(0)", "g = torch.quantile(h, 0.5)"), 6, 5, data=3
     ),

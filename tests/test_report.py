@@ -195,7 +195,9 @@ def test_a_model_that_ran_whole_is_not_hidden_by_what_came_after() -> None:
     number = int(line.rpartition(":")[2]) + 1
     assert whole.call == "Double.apply" and whole.line == f"{__file__}:{number}"
     assert whole.n_bytes == report.programs[0].n_bytes == 2 * 12 * 64 * 4
-    assert f"Double.apply ({whole.line}), with 2 other calls, made 6.0 KiB whole" in str(report)
+    assert (whole.n_calls, whole.is_recorded) == (report.programs[0].n_calls, False) == (2, False)
+    told = f"Double.apply ({whole.line}) made 2 calls with 6.0 KiB of results run whole"
+    assert told in str(report)
 
 
 def test_a_program_that_cannot_be_cut() -> None:
@@ -205,6 +207,65 @@ def test_a_program_that_cannot_be_cut() -> None:
         w = torch.ones(2, requires_grad=True)
         torch.autograd.grad((koila.lazy(torch.ones(7, 2)) * w).sum(), w, create_graph=True)
     assert ran() == [("autograd.grad()", 1)]
+
+
+@pytest.mark.parametrize(
+    "run, why",
+    [
+        (lambda out, w: out.sum().backward(create_graph=True), "create_graph=True keeps"),
+        (lambda out, w: torch.autograd.grad(out.sum(), w, create_graph=True), "create_graph=True"),
+        (
+            lambda out, w: torch.autograd.grad(out[0], w, torch.eye(2), is_grads_batched=True),
+            "is_grads_batched=True runs it under vmap",
+        ),
+        (lambda out, w: torch.autograd.grad(out.sum(), out), "inputs= has a value"),
+        (lambda out, w: torch.autograd.backward([out.sum(), w.sum()]), "other tensors too"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_that_runs_whole_is_told_and_logged(
+    run: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with its line and its reason."""
+    with koila.config(chunks=3), caplog.at_level(logging.WARNING, logger="koila"):
+        for _ in range(2):
+            w = torch.ones(2, requires_grad=True)
+            run(koila.lazy(torch.ones(7, 2)) * w, w)
+    (whole,) = koila.report().programs[-1].whole
+    assert why in whole.why and whole.n_calls > 0
+    assert whole.line.startswith(__file__)
+    (record,) = caplog.records
+    assert f"({whole.line}), since {whole.why}" in record.getMessage()
+
+
+def test_the_check_of_a_distribution_is_told_as_such() -> None:
+    with koila.config(chunks=3):
+        mean = koila.lazy(torch.ones(7, 2)) * torch.ones(2, requires_grad=True)
+        torch.distributions.Normal(mean, 1.0)
+    assert ran() == [("the check of a distribution's arguments", 3)]
+
+
+def test_a_call_that_raised_is_told_with_those_before_it() -> None:
+    with koila.config(chunks=1):
+        x = koila.lazy(torch.ones(4, 5)) * 2
+        total = F.cross_entropy(x.tanh(), torch.full((4,), 7))
+        with pytest.raises(IndexError) as raised:
+            total.item()
+    assert "recorded at call 2," in str(raised.value.__notes__)
+    assert "failed: IndexError after 2 calls" in str(koila.report())
+
+
+@pytest.mark.parametrize(
+    "left, right, texts",
+    [
+        (64 * 2**20, 64 * 2**20 - 1024, ("64.000 MiB", "63.999 MiB")),
+        (2**20, 3 * 2**20, ("1.0 MiB", "3.0 MiB")),
+        (2048, 2047, ("2.000 KiB", "1.999 KiB")),
+        (5, 5, ("5 bytes", "5 bytes")),
+    ],
+)
+def test_two_sizes_that_differ_look_it(left: float, right: float, texts: tuple[str, str]) -> None:
+    assert reports.sizes(left, right) == texts
 
 
 def test_joints_are_told_with_their_bytes() -> None:

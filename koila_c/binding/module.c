@@ -50,13 +50,14 @@ core_bind(PyObject *module, PyObject *args)
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
              *check_draws = NULL, *move_on = NULL, *read = NULL, *in_transform = NULL,
              *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *note_live = NULL,
-             *note_ran = NULL, *device_of = NULL, *land = NULL, *choose = NULL, *record_out = NULL;
+             *note_ran = NULL, *device_of = NULL, *land = NULL, *choose = NULL, *record_out = NULL,
+             *settle = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
                           &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
                           &bind_hooks, &note_live, &note_ran, &device_of, &land, &choose,
-                          &record_out, &PyTuple_Type, &folders, &reductions) ||
+                          &record_out, &settle, &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -76,6 +77,7 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.record_out, Py_NewRef(record_out));
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
+    Py_XSETREF(kl_py.settle, Py_NewRef(settle));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
     Py_XSETREF(kl_py.in_transform, Py_NewRef(in_transform));
     Py_XSETREF(kl_py.run_again, Py_NewRef(run_again));
@@ -101,7 +103,8 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
-     "note_live, note_ran, device_of, land, choose_attention, record_out, folders, reductions, /)"
+     "note_live, note_ran, device_of, land, choose_attention, record_out, settle, folders, "
+     "reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,
@@ -125,6 +128,9 @@ static PyMethodDef functions[] = {
      "real($module, lazy, /)\n--\n\nThe real tensor of a lazy, or None while it is pending."},
     {"is_input", core_is_input, METH_O,
      "is_input($module, lazy, /)\n--\n\nWhether lazy() made it."},
+    {"rows_dim", core_rows_dim, METH_O,
+     "rows_dim($module, lazy, /)\n--\n\nThe dim of its rows alone; -1: it has none, -2: a part of "
+     "a dim."},
     {"describe", core_describe, METH_O,
      "describe($module, tensor, /)\n--\n\n"
      "(dtype, shape, strides or None, requires_grad, device number) of a lazy or a real tensor; "
@@ -176,6 +182,11 @@ static PyMethodDef functions[] = {
      "Raise where a value made outside of run() is not what inference promised."},
     {"deliver", kl_stage_deliver, METH_VARARGS,
      "deliver($module, value, tensor, is_final, /)\n--\n\nGive a value its number."},
+    {"failed", kl_failure_failed, METH_O,
+     "failed($module, error, /)\n--\n\nLet an error stand for the call at which a run stopped."},
+    {"cut", kl_stage_cut, METH_VARARGS,
+     "cut($module, value, tensor, /)\n--\n\nMake a value a leaf, of which only the number is "
+     "left."},
     {"value", kl_program_value, METH_VARARGS,
      "value($module, id, /)\n--\n\n"
      "(dtype, shape, requires_grad, place, rows, real tensor or None, number or None) of a value."},
@@ -216,7 +227,7 @@ static PyMethodDef functions[] = {
     {"set_busy", core_set_busy, METH_O,
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"outdated", kl_stale_outdated, METH_NOARGS,
-     "outdated($module, /)\n--\n\nValues with a number that cannot be made again."},
+     "outdated($module, /)\n--\n\nValues with a number that cannot be made again: all, or some."},
     {"forget_left", kl_stale_forget_left, METH_NOARGS,
      "forget_left($module, /)\n--\n\n"
      "Drop the numbers of values with a gradient that no lazy stands for any more."},

@@ -116,6 +116,7 @@ struct Tape {
     KlInferred inferred; /* scratch of the recorder */
     bool is_running;     /* a replay is under way, or a call is being recorded */
     bool is_kept;        /* a run in chunks left it open: what its leaves were may be gone by now */
+    KlNodeId raised;     /* the call at which the last run in chunks stopped; KL_ID_NONE */
     PyObject *memo; /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
 
@@ -171,6 +172,7 @@ typedef struct KlPyState {
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *record_out;              /* koila.outs.record: a call that writes to out= */
+    PyObject *settle;                  /* koila.numbers.settle_outdated */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
@@ -278,7 +280,9 @@ PyObject *kl_stale_pointer(PyObject *tensor);
 int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
-/* outdated() -> values with a number that cannot be made again, for a leaf of theirs has changed. */
+/* outdated() -> (all, some): values with a number that cannot be made again, for a leaf of theirs has
+ * changed. The first where all such have their number; the second where pending calls read such, and the
+ * number is enough. */
 PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 /* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
  * it was, makes it again. */
@@ -421,6 +425,10 @@ int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *
 
 /* The exception in flight, which stays, is why node `id` and what reads it have no number. */
 void kl_failure_keep(Tape *tape, KlNodeId id);
+/* Node `id` raised the exception that is set: it is told where the call was recorded, and all that depends
+ * on the call has no number. */
+void kl_failure_set(Tape *tape, KlNodeId id);
+PyObject *kl_failure_failed(PyObject *module, PyObject *error);
 /* Raise what was kept; NULL: in words of our own. */
 void kl_failure_raise(PyObject *error);
 /* Borrowed: what was kept for a value whose call failed, or NULL. */
@@ -465,6 +473,10 @@ int kl_context_switch(KlContextSwitch *context, uint32_t id);
 /* Restores what was in force; keeps an exception that is already set, and then returns -1. */
 int kl_context_end(KlContextSwitch *context);
 bool kl_context_is_autocast(uint32_t id);
+/* Leave inference mode, if it is on, until kl_context_end_outside gets what this returns; NULL on failure.
+ * An exception that is set by then stays. */
+PyObject *kl_context_leave_inference(void);
+void kl_context_end_outside(PyObject *guard);
 /* note_attention(setting): which kernels attention may use, by a number of koila.attention's. */
 PyObject *kl_context_note_attention(PyObject *module, PyObject *setting);
 /* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
@@ -564,6 +576,7 @@ PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 
 PyObject *kl_stage_run(PyObject *module, PyObject *args);
 PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
+PyObject *kl_stage_cut(PyObject *module, PyObject *args);
 
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 

@@ -224,6 +224,37 @@ infer_cast(const KlCall *call, const Context *context, KlInferred *inferred, KlS
     return status;
 }
 
+PyObject *
+kl_context_leave_inference(void)
+{
+    bool is_direct = direct.is_inference_enabled != NULL;
+    int is_on =
+        is_direct ? direct.is_inference_enabled() : call_bool(state.is_inference_enabled, NULL);
+    if (is_on <= 0) {
+        return is_on < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    PyObject *guard = PyObject_CallOneArg(state.inference_mode, Py_False);
+    PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
+    if (entered == NULL) {
+        Py_CLEAR(guard);
+    }
+    Py_XDECREF(entered);
+    return guard;
+}
+
+void
+kl_context_end_outside(PyObject *guard)
+{
+    if (guard != NULL && guard != Py_None) {
+        PyObject *type = NULL, *value = NULL, *traceback = NULL;
+        PyErr_Fetch(&type, &value, &traceback);
+        PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
+        Py_XDECREF(left);
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_XDECREF(guard);
+}
+
 KlStatus
 kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                  KlError *error)

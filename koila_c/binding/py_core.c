@@ -103,6 +103,20 @@ core_is_input(PyObject *module, PyObject *object)
 }
 
 PyObject *
+core_rows_dim(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    bool is_attached = value->tape != NULL;
+    KlPlace place = is_attached ? value->tape->core.values[value->id].meta.place : value->place;
+    bool is_alone = place.outer == 1 && place.inner == 1;
+    return PyLong_FromLong(!kl_place_is_rows(&place) ? -1 : is_alone ? place.dim : -2);
+}
+
+PyObject *
 core_is_pending_here(PyObject *module, PyObject *object)
 {
     (void)module;

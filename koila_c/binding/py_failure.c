@@ -22,6 +22,51 @@ kl_failure_keep(Tape *tape, KlNodeId id)
     PyErr_Restore(type, value, traceback);
 }
 
+/* Tell where the failing call was recorded: its traceback starts at the replay. */
+static void
+add_note(Tape *tape, KlNodeId id)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *where = kl_source_where(tape, id);
+    PyObject *note = where != NULL ? PyUnicode_FromFormat("koila: recorded at %U", where) : NULL;
+    PyObject *result =
+        note != NULL && value != NULL ? PyObject_CallMethod(value, "add_note", "O", note) : NULL;
+    Py_XDECREF(result);
+    Py_XDECREF(note);
+    Py_XDECREF(where);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+}
+
+void
+kl_failure_set(Tape *tape, KlNodeId id)
+{
+    add_note(tape, id);
+    kl_failure_keep(tape, id);
+    kl_tape_set_failed(&tape->core, id);
+}
+
+/* failed(error) -> bool: whether a call raised it in the last run in chunks, for which it then stands. */
+PyObject *
+kl_failure_failed(PyObject *module, PyObject *error)
+{
+    (void)module;
+    Tape *tape = kl_tape_open_or_null();
+    KlNodeId id = tape != NULL ? tape->raised : KL_ID_NONE;
+    if (id == KL_ID_NONE || id >= tape->core.n_nodes) {
+        return Py_NewRef(Py_False);
+    }
+    tape->raised = KL_ID_NONE;
+    PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    kl_failure_set(tape, id);
+    PyErr_Clear();
+    kl_tape_abandon_from(&tape->core, id);
+    kl_tape_give_up(tape);
+    return Py_NewRef(Py_True);
+}
+
 void
 kl_failure_raise(PyObject *error)
 {

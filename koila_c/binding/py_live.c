@@ -161,24 +161,6 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     return 0;
 }
 
-/* Tell where the failing call was recorded: its traceback starts at the replay. */
-static void
-add_note(Tape *tape, KlNodeId id)
-{
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *where = kl_source_where(tape, id);
-    PyObject *note = where != NULL ? PyUnicode_FromFormat("koila: recorded at %U", where) : NULL;
-    PyObject *result =
-        note != NULL && value != NULL ? PyObject_CallMethod(value, "add_note", "O", note) : NULL;
-    Py_XDECREF(result);
-    Py_XDECREF(note);
-    Py_XDECREF(where);
-    PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
-}
-
 /* As in eager, what depends on a call that raised does not exist; the rest does. */
 static void
 note_failed(Tape *tape, KlNodeId id)
@@ -188,9 +170,7 @@ note_failed(Tape *tape, KlNodeId id)
     if (!is_error && node->writes == 0 && node->leaf_writes == 0 && !node->is_random) {
         return; /* an interrupt: it can be made again */
     }
-    add_note(tape, id);
-    kl_failure_keep(tape, id);
-    kl_tape_set_failed(&tape->core, id);
+    kl_failure_set(tape, id);
 }
 
 /* The call that needs what waits, while this thread runs it; borrowed. */
@@ -224,6 +204,34 @@ draw_what_waits(void)
     PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
     Py_XDECREF(moved);
     PyErr_Restore(type, value, traceback); /* in place of an error of its own */
+}
+
+/* A run stopped, and the tape stays open for what waits. What had run leaves it, as it leaves a tape that is
+ * closed: a later write or view goes on from its tensor, for the values on the way there are gone. What still
+ * waits for it is watched from now on, as readers of any other tensor are. */
+static void
+release_what_ran(Tape *tape)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        const KlValue *value = &tape->core.values[i];
+        KlPyValue *entry = &tape->values[i];
+        if (value->node == KL_ID_NONE || !tape->core.nodes[value->node].is_done ||
+            entry->real == NULL) {
+            continue;
+        }
+        Value *handle = entry->handle;
+        if (handle != NULL) {
+            entry->handle = NULL;
+            tape->core.values[i].is_wanted = false;
+            kl_lazy_detach(handle, entry->real);
+        }
+        if (value->n_pending > 0) {
+            kl_tape_cut(&tape->core, (KlValueId)i);
+            kl_tape_refresh_leaf(tape, (KlValueId)i);
+        } else {
+            Py_CLEAR(entry->real);
+        }
+    }
 }
 
 static int
@@ -270,6 +278,7 @@ run_tape(Tape *tape)
         if (result < 0) {
             draw_what_waits();
             kl_tape_abandon(&tape->core, true);
+            release_what_ran(tape);
         }
         if (note_ran(n_calls, n_bytes) < 0) {
             result = -1;
@@ -361,6 +370,18 @@ kl_live_read(Value *value)
     return is_read > 0 || real != NULL ? 0 : -1;
 }
 
+/* What a run in chunks gave a number, and no run can make again, has but that. */
+static int
+settle(const Tape *tape)
+{
+    if (!tape->is_kept || tape->is_running || tape != kl_tape_open_or_null()) {
+        return 0;
+    }
+    PyObject *settled = PyObject_CallNoArgs(kl_py.settle);
+    Py_XDECREF(settled);
+    return settled != NULL ? 0 : -1;
+}
+
 PyObject *
 kl_live_force(Value *value)
 {
@@ -369,8 +390,9 @@ kl_live_force(Value *value)
         if (kl_turn_begin(&turn, value->tape) < 0) {
             return NULL;
         }
-        int result = 0;
-        if (value->tape == turn.tape) { /* else another thread has run it meanwhile */
+        int result = settle(turn.tape);
+        if (result == 0 &&
+            value->tape == turn.tape) { /* else another thread has run it meanwhile */
             KlValueId current = KL_ID_NONE;
             kl_tape_ask(&turn.tape->core, value->id);
             result = kl_tape_attach(turn.tape, value, &current);

@@ -386,9 +386,11 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     if (needs_graph < 0 || (!is_pure && run_before_write(args, out) < 0)) {
         return NULL;
     }
+    if (draw_before(function) < 0) {
+        return NULL; /* also where its lazies have their tensors, and nothing runs for it */
+    }
     if (needs_graph == 0) {
-        PyObject *result =
-            draw_before(function) < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+        PyObject *result = kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
         if (result != Py_NotImplemented) {
             return result;
         }

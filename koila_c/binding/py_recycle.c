@@ -114,12 +114,24 @@ make_empty(void)
                                0);
 }
 
+/* A placeholder made in inference mode would be an inference tensor, here and wherever it is used again. */
+static PyObject *
+make(KlPlaceholder kind)
+{
+    PyObject *guard = kl_context_leave_inference();
+    PyObject *made = guard == NULL                  ? NULL
+                     : kind == KL_PLACEHOLDER_EMPTY ? make_empty()
+                                                    : make_number(kind);
+    kl_context_end_outside(guard);
+    return made;
+}
+
 PyObject *
 kl_recycle_take(KlPlaceholder kind)
 {
     Dead *dead = &state.dead[kind];
     if (dead->n == 0) {
-        return kind == KL_PLACEHOLDER_EMPTY ? make_empty() : make_number(kind);
+        return make(kind);
     }
     PyObject *object = dead->objects[--dead->n];
     _Py_NewReference(object);

@@ -353,6 +353,7 @@ kl_stage_run(PyObject *module, PyObject *args)
         return NULL;
     }
     context.is_grad_off = is_grad_off;
+    run.tape->raised = KL_ID_NONE;
     for (size_t i = 0; i < run.tape->core.n_nodes; i++) {
         run.has_writes = run.has_writes || run.tape->core.nodes[i].writes != 0;
     }
@@ -361,6 +362,9 @@ kl_stage_run(PyObject *module, PyObject *args)
         status = PyErr_CheckSignals();
         if (status == 0) {
             status = run_one(&run, PyList_GET_ITEM(nodes, i), &context);
+            bool is_of_call = status < 0 && run.node != NULL;
+            run.tape->raised =
+                is_of_call ? (KlNodeId)(run.node - run.tape->core.nodes) : KL_ID_NONE;
         }
         if (status == 0) {
             status = drop_dead(&run, PyList_GET_ITEM(drops, i));
@@ -401,5 +405,27 @@ kl_stage_deliver(PyObject *module, PyObject *args)
         tape->core.values[id].is_wanted = false;
         kl_lazy_detach(handle, tensor);
     }
+    return Py_NewRef(Py_None);
+}
+
+/* cut(value, tensor): the number of a value, which is a leaf from now on. */
+PyObject *
+kl_stage_cut(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    PyObject *tensor = NULL;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "O&O!:cut", kl_py_id, &id, kl_py.tensor_base, &tensor)) {
+        return NULL;
+    }
+    if (id >= tape->core.n_values) {
+        return PyErr_Format(PyExc_IndexError, "cut: there is no value %u", id);
+    }
+    Py_XSETREF(tape->values[id].real, Py_NewRef(tensor));
+    Py_CLEAR(tape->values[id].number);
+    kl_tape_cut(&tape->core, id);
+    kl_tape_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);
 }

@@ -262,10 +262,30 @@ reads_lost(const KlTape *core, const KlNode *node, const bool *lost)
     return result;
 }
 
-/* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed.
- * 0: there are some that have none; -1 on failure. */
 static int
-find_outdated(const Tape *tape, bool *lost, PyObject *list)
+append_id(PyObject *list, KlValueId value)
+{
+    PyObject *id = PyLong_FromUnsignedLong(value);
+    int status = id != NULL ? PyList_Append(list, id) : -1;
+    Py_XDECREF(id);
+    return status;
+}
+
+/* Whether a value's number can stand for it: it is no part of other memory, which a write might have to
+ * reach, and is still what it was. */
+static bool
+is_enough(const Tape *tape, KlValueId value)
+{
+    const KlPyValue *entry = &tape->values[value];
+    return entry->number != NULL && tape->core.values[value].view_of == KL_ID_NONE &&
+           kl_stale_version(entry->number) == entry->version;
+}
+
+/* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed.
+ * 0: there are some that have none; -1 on failure. Cutting: list those whose number is enough for what
+ * reads them. */
+static int
+find_outdated(const Tape *tape, bool *lost, PyObject *list, bool is_cutting)
 {
     const KlTape *core = &tape->core;
     for (size_t i = 0; i < core->n_values; i++) {
@@ -280,17 +300,18 @@ find_outdated(const Tape *tape, bool *lost, PyObject *list)
         bool is_outdated = reads_lost(core, node, lost);
         for (uint32_t k = 0; k < node->n_outs && is_outdated; k++) {
             KlValueId out = node->first_out + k;
-            lost[out] = true;
-            if (tape->values[out].handle == NULL) {
+            if (core->values[out].node != i) {
+                continue; /* it was cut */
+            }
+            bool is_known = is_cutting ? is_enough(tape, out) : tape->values[out].number != NULL;
+            lost[out] = !is_cutting || !is_known;
+            if (tape->values[out].handle == NULL && !is_cutting) {
                 continue;
             }
-            if (tape->values[out].number == NULL) {
+            if (!is_known && !is_cutting) {
                 return 0;
             }
-            PyObject *id = PyLong_FromUnsignedLong(out);
-            int status = id != NULL ? PyList_Append(list, id) : -1;
-            Py_XDECREF(id);
-            if (status < 0) {
+            if (is_known && append_id(list, out) < 0) {
                 return -1;
             }
         }
@@ -304,9 +325,10 @@ kl_stale_outdated(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     Tape *tape = kl_tape_open_or_null();
-    PyObject *list = PyList_New(0);
-    if (tape == NULL || list == NULL) {
-        return list;
+    PyObject *list = PyList_New(0), *cuts = PyList_New(0);
+    int status = list != NULL && cuts != NULL ? 1 : -1;
+    if (tape == NULL || status < 0) {
+        goto done;
     }
     bool is_due = kl_tape_has_draw(&tape->core); /* an effect that nothing else asks for */
     for (size_t i = tape->core.n_done; i < tape->core.n_nodes; i++) {
@@ -320,12 +342,17 @@ kl_stale_outdated(PyObject *module, PyObject *ignored)
     bool *lost = tape->is_kept && tape->core.n_done < tape->core.n_nodes
                      ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost))
                      : NULL;
-    int status = lost != NULL ? find_outdated(tape, lost, list) : 1;
-    kl_alloc_free(lost);
-    if (status < 0) {
-        Py_CLEAR(list);
-    } else if (status == 0) {
-        Py_XSETREF(list, PyList_New(0));
+    if (lost != NULL) {
+        status = find_outdated(tape, lost, list, false);
     }
-    return list;
+    if (status == 0) { /* a new call reads one, or an old one has not run */
+        status = PyList_SetSlice(list, 0, PyList_GET_SIZE(list), NULL);
+        status = status == 0 ? find_outdated(tape, lost, cuts, true) : status;
+    }
+    kl_alloc_free(lost);
+done:;
+    PyObject *result = status < 0 ? NULL : PyTuple_Pack(2, list, cuts);
+    Py_XDECREF(cuts);
+    Py_XDECREF(list);
+    return result;
 }

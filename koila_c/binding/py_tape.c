@@ -461,6 +461,7 @@ kl_tape_open(void)
         return NULL;
     }
     kl_tape_init(&tape->core);
+    tape->raised = KL_ID_NONE;
     /* The collector may have run, and a finalizer that made one. */
     PyObject *kept = PyDict_SetDefault(thread, (PyObject *)kl_py.tape_type, (PyObject *)tape);
     Py_DECREF(tape);

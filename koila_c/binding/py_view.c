@@ -105,9 +105,9 @@ kl_view_is_detached(const Tape *tape, KlValueId value)
 
 /* What inference found of a view's node, of `source` as it is now. */
 static int
-infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source, KlPlace *places)
+infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source, KlPlace *places,
+            KlInferred *inferred)
 {
-    KlInferred *inferred = &tape->inferred;
     KlError error;
     if (kl_infer_reserve_outs(inferred, node->n_outs, &error) != KL_OK) {
         (void)kl_py_raise(&error);
@@ -146,20 +146,20 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     const KlNode node = tape->core.nodes[old.node];
     KlPyNode call = {0};
     KlNodeId id = KL_ID_NONE;
-    KlPlace *places = tape->inferred.split.places;
+    KlInferred inferred = {0}; /* the tape's own may be that of a call which reads this view */
     if (find_inputs(tape, &node, old.view_of, source, now, again) < 0) {
         return -1;
     }
     const KlRecord record = {.row = node.row,
                              .inputs = now,
                              .n_inputs = node.n_inputs,
-                             .inferred = &tape->inferred,
+                             .inferred = &inferred,
                              .saves = node.saves,
                              .context = node.context,
                              .is_grad_enabled = node.is_grad_enabled,
                              .review_of = value,
                              .review_out = origin - node.first_out};
-    int result = infer_again(tape, &node, &old, source, again);
+    int result = infer_again(tape, &node, &old, source, again, &inferred);
     if (result == 0) {
         result = copy_call(tape, old.node, now, &call);
     }
@@ -170,7 +170,8 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
             kl_call_truncate(tape, call.first_slot);
         }
     }
-    tape->inferred.split.places = places;
+    inferred.split.places = NULL; /* they are not its own */
+    kl_infer_fini(&inferred);
     if (result == 0) {
         *current = tape->core.nodes[id].first_out + record.review_out;
     }

@@ -74,7 +74,7 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
             continue;
         }
         stages->node_stage[i] = 0;
-        for (uint32_t k = 0; k < node->n_inputs; k++) {
+        for (uint32_t k = 0; k < node->n_inputs && !node->is_open; k++) {
             KlValueId value = inputs[k].value;
             if (value != KL_ID_NONE) {
                 is_needed[value] = true;
@@ -104,6 +104,9 @@ is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
 static bool
 is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
+    if (node->is_open) {
+        return true; /* no number is read, and no rows: the bodies of all batches may have it */
+    }
     bool is_light =
         node->mode == KL_MODE_REDUCE || (node->row != NULL && kl_ops_is_light(node->row));
     if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->writes != 0 ||
@@ -364,7 +367,7 @@ build_imports(const KlTape *tape, KlStages *stages, KlError *error)
             }
             bool is_once = node->mode == KL_MODE_ONCE;
             KlImport import = {.value = input->value,
-                               .place = is_once ? KL_PLACE_WHOLE : input->place,
+                               .place = is_once || node->is_open ? KL_PLACE_WHOLE : input->place,
                                .is_range = !is_once && k < 64 && (node->row_ranges >> k & 1) != 0};
             import.place.axis = kl_tape_axis_find(tape, import.place.axis);
             status = add_import(stages, &import, newest_of, next_of,

@@ -356,7 +356,7 @@ find_reached(KlTape *tape)
         KlValue *outs = &tape->values[node->first_out];
         bool is_reached = node->writes != 0 && tape->storages[outs->storage].is_held;
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            is_reached = is_reached || outs[k].is_reached;
+            is_reached = is_reached || (outs[k].is_reached && outs[k].node == i); /* not cut */
         }
         node->is_dead_draw = !is_reached && kl_tape_waits_to_draw(node);
         is_reached = is_reached || node->is_dead_draw;
@@ -396,6 +396,13 @@ kl_tape_ask(KlTape *tape, KlValueId value)
 }
 
 void
+kl_tape_cut(KlTape *tape, KlValueId value)
+{
+    tape->values[value].node = KL_ID_NONE;
+    tape->values[value].state = KL_STATE_LIVE;
+}
+
+void
 kl_tape_abandon(KlTape *tape, bool is_abandoned)
 {
     for (size_t i = 0; i < tape->n_nodes; i++) {
@@ -403,11 +410,21 @@ kl_tape_abandon(KlTape *tape, bool is_abandoned)
     }
 }
 
-static bool
-is_any_out_reached(const KlTape *tape, const KlNode *node)
+void
+kl_tape_abandon_from(KlTape *tape, KlNodeId first)
 {
+    for (size_t i = first; i < tape->n_nodes; i++) {
+        tape->nodes[i].is_abandoned = !tape->nodes[i].is_done;
+    }
+}
+
+static bool
+is_any_out_reached(const KlTape *tape, KlNodeId id)
+{
+    const KlNode *node = &tape->nodes[id];
     for (uint32_t k = 0; k < node->n_outs; k++) {
-        if (tape->values[node->first_out + k].is_reached) {
+        const KlValue *out = &tape->values[node->first_out + k];
+        if (out->is_reached && out->node == id) {
             return true;
         }
     }
@@ -421,7 +438,7 @@ kl_tape_retire(KlTape *tape, bool is_abandoned_only)
     for (size_t i = 0; i < tape->n_nodes; i++) {
         const KlNode *node = &tape->nodes[i];
         bool is_meant = node->is_abandoned || !is_abandoned_only;
-        if (is_meant && !node->is_done && !is_any_out_reached(tape, node)) {
+        if (is_meant && !node->is_done && !is_any_out_reached(tape, (KlNodeId)i)) {
             kl_tape_set_done(tape, (KlNodeId)i);
         }
     }
@@ -430,15 +447,16 @@ kl_tape_retire(KlTape *tape, bool is_abandoned_only)
 /* Whether a pending node's outputs are wanted without a gradient in their history, or it has an effect
  * that nothing will ask for. */
 static bool
-must_run_now(const KlTape *tape, const KlNode *node)
+must_run_now(const KlTape *tape, KlNodeId id)
 {
+    const KlNode *node = &tape->nodes[id];
     for (uint32_t k = 0; k < node->n_outs; k++) {
         const KlValue *out = &tape->values[node->first_out + k];
         if (out->state == KL_STATE_PENDING && out->is_wanted && !out->has_history) {
             return true;
         }
     }
-    return node->leaf_writes != 0 && !is_any_out_reached(tape, node);
+    return node->leaf_writes != 0 && !is_any_out_reached(tape, id);
 }
 
 bool
@@ -460,7 +478,7 @@ kl_tape_find_known(KlTape *tape)
             KlValue *out = &tape->values[node->first_out + k];
             out->has_history = has_gradient || out->meta.requires_grad;
         }
-        node->must_run = !node->is_done && !node->is_abandoned && must_run_now(tape, node);
+        node->must_run = !node->is_done && !node->is_abandoned && must_run_now(tape, (KlNodeId)i);
         has_any = has_any || node->must_run;
     }
     return has_any;

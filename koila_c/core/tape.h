@@ -169,8 +169,15 @@ void kl_tape_set_done(KlTape *tape, KlNodeId node);
 /* Node `node` failed: it and all that read its outputs, directly or not, are done without a number. */
 void kl_tape_set_failed(KlTape *tape, KlNodeId node);
 
+/* `value` has a number, which is all that is left of it: from now on it is a leaf, and what made it need not
+ * run again. */
+void kl_tape_cut(KlTape *tape, KlValueId value);
+
 /* A run raised: what is pending now waits until somebody asks for it by name. */
 void kl_tape_abandon(KlTape *tape, bool is_abandoned);
+
+/* The same of what was recorded from node `first` on: eager never came to it. */
+void kl_tape_abandon_from(KlTape *tape, KlNodeId first);
 
 /* Somebody asks for `value`: what was abandoned is pending again, if that is among it. */
 void kl_tape_ask(KlTape *tape, KlValueId value);

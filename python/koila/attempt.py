@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from koila import _core, budget, draws, hooks, plan, reports
 from koila.config import get
-from koila.errors import NotInChunksError, is_out_of_memory, let_go
+from koila.errors import KoilaError, NotInChunksError, is_out_of_memory, let_go
 from koila.explain import told
 from koila.program import Program
 
@@ -59,7 +59,9 @@ def attempt(
             if not is_memory or planned.n_chunks >= most or is_pinned or is_forced:
                 if not is_memory:
                     draws.move_on()  # what is drawn from now on comes after it, as in eager
-                _core.abandon()
+                is_calls = isinstance(error, Exception) and not isinstance(error, KoilaError)
+                if is_memory or not is_calls or not _core.failed(error):
+                    _core.abandon()  # else it is known which call raised
                 if is_memory and not is_pinned and not is_forced:
                     del replay
                     let_go(error)

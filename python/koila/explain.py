@@ -145,18 +145,25 @@ def _log(where: str, text: str, *words: Any) -> None:
         _logger.warning(text, *words)
 
 
-def log_live(func: Any) -> None:
+def log_live(func: Any, why: str = "") -> None:
     """Say once, with the line, where a call that cannot be recorded runs all before it whole."""
     where = draws.user_line()
     if where in _logged or plan.is_whole():
         return
     _log(
         where,
-        "%s cannot be recorded (%s): what was recorded before it runs now, on the whole batch, and "
-        "koila saves no memory there",
+        "%s cannot be recorded (%s)%s: what was recorded before it runs now, on the whole batch, "
+        "and koila saves no memory there",
         reports.name_of(func),
         where,
+        f", since {why}" if why else "",
     )
+
+
+def decide_whole(func: Any, why: str) -> None:
+    """A call needs what was recorded whole: it is logged, and told by report()."""
+    log_live(func, why)
+    reports.give_reason(why)
 
 
 def _describe(program: Program, value: int) -> str:

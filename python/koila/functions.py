@@ -19,6 +19,7 @@ from koila import (
     handlers,
     hooks,
     meta,
+    numbers,
     outs,
     plain,
     reductions,
@@ -45,10 +46,10 @@ READS = frozenset(
 
 # Their answer follows from metadata: a stand-in without memory gives it.
 QUERIES = frozenset(
-    """is_floating_point is_complex is_signed is_contiguous stride storage_offset element_size
+    """is_floating_point is_complex is_signed is_contiguous stride element_size
     itemsize nbytes layout is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_conj is_neg
     is_distributed is_same_size numel nelement dim ndimension size shape dtype ndim names
-    _is_view dim_order __len__ is_tensor""".split()
+    dim_order __len__ is_tensor""".split()
 )
 
 # Asked on meta tensors, these promise what the real call does not keep.
@@ -205,6 +206,7 @@ def register_all() -> None:
         devices.land,
         attention.choose,
         outs.record,
+        numbers.settle_outdated,
         draws.INSIDE,
         reductions.known(),
     )

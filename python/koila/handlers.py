@@ -14,6 +14,7 @@ from koila import (
     composed,
     devices,
     draws,
+    explain,
     hooks,
     meta,
     plan,
@@ -21,6 +22,7 @@ from koila import (
     reports,
     turned,
 )
+from koila.program import Info
 
 LazyTensor = _core.LazyTensor
 
@@ -29,7 +31,11 @@ def _is_pending(obj: Any) -> bool:
     return type(obj) is LazyTensor and _core.real(obj) is None
 
 
-def _stand_in(obj: Any) -> Any:
+#: What is asked of how a tensor lies in memory.
+_OF_LAYOUT = frozenset(("stride", "is_contiguous", "dim_order"))
+
+
+def _stand_in(obj: Any, is_of_layout: bool) -> Any:
     """A tensor without memory that answers like a pending lazy; None where that is not known."""
     if type(obj) is not LazyTensor:
         return obj
@@ -40,12 +46,15 @@ def _stand_in(obj: Any) -> Any:
     if description is None:
         return None
     dtype, shape, strides, requires_grad, _ = description
-    return None if strides is None else meta.stand_in(dtype, shape, strides, requires_grad)
+    if strides is None and is_of_layout:
+        return None
+    return meta.stand_in(dtype, shape, strides, requires_grad)
 
 
 def query(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer from metadata; nothing is computed where strides are known."""
-    stand_ins = tuple(_stand_in(arg) for arg in args)
+    """Answer from metadata; nothing is computed, unless strides are asked for and not known."""
+    is_of_layout = getattr(func, "__name__", "") in _OF_LAYOUT
+    stand_ins = tuple(_stand_in(arg, is_of_layout) for arg in args)
     if any(new is None and old is not None for new, old in zip(stand_ins, args, strict=True)):
         return _core.live_with_all(func, args, kwargs, True)
     return func(*stand_ins, **kwargs)
@@ -207,10 +216,25 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         done = _backward_in_chunks(_words(names, args, kwargs), "tensors", "grad_tensors")
     if done is not NotImplemented:
         return
+    _tell_why(func, _words(names, args, kwargs), names[0])
     try:
         _core.live(func, args, kwargs, True)
     finally:
         _core.note_backward()
+
+
+def _tell_why(func: Callable[..., Any], words: dict[str, Any], root: str) -> None:
+    """Why a backward cannot run in chunks, if that is not told yet."""
+    if reports.is_decided() or not any(map(_is_pending, _listed(words[root]))):
+        return
+    why = "it starts from other tensors too, or in a way that is not run in chunks"
+    if words.get("create_graph"):
+        why = "create_graph=True keeps autograd's graph of the whole batch"
+    elif words.get("is_grads_batched"):
+        why = "is_grads_batched=True runs it under vmap"
+    elif any(map(_is_pending, _listed(words.get("inputs")))):
+        why = "inputs= has a value that is still to be computed"
+    explain.decide_whole(func, why)
 
 
 _GRAD_WORDS: tuple[str, ...] = (
@@ -259,9 +283,11 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _grad_in_chunks(_words(_GRAD_WORDS, args, kwargs))
+    words = _words(_GRAD_WORDS, args, kwargs)
+    found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found
+    _tell_why(func, words, "outputs")
     try:
         return _core.live(func, args, kwargs, True)
     finally:
@@ -286,6 +312,15 @@ def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """What a tensor that is there, as an input is, tells of itself: nothing runs for it."""
     real = _core.real(args[0])
     return live(func, args, kwargs) if real is None else func(real)
+
+
+def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whether, and from where on, a tensor is a part of other memory: what is new is none."""
+    value = _core.hook(args[0], False) if _is_pending(args[0]) else None
+    description = _core.describe(args[0]) if value is not None else None
+    if value is None or description is None or Info(*_core.value(value)).view is not None:
+        return of_tensor(func, args, kwargs)
+    return func(_empty_like(args[0]), *args[1:], **kwargs)
 
 
 def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -431,6 +466,8 @@ HANDLERS: dict[str, Handler] = {
     "_backward_hooks": of_graph,
     "output_nr": of_graph,
     "_version": of_tensor,
+    "storage_offset": of_memory,
+    "_is_view": of_memory,
     "detach_": detach_,
     "__repr__": represent,
     "backward": backward,

@@ -35,12 +35,24 @@ def _made_for(value: int) -> OrderedDict[Any, Any]:
     return made
 
 
+def _on_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of an input, and of what has run, autograd calls the hooks itself; what needs no gradient is
+    refused, in torch's own words, and nothing runs for that. For what else there is all that waits
+    runs whole, and is logged."""
+    real = _core.real(args[0])
+    if real is None and not args[0].requires_grad:
+        real = torch.empty(0)
+    if real is not None:
+        return func(real, *args[1:], **kwargs)
+    return _core.live_with_all(func, args, kwargs, True)
+
+
 @in_turn
 def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tensor.register_hook."""
     value = _core.hook(args[0])
     if value is None or len(args) != 2 or kwargs:
-        return _core.live(func, args, kwargs, True)
+        return _on_tensor(func, args, kwargs)
     hooks = _made_for(value)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = args[1]
@@ -52,7 +64,7 @@ def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     """Tensor.retain_grad."""
     value = _core.hook(args[0])
     if value is None:
-        _core.live(func, args, kwargs, True)
+        _on_tensor(func, args, kwargs)
     else:
         _made_for(value)[_RETAIN] = None
 

@@ -19,9 +19,17 @@ from koila import _core, patches, replay, reports
 from koila.numbers import settle_outdated
 
 _WHOLE = -1
+_PART = -2  # rows_dim(): the rows are a part of a dim
 
 
 _is_off: contextvars.ContextVar[bool] = contextvars.ContextVar("koila.off", default=False)
+
+
+class _Default(int):
+    """The dim of the rows where nothing was said: what is lazy already stays as it is."""
+
+
+_ZERO = _Default(0)
 
 
 class _State(threading.local):
@@ -140,7 +148,24 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
     return dim % tensor.dim()
 
 
-def lazy(*objs: Any, batch: Any = 0) -> Any:
+def _wrap_again(lazy_tensor: torch.Tensor, batch: Any, dim: int, path: str) -> torch.Tensor | None:
+    """What is lazy already, where its rows are as is asked for; None where it is but a tensor, and
+    is to be made lazy anew."""
+    known = _core.rows_dim(lazy_tensor)
+    if isinstance(batch, _Default) or known == dim:
+        return lazy_tensor
+    if _core.real(lazy_tensor) is not None:
+        return None
+    was = {_WHOLE: "without rows", _PART: "with its rows in a part of a dim"}
+    how = was.get(known, f"with batch={known}")
+    raise ValueError(
+        f"lazy: {path} is lazy already, {how}, and its graph waits to be run, which batch={batch} "
+        "cannot change; give batch= where the batch enters the program, or make its number lazy: "
+        f"koila.lazy(copy.deepcopy(x.detach()), batch={batch})"
+    )
+
+
+def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     """Make the tensors in `objs` lazy: calls on them are recorded and run when a value is needed.
 
     Args:
@@ -148,7 +173,8 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
             nested as you like; whatever is not a tensor passes through.
         batch: the dim that holds the rows: an int for all tensors, or a structure like that of
             `objs` with an int or None for each. A 0-dim tensor, or one marked None, is the same
-            for all rows.
+            for all rows. What is lazy already stays as it is, unless another dim is given: then a
+            tensor that is there is made lazy anew, and one still to be computed is refused.
 
     Returns:
         The same structure with lazy tensors: one object for one argument, else a tuple.
@@ -158,7 +184,8 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
             which tensors come back plain.
 
     Raises:
-        ValueError: the tensors disagree on the number of rows, or `batch` is no dim of one.
+        ValueError: the tensors disagree on the number of rows, `batch` is no dim of one, or it is
+            another than the one by which a value that is still to be computed is lazy.
 
     Example:
         >>> import torch, koila
@@ -208,9 +235,14 @@ def lazy(*objs: Any, batch: Any = 0) -> Any:
     axis = _core.new_axis()
 
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
-        if is_lazy(tensor):
-            return tensor
         dim = _dim_of(tensor, leaf_batch, path)
+        if is_lazy(tensor):
+            same = _wrap_again(tensor, leaf_batch, dim, path)
+            if same is not None:
+                return same
+            real = _core.real(tensor)
+            assert real is not None
+            tensor = real
         return _core.input(tensor, dim, axis, rows.get(path, 0))
 
     return _map(wrap, whole, batch, "input")

@@ -10,7 +10,7 @@ import torch
 from koila import _core, hooks, views
 from koila.cross import Cross
 from koila.program import Program
-from koila.spent import spent
+from koila.spent import outdated, spent
 from koila.threads import in_turn
 
 
@@ -83,10 +83,14 @@ class Numbers:
 @in_turn
 def settle_outdated() -> None:
     """What has a number, and whose parameters have changed since, keeps it and loses its graph."""
-    values = _core.outdated()
-    for value in values:
+    all_such, some = _core.outdated()
+    for value in (*all_such, *some):
         number, requires_grad = _core.value(value)[6], _core.value(value)[2]
         assert number is not None
-        _core.deliver(value, spent(number) if requires_grad else number, True)
-    if values:
+        number = outdated(number) if requires_grad else number
+        if all_such:
+            _core.deliver(value, number, True)
+        else:
+            _core.cut(value, number)
+    if all_such or some:
         _core.close()

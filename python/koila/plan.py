@@ -11,7 +11,7 @@ import torch
 from koila import _core, budget, config, draws, memory, steps, storages
 from koila.errors import MemoryLimitError
 from koila.program import Program, name_of_node, where_of_node
-from koila.reports import count
+from koila.reports import count, sizes
 from koila.rows import Bounds, largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
@@ -145,11 +145,11 @@ class Needs:
         if outside >= 2**20 / 10:
             others = f", as {outside / 2**20:.1f} MiB are held by tensors outside the program"
             free = "free some of these, "
+        needs, has = sizes(needed, left)
         return MemoryLimitError(
-            f"{name}: {at_a_time} needs {needed / 2**20:.1f} MiB ({int(needed)} bytes) beside what "
-            f"is there{fixed}, and {left / 2**20:.1f} MiB ({int(left)} bytes) are left{ran_out} "
-            f"({detail[3]}){others}; raise memory_limit, {free}or make the model or the sequence "
-            "smaller"
+            f"{name}: {at_a_time} needs {needs} ({int(needed)} bytes) beside what is there{fixed}, "
+            f"and {has} ({int(left)} bytes) are left{ran_out} ({detail[3]}){others}; raise "
+            f"memory_limit, {free}or make the model or the sequence smaller"
         )
 
 

@@ -37,6 +37,7 @@ class Node(NamedTuple):
     writes: int
     leaf_writes: int
     is_data: bool
+    is_open: bool  # made by sizes alone: of its inputs no number is read
     imports: tuple[int, ...]
     outs: range
 
@@ -126,7 +127,7 @@ class Program:
             for stage in self._stages_of(node):
                 self._at[stage].append(node)
             for number in node.imports:
-                if number >= 0:
+                if number >= 0 and not node.is_open:
                     self._readers[self.imports[number].value].append(node)
         self.runs = [run for stage in range(self.n_stages) for run in self._build(stage)]
         #: A write that cannot run by stages: the program runs whole.
@@ -332,6 +333,8 @@ class Program:
     def _numbers(self, node: Node, stage: int) -> list[int]:
         """The imports a node reads at a stage: an early part of a reduction sees only the
         scores' sizes."""
+        if node.is_open:
+            return []
         numbers = [number for number in node.imports if number >= 0]
         return numbers[1:] if node.mode == REDUCE and node.stage != stage else numbers
 
@@ -363,11 +366,14 @@ class Program:
         run.shadows = [
             self.nodes[i].imports[0] for i in run.parts if self.nodes[i].stage != run.stage
         ]
+        run.shadows += [self.nodes[i].imports[0] for i in run.nodes if self.nodes[i].is_open]
         for i in run.nodes:
             node = self.nodes[i]
             is_home = node.stage == run.stage
             for value in node.outs:
                 is_parts = i in run.parts and value == node.first_out
+                if self.is_leaf(value):
+                    continue  # it has its number; the node runs for another of its results
                 if is_parts or (i not in run.parts and is_home and self._leaves(value, run)):
                     run.exports.append(value)
                 if self.needs_gradient(value) and not self.is_leaf(value):

@@ -7,7 +7,8 @@ aliases, statistics are written on copies, the generator is put back if anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -138,7 +139,8 @@ class Replay:
             return self._settle_view(node, func(*args, **kwargs), args)
 
         def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            with torch.set_grad_enabled(is_graph):  # a write keeps the graph also under no_grad
+            # A write keeps the graph also under no_grad; what is written is no inference tensor.
+            with _outside_inference(), torch.set_grad_enabled(is_graph):
                 storage = storage.clone()
                 return views.take(self.program, value, storage, rows, is_graph), storage
 
@@ -395,6 +397,17 @@ class Replay:
         _core.close()
 
 
+@contextlib.contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Whoever reads in inference mode, what was recorded outside of it is not of that kind; calls
+    have their own mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch._C._InferenceMode(False), torch.set_grad_enabled(False):
+        yield
+
+
 def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
 ) -> tuple[Any] | None:
@@ -417,7 +430,8 @@ def _attempt(
         ran.keep(program)
         return (result,)
 
-    return _core.drawing(go) if program.is_drawing else go()
+    with _outside_inference():
+        return _core.drawing(go) if program.is_drawing else go()
 
 
 def _stage(
@@ -460,7 +474,7 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
 
     Known only: leave those with a gradient in their history. False: it has to run whole.
     """
-    with reports.Asking("a read" if caller is None else f"{reports.name_of(caller)}()"):
+    with reports.Asking("a read" if caller is None else reports.call_of(caller)):
         return _read(is_known_only)
 
 

@@ -39,6 +39,7 @@ class Whole:
         why: why it does not run by chunks.
         n_bytes: bytes of what was made whole, views not counted.
         n_calls: calls that made it: this one, and those whole because of it.
+        is_recorded: whether it is one of them; else it is a call that needs them whole.
     """
 
     call: str
@@ -46,8 +47,12 @@ class Whole:
     why: str
     n_bytes: int
     n_calls: int = 1
+    is_recorded: bool = True
 
     def __str__(self) -> str:
+        if not self.is_recorded:
+            made = f"{count(self.n_calls, 'call')} with {size(self.n_bytes)} of results"
+            return f"{self.call} ({self.line}) made {made} run whole: {self.why}"
         others = f", with {count(self.n_calls - 1, 'other call')}," if self.n_calls > 1 else ""
         return f"{self.call} ({self.line}){others} made {size(self.n_bytes)} whole: {self.why}"
 
@@ -118,10 +123,8 @@ class ProgramReport:
         yield f"{self.what} at {self.line}: {self._summary()}"
         if self.bytes_predicted is not None and self.bytes_allowed is not None:
             measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
-            yield (
-                f"    predicted {size(self.bytes_predicted)}, allowed {size(self.bytes_allowed)}, "
-                f"measured: {measured}"
-            )
+            predicted, allowed = sizes(self.bytes_predicted, self.bytes_allowed)
+            yield f"    predicted {predicted}, allowed {allowed}, measured: {measured}"
         yield from (f"    {stage}" for stage in self.stages)
         yield from (f"    whole: {entry}" for entry in self.whole[:_MOST_LISTED])
         if len(self.whole) > _MOST_LISTED:
@@ -219,6 +222,27 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.2f} GiB"
 
 
+def sizes(left: float, right: float) -> tuple[str, str]:
+    """Two sizes as texts, that differ where they do."""
+    texts = size(left), size(right)
+    digits, unit = 2, 2**20 if max(left, right) >= 2**20 else 2**10
+    name = "MiB" if unit == 2**20 else "KiB"
+    while texts[0] == texts[1] and left != right and digits < 7:
+        texts = f"{left / unit:.{digits}f} {name}", f"{right / unit:.{digits}f} {name}"
+        digits += 1
+    return texts
+
+
+#: What a user does not know by its name.
+_KNOWN_AS = {"_is_all_true": "the check of a distribution's arguments"}
+
+
+def call_of(func: Callable[..., Any]) -> str:
+    """What asks for numbers, as it is told: "item()"."""
+    name = name_of(func)
+    return _KNOWN_AS.get(name, f"{name}()")
+
+
 def name_of(func: Callable[..., Any]) -> str:
     """What a user calls it: of an attribute its name, of a custom function its class."""
     name = str(getattr(func, "__name__", func))
@@ -251,6 +275,7 @@ class _State(threading.local):
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this step
         self.asked: str | None = None
         self.decision: Decision | None = None
+        self.reason = ""
 
 
 _state = _State()
@@ -315,6 +340,16 @@ def note(ran: ProgramReport) -> None:
     _state.n_noted += 1
 
 
+def is_decided() -> bool:
+    """Whether it is known why the program that is about to run runs whole."""
+    return _state.decision is not None
+
+
+def give_reason(why: str) -> None:
+    """Remember why the next call needs what waits whole."""
+    _state.reason = why
+
+
 def decide(decision: Decision | None) -> None:
     """Remember why the program that is about to run runs whole."""
     _state.decision = decision
@@ -340,13 +375,14 @@ def note_whole(
         error: what the last of them raised.
     """
     decision, _state.decision = _state.decision, None
+    reason, _state.reason = _state.reason, ""
     line = user_line()
-    what = asked() if func is None or _state.asked is not None else f"{name_of(func)}()"
+    what = asked() if func is None or _state.asked is not None else call_of(func)
     if error is not None:
-        why = f"{error.__name__} in its call {n_calls}"
+        why = f"{error.__name__} after {count(n_calls - 1, 'call')}"
         note(ProgramReport(what, line, n_calls, n_chunks=0, why=why))
     elif n_calls > 0:
-        decision = decision or _undecided(func, line, n_calls, n_bytes)
+        decision = decision or _undecided(func, line, n_calls, n_bytes, reason)
         note(
             ProgramReport(
                 what,
@@ -361,14 +397,15 @@ def note_whole(
         )
 
 
-def _undecided(func: Callable[..., Any] | None, line: str, n_calls: int, n_bytes: int) -> Decision:
+def _undecided(
+    func: Callable[..., Any] | None, line: str, n_calls: int, n_bytes: int, reason: str
+) -> Decision:
     """Why calls ran whole without a plan: something needed them as eager has them."""
     if func is None:
         return Decision("it has to have run before what follows")
-    why = "it needs its arguments with their graph, and is not recorded"
-    return Decision(
-        f"for {name_of(func)}", whole=(Whole(name_of(func), line, why, n_bytes, n_calls + 1),)
-    )
+    why = reason or "it needs its arguments with their graph, and is not recorded"
+    name = name_of(func)
+    return Decision(f"for {name}", whole=(Whole(name, line, why, n_bytes, n_calls, False),))
 
 
 class Asking:

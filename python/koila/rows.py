@@ -44,22 +44,14 @@ def largest(rows: int, n_chunks: int, unit: int = 1) -> int:
     return max((stop - start for start, stop in grid(rows, n_chunks, unit)), default=0)
 
 
-def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
-    """Whether a range of `dim` is one block of memory, laid out as the whole is."""
-    stride = tensor.stride(dim)
-    return all(
-        size == 1 or other <= stride
-        for size, other in zip(tensor.shape, tensor.stride(), strict=True)
+def _goes_on(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether `dim` ends in memory where another begins: a view may join the two, and then cannot
+    of a part."""
+    end = tensor.stride(dim) * tensor.shape[dim]
+    return end > 0 and any(
+        size > 1 and stride == end
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _memory_order(strides: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -89,7 +81,7 @@ def zeros(
 def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:
     """Whether a chunk of a whole tensor is a view of it, and takes no memory."""
     _, dim, outer, _ = place
-    return outer == 1 and (_is_outermost(tensor, dim) or not _is_dense(tensor))
+    return outer == 1 and not _goes_on(tensor, dim)
 
 
 def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:

@@ -52,8 +52,10 @@ def _read_index(item: Any) -> Any:
         return slice(_read(item.start), _read(item.stop), _read(item.step))
     if type(item).__module__ == "numpy" and hasattr(item, "__array__") and item.ndim > 0:
         return torch.as_tensor(item.copy())  # torch looks at it as at any sequence
-    if isinstance(item, range) and item:  # likewise: x[range(len(y)), y]
-        return torch.arange(item.start, item.stop, item.step, device="cpu")
+    if isinstance(item, range):  # likewise: x[range(len(y)), y]
+        return torch.tensor(list(item), dtype=torch.int64, device="cpu")
+    if isinstance(item, list) and not item:
+        return torch.tensor([], dtype=torch.int64, device="cpu")
     if not isinstance(item, torch.Tensor) or item.dim() != 0 or item.dtype not in _INTS:
         return item
     return _read(item) if type(item) is LazyTensor else item.item()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+
+from koila.errors import StaleError
 
 
 @functools.cache
 def _anchor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The one leaf that every spent number of a type hangs on."""
-    return torch.ones((), dtype=dtype, device=device, requires_grad=True)
+    with torch._C._InferenceMode(False):  # whoever asks first, it serves all
+        return torch.ones((), dtype=dtype, device=device, requires_grad=True)
 
 
 def spent(number: torch.Tensor) -> torch.Tensor:
@@ -37,3 +41,25 @@ def spent(number: torch.Tensor) -> torch.Tensor:
     zero = torch.zeros((), dtype=number.dtype, device=number.device).expand_as(product)
     torch.autograd.grad(product, anchor, zero)
     return spread
+
+
+class _Outdated(torch.autograd.Function):
+    """A number whose graph read what has changed since."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return number.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise StaleError(
+            "backward: a value was read, a tensor that it was computed with was changed in place "
+            "after that, and only its number is left; call backward() before you change the tensor"
+        )
+
+
+def outdated(number: torch.Tensor) -> torch.Tensor:
+    """`number` with a graph behind it that raises: what it was computed with is another now."""
+    with torch.enable_grad():
+        result: torch.Tensor = _Outdated.apply(_anchor(number.dtype, number.device), number)
+    return result

@@ -146,7 +146,7 @@ class Sweep:
         }
 
     def _numbers(self, node: Node) -> list[int]:
-        return [number for number in node.imports if number >= 0]
+        return [number for number in node.imports if number >= 0 and not node.is_open]
 
     def _reads(self, node: Node) -> list[int]:
         return [self.program.imports[number].value for number in self._numbers(node)]

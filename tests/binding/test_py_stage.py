@@ -242,3 +242,16 @@ def test_a_number_that_nobody_waits_for() -> None:
     core.deliver(2, made, False)
     core.forget()
     assert sys.getrefcount(made) == n_before, "it goes with the tape"
+
+
+def test_a_value_is_cut() -> None:
+    """It is a leaf with that number, and the call that made it does not run any more."""
+    w = weight()
+    first = koila.lazy(batch()) * w
+    second = first + 1
+    core.cut(2, torch.ones(4, 3).double())
+    with torch.no_grad():
+        w.mul_(2)
+    assert core.close() is False
+    assert second.tolist() == torch.full((4, 3), 2.0).tolist()
+    assert first.tolist() == torch.ones(4, 3).tolist()

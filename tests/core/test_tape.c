@@ -331,6 +331,24 @@ test_retired_is_what_nobody_can_reach(void)
     program_fini(&p);
 }
 
+/* What made it is retired though its reader is wanted. */
+static void
+test_cut_is_a_leaf(void)
+{
+    Program p = {0};
+    (void)small_program(&p);
+    p.tape.values[2].is_wanted = true; /* exp reads relu */
+    kl_tape_retire(&p.tape, false);
+    CHECK(!p.tape.nodes[0].is_done && !p.tape.nodes[1].is_done);
+    kl_tape_cut(&p.tape, 1);
+    CHECK(value(&p, 1)->node == KL_ID_NONE && value(&p, 1)->state == KL_STATE_LIVE);
+    CHECK(value(&p, 1)->n_pending == 1);
+    kl_tape_retire(&p.tape, false);
+    CHECK(p.tape.nodes[0].is_done && !p.tape.nodes[1].is_done);
+    CHECK(value(&p, 0)->n_pending == 0 && p.tape.n_done == 1);
+    program_fini(&p);
+}
+
 /* A write counts where the user holds any value of that memory, though not the written one. */
 static void
 test_a_write_to_held_memory_stays(void)
@@ -539,6 +557,7 @@ main(void)
     test_done_from_the_front();
     test_failure_spreads_to_readers();
     test_retired_is_what_nobody_can_reach();
+    test_cut_is_a_leaf();
     test_a_write_to_held_memory_stays();
     test_known_is_what_is_wanted_without_gradient();
     test_parameters_without_grad_mode_are_no_history();

@@ -1,0 +1,125 @@
+"""A value that was read keeps its number where the weights it came from are changed by hand later,
+and new calls go on from that number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import koila
+from oracle import Lazy, assert_same_story
+from stories import N_ROWS, each_split_further, rows
+
+Story = Callable[[Tensor, Tensor, Tensor], Any]
+STORIES: dict[str, Story] = {}
+
+
+def add(story: Story) -> Story:
+    STORIES[story.__name__] = story
+    return story
+
+
+def _weights() -> tuple[Tensor, Tensor]:
+    w, other = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    return w, other
+
+
+def change(*weights: Tensor) -> None:
+    with torch.no_grad():
+        for weight in weights:
+            weight -= 0.1 * (weight if weight.grad is None else weight.grad)
+
+
+@add
+def read_twice(x: Tensor, w: Tensor, other: Tensor) -> Any:
+    h = x @ w
+    before = h.sum().item()
+    change(w)
+    return before, h.sum().item()
+
+
+@add
+def beside_a_backward(x: Tensor, w: Tensor, other: Tensor) -> Any:
+    h = x @ w
+    loss = (x @ other).pow(2).mean()
+    seen = [loss.item(), h.sum().item()]
+    loss.backward()
+    change(w, other)
+    return seen, h.sum().item(), other.grad
+
+
+@add
+def with_its_graph_retained(x: Tensor, w: Tensor, other: Tensor) -> Any:
+    h = x @ w
+    loss = (h @ other).pow(2).mean()
+    seen = [loss.item(), h.sum().item()]
+    loss.backward(retain_graph=True)
+    change(w, other)
+    return seen, h.sum().item(), (h * 2).mean().item(), w.grad
+
+
+@add
+def recorded_before_the_change(x: Tensor, w: Tensor, other: Tensor) -> Any:
+    h = x @ w
+    seen = h.sum().item()
+    twice, part = h * 2, h[:, :2]
+    change(w)
+    return seen, h.sum().item(), twice.sum().item(), part.tolist()
+
+
+@add
+def its_graph_cut_off(x: Tensor, w: Tensor, other: Tensor) -> Any:
+    h = x @ w
+    _ = h.sum().item()
+    change(w)
+    loss = (h.detach() @ other).pow(2).sum()
+    loss.backward()
+    return loss.item(), other.grad
+
+
+@add
+def written_later(x: Tensor, w: Tensor, other: Tensor) -> Any:
+    h = x @ w
+    part = h[:, 0]
+    _ = h.sum().item()
+    change(w)
+    with torch.no_grad():
+        h.add_(1)
+        h[0] = 2.0
+    return h.sum().item(), part.sum().item()
+
+
+@add
+def by_a_call_that_is_not_recorded(x: Tensor, w: Tensor, other: Tensor) -> Any:
+    h = x @ w
+    _ = h.sum().item()
+    change(w)
+    return torch.linalg.cond(h.detach()[:4]).tolist(), h.tolist()
+
+
+@pytest.mark.parametrize("name", STORIES)
+@each_split_further
+def test_numbers_stay(chunks: int | None, name: str) -> None:
+    def story(lazy: Lazy) -> Any:
+        w, other = _weights()
+        return STORIES[name](lazy(rows(4)), w, other)
+
+    assert_same_story(story, chunks)
+
+
+@pytest.mark.parametrize("chunks", [2, N_ROWS])
+def test_a_gradient_through_what_is_gone_is_refused(chunks: int) -> None:
+    """Eager has the old weight's graph still; what ran in chunks has only the number."""
+    w, other = _weights()
+    with koila.config(chunks=chunks):
+        h = koila.lazy(rows(4)) @ w
+        _ = h.sum().item()
+        change(w)
+        loss = (h @ other).pow(2).sum()
+        with pytest.raises(koila.StaleError, match=r"was read, .* changed in place after that"):
+            loss.backward()
+    assert w.grad is None

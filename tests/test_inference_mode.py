@@ -1,0 +1,88 @@
+"""What is recorded outside inference mode is no inference tensor, wherever it is read or
+written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from koila import spent
+from oracle import Lazy, assert_same_story
+from stories import each_split_further, rows
+
+
+def weight() -> torch.Tensor:
+    return torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+
+@each_split_further
+def test_written_in_it(chunks: int | None) -> None:
+    def story(lazy: Lazy) -> Any:
+        x, w = lazy(rows(4)), weight()
+        h, g = x @ w, (x * 2) @ w
+        with torch.inference_mode():
+            h[:2] = 0.5
+            g.masked_fill_(x > 0, x.mean())
+        (h.sum() + g.pow(2).sum()).backward()
+        return h, g, w.grad
+
+    assert_same_story(story, chunks)
+
+
+@each_split_further
+def test_read_in_it(chunks: int | None) -> None:
+    def story(lazy: Lazy) -> Any:
+        x, w = lazy(rows(4)), weight()
+        h = x @ w
+        with torch.inference_mode():
+            mean, plain = h.mean().item(), torch.zeros(4, dtype=torch.float64)
+            plain.add_(h[0])
+        (h * 2).pow(2).sum().backward()
+        return h, mean, plain.tolist(), w.grad, h.is_inference()
+
+    assert_same_story(story, chunks)
+
+
+@each_split_further
+def test_backward_in_it_leaves_nothing_behind(chunks: int | None) -> None:
+    """Weights change in it, and the numbers that are left are as good as others."""
+    spent._anchor.cache_clear()
+
+    def story(lazy: Lazy) -> Any:
+        x, w = lazy(rows(4)), weight()
+        h = x @ w
+        _ = h.sum().item()
+        with torch.no_grad():
+            w -= 0.1
+        with torch.inference_mode():
+            inside = torch.linalg.cond(h.detach()[:4]).tolist()
+        other = x @ w
+        other.sum().backward()
+        return inside, other, w.grad, h.sum().item()
+
+    assert_same_story(story, chunks)
+
+
+def test_the_anchor_of_spent_numbers_serves_all() -> None:
+    spent._anchor.cache_clear()
+    with torch.inference_mode():
+        assert not spent._anchor(torch.float64, torch.device("cpu")).is_inference()
+
+
+@each_split_further
+def test_lazies_that_were_made_in_it_are_used_again(chunks: int | None) -> None:
+    """An evaluation, and then a step with a checkpoint, which keeps what it is given."""
+
+    def story(lazy: Lazy) -> Any:
+        x, w = lazy(rows(4)), weight()
+        with torch.inference_mode():
+            made = [(x * i).sum() for i in range(300)]
+        seen = [made[0].item(), made[-1].item()]
+        del made
+        h = checkpoint(lambda a: (a @ w).tanh(), x * 2, use_reentrant=False)
+        h.sum().backward()
+        return seen, w.grad
+
+    assert_same_story(story, chunks)
