@@ -25,7 +25,8 @@ from outcome import How, Outcome, Program, assert_same_numbers, observe
 
 #: What an op can come to.
 CUT, NO_ROWS = "cut", "nothing to cut: no float64 sample of a few numbers that has a dim"
-NO_ROW, WHOLE = "no row in the op table", "a row, and whole by design"
+NO_ROW = "nothing of it waits: no row in the op table for its samples, or it gives its input back"
+WHOLE = "it has a row, by which none of its samples can be cut"
 
 KINDS = ("function", "in-place method")
 

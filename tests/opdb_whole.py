@@ -19,7 +19,8 @@ _NAMES = {
     torch.ops.aten._efficient_attention_forward torch.ops.aten._flash_attention_forward
     tril_indices triu_indices unravel_index view_as_real zeros
     """,
-    # They run at once, on the whole batch.
+    # Most run at once, on the whole batch. Those that the table knows by name: losses whose targets
+    # need a gradient, casts to what they are, draws that are made at once.
     NO_ROW: """
     H _batch_norm_with_update _chunk_cat _native_batch_norm_legit _segment_reduce.lengths
     _segment_reduce.offsets _softmax_backward_data _unsafe_masked_index
@@ -75,6 +76,7 @@ _NAMES = {
     trace transpose_copy trapezoid trapz triangular_solve unbind_copy unfold_copy uniform unique
     unique_consecutive unsqueeze_copy vdot view_as_complex view_copy
     """,
+    # Running statistics of the batch; samples of one row; products of rows by rows.
     WHOLE: """
     nn.functional.instance_norm nn.functional.pixel_shuffle nn.functional.pixel_unshuffle
     pca_lowrank svd_lowrank
