@@ -111,8 +111,7 @@ core_rows_dim(PyObject *module, PyObject *object)
         return NULL;
     }
     bool is_attached = value->tape != NULL;
-    KlPlace place =
-        is_attached ? value->tape->core.values[value->id].meta.place : value->place;
+    KlPlace place = is_attached ? value->tape->core.values[value->id].meta.place : value->place;
     bool is_alone = place.outer == 1 && place.inner == 1;
     return PyLong_FromLong(!kl_place_is_rows(&place) ? -1 : is_alone ? place.dim : -2);
 }
