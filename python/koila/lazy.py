@@ -148,14 +148,16 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
     return dim % tensor.dim()
 
 
-def _wrap_again(lazy_tensor: torch.Tensor, batch: Any, dim: int, path: str) -> torch.Tensor | None:
-    """What is lazy already, where its rows are as is asked for; None where it is but a tensor, and
-    is to be made lazy anew."""
+def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor:
+    """What is lazy already, where its rows are as is asked for; else the tensor that it stands for,
+    which is to be made lazy anew."""
     known = _core.rows_dim(lazy_tensor)
     if isinstance(batch, _Default) or known == dim:
-        return lazy_tensor
-    if _core.real(lazy_tensor) is not None:
-        return None
+        same: torch.Tensor = lazy_tensor
+        return same
+    real = _core.real(lazy_tensor)
+    if real is not None:
+        return real
     was = {_WHOLE: "without rows", _PART: "with its rows in a part of a dim"}
     how = was.get(known, f"with batch={known}")
     raise ValueError(
@@ -237,12 +239,9 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
         dim = _dim_of(tensor, leaf_batch, path)
         if is_lazy(tensor):
-            same = _wrap_again(tensor, leaf_batch, dim, path)
-            if same is not None:
-                return same
-            real = _core.real(tensor)
-            assert real is not None
-            tensor = real
+            tensor = _as_asked(tensor, leaf_batch, dim, path)
+            if is_lazy(tensor):
+                return tensor
         return _core.input(tensor, dim, axis, rows.get(path, 0))
 
     return _map(wrap, whole, batch, "input")

@@ -60,6 +60,7 @@ class _Outdated(torch.autograd.Function):
 
 def outdated(number: torch.Tensor) -> torch.Tensor:
     """`number` with a graph behind it that raises: what it was computed with is another now."""
+    anchor = _anchor(number.dtype, number.device)
     with torch.enable_grad():
-        result: torch.Tensor = _Outdated.apply(_anchor(number.dtype, number.device), number)
+        result: torch.Tensor = _Outdated.apply(anchor, number)  # type: ignore[no-untyped-call]
     return result
