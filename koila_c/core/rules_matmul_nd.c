@@ -202,11 +202,13 @@ save_folded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32
 }
 
 /* The same for an operand that is expanded to the batch of the output and then folded to three
- * dims. */
+ * dims: a copy is made for the other's gradient, or only while the product runs; and its own
+ * gradient is as large as that copy before it is summed. */
 static void
 save_expanded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg,
-              const KlMeta *meta, const KlMeta *out, int32_t n_out_batch)
+              const KlMeta *meta, bool is_kept, int32_t n_out_batch)
 {
+    const KlMeta *out = &result->outs[0];
     KlMeta expanded = *meta;
     KlMeta folded = {.n_dims = 1, .shape = {1}};
     int32_t shift = n_out_batch - n_batch(meta);
@@ -225,11 +227,20 @@ save_expanded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint
     }
     expanded.n_dims = n_out_batch + n_own;
     bool is_view = meta->is_strided && kl_rules_view_strides(&expanded, &folded);
+    int64_t n_elements = kl_meta_n_elements(&expanded);
+    int64_t n_bytes = n_elements * (int64_t)kl_meta_dtype_bytes(meta->dtype);
+    if (meta->requires_grad && n_elements > kl_meta_n_elements(meta)) {
+        saves->bytes_backward += n_bytes;
+    }
+    if (!is_kept) {
+        saves->bytes_workspace += is_view ? 0 : n_bytes;
+        return;
+    }
     if (is_view || !meta->is_strided) {
         kl_rules_save(call, saves, arg);
     }
     if (!is_view) {
-        kl_rules_save_new(result, saves, kl_meta_n_elements(&expanded), meta->dtype);
+        kl_rules_save_new(result, saves, n_elements, meta->dtype);
     }
 }
 
@@ -253,15 +264,14 @@ saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
         if (call->inputs[larger]->requires_grad) {
             kl_rules_save(call, saves, 1 - larger);
         }
+        if (!is_left_larger && left.n_dims == 2) { /* computed with rows and columns exchanged */
+            saves->bytes_backward += kl_meta_n_bytes(&result->outs[0]);
+        }
         return;
     }
     int32_t n_out = n_batch(&left) > n_batch(&right) ? n_batch(&left) : n_batch(&right);
-    if (right.requires_grad) {
-        save_expanded(call, result, saves, 0, &left, &result->outs[0], n_out);
-    }
-    if (left.requires_grad) {
-        save_expanded(call, result, saves, 1, &right, &result->outs[0], n_out);
-    }
+    save_expanded(call, result, saves, 0, &left, right.requires_grad, n_out);
+    save_expanded(call, result, saves, 1, &right, left.requires_grad, n_out);
 }
 
 void
