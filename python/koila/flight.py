@@ -146,7 +146,7 @@ ROWS: dict[str, Flight] = {
     "index_fill": _outs(0, 0, 1),
     "repeat": _ins(2),
     **dict.fromkeys("rnn_relu_cell rnn_tanh_cell".split(), _outs(1, forward=2)),
-    "gru_cell": _outs(3, forward=3),
+    "gru_cell": _outs(6, forward=3),
     "lstm_cell": _outs(7, forward=1),
     "upsample_bicubic2d": _outs(1),
     "gelu": Flight(turned=Amount(2)),
