@@ -253,10 +253,8 @@ kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves)
     for (uint32_t i = 0; i < result->n_outs && has_gradient(call, result); i++) {
         is_saved = is_saved || result->outs[i].requires_grad;
     }
-    if (is_saved) {
-        call->row->saves(call, result, saves);
-    } else if (!kl_ops_is_light(call->row)) { /* works in memory of its own, kept or not */
-        call->row->saves(call, result, saves);
-        *saves = (KlSaves){.bytes_workspace = saves->bytes_workspace};
+    call->row->saves(call, result, saves);
+    if (!is_saved) { /* it makes what it would keep all the same: scores, statistics, indices */
+        *saves = (KlSaves){.bytes_workspace = saves->bytes_workspace + saves->bytes_extra};
     }
 }

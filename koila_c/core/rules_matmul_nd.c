@@ -265,6 +265,7 @@ saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
             kl_rules_save(call, saves, 1 - larger);
         }
         if (!is_left_larger && left.n_dims == 2) { /* computed with rows and columns exchanged */
+            saves->bytes_workspace += kl_meta_n_bytes(&result->outs[0]);
             saves->bytes_backward += kl_meta_n_bytes(&result->outs[0]);
         }
         return;

@@ -226,7 +226,8 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     n_kept += n_cells > 1 ? (result->is_random ? 2 : 1) : 0;
     saves_all(call, result, saves);
     saves->outputs = is_lstm ? 7 : 3;
-    kl_rules_save_new(result, saves, n_copied + n_hidden * n_kept, dtype);
+    bool is_kept = result->outs[0].requires_grad; /* else it is freed step by step */
+    kl_rules_save_new(result, saves, is_kept ? n_copied + n_hidden * n_kept : n_copied, dtype);
     if (is_fused) {
         int64_t n_rows = layer.input->shape[layer.is_batch_first ? 0 : 1];
         save_fused(&layer, n_rows, n_rows > 0 ? n_steps / n_rows : 0, saves);
