@@ -2,7 +2,8 @@
 
 Places in a template: {f}, {g}, {e}, {h}: values; {s}: one whose last dims are alike; {m}: a mask;
 {i}: ints from 0 to 3, of the rows; {j}: ints; {n}: a number that was read; {B}: the rows, written
-out; {d}: a dim; {q}: a scale; {name}: what the line makes.
+out; {d}: a dim; {q}: a scale; {name}: what the line makes; {P}, {Q}, {R}: values, {J}, {K}: ints,
+in memory of their own.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ KINDS: dict[str, list[str]] = {
         "{f}.sort({d}).values",
         "{f}.topk(2, {d})[0]",
         "{f}.double() * {q}",
-        "{f}.float()",
+        "({f}.float() * 2).double()",
         "{f} / ({g}.abs() + 1)",
         "{f}[{i}]",
         "{f}[{i}.argsort()]",
@@ -177,7 +178,7 @@ KINDS: dict[str, list[str]] = {
         "{f}.index_add(0, {i}, {g})",
         "torch.zeros(4, 4, dtype=D).index_add(0, {i}, {f})",
         "torch.func.functional_call(torch.nn.Identity(), {}, ({f},)) * 2",
-        "torch.utils.checkpoint.checkpoint(lambda a: (a * {q}).tanh(), {f}, use_reentrant=False)",
+        "torch.utils.checkpoint.checkpoint(lambda a: a.tanh() * {q}, {f}, use_reentrant=False)",
         "sum(a.sum() for a in {f})",
         "torch.stack([a * {q} for a in {f}])",
         "torch.stack(list({f}.unbind(-1)), -1)",
@@ -414,7 +415,7 @@ KINDS: dict[str, list[str]] = {
         "{f}.data.add_({g}.detach())",
         "{f}.data[0] = {q}",
         "{f}.detach_()",
-        "{f}.requires_grad_()",
+        "if not {f}._is_view(): {f}.requires_grad_()",
         "{f}.unsqueeze(0).add_({g})",
         "{f}.permute(1, 0).copy_({g}.T)",
         "{f}.expand_as({f}).mul_({q})",
@@ -533,7 +534,7 @@ KINDS: dict[str, list[str]] = {
         "torch.logical_not({m}, out={m})",
         "torch.add({j}, 1, out={h})",
         "torch.bmm({f}[:, :, None], {g}[:, None], out={h})",
-        "torch.addmm({f}, {g}, w.detach(), out={h})",
+        "torch.addmm({f}, {g}, w.detach(), out={P})",
         "torch.add({f}, {g}, out=torch.empty(0, dtype=D))",
     ],
     "read": [
@@ -733,8 +734,8 @@ def _targets(op: OpInfo, sample: SampleInput) -> tuple[str, str] | None:
     tensors = pytree.tree_leaves(made)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return None
-    floats, ints = itertools.cycle(("{h}", "{e}", "{g}")), itertools.cycle(("{j}", "{i}"))
-    there = [next(floats) if t.is_floating_point() else next(ints) for t in tensors]
+    floats, ints = itertools.cycle("PQR"), itertools.cycle("JK")
+    there = [f"{{{next(floats if t.is_floating_point() else ints)}}}" for t in tensors]
     empty = [f"torch.empty(0, dtype={tensor.dtype})" for tensor in tensors]
     if isinstance(made, Tensor):
         return there[0], empty[0]
@@ -782,7 +783,8 @@ _HAS: dict[str, Callable[[OpInfo], bool]] = {
 def _named(kind: str) -> dict[str, list[OpInfo]]:
     named: dict[str, list[OpInfo]] = {}
     for op in op_db:
-        if torch.float64 in op.dtypes and op.name not in _NOT_REPEATED and _HAS[kind](op):
+        is_public = op.name not in _NOT_REPEATED and not op.name.startswith("_")
+        if torch.float64 in op.dtypes and is_public and _HAS[kind](op):
             named.setdefault(op.name, []).append(op)
     return named
 

@@ -116,6 +116,9 @@ ONCE_WRONG = {
         n_others=4,
         data=541,
     ),
+    "a write through a view that is taken of the whole": Program(
+        ("h = x * 1", "v = h.squeeze(0)", "d = h + 1", "v[:, 1:].add_(1.0)"), 11, 9, data=911
+    ),
     "an order without a gradient beside a quantile": Program(
         ("h = x @ w", "i = x.argsort(0)", "g = torch.quantile(h, 0.5)"), 6, 5, data=3
     ),

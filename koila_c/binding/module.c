@@ -128,6 +128,8 @@ static PyMethodDef functions[] = {
      "real($module, lazy, /)\n--\n\nThe real tensor of a lazy, or None while it is pending."},
     {"is_input", core_is_input, METH_O,
      "is_input($module, lazy, /)\n--\n\nWhether lazy() made it."},
+    {"is_view", core_is_view, METH_O,
+     "is_view($module, lazy, /)\n--\n\nWhether it was recorded as a view of another."},
     {"rows_dim", core_rows_dim, METH_O,
      "rows_dim($module, lazy, /)\n--\n\nThe dim of its rows alone; -1: it has none, -2: a part of "
      "a dim."},

@@ -103,6 +103,18 @@ core_is_input(PyObject *module, PyObject *object)
 }
 
 PyObject *
+core_is_view(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    const KlTape *core = value->tape != NULL ? &value->tape->core : NULL;
+    return PyBool_FromLong(core != NULL && core->values[value->id].view_of != KL_ID_NONE);
+}
+
+PyObject *
 core_rows_dim(PyObject *module, PyObject *object)
 {
     (void)module;

@@ -206,12 +206,14 @@ draw_what_waits(void)
     PyErr_Restore(type, value, traceback); /* in place of an error of its own */
 }
 
-/* A run stopped, and the tape stays open for what waits. What had run leaves it, as it leaves a tape that is
+/* The tape stays open for what was abandoned when a run stopped. What ran leaves it, as it leaves a tape that is
  * closed: a later write or view goes on from its tensor, for the values on the way there are gone. What still
  * waits for it is watched from now on, as readers of any other tensor are. */
 static void
 release_what_ran(Tape *tape)
 {
+    PyObject *type = NULL, *error = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &error, &traceback);
     for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlValue *value = &tape->core.values[i];
         KlPyValue *entry = &tape->values[i];
@@ -232,6 +234,7 @@ release_what_ran(Tape *tape)
             Py_CLEAR(entry->real);
         }
     }
+    PyErr_Restore(type, error, traceback);
 }
 
 static int
@@ -278,6 +281,8 @@ run_tape(Tape *tape)
         if (result < 0) {
             draw_what_waits();
             kl_tape_abandon(&tape->core, true);
+        }
+        if (tape->core.n_done < tape->core.n_nodes) {
             release_what_ran(tape);
         }
         if (note_ran(n_calls, n_bytes) < 0) {

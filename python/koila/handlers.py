@@ -22,7 +22,6 @@ from koila import (
     reports,
     turned,
 )
-from koila.program import Info
 
 LazyTensor = _core.LazyTensor
 
@@ -316,9 +315,8 @@ def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whether, and from where on, a tensor is a part of other memory: what is new is none."""
-    value = _core.hook(args[0], False) if _is_pending(args[0]) else None
-    description = _core.describe(args[0]) if value is not None else None
-    if value is None or description is None or Info(*_core.value(value)).view is not None:
+    description = _core.describe(args[0]) if _is_pending(args[0]) else None
+    if description is None or _core.is_view(args[0]):
         return of_tensor(func, args, kwargs)
     return func(_empty_like(args[0]), *args[1:], **kwargs)
 

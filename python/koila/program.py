@@ -270,9 +270,13 @@ class Program:
         return False
 
     def _written(self, node: Node, storage: int) -> list[int]:
-        """What a call writes, and where that is a view also the whole storage."""
-        values = (self.imports[k].value for k in (node.imports[0], node.imports[-1]))
-        return [value for value in values if self.info(value).storage == storage]
+        """What a call writes, and where that is a view all that it is a view of, to the whole
+        storage: a run that had one of these from elsewhere would write a part of that."""
+        written, last = (self.imports[k].value for k in (node.imports[0], node.imports[-1]))
+        values = [written]
+        while (view := self.info(values[-1]).view) is not None:
+            values.append(view[2])
+        return values + [last] * (self.info(last).storage == storage)
 
     def _stages_of(self, node: Node) -> set[int]:
         late = {node.late_stage} if node.late_stage is not None else set()
