@@ -1,5 +1,6 @@
 """What every test gets: seeded generators, one thread, and hypothesis without luck or clocks."""
 
+import gc
 import os
 import random
 import types
@@ -33,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if sanitizers.IS_SANITIZED:
         items[:] = sanitizers.without_further_counts(items)
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection look again at what lives to the end: thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
