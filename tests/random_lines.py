@@ -285,7 +285,6 @@ KINDS: dict[str, list[str]] = {
         "torch.flatten({f}, -2)",
         "{f}.positive()",
         "{f}.index_select(0, {i})",
-        "{f}.alias_copy() if False else {f}",
         "{j}.view(-1)",
         "{j}[:2]",
     ],
@@ -508,17 +507,17 @@ KINDS: dict[str, list[str]] = {
         "torch.take({f}, {i}, out={h})",
         "torch.arange({f}.shape[0], out={h})",
         "torch.full({f}.shape, {q}, out={h})",
-        "torch.max({f}, {d}, out=({h}, {j}))",
-        "torch.min({f}, {d}, keepdim=True, out=({h}, {j}))",
-        "torch.sort({f}, {d}, out=({h}, {j}))",
-        "torch.topk({f}, 2, {d}, out=({h}, {j}))",
-        "torch.kthvalue({f}, 1, {d}, out=({h}, {j}))",
-        "torch.mode({f}, {d}, out=({h}, {j}))",
-        "torch.median({f}, {d}, out=({h}, {j}))",
-        "torch.aminmax({f}, dim={d}, out=({h}, {e}))",
-        "torch.frexp({f}, out=({h}, {j}))",
+        "torch.max({f}, {d}, out=({P}, {J}))",
+        "torch.min({f}, {d}, keepdim=True, out=({P}, {J}))",
+        "torch.sort({f}, {d}, out=({P}, {J}))",
+        "torch.topk({f}, 2, {d}, out=({P}, {J}))",
+        "torch.kthvalue({f}, 1, {d}, out=({P}, {J}))",
+        "torch.mode({f}, {d}, out=({P}, {J}))",
+        "torch.median({f}, {d}, out=({P}, {J}))",
+        "torch.aminmax({f}, dim={d}, out=({P}, {Q}))",
+        "torch.frexp({f}, out=({P}, {J}))",
         "torch.argmax({f}, {d}, out={j})",
-        "torch.argsort({f}, {d}, out={j}) if False else None",
+        "torch.argsort({f}, {d}, out={J})",
         "torch.randn({f}.shape[0], 4, dtype=D, out={h})",
         "torch.rand({f}.shape, out={h})",
         "torch.eye({f}.shape[0], out={h})",
@@ -628,7 +627,7 @@ KINDS: dict[str, list[str]] = {
     # Calls that fail when they run, with what they would have made still held.
     "fail": [
         "{name} = []\ntry:\n    {name}.append(F.embedding({i} + 9, w))\n"
-        "    {name}.append({g} * 3)\n    {name}.append({f}[0])\n    float({name}[0].sum())\n"
+        "    {name}.append({g} * 3)\n    {name}.append({f}.reshape({f}.shape))\n    float({name}[0].sum())\n"
         "except IndexError: pass",
         "{name} = [{f} * 2]\ntry: {name} += [{f}[{i} + 99], float({f}[{i} + 99].sum())]\n"
         "except IndexError: pass",

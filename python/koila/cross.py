@@ -60,7 +60,7 @@ def send_back(
 
     torch lets a leaf keep a view of a gradient that others still read (a seed, another leaf's), and
     then adds the next chunk's gradient to it in place. The last of several views is alone, and
-    would keep the memory of all.
+    would keep the memory of all. Nothing can be added to torch's zeros without memory (sgn()).
     """
     # A view taken without a graph says that it requires a gradient, but none goes through it.
     ways = [not (output.grad_fn is None and output._is_view()) for output in outputs]
@@ -70,8 +70,9 @@ def send_back(
     torch.autograd.backward(outputs, list(itertools.compress(seeds, ways)))
     waiting = [alias for alias in fresh if alias.grad is None]
     for alias in fresh:
-        if alias.grad is not None and (_is_shared(alias.grad) or _is_part(alias.grad)):
-            alias.grad = alias.grad.clone()
+        grad = alias.grad
+        if grad is not None and (grad._is_zerotensor() or _is_shared(grad) or _is_part(grad)):
+            alias.grad = grad.clone()
     fresh[:] = waiting
 
 
