@@ -102,7 +102,7 @@ def test_a_checksum_sees_a_write(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_default_device_moves_nothing_of_koilas(chunks: int) -> None:
     """Tensors that koila makes for itself are where the program's are."""
-    rows = torch.randn(7, 300)
+    rows = torch.randn(7, 300, dtype=torch.float64)
 
     def step(lazy: Any) -> Tensor:
         torch.manual_seed(3)
