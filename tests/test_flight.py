@@ -47,14 +47,14 @@ MORE = {
     "einsum": (2.5, "an operand that is broadcast"),
     "group_norm": (2.5, "two numbers for each row and channel, much beside a few pixels"),
     **dict.fromkeys(
-        "gru gru_cell lstm lstm_cell rnn_relu rnn_tanh".split(),
+        "gru rnn_relu rnn_tanh".split(),
         (4.0, "the gates of both products, and what was kept of all steps"),
     ),
+    "lstm": (9.0, "the same, and buffers of a kernel, which it takes now and not then"),
     "hinge_embedding_loss": (0.5, "composed of other calls"),
     "instance_norm": (1.5, "a weight that is repeated for each row"),
     "kl_div": (2.5, "composed of other calls"),
     "linalg_vector_norm": (3.0, "norms other than the second"),
-    "matmul": (3.0, "a matrix that is copied for each row"),
     "outer": (1.5, "a vector of one number"),
     "pad": (2.5, "modes other than constant"),
     "pairwise_distance": (1.5, "norms other than the second"),
@@ -69,22 +69,19 @@ MORE_FORWARD = {
         "all any bilinear clone contiguous flatten logsumexp masked_fill pad ravel stack".split(),
         0.5,
     ),
-    **dict.fromkeys("acosh addmm clamp cosine_embedding_loss div feature_dropout".split(), 1.0),
-    **dict.fromkeys("gru_cell lstm_cell max_pool3d xlogy".split(), 1.0),
-    **dict.fromkeys("Tensor_where avg_pool2d cdist conv1d conv2d dropout einsum".split(), 1.5),
-    **dict.fromkeys("feature_alpha_dropout group_norm isfinite isinf l1_loss".split(), 1.5),
-    **dict.fromkeys("log_sigmoid log_softmax max_pool2d max_pool2d_with_indices".split(), 1.5),
-    **dict.fromkeys("mean multilabel_margin_loss native_dropout normal rms_norm".split(), 1.5),
-    **dict.fromkeys("pairwise_distance rnn_relu_cell rnn_tanh_cell rrelu softmax".split(), 1.5),
-    **dict.fromkeys("triplet_margin_loss where".split(), 1.5),
-    **dict.fromkeys("affine_grid_generator layer_norm multinomial".split(), 2.0),
-    **dict.fromkeys("alpha_dropout cat conv3d margin_ranking_loss".split(), 2.5),
+    **dict.fromkeys("acosh addmm clamp div xlogy".split(), 1.0),
+    **dict.fromkeys("Tensor_where avg_pool2d cdist conv1d conv2d einsum".split(), 1.5),
+    **dict.fromkeys("feature_alpha_dropout group_norm".split(), 1.5),
+    **dict.fromkeys("log_sigmoid max_pool2d max_pool2d_with_indices".split(), 1.5),
+    **dict.fromkeys("mean normal rms_norm where".split(), 1.5),
+    **dict.fromkeys("instance_norm multinomial".split(), 2.0),
+    **dict.fromkeys("alpha_dropout cat conv3d".split(), 2.5),
     **dict.fromkeys("gru lstm rnn_relu rnn_tanh".split(), 3.0),
-    **dict.fromkeys("instance_norm matmul sum".split(), 3.5),
-    "cross_entropy_loss": 4.5,
+    "sum": 3.5,
+    "cross_entropy_loss": 3.5,
     "poisson_nll_loss": 6.5,
     "cosine_similarity": 6.5,
-    "scaled_dot_product_attention": 8.0,
+    "scaled_dot_product_attention": 2.0,
     "count_nonzero": 8.5,
 }
 #: Kernels that work in other memory on another CPU: less may be more than enough there.
@@ -105,6 +102,7 @@ LESS = {
     **dict.fromkeys("median nanmedian".split(), "torch finds the place again by comparing"),
     **dict.fromkeys("cat stack".split(), "slices of one gradient are handed on"),
     "cumprod": "zeros take more, and samples have none",
+    **dict.fromkeys("gru_cell lstm_cell".split(), "a bias: its gates are made by one kernel"),
     "margin_ranking_loss": "targets that need no gradient",
 }
 
@@ -254,11 +252,13 @@ def test_backward(row: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("row", ROWS)
 def test_forward(row: str) -> None:
-    """Without a graph: a workspace, what a graph would keep, and what is in flight."""
+    """Without a graph: a workspace, what a graph would keep, and what is in flight; recorded with a
+    gradient to come, or without."""
     held, n_calls, is_more = flight.of(row), 0, False
     for args, kwargs in large_calls(row):
         saves: Any = _core.infer(row, args, kwargs)["saves"]
-        most = 0.0 if held.is_stepwise else saves["bytes_extra"] + saves["bytes_fixed"]
+        further = 0.0 if held.is_stepwise else saves["bytes_extra"] + saves["bytes_fixed"]
+        most = further + saves["bytes_workspace"]
         args, kwargs = tree_map_only(Tensor, torch.detach, (args, kwargs))
         saves = _core.infer(row, args, kwargs)["saves"]
         run = functools.partial(CALLABLES[row], *args, **kwargs)
@@ -268,7 +268,7 @@ def test_forward(row: str) -> None:
         if not outs:
             continue
         operands = tensors_of([args, kwargs])
-        most += said(held.forward, outs[0], operands[0]) + saves["bytes_workspace"]
+        most = min(most, saves["bytes_workspace"]) + said(held.forward, outs[0], operands[0])
         used = peak - max(n_bytes(*outs), after)
         unit = max(n_bytes(outs[0]), n_bytes(operands[0]))
         slack, more = SLACK * (most + unit) + SMALL, MORE_FORWARD.get(row, 0.0) * unit
