@@ -397,8 +397,8 @@ KINDS: dict[str, list[str]] = {
         "for b in range(2): {f}[b].add_({g}[b])",
         "for r in {f}.unbind(-1): r.mul_({q})",
         "for r in {f}.split(1, -1): r.add_({g}.mean())",
-        "torch._foreach_add_([{f}, {g}], 1.0)",
-        "torch._foreach_mul_([{f}, {g}], [0.5, 2.0])",
+        "torch._foreach_add_([{P}, {Q}], 1.0)",
+        "torch._foreach_mul_([{P}, {Q}], [0.5, 2.0])",
         "{f}.put_(torch.tensor([0, 3]), torch.tensor([1.0, 2.0], dtype=D))",
         "{f}.index_reduce_(0, torch.tensor([1, 0]), {g}[:2].clone(), 'prod')",
         "{f}.scatter_reduce_(1, {i}[:, None], {g}, 'amax')",
@@ -627,7 +627,8 @@ KINDS: dict[str, list[str]] = {
     # Calls that fail when they run, with what they would have made still held.
     "fail": [
         "{name} = []\ntry:\n    {name}.append(F.embedding({i} + 9, w))\n"
-        "    {name}.append({g} * 3)\n    {name}.append({f}.reshape({f}.shape))\n    float({name}[0].sum())\n"
+        "    {name}.append({g} * 3)\n    {name}.append({f}.reshape({f}.shape))\n"
+        "    float({name}[0].sum())\n"
         "except IndexError: pass",
         "{name} = [{f} * 2]\ntry: {name} += [{f}[{i} + 99], float({f}[{i} + 99].sum())]\n"
         "except IndexError: pass",
@@ -663,7 +664,7 @@ WEIGHTS = {
 #: What eager itself does not repeat, gives as whatever was in memory, or tells last bits apart.
 _NOT_REPEATED = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
-    *("isclose", "linalg.lstsq", "resize_", "resize_as_"),
+    *("hash_tensor", "isclose", "linalg.lstsq", "resize_", "resize_as_"),
 }
 _N_SAMPLES = 40
 _FLOATS = ("{f}", "{g}", "{e}")

@@ -119,6 +119,9 @@ ONCE_WRONG = {
     "a write through a view that is taken of the whole": Program(
         ("h = x * 1", "v = h.squeeze(0)", "d = h + 1", "v[:, 1:].add_(1.0)"), 11, 9, data=911
     ),
+    "a write of its own memory, which in one row is all of it": Program(
+        ("h = z * v", "a = h.detach()", "a[torch.arange(6), y] = a[:, 0]"), 6, 4, data=196
+    ),
     "a gradient of zeros that has no memory": Program(
         ("h = t * w[:, :1]", "h.sgn_()"), 4, 5, data=648, is_read_first=True
     ),

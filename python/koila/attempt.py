@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from koila import _core, budget, draws, hooks, plan, reports
 from koila.config import get
-from koila.errors import KoilaError, NotInChunksError, is_out_of_memory, let_go
+from koila.errors import KoilaError, NotInChunksError, is_of_layout, is_out_of_memory, let_go
 from koila.explain import told
 from koila.program import Program
 
@@ -53,6 +53,9 @@ def attempt(
             return None
         except BaseException as error:
             replay.draws.roll_back()
+            if is_of_layout(error):  # whole it is legal, or raises the same
+                reports.decide(reports.Decision(f"it cannot be cut: {error}"))
+                return None
             is_pinned = bool(draws.pinned_grids())
             is_forced = get("chunks") is not None
             is_memory = is_out_of_memory(error)

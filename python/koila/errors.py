@@ -41,6 +41,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
+# Of how memory lies. A chunk, of one row above all, can lie otherwise than the whole, of which the
+# call is legal.
+_OF_LAYOUT = ("refer to a single memory location", "view size is not compatible")
+
+
+def is_of_layout(error: BaseException) -> bool:
+    """Whether a call was refused for how its tensors lie in memory."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_LAYOUT)
+
+
 def let_go(error: BaseException) -> None:
     """Drop the tensors that the frames of a failed attempt hold, of what led to the error too."""
     seen: BaseException | None = error
