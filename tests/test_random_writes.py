@@ -122,6 +122,9 @@ ONCE_WRONG = {
     "a write of its own memory, which in one row is all of it": Program(
         ("h = z * v", "a = h.detach()", "a[torch.arange(6), y] = a[:, 0]"), 6, 4, data=196
     ),
+    "attention to values of several batches, whose weights are of none": Program(
+        ("h = F.scaled_dot_product_attention(o, z * v, p, dropout_p=0.5)",), 4, 9, data=609
+    ),
     "a gradient of zeros that has no memory": Program(
         ("h = t * w[:, :1]", "h.sgn_()"), 4, 5, data=648, is_read_first=True
     ),

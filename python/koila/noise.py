@@ -151,10 +151,16 @@ def _multiple(source: Info, out: Info, is_replaced: bool) -> Noise:
     )
 
 
-def _attention(out: Info, key: Info, p: float) -> Noise:
-    """The weights of attention: a row for each of the queries, a new tensor."""
-    shape = (*out.shape[:-1], key.shape[-2])
-    place = out.place if out.place is not None and out.place[1] < len(shape) - 1 else None
+def _attention(out: Info, query: Info, key: Info, p: float) -> Noise:
+    """The weights of attention: a row for each of the queries, a new tensor. Batches that only the
+    values have share them."""
+    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    shape = (*batch, query.shape[-2], key.shape[-2])
+    place = out.place
+    if place is not None:
+        dim = place[1] - (len(out.shape) - len(shape))
+        is_theirs = 0 <= dim < len(shape) - 1 and shape[dim] == out.shape[place[1]]
+        place = (place[0], dim, *place[2:]) if is_theirs else None
     return Noise("bernoulli_", {}, (1 - p,), shape, _contiguous(shape), out.dtype, place, False)
 
 
@@ -202,7 +208,7 @@ def of(i: int, first_out: int) -> list[Noise] | None:
         return [_multiple(inputs[0], out, _is_replaced(args, kwargs))]
     if name == "scaled_dot_product_attention":
         p = _bind("query key value attn_mask dropout_p", args, kwargs)["dropout_p"]
-        return [_attention(out, inputs[1], p)]
+        return [_attention(out, inputs[0], inputs[1], p)]
     if name in _RECURRENT and not kwargs:
         return _recurrent(inputs[0], inputs[1], args)
     return None
