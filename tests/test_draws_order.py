@@ -60,6 +60,9 @@ LAYOUTS: dict[str, Model] = {
     "stacked inside": lambda x, w: drop(torch.stack([x @ w, x * 2], 1)),
     "joined along the batch": lambda x, w: drop(torch.cat([x @ w, x * 2], 0)),
     "repeated": lambda x, w: drop((x @ w).repeat(3, 1, 1)),
+    "some rows of an expanded": lambda x, w: drop(
+        (x @ w).broadcast_to(2, *x.shape[:-1], w.shape[-1])[:, :2]
+    ),
     "repeated inside": lambda x, w: drop((x @ w).repeat_interleave(2, 0)),
     "rows and time as one": lambda x, w: drop((x @ w).view(-1, 6)),
     "time and rows as one": lambda x, w: drop((x @ w).transpose(0, 1).reshape(-1, 6)),

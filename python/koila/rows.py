@@ -55,8 +55,23 @@ def _goes_on(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def _memory_order(strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The dims from the outermost in memory inwards, and the way back."""
-    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    """The dims from the outermost in memory inwards, and the way back.
+
+    A dim that is expanded has no place in memory: it stays where it stands among the others, as in
+    torch's empty_like, for which a random call fills its numbers in that order.
+    """
+    inwards = list(reversed(range(len(strides))))
+    for i in range(1, len(inwards)):
+        at = i
+        for before in reversed(range(i)):
+            inner, outer = strides[inwards[before]], strides[inwards[at]]
+            if inner == 0 or outer == 0 or inner == outer:
+                continue
+            if inner < outer:
+                break
+            inwards[before], inwards[at] = inwards[at], inwards[before]
+            at = before
+    order = inwards[::-1]
     return order, sorted(range(len(order)), key=order.__getitem__)
 
 
