@@ -477,8 +477,9 @@ class Draws:
         generator = generator_of(self._device(i))
         _set(generator, self.cells[i, bounds[0] if bounds is not None else None])
         given: list[torch.Tensor] = []
-        if bounds is not None and i in self.noises and not noise.fits(self.noises[i][0], args):
-            given = [one.draw(generator, tuple(args[0].shape)) for one in self.noises[i]]
+        noises = self.noises.get(i)  # what runs once may be given what lies otherwise, too
+        if noises and not noise.fits(noises[0], args):
+            given = [one.draw(generator, tuple(args[0].shape)) for one in noises]
         with noise.Given(given) if given else contextlib.nullcontext():
             result = func(*args, **kwargs)
         if threading.active_count() > 1:

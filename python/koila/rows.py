@@ -57,21 +57,24 @@ def _goes_on(tensor: torch.Tensor, dim: int) -> bool:
 def _memory_order(strides: Sequence[int]) -> tuple[list[int], list[int]]:
     """The dims from the outermost in memory inwards, and the way back.
 
-    A dim that is expanded has no place in memory: it stays where it stands among the others, as in
-    torch's empty_like, for which a random call fills its numbers in that order.
+    An expanded dim stays where it stands among the others, as in torch's empty_like, in whose order
+    a random call fills its numbers.
     """
-    inwards = list(reversed(range(len(strides))))
-    for i in range(1, len(inwards)):
-        at = i
-        for before in reversed(range(i)):
-            inner, outer = strides[inwards[before]], strides[inwards[at]]
-            if inner == 0 or outer == 0 or inner == outer:
-                continue
-            if inner < outer:
-                break
-            inwards[before], inwards[at] = inwards[at], inwards[before]
-            at = before
-    order = inwards[::-1]
+    order = list(range(len(strides)))
+    if 0 not in strides:
+        order.sort(key=strides.__getitem__, reverse=True)
+    else:
+        inwards = order[::-1]
+        for i in range(1, len(inwards)):
+            at = i
+            for before in range(i - 1, -1, -1):
+                outer, inner = strides[inwards[at]], strides[inwards[before]]
+                if 0 < outer < inner:
+                    inwards[at], inwards[before] = inwards[before], inwards[at]
+                    at = before
+                elif 0 < inner < outer:
+                    break
+        order = inwards[::-1]
     return order, sorted(range(len(order)), key=order.__getitem__)
 
 
