@@ -125,6 +125,41 @@ ONCE_WRONG = {
     "attention to values of several batches, whose weights are of none": Program(
         ("h = F.scaled_dot_product_attention(o, z * v, p, dropout_p=0.5)",), 4, 9, data=609
     ),
+    "a draw of the whole from what is expanded": Program(
+        (
+            "h = z * v",
+            "a = h.broadcast_to(2, *h.shape)",
+            "d = F.dropout(a[:, :2], 0.5)",
+        ),
+        n_rows=8,
+        n_others=5,
+        data=734,
+    ),
+    "a view of read memory is given other memory": Program(
+        (
+            "with torch.no_grad(): a = o.squeeze(0)",
+            "a[:2] = u[:2].clone()",
+            "d = F.dropout(o, 0.5)",
+            "a.set_(t.detach().clone())",
+        ),
+        n_rows=4,
+        n_others=9,
+        data=675,
+        is_read_first=True,
+    ),
+    "what ran after a failure, beside a view that waits of what it wrote": Program(
+        (
+            "h = p * w[0, 0]",
+            "bad = []\ntry:\n    bad.append(F.embedding(y + 9, w))\n"
+            "    bad.append(h.reshape(h.shape))\n    float(bad[0].sum())\nexcept IndexError: pass",
+            "h **= 2",
+            "u.detach().expm1_()",
+        ),
+        n_rows=5,
+        n_others=5,
+        data=914,
+        is_read_first=True,
+    ),
     "a gradient of zeros that has no memory": Program(
         ("h = t * w[:, :1]", "h.sgn_()"), 4, 5, data=648, is_read_first=True
     ),

@@ -206,6 +206,13 @@ draw_what_waits(void)
     PyErr_Restore(type, value, traceback); /* in place of an error of its own */
 }
 
+static bool
+has_run(const Tape *tape, KlValueId value)
+{
+    KlNodeId node = tape->core.values[value].node;
+    return node != KL_ID_NONE && tape->core.nodes[node].is_done && tape->values[value].real != NULL;
+}
+
 /* The tape stays open for what was abandoned when a run stopped. What ran leaves it, as it leaves a tape that is
  * closed: a later write or view goes on from its tensor, for the values on the way there are gone. What still
  * waits for it is watched from now on, as readers of any other tensor are. */
@@ -214,24 +221,30 @@ release_what_ran(Tape *tape)
 {
     PyObject *type = NULL, *error = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &error, &traceback);
+    for (size_t i = 0; i < tape->core.n_storages; i++) {
+        tape->core.storages[i].is_held = false;
+    }
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        Value *handle = tape->values[i].handle;
+        if (handle != NULL && has_run(tape, (KlValueId)i)) {
+            tape->values[i].handle = NULL;
+            tape->core.values[i].is_wanted = false;
+            kl_lazy_detach(handle, tape->values[i].real);
+        }
+        KlStorage *storage = &tape->core.storages[tape->core.values[i].storage];
+        storage->is_held = storage->is_held || tape->core.values[i].is_wanted;
+    }
     for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlValue *value = &tape->core.values[i];
-        KlPyValue *entry = &tape->values[i];
-        if (value->node == KL_ID_NONE || !tape->core.nodes[value->node].is_done ||
-            entry->real == NULL) {
+        const KlStorage *storage = &tape->core.storages[value->storage];
+        if (!has_run(tape, (KlValueId)i)) {
             continue;
         }
-        Value *handle = entry->handle;
-        if (handle != NULL) {
-            entry->handle = NULL;
-            tape->core.values[i].is_wanted = false;
-            kl_lazy_detach(handle, entry->real);
-        }
-        if (value->n_pending > 0) {
+        if (value->n_pending > 0 || (storage->is_held && storage->base == i)) {
             kl_tape_cut(&tape->core, (KlValueId)i);
             kl_tape_refresh_leaf(tape, (KlValueId)i);
         } else {
-            Py_CLEAR(entry->real);
+            Py_CLEAR(tape->values[i].real);
         }
     }
     PyErr_Restore(type, error, traceback);

@@ -305,8 +305,17 @@ def _patch_graphs() -> None:
 
 
 def _patch_set() -> None:
-    """Tensor.set_ is not dispatched: it would take the placeholder's memory, or give it other."""
-    _replace(torch.Tensor, "set_", _live_if_lazy(torch.Tensor.set_, False))
+    """Tensor.set_ is not dispatched: it would take the placeholder's memory, or give it other. What
+    waits runs before: all views of the memory that is left count it as a write."""
+    original = _live_if_lazy(torch.Tensor.set_, False)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if _holds_lazy(args[:1]) and not _core.is_busy():
+            _core.flush()
+        return original(*args, **kwargs)
+
+    _replace(torch.Tensor, "set_", patched)
 
 
 def _patch_scripts() -> None:
