@@ -137,10 +137,12 @@ ONCE_WRONG = {
     ),
     "a view of read memory is given other memory": Program(
         (
-            "with torch.no_grad(): a = o.squeeze(0)",
+            "h = o",
+            "with torch.no_grad(): a = h.squeeze(0)",
+            "b = t.reshape(-1, 2)",
             "a[:2] = u[:2].clone()",
-            "d = F.dropout(o, 0.5)",
-            "a.set_(t.detach().clone())",
+            "d = F.dropout(h.to(D), 0.5)",
+            "a.set_(b.detach().clone())",
         ),
         n_rows=4,
         n_others=9,
