@@ -582,6 +582,8 @@ PyObject *kl_stage_cut(PyObject *module, PyObject *args);
 
 /* Run every pending node of the tape, in order, on real tensors, and close the tape. */
 int kl_live_run(Tape *tape);
+/* A run failed: what is drawn next comes after its draws, as in eager. The error that is set stays. */
+void kl_live_draw_waiting(void);
 /* Give a value its number, in chunks where koila.replay says so. */
 int kl_live_read(Value *value);
 /* New reference: the real tensor of a value, run if need be. */

@@ -196,8 +196,8 @@ note_ran(unsigned long long n_calls, long long n_bytes)
 
 /* A run failed. Its draws were recorded before, and as in eager nothing that is drawn next may have their
  * numbers. The error of the run stays the one that is told. */
-static void
-draw_what_waits(void)
+void
+kl_live_draw_waiting(void)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
@@ -292,7 +292,7 @@ run_tape(Tape *tape)
         tape->is_running = false;
         result = kl_context_end(&context);
         if (result < 0) {
-            draw_what_waits();
+            kl_live_draw_waiting();
             kl_tape_abandon(&tape->core, true);
         }
         if (tape->core.n_done < tape->core.n_nodes) {

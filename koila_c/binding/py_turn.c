@@ -208,7 +208,7 @@ kl_turn_end(KlTurn *turn)
 
 /* -- for Python ---------------------------------------------------------------------------------------------- */
 
-/* An interrupt says nothing of the program: it waits until somebody asks for it by name. */
+/* An interrupt says nothing of the program: it waits until somebody asks for it by name, its draws made. */
 static void
 stop(Tape *tape)
 {
@@ -217,6 +217,7 @@ stop(Tape *tape)
     bool is_interrupt = type != NULL && !PyErr_GivenExceptionMatches(type, PyExc_Exception);
     PyErr_Restore(type, value, traceback);
     if (is_interrupt) {
+        kl_live_draw_waiting();
         kl_tape_abandon(&tape->core, true);
     }
     if (is_interrupt && !tape->is_running) {

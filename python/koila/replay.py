@@ -535,6 +535,17 @@ def differentiate(
     Returns:
         NotImplemented where the program has to run whole; else what `finish` returns.
     """
+    # Another thread's program is run as it would be there.
+    whose = roots[0] if roots else None
+    return _core.held(whose, _differentiate, (roots, gradients, is_retained, finish), {})
+
+
+def _differentiate(
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    is_retained: bool,
+    finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+) -> Any:
     lazies = [root for root in roots if type(root) is _core.LazyTensor]
     if len(lazies) < len(roots):
         return NotImplemented
@@ -559,17 +570,6 @@ def differentiate(
         if gradient.shape != root.shape:
             return NotImplemented
         filled.append(gradient)
-    # Another thread's program is run as it would be there.
-    whose = roots[0] if roots else None
-    return _core.held(whose, _differentiate, (roots, filled, is_retained, finish), {})
-
-
-def _differentiate(
-    roots: list[torch.Tensor],
-    filled: list[torch.Tensor],
-    is_retained: bool,
-    finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
-) -> Any:
     if not all(_core.is_pending_here(root) for root in roots):
         return NotImplemented
     _core.forget_left()
