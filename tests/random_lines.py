@@ -367,9 +367,9 @@ KINDS: dict[str, list[str]] = {
         "{f}[..., None] = {q}",
         "{f}[True] = {q}",
         "{f}[-1] = {g}[0].clone()",
-        "{f}[-1:] += {g}[-1:]",
+        "{f}[-1:] += {g}[-1:].clone()",
         "{f}[::2] = {q}",
-        "{f}[:, ::2] += {g}[:, ::2]",
+        "{f}[:, ::2] += {g}[:, ::2].clone()",
         "{f}[1:, 1:] = {g}[:-1, :-1].clone()",
         "{f}[1:] += {g}[:-1].clone()",
         "{f}[{i}] = {q}",
@@ -562,7 +562,6 @@ KINDS: dict[str, list[str]] = {
         "{f}.is_contiguous()",
         "{f}.is_complex()",
         "{f}.storage_offset()",
-        "{f}._is_view()",
         "str({f}.stride())",
         "f'{{f}.abs().mean():.3f}'",
         "str({f}.detach() > 0.3)",
@@ -664,7 +663,7 @@ WEIGHTS = {
 #: What eager itself does not repeat, gives as whatever was in memory, or tells last bits apart.
 _NOT_REPEATED = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
-    *("hash_tensor", "isclose", "linalg.lstsq", "resize_", "resize_as_"),
+    *("equal", "hash_tensor", "isclose", "linalg.lstsq", "resize_", "resize_as_"),
 }
 _N_SAMPLES = 40
 _FLOATS = ("{f}", "{g}", "{e}")

@@ -9,6 +9,7 @@ runs that many, and prints each that differs in its smallest form, as a script t
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import dataclasses
 import itertools
@@ -157,9 +158,19 @@ class Outcome(NamedTuple):
     has_plain_graph: bool  # which is older than the recorded calls: sums are in another order
 
 
-def has_plain_graph(env: dict[str, Any]) -> bool:
-    plains = [t for t in tensors_of(env).values() if not koila.is_lazy(t)]
-    return any(t.requires_grad and not t.is_leaf for t in plains)
+def has_plain_graph(program: Program, env: dict[str, Any]) -> bool:
+    """Whether a line makes a graph of plain tensors alone: a variable, or a term of a call."""
+    names = {name for name, value in tensors_of(env).items() if koila.is_lazy(value)}
+    plains = {k for k, t in env.items() if isinstance(t, Tensor) and t.requires_grad} - names
+    if any(not env[name].is_leaf for name in plains):
+        return True
+    terms = (ast.Subscript, ast.BinOp, ast.UnaryOp, ast.Call)
+    for node in itertools.chain.from_iterable(ast.walk(ast.parse(s)) for s in program.lines):
+        if isinstance(node, terms):
+            used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+            if used & plains and not used & names:
+                return True
+    return False
 
 
 def run(program: Program, lazy: Any) -> Outcome | None:
@@ -171,7 +182,7 @@ def run(program: Program, lazy: Any) -> Outcome | None:
     try:
         for line in program.lines:
             exec(line, env)
-        is_plain = has_plain_graph(env)
+        is_plain = has_plain_graph(program, env)
         return Outcome(finish(program, env), torch.get_rng_state(), is_plain)
     except koila.StaleError:
         plains = [t for t in env.values() if isinstance(t, Tensor) and not koila.is_lazy(t)]

@@ -13,6 +13,45 @@ pytestmark = pytest.mark.sanitize
 
 #: Programs that were wrong once, in their smallest form.
 ONCE_WRONG = {
+    "a view that waits since a call failed, written by what ran whole": Program(
+        (
+            "h = x * 1",
+            "v = h[:, :2]",
+            "k = h[:, 1:]",
+            "del h",
+            "e = []",
+            "try:\n"
+            "    e.append(F.embedding(y + 9, w))\n"
+            "    e.append(v[:, :1])\n"
+            "    e.append(k[:, 0] * 2)\n"
+            "    float(e[0].sum())\n"
+            "except IndexError: pass",
+            "v[0][1] = 0.5",
+            "del v",
+            "q = p.T",
+            "m = y.new_zeros(y.shape)",
+        ),
+        n_rows=3,
+        n_others=5,
+        data=949,
+    ),
+    "a value that waits since a call failed, and a view of it": Program(
+        (
+            "h = x * 1",
+            "e = []",
+            "try:\n"
+            "    e.append(F.embedding(y + 9, w))\n"
+            "    e.append(h.reshape(h.shape))\n"
+            "    float(e[0].sum())\n"
+            "except IndexError: pass",
+            "h[0][1] = 0.5",
+            "q = p.T",
+            "m = y.new_zeros(y.shape)",
+        ),
+        n_rows=3,
+        n_others=5,
+        data=949,
+    ),
     "a write of a number beside a view that waits": Program(
         (
             "v0 = o[:, 1:]",

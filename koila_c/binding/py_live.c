@@ -106,7 +106,8 @@ static void
 release_if_dead(Tape *tape, KlValueId value)
 {
     if (value != KL_ID_NONE && tape->core.values[value].node != KL_ID_NONE &&
-        kl_tape_is_dead(&tape->core, value)) {
+        kl_tape_is_dead(&tape->core, value) &&
+        !tape->core.storages[tape->core.values[value].storage].is_awaited) {
         Py_CLEAR(tape->values[value].real);
     }
 }
@@ -221,9 +222,7 @@ release_what_ran(Tape *tape)
 {
     PyObject *type = NULL, *error = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &error, &traceback);
-    for (size_t i = 0; i < tape->core.n_storages; i++) {
-        tape->core.storages[i].is_held = false;
-    }
+    kl_tape_find_awaited(&tape->core);
     for (size_t i = 0; i < tape->core.n_values; i++) {
         Value *handle = tape->values[i].handle;
         if (handle != NULL && has_run(tape, (KlValueId)i)) {
@@ -231,8 +230,6 @@ release_what_ran(Tape *tape)
             tape->core.values[i].is_wanted = false;
             kl_lazy_detach(handle, tape->values[i].real);
         }
-        KlStorage *storage = &tape->core.storages[tape->core.values[i].storage];
-        storage->is_held = storage->is_held || tape->core.values[i].is_wanted;
     }
     for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlValue *value = &tape->core.values[i];
@@ -240,7 +237,7 @@ release_what_ran(Tape *tape)
         if (!has_run(tape, (KlValueId)i)) {
             continue;
         }
-        if (value->n_pending > 0 || (storage->is_held && storage->base == i)) {
+        if (value->n_pending > 0 || (storage->is_awaited && storage->base == i)) {
             kl_tape_cut(&tape->core, (KlValueId)i);
             kl_tape_refresh_leaf(tape, (KlValueId)i);
         } else {
@@ -274,6 +271,7 @@ run_tape(Tape *tape)
             return -1;
         }
         tape->is_running = true;
+        kl_tape_find_awaited(&tape->core);
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
             if (tape->core.nodes[i].is_done || tape->core.nodes[i].is_abandoned) {
                 continue;

@@ -411,6 +411,20 @@ kl_tape_abandon(KlTape *tape, bool is_abandoned)
 }
 
 void
+kl_tape_find_awaited(KlTape *tape)
+{
+    for (size_t i = 0; i < tape->n_storages; i++) {
+        tape->storages[i].is_awaited = false;
+    }
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        const KlNode *node = &tape->nodes[i];
+        for (uint32_t k = 0; node->is_abandoned && !node->is_done && k < node->n_outs; k++) {
+            tape->storages[tape->values[node->first_out + k].storage].is_awaited = true;
+        }
+    }
+}
+
+void
 kl_tape_abandon_from(KlTape *tape, KlNodeId first)
 {
     for (size_t i = first; i < tape->n_nodes; i++) {

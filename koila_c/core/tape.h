@@ -71,6 +71,7 @@ typedef struct KlStorage {
     KlValueId base;    /* the value of the whole storage at that version */
     KlValueId apart;   /* a detached view that a write gave a graph of its own, as that left it */
     bool is_held;      /* scratch: one of its values is wanted */
+    bool is_awaited;   /* kl_tape_find_awaited: a call that has not run makes a view of it */
     bool is_uncertain; /* another storage may be the same memory: a write to it must run live */
 } KlStorage;
 
@@ -175,6 +176,9 @@ void kl_tape_cut(KlTape *tape, KlValueId value);
 
 /* A run raised: what is pending now waits until somebody asks for it by name. */
 void kl_tape_abandon(KlTape *tape, bool is_abandoned);
+
+/* Mark the storages that abandoned nodes make views of: run later, they are taken of the memory as it is then. */
+void kl_tape_find_awaited(KlTape *tape);
 
 /* The same of what was recorded from node `first` on: eager never came to it. */
 void kl_tape_abandon_from(KlTape *tape, KlNodeId first);
