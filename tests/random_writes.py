@@ -12,8 +12,10 @@ import argparse
 import ast
 import copy
 import dataclasses
+import hashlib
 import itertools
 import math
+import multiprocessing
 import random
 import re
 import sys
@@ -400,13 +402,50 @@ def is_persistent(program: Program, chunks: int) -> bool:
     return sum(failure(other, chunks) is not None for other in others) >= 1
 
 
+def is_conditioned(program: Program, wanted: Outcome) -> bool:
+    """Whether eager's own numbers stay what they are where the inputs change in their last bits: a
+    matrix that is singular but for rounding has a determinant that says nothing."""
+
+    def nudged(*tensors: Tensor, batch: int | None = 0) -> Any:
+        del batch
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.data.mul_(
+                    1 + 1e-14 * torch.linspace(-1, 1, tensor.shape[-1], dtype=torch.float64)
+                )
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    seen = run(program, nudged)
+    return seen is not None and difference(seen.seen, wanted.seen, False) is None
+
+
+def bits(program: Program) -> str:
+    """A digest of all that eager's author could look at."""
+    seen = run(program, eager)
+    assert seen is not None
+    tensors = [t for t in seen.seen.values() if isinstance(t, Tensor)]
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def is_repeated(program: Program) -> bool:
+    """Whether eager has the same bits in other processes: where memory is decides some of them."""
+    found = set()
+    for _ in range(8):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found.add(pool.apply(bits, (program,)))
+    return len(found) == 1
+
+
 def failures(program: Program) -> Iterator[tuple[int, str]]:
     wanted = wanted_of(program)
     for chunks in COUNTS if wanted is not None else ():
         found = failure(program, chunks, wanted)
-        if found is not None and "same bits" in found:  # libraries' bits depend on where memory is
-            found = failure(program, chunks) and failure(program, chunks)
-        if found is not None and is_persistent(program, chunks):
+        if found is None or wanted is None or not is_persistent(program, chunks):
+            continue
+        if is_repeated(program) if "same bits" in found else is_conditioned(program, wanted):
             yield chunks, found
 
 

@@ -13,6 +13,15 @@ pytestmark = pytest.mark.sanitize
 
 #: Programs that were wrong once, in their smallest form.
 ONCE_WRONG = {
+    "a draw for memory whose layout is not known": Program(
+        ("o4 = torch.special.bessel_y1(t)", "o4.T.normal_()"), n_rows=6, n_others=4, data=427
+    ),
+    "a plain draw beside a draw for memory whose layout is not known": Program(
+        ("o4 = torch.special.bessel_y1(t)", "o4.T.normal_()", "r = torch.rand(3, dtype=D)"),
+        n_rows=6,
+        n_others=4,
+        data=427,
+    ),
     "a view that waits since a call failed, written by what ran whole": Program(
         (
             "h = x * 1",

@@ -91,7 +91,7 @@ def note_recorded() -> None:
     has drawn."""
     _drawing.add(threading.get_ident())
     _expected[threading.get_ident()] = _states(), user_line()
-    plain.watch(move_on)
+    plain.watch(make_way)
 
 
 def _note_drawn() -> None:
@@ -144,6 +144,20 @@ def check_live() -> None:
     _expected.pop(threading.get_ident(), None)  # if it stops half way, some has been drawn
     plain.unwatch()
     _disturb_others()
+
+
+def is_uncounted(i: int, first_out: int) -> bool:
+    """Whether it is not known how many numbers a call draws before it is made."""
+    noises = noises_of(i, first_out)
+    return noises is not None and not all(map(noise.is_counted, noises))
+
+
+@in_turn
+def make_way() -> None:
+    """Something else is about to draw: all that waits draws before it."""
+    if not _core.is_busy() and any(is_uncounted(i, out) for i, out, _ in _core.waiting_draws()):
+        _core.flush()
+    move_on()
 
 
 @in_turn

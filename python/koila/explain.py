@@ -19,7 +19,6 @@ ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
 FITS_LATER = Decision("it fits, with the backward that may follow")
 _MODES = ("rows", "reduce", "once")
-_SPREAD = "memory that several stages use is written where no stage can"
 _DATA_STAGE = 1  # label counts and masks: never differentiated
 _logger = logging.getLogger("koila")
 _logged: set[str] = set()
@@ -62,9 +61,10 @@ def _whole(program: Program) -> tuple[Whole, ...]:
 def cause_of_whole(program: Program) -> Decision:
     """Why a program runs whole that has no body, or a write across stages."""
     if program.spread is not None:
+        node, why = program.spread
         made = sum(map(program.bytes_made, program.nodes.values()))
-        name, where = name_of_node(program.spread), where_of_node(program.spread)
-        return Decision(_SPREAD, whole=(Whole(name, where, _SPREAD, made, len(program.nodes)),))
+        whole_for = Whole(name_of_node(node), where_of_node(node), why, made, len(program.nodes))
+        return Decision(why, whole=(whole_for,))
     whole = _whole(program)
     why = "no call of it keeps rows apart" if whole else "nothing in it has rows"
     return Decision(why, whole=whole)
@@ -117,14 +117,9 @@ def log_whole(program: Program) -> None:
     batch = sum(math.prod(i.shape) * i.dtype.itemsize for i in entered if i.place is not None)
     joint = next((n for n in program.nodes.values() if program.joins_rows(n)), None)
     if program.spread is not None:
-        where = where_of_node(program.spread)
-        _log(
-            where,
-            "%s makes the program run whole (%s): %s",
-            name_of_node(program.spread),
-            where,
-            _SPREAD,
-        )
+        node, why = program.spread
+        where = where_of_node(node)
+        _log(where, "%s makes the program run whole (%s): %s", name_of_node(node), where, why)
     elif joint is not None and 2 * whole > max(batch, sum(sizes.values())):
         where = where_of_node(joint)
         _log(
@@ -265,7 +260,7 @@ def explain(*losses: Any) -> Explanation:
     lines = [f"program of {count(len(program.nodes), 'call')} in {count(len(runs), 'stage')}"]
     spread = program.spread
     if spread is not None:
-        lines.append(f"it runs whole: {_SPREAD}\n" + _line(program, spread))
+        lines.append(f"it runs whole: {spread[1]}\n" + _line(program, spread[0]))
     elif program.last_body is not None and not program.is_tail_linear:
         tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
         name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""

@@ -435,7 +435,7 @@ def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return NotImplemented
     number = _core.read(x).detach()
     slopes = torch.empty_like(number, memory_format=torch.contiguous_format)
-    draws.move_on()
+    draws.make_way()
     nn: Any = torch._C._nn
     nn.rrelu_with_noise(number, slopes, words["lower"], words["upper"], True)
     return x * _core.like(slopes, x)
@@ -447,7 +447,7 @@ def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
         return NotImplemented
     number = _core.read(x).detach()
-    draws.move_on()
+    draws.make_way()
     drawn = _core.like(torch.poisson(number), x)
     return drawn + x * 0 if x.requires_grad and torch.is_grad_enabled() else drawn
 

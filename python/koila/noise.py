@@ -275,6 +275,12 @@ def is_eagers(noise: Noise) -> bool:
     return noise.is_known or noise.place is None or _is_outermost(noise)
 
 
+def is_counted(noise: Noise) -> bool:
+    """Whether it is known how many numbers it draws: normal_() draws others where memory has
+    gaps."""
+    return noise.is_known or noise.method != "normal_" or noise.n_elements < _SIXTEEN
+
+
 def fits(noise: Noise, args: Sequence[Any]) -> bool:
     """Whether a call on a chunk draws in the order in which it draws on the whole."""
     if not noise.follows or not noise.is_known:

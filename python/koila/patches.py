@@ -256,7 +256,7 @@ def _patch_generator() -> None:
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
             if is_shared and not _core.is_busy() and _core.has_draw():
-                draws.move_on()
+                draws.make_way()
             return _original(self, *args, **kwargs)
 
         _replace(generator, name, patched)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from koila import _core, hooks
+from koila import _core, draws, hooks
 from koila.partials import REDUCTIONS
 from koila.rows import Place
 
@@ -130,8 +130,8 @@ class Program:
                 if number >= 0 and not node.is_open:
                     self._readers[self.imports[number].value].append(node)
         self.runs = [run for stage in range(self.n_stages) for run in self._build(stage)]
-        #: A write that cannot run by stages: the program runs whole.
-        self.spread = self._spread_writes()
+        #: A call that cannot run by stages, and why: the program runs whole.
+        self.spread = self._find_spread()
 
     def _find_kept(self) -> set[int]:
         """The values that must be there whole at the end, for the wanted ones to be had from them.
@@ -222,6 +222,15 @@ class Program:
             return False
         same = [r for r in self.runs if r.stage == run.stage and r.has_gradient]
         return len(same) == 1
+
+    def _find_spread(self) -> tuple[Node, str] | None:
+        node = self._spread_writes()
+        if node is not None:
+            return node, "memory that several stages use is written where no stage can"
+        for node in self.nodes.values():
+            if node.is_random and draws.is_uncounted(node.id, node.first_out):
+                return node, "how the memory lies that it draws for is known only when it has run"
+        return None
 
     def _spread_writes(self) -> Node | None:
         """A write that cannot run by stages; or None, and `cloned` are those that write a clone.
