@@ -367,6 +367,9 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         call(f(4, 3), 3),
     ],
     "unbind": lambda: [call(f(4, 3), 1), call(f(4, 3)), call(f(4, 2, 3), dim=-2)],
+    "unsafe_chunk": lambda: [call(f(4, 6), 3, 1), call(f(4, 5), 2, -1), call(f(4, 3), 2)],
+    "unsafe_split": lambda: [call(f(4, 6), 2, 1), call(f(4, 5), 2, dim=-1), call(f(4, 3), 2)],
+    "unsafe_split_with_sizes": lambda: [call(f(4, 6), [2, 4], 1), call(f(4, 3), [1, 3])],
     "repeat": lambda: [
         call(f(4, 3), 1, 2),
         call(f(4, 3), 2, 1),

@@ -288,3 +288,18 @@ ALL = {**LAYOUTS, **FILLED, **OTHERS, **LAYERS}
 def test_draws_are_eagers(name: str, chunks: int) -> None:
     partly = "how often it draws is up to its values" if "poisson" in name else ""
     assert_same_story(story_of(ALL[name]), chunks, partly=partly)
+
+
+@pytest.mark.parametrize("chunks", [1, 7])
+@pytest.mark.parametrize("name", [name for name in ALL if "poisson" not in name])
+def test_draws_in_inference_mode_are_eagers(name: str, chunks: int) -> None:
+    """There torch takes no composite apart before a dispatch mode sees it."""
+
+    def story(lazy: Lazy) -> Any:
+        weight = torch.randn(6, 6, dtype=F64) / 2
+        x = lazy(torch.randn(ROWS, 4, 6, dtype=F64))
+        with torch.inference_mode():
+            out = ALL[name](F.dropout(x, 0.1), weight)
+            return out.sum(), (out * out).mean(), torch.rand(2)
+
+    assert_same_story(story, chunks)

@@ -13,6 +13,28 @@ pytestmark = pytest.mark.sanitize
 
 #: Programs that were wrong once, in their smallest form.
 ONCE_WRONG = {
+    "views that torch's graph does not know of": Program(
+        (
+            "h = z * v",
+            "with torch.no_grad():\n"
+            "    a = torch.unsafe_split(h, 2, 1)\n"
+            "    b = torch.unsafe_chunk(h, 2, 1)[0]\n"
+            "    c = torch.unsafe_split_with_sizes(h, [1, 3], 1)[1]",
+            "d = a[0]",
+        ),
+        n_rows=4,
+        n_others=4,
+        data=530,
+    ),
+    "dropout in place in inference mode": Program(
+        (
+            "h = t * w[:, :1]",
+            "with torch.inference_mode(): F.dropout(h, 0.5, inplace=True)",
+        ),
+        n_rows=5,
+        n_others=9,
+        data=365,
+    ),
     "a draw for memory whose layout is not known": Program(
         ("o4 = torch.special.bessel_y1(t)", "o4.T.normal_()"), n_rows=6, n_others=4, data=427
     ),

@@ -148,8 +148,7 @@ settle_grads(const KlCall *call, KlInferred *result)
             !call->is_grad_enabled) {
             return KL_DECLINED; /* a view requires grad, a copy does not */
         }
-        out->requires_grad =
-            (is_kept && is_differentiable) || (has_grad && is_differentiable && !is_blocked);
+        out->requires_grad = (is_kept || has_grad) && is_differentiable && !is_blocked;
     }
     return KL_OK;
 }

@@ -206,6 +206,8 @@ KL_SHAPE(stack);
 KL_SHAPE(tile);
 KL_SHAPE(tril);
 KL_SHAPE(unbind);
+KL_SHAPE(unsafe_chunk);
+KL_SHAPE(unsafe_split);
 
 /* rules_reduce.c: dims in word 1, keepdim in word 2, unless the op's own word says otherwise */
 KL_SHAPE(reduce);

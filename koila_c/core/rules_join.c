@@ -292,6 +292,29 @@ shape_chunk(const KlCall *call, KlInferred *result, KlError *error)
     return split_evenly(call, result, at, (call->inputs[0]->shape[at] + n - 1) / n, error);
 }
 
+/* torch's graph does not know of views made so: where grad mode is off they require no gradient. */
+static KlStatus
+untracked(KlStatus status, const KlCall *call, KlInferred *result)
+{
+    if (!call->is_grad_enabled && status == KL_OK) {
+        result->outs_no_grad = UINT64_MAX;
+        return result->n_outs <= 64 ? KL_OK : KL_DECLINED;
+    }
+    return status;
+}
+
+KlStatus
+shape_unsafe_chunk(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return untracked(shape_chunk(call, result, error), call, result);
+}
+
+KlStatus
+shape_unsafe_split(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return untracked(shape_split(call, result, error), call, result);
+}
+
 KlStatus
 shape_unbind(const KlCall *call, KlInferred *result, KlError *error)
 {

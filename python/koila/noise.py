@@ -329,7 +329,14 @@ class Given(TorchDispatchMode):
             return args[0].copy_(noise < args[1] if is_compared else noise)
         if name in _DRAWN:
             return _DRAWN[name](next(self.noises), *args, **words)
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            with self:  # what else would have come here as the calls that it is made of
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **words)
         return func(*args, **words)
+
+
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _take(noise: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
