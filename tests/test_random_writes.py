@@ -13,6 +13,17 @@ pytestmark = pytest.mark.sanitize
 
 #: Programs that were wrong once, in their smallest form.
 ONCE_WRONG = {
+    "a hook on what was turned after a view was taken": Program(
+        (
+            "h = z * v",
+            "v0 = h.diagonal(0, 0, 1)",
+            "h.unsqueeze_(0).mul_(-1.5)",
+            "h.register_hook(lambda a: a * 0.5)",
+        ),
+        n_rows=7,
+        n_others=9,
+        data=485,
+    ),
     "views that torch's graph does not know of": Program(
         (
             "h = z * v",

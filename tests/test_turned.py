@@ -46,6 +46,17 @@ def squeezed(x: Tensor, w: Tensor) -> Any:
 
 
 @PROGRAMS.add
+def views_after(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    r = x @ w
+    r.unsqueeze_(-1)
+    after = r[:, 0]
+    r.mul_(2)
+    after.add_(v[:1])
+    r[:, 2] = 3.0
+    return r * x.unsqueeze(-1), after
+
+
+@PROGRAMS.add_but(partly="the gradients of views that are there go through what is turned")
 def views_before_and_after(x: Tensor, w: Tensor, v: Tensor) -> Any:
     r = x @ w
     before = r[:, 1:]

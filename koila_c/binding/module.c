@@ -205,6 +205,9 @@ static PyMethodDef functions[] = {
      "swap($module, left, right, /)\n--\n\n"
      "Let two lazies stand for each other's values. A ValueError where torch would tell them "
      "apart: only one is a number."},
+    {"has_views", core_has_views, METH_O,
+     "has_views($module, lazy, /)\n--\n\nWhether a lazy that is no view has views that need a "
+     "gradient."},
     {"storage", core_storage, METH_O,
      "storage($module, lazy, /)\n--\n\n"
      "The number of the memory of a pending lazy; None where it is, or may be, memory of the "

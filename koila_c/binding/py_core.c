@@ -376,6 +376,27 @@ core_storage(PyObject *module, PyObject *object)
     return is_own ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
 }
 
+/* has_views(lazy): whether a lazy that is no view itself has views that need a gradient. */
+PyObject *
+core_has_views(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Tape *tape = kl_tape_open_or_null();
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    bool has_views = false;
+    bool is_on_tape = tape != NULL && value->tape == tape;
+    const KlValue *own = is_on_tape ? &tape->core.values[value->id] : NULL;
+    for (size_t i = 0; own != NULL && own->view_of == KL_ID_NONE && i < tape->core.n_values; i++) {
+        const KlValue *other = &tape->core.values[i];
+        bool is_view = other->storage == own->storage && other->view_of != KL_ID_NONE;
+        has_views = has_views || (is_view && other->meta.requires_grad);
+    }
+    return PyBool_FromLong(has_views);
+}
+
 PyObject *
 core_has_draw(PyObject *module, PyObject *ignored)
 {

@@ -28,6 +28,7 @@ PyObject *core_forget(PyObject *module, PyObject *ignored);
 PyObject *core_abandon(PyObject *module, PyObject *ignored);
 PyObject *core_leaf_of(PyObject *module, PyObject *tensor);
 PyObject *core_storage(PyObject *module, PyObject *object);
+PyObject *core_has_views(PyObject *module, PyObject *object);
 PyObject *core_swap(PyObject *module, PyObject *args);
 PyObject *core_has_draw(PyObject *module, PyObject *ignored);
 PyObject *core_has_dead_draw(PyObject *module, PyObject *ignored);
