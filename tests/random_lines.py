@@ -633,13 +633,14 @@ KINDS: dict[str, list[str]] = {
         "except IndexError: pass",
         "{name} = [{f} * 2]\ntry:\n    {name}.append({name}[0][{i} + 99])\n"
         "    {name}.append({name}[1] * {g})\n    float({name}[2].sum())\n"
-        "except (IndexError, RuntimeError): pass",
+        "except StaleError: raise\nexcept (IndexError, RuntimeError): pass",
         "{name} = []\ntry:\n    {name}.append(torch.linalg.cholesky(-{s} @ {s}.mT))\n"
-        "    {name}.append({name}[0][0]); float({name}[1].sum())\nexcept RuntimeError: pass",
+        "    {name}.append({name}[0][0]); float({name}[1].sum())\n"
+        "except StaleError: raise\nexcept RuntimeError: pass",
         "{name} = []\ntry:\n    {name}.append(F.embedding({i} + 9, w))\n"
         "    {name}[0].mul_(2); float({name}[0].sum())\nexcept IndexError: pass",
         "{name} = []\ntry:\n    {name}.append({f}.scatter(0, {i}[None] + 99, 1.0))\n"
-        "    {name}[0].tolist()\nexcept RuntimeError: pass",
+        "    {name}[0].tolist()\nexcept StaleError: raise\nexcept RuntimeError: pass",
     ],
 }
 

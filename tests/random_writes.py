@@ -98,7 +98,8 @@ def start(program: Program, lazy: Any) -> dict[str, Any]:
     }
     if program.needs_input_gradient:
         real["x"].requires_grad_()
-    modules = {"torch": torch, "F": F, "np": np, "copy": copy, "pytree": pytree}
+    modules: dict[str, Any] = {"torch": torch, "F": F, "np": np, "copy": copy, "pytree": pytree}
+    modules["StaleError"] = koila.StaleError  # it may be refused, and no program is to hide that
     env: dict[str, Any] = {**modules, "D": torch.float64, "lazy": lazy, "real": real, **real}
     env["x"], env["z"], env["y"] = lazy(real["x"], real["z"], real["y"])
     env["t"] = lazy(real["t"], batch=1)
@@ -371,6 +372,9 @@ def difference(got: dict[str, Any], want: dict[str, Any], is_exact: bool) -> str
 
 def wanted_of(program: Program) -> Outcome | None:
     """What eager makes of a program; None where it fails, or where its numbers say little."""
+    text = str(program)
+    if "checkpoint" in text and ".data" in text:
+        return None  # eager's second run of the body sees what was written meanwhile
     try:
         wanted = run(program, eager)
     except Exception:
