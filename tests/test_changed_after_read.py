@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import koila
+from chunked import split
 from oracle import Lazy, assert_same_story
 from stories import N_ROWS, each_split_further, rows
 
@@ -123,3 +124,16 @@ def test_a_gradient_through_what_is_gone_is_refused(chunks: int) -> None:
         with pytest.raises(koila.StaleError, match=r"was read, .* changed in place after that"):
             loss.backward()
     assert w.grad is None
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_weights_changed_through_the_data_of_a_view_of_them(chunks: int) -> None:
+    """torch counts no write for that, and the view is another tensor than the one that waits."""
+    weight = torch.ones(4, 4, requires_grad=True)
+    part = weight[0]
+    with split(chunks, whole="it is refused"):
+        loss = (koila.lazy(torch.ones(6, 4)) @ weight).sum()
+        _ = part.data  # looking at it is no change
+        part.data.mul_(2)
+        with pytest.raises(koila.StaleError, match="changed in place"):
+            loss.backward()

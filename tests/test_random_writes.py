@@ -13,6 +13,19 @@ pytestmark = pytest.mark.sanitize
 
 #: Programs that were wrong once, in their smallest form.
 ONCE_WRONG = {
+    "a write through .data of a plain view of what waits to be read": Program(
+        (
+            "v1 = u[..., -1]",
+            "u.mul_(0.25)",
+            "v9 = v1[None]",
+            "s = u.tolist()[0][0]",
+            "d = u * 3",
+            "v9.data.mul_(0.25)",
+        ),
+        n_rows=11,
+        n_others=5,
+        data=544,
+    ),
     "a hook on what was turned after a view was taken": Program(
         (
             "h = z * v",

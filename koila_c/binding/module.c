@@ -212,6 +212,9 @@ static PyMethodDef functions[] = {
      "storage($module, lazy, /)\n--\n\n"
      "The number of the memory of a pending lazy; None where it is, or may be, memory of the "
      "user's."},
+    {"read_leaves", core_read_leaves, METH_NOARGS,
+     "read_leaves($module, /)\n--\n\n"
+     "[(value, tensor)] of the real tensors that pending calls read."},
     {"leaf_of", core_leaf_of, METH_O,
      "leaf_of($module, tensor, /)\n--\n\n"
      "The number of a real tensor that pending calls read, or None."},

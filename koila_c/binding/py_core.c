@@ -337,6 +337,28 @@ core_leaf_of(PyObject *module, PyObject *tensor)
     return is_read ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
 }
 
+/* read_leaves() -> [(value, tensor)] of the real tensors that pending calls read. */
+PyObject *
+core_read_leaves(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open_or_null();
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && tape != NULL && i < tape->core.n_values; i++) {
+        PyObject *real = tape->values[i].real;
+        if (real == NULL || tape->core.values[i].n_pending == 0) {
+            continue;
+        }
+        PyObject *item = Py_BuildValue("(nO)", (Py_ssize_t)i, real);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
 PyObject *
 core_swap(PyObject *module, PyObject *args)
 {

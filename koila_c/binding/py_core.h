@@ -27,6 +27,7 @@ PyObject *core_is_busy(PyObject *module, PyObject *ignored);
 PyObject *core_forget(PyObject *module, PyObject *ignored);
 PyObject *core_abandon(PyObject *module, PyObject *ignored);
 PyObject *core_leaf_of(PyObject *module, PyObject *tensor);
+PyObject *core_read_leaves(PyObject *module, PyObject *ignored);
 PyObject *core_storage(PyObject *module, PyObject *object);
 PyObject *core_has_views(PyObject *module, PyObject *object);
 PyObject *core_swap(PyObject *module, PyObject *args);
