@@ -268,7 +268,6 @@ KINDS: dict[str, list[str]] = {
         "{f}.hsplit(2)[0]",
         "{f}.vsplit([1])[1]",
         "{f}.select(-1, 1)",
-        "{f}.data",
         "{f}.view(torch.int64).view(D)",
         "{f}.squeeze({d})",
         "{f}.squeeze(-1)",

@@ -304,6 +304,87 @@ def test_batch_norm_updated_for_its_own_sake(chunks: int | None) -> None:
     assert_same_story(story, chunks)
 
 
+def norm_and_layers() -> tuple[nn.BatchNorm1d, nn.Linear, nn.Sequential]:
+    norm, layer = nn.BatchNorm1d(4).double(), nn.Linear(4, 4).double()
+    deep = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4)).double()
+    return norm, layer, deep
+
+
+def evaluated_after(norm: Any, layer: Any, deep: Any, x: Any, z: Any) -> Any:
+    made = norm(layer(x))
+    norm.eval()
+    return made, norm(layer(z))
+
+
+def evaluated_before(norm: Any, layer: Any, deep: Any, x: Any, z: Any) -> Any:
+    norm.eval()
+    made = norm(layer(x))
+    norm.train()
+    return made, norm(layer(z))
+
+
+def evaluated_without_gradients(norm: Any, layer: Any, deep: Any, x: Any, z: Any) -> Any:
+    made = norm(layer(x))
+    norm.eval()
+    with torch.no_grad():
+        return made, norm(layer(z))
+
+
+def trained_twice(norm: Any, layer: Any, deep: Any, x: Any, z: Any) -> Any:
+    return norm(layer(x)), norm(layer(z))
+
+
+def trained_deep_and_then_shallow(norm: Any, layer: Any, deep: Any, x: Any, z: Any) -> Any:
+    """By stages the second call would be the first."""
+    return norm(deep(x)), norm(layer(z))
+
+
+def trained_on_itself(norm: Any, layer: Any, deep: Any, x: Any, z: Any) -> Any:
+    return norm(layer(norm(x))), norm(z)
+
+
+def statistics_as_a_value(norm: Any, layer: Any, deep: Any, x: Any, z: Any) -> Any:
+    """A penalty on the running statistics themselves, which no gradient goes through."""
+    made = norm(layer(x))
+    return made, (layer(z) - norm.running_mean).exp()
+
+
+def statistics_by_a_call_without_a_row(norm: Any, layer: Any, deep: Any, x: Any, z: Any) -> Any:
+    made = norm(layer(x))
+    return made, torch.special.bessel_j0(layer(z).detach() + 0) + norm.running_mean
+
+
+SHARED = [
+    evaluated_after,
+    evaluated_before,
+    evaluated_without_gradients,
+    trained_twice,
+    trained_deep_and_then_shallow,
+    trained_on_itself,
+    statistics_as_a_value,
+    statistics_by_a_call_without_a_row,
+]
+
+
+@each_split
+@pytest.mark.parametrize("run", SHARED, ids=lambda run: run.__name__)
+def test_statistics_that_several_calls_share(run: Any, chunks: int | None) -> None:
+    """Each sees them as the calls before left them."""
+
+    def story(lazy: Lazy) -> Any:
+        parts = norm_and_layers()
+        x, z = lazy(rows(4), rows(4))
+        first, second = run(*parts, x, z)
+        loss = (first * second).sum()
+        loss.backward()
+        norm = parts[0]
+        return loss, gradients(*parts), norm.running_mean, norm.running_var, parts[2][1].running_var
+
+    partly = "what reads statistics that a call before writes, or will, runs at once"
+    is_mixed = run.__name__.startswith(("evaluated", "statistics"))
+    assert_same_story(story, chunks, partly=partly if is_mixed else "")
+
+
 @each_split
 def test_statistics_after_a_step(chunks: int | None) -> None:
     """BatchNorm's statistics are written once a step, its counter too."""

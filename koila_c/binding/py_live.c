@@ -576,12 +576,33 @@ hands_out_number(const Met *met, PyObject *result)
     return false;
 }
 
+/* What a pending call is still to write on the side must have been written when the user's tensor is read. */
+static int
+write_what_is_read(PyObject *args, PyObject *kwargs)
+{
+    Tape *tape = kl_tape_open_or_null();
+    if (tape == NULL || tape->core.n_aside == 0 || tape->is_running) {
+        return 0;
+    }
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        PyObject *real = tape->values[i].real;
+        if (tape->core.values[i].n_aside > 0 && real != NULL &&
+            (is_among(args, real) || is_among(kwargs, real))) {
+            return kl_live_run(tape);
+        }
+    }
+    return 0;
+}
+
 PyObject *
 kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
     Met met = {.kind = kind};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
+    if (write_what_is_read(args, has_kwargs ? kwargs : NULL) < 0) {
+        return NULL;
+    }
     PyObject *before = caller;
     caller = func;
     int status = kl_call_visit(args, force_one, &met);

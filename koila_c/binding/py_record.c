@@ -195,6 +195,12 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     if (kl_call_encode(tape, args, kwargs, &call, &inputs.values, &inputs.n, &inputs.n_max) < 0) {
         goto error;
     }
+    if (kl_tape_mixes_aside(&tape->core, (uint32_t)inputs.n, inputs.values, 0)) {
+        kl_call_truncate(tape, call.first_slot);
+        Py_CLEAR(call.kwnames);
+        result = 0;
+        goto error;
+    }
     KlPlace *places = tape->inferred.split.places;
     tape->inferred.split.places = NULL; /* without a row every input is given whole */
     const KlRecord record = {

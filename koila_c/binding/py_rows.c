@@ -360,7 +360,9 @@ append(Recording *recording, PyObject **results)
     const KlInferred *inferred = &tape->inferred;
     KlNodeId id = KL_ID_NONE;
     uint32_t writes = 0, leaf_writes = 0;
-    if (find_writes(recording, &writes, &leaf_writes) < 0) {
+    if (find_writes(recording, &writes, &leaf_writes) < 0 ||
+        kl_tape_mixes_aside(&tape->core, recording->bound.n_inputs, recording->inputs,
+                            leaf_writes)) {
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) {

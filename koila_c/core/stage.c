@@ -188,13 +188,33 @@ next_joint(uint32_t stage)
     return kl_stage_is_body(stage) ? stage + 1 : stage + 2;
 }
 
+/* Writes on the side of one leaf are made in the order of the calls. `aside` is [n_values]: the joint of the
+ * last one. */
+static uint32_t
+joint_after_aside(const KlTape *tape, const KlNode *node, uint32_t *aside, uint32_t at)
+{
+    for (uint32_t k = 0; k < node->n_inputs && node->leaf_writes >> k != 0; k++) {
+        KlValueId value = inputs_of(tape, node)[k].value;
+        if ((node->leaf_writes >> k & 1) != 0 && value != KL_ID_NONE && aside[value] > at) {
+            at = aside[value];
+        }
+    }
+    for (uint32_t k = 0; k < node->n_inputs && node->leaf_writes >> k != 0; k++) {
+        KlValueId value = inputs_of(tape, node)[k].value;
+        if ((node->leaf_writes >> k & 1) != 0 && value != KL_ID_NONE) {
+            aside[value] = at;
+        }
+    }
+    return at;
+}
+
 static void
-place_node(const KlTape *tape, KlStages *stages, KlNodeId id)
+place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
 {
     const KlNode *node = &tape->nodes[id];
     uint32_t at = 0, after = 0;
     if (node->mode == KL_MODE_ONCE) {
-        at = after = joint_of(tape, stages, node);
+        at = after = joint_after_aside(tape, node, aside, joint_of(tape, stages, node));
     } else {
         stages->is_data[id] = is_data_node(tape, stages, node);
         at = stages->is_data[id] ? KL_STAGE_DATA : body_of(tape, stages, node, 0);
@@ -412,6 +432,7 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
 {
     bool *is_needed = NULL; /* [n_values] */
     bool *depends = NULL;   /* [n_values] on values of the last body */
+    uint32_t *aside = NULL; /* [n_values] see joint_after_aside */
     memset(stages, 0, sizeof(*stages));
     KlStatus status = allocate(tape, stages, error);
     if (status != KL_OK) {
@@ -419,7 +440,8 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
     }
     is_needed = kl_alloc_zeroed(tape->n_values, sizeof(bool));
     depends = kl_alloc_zeroed(tape->n_values, sizeof(bool));
-    if (is_needed == NULL || depends == NULL) {
+    aside = kl_alloc_zeroed(tape->n_values, sizeof(uint32_t));
+    if (is_needed == NULL || depends == NULL || aside == NULL) {
         status =
             kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
         goto done;
@@ -427,13 +449,14 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
     mark_needed(tape, goal, stages, is_needed);
     for (size_t i = 0; i < tape->n_nodes; i++) {
         if (stages->node_stage[i] != KL_STAGE_NONE) {
-            place_node(tape, stages, (KlNodeId)i);
+            place_node(tape, stages, (KlNodeId)i, aside);
         }
     }
     find_last_body(tape, stages);
     judge_tail(tape, stages, depends);
     status = build_imports(tape, stages, error);
 done:
+    kl_alloc_free(aside);
     kl_alloc_free(depends);
     kl_alloc_free(is_needed);
     if (status != KL_OK) {

@@ -45,6 +45,7 @@ kl_tape_clear(KlTape *tape)
     tape->n_storages = 0;
     tape->n_axes = 0;
     tape->n_done = 0;
+    tape->n_aside = 0;
 }
 
 KlStatus
@@ -203,6 +204,26 @@ reserve_node(KlTape *tape, const KlRecord *record, KlError *error)
     return status;
 }
 
+static uint32_t
+writes_aside(uint32_t leaf_writes, uint32_t input)
+{
+    return input < 32 ? leaf_writes >> input & 1 : 0;
+}
+
+bool
+kl_tape_mixes_aside(const KlTape *tape, uint32_t n_inputs, const KlValueId *inputs,
+                    uint32_t leaf_writes)
+{
+    for (uint32_t i = 0; i < n_inputs; i++) {
+        const KlValue *value = inputs[i] != KL_ID_NONE ? &tape->values[inputs[i]] : NULL;
+        if (value != NULL && (writes_aside(leaf_writes, i) != 0 ? value->n_pending > value->n_aside
+                                                                : value->n_aside > 0)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 KlStatus
 kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error)
 {
@@ -243,6 +264,8 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         if (value != KL_ID_NONE) {
             kl_tape_ask(tape, value);
             tape->values[value].n_pending++;
+            tape->values[value].n_aside += writes_aside(record->leaf_writes, i);
+            tape->n_aside += writes_aside(record->leaf_writes, i);
         }
     }
     if (record->review_of != KL_ID_NONE) {
@@ -290,6 +313,8 @@ kl_tape_set_done(KlTape *tape, KlNodeId id)
         KlValueId value = tape->inputs[node->first_input + i].value;
         if (value != KL_ID_NONE) {
             tape->values[value].n_pending--;
+            tape->values[value].n_aside -= writes_aside(node->leaf_writes, i);
+            tape->n_aside -= writes_aside(node->leaf_writes, i);
         }
     }
     if (node->review_of != KL_ID_NONE) {

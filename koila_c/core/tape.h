@@ -26,6 +26,7 @@ typedef struct KlValue {
     uint32_t version;             /* of the storage, when this value was made */
     KlValueId view_of;            /* KL_ID_NONE: not a view; else the value it is a view of */
     uint32_t n_pending;           /* pending nodes that read it */
+    uint32_t n_aside;             /* of these, how many write it on the side */
     uint8_t state;                /* KlState */
     bool is_wanted;               /* the user can still reach it */
     bool is_reached, has_history; /* scratch: it leads to what is wanted; a gradient leads to it */
@@ -89,7 +90,8 @@ typedef struct KlTape {
     int64_t *axis_rows; /* [n_axes] rows of each axis */
     uint32_t *axis_of;  /* [n_axes] union-find: the axis it was found equal to, or itself */
     size_t n_axes, n_axes_max;
-    size_t n_done; /* every node before this one is done */
+    size_t n_done;  /* every node before this one is done */
+    size_t n_aside; /* writes on the side that are still to be made */
 } KlTape;
 
 void kl_tape_init(KlTape *tape);
@@ -143,6 +145,11 @@ typedef struct KlRecord {
  * Where input 0 is written, output 0 is its new version; if it is a view, the base as it was before the
  * write becomes one input more, and output 1 is the base's new version. */
 KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error);
+
+/* Whether a call would read a leaf that a pending node writes on the side, or write one on the side that a
+ * pending node reads: all such writes are made on one copy, which each of them sees at another moment. */
+bool kl_tape_mixes_aside(const KlTape *tape, uint32_t n_inputs, const KlValueId *inputs,
+                         uint32_t leaf_writes);
 
 /* `value` is about to be read at `place`. Where it is open, and nothing has read it, it is made there: from
  * now on its rows are at `place`. */
