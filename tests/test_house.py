@@ -24,8 +24,7 @@ LAYERS = [
     "autocast",
     "tape",
     "stage",
-    "liveness",
-    "plan",
+    "program",
 ]
 # py_args before py: binding arguments to a signature knows nothing of lazies and tapes, and py.h,
 # which knows them all, keeps the signatures of the functions.

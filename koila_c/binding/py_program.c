@@ -1,9 +1,9 @@
-/* py_program.c - tells koila.program of the tape, as plain numbers: the staged program, one value, one
- * node. It changes nothing and decides nothing: stages come from stage.c. */
+/* py_program.c - tells koila.program of the tape, as plain numbers: the program, one value, one node. It
+ * changes nothing and decides nothing: stages and runs come from the core's program.c. */
 #include "py.h"
 
 #include "alloc.h"
-#include "stage.h"
+#include "program.h"
 
 static PyObject *
 place_object(const KlPlace *place)
@@ -106,30 +106,142 @@ describe_values(const KlStages *stages)
     return list;
 }
 
+/* [ids] of a part of an array of the program */
+static PyObject *
+slice_object(const KlIds *ids, KlSlice slice)
+{
+    PyObject *list = PyList_New(slice.n);
+    for (uint32_t i = 0; list != NULL && i < slice.n; i++) {
+        PyObject *id = PyLong_FromUnsignedLong(ids->ids[slice.first + i]);
+        if (id == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, id);
+    }
+    return list;
+}
+
+/* (i, ...) of the bits that are set */
+static PyObject *
+bits_object(uint32_t bits)
+{
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list != NULL && i < 32; i++) {
+        if ((bits >> i & 1) != 0 && append_stolen(list, PyLong_FromLong(i)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    PyObject *tuple = list != NULL ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return tuple;
+}
+
+/* {node: (part, ...)} of the reductions that leave parts in a run */
+static PyObject *
+parts_object(const KlProgram *program, const KlRun *run)
+{
+    PyObject *parts = PyDict_New();
+    for (uint32_t i = 0; parts != NULL && i < run->nodes.n; i++) {
+        uint32_t bits = program->parts.ids[run->nodes.first + i];
+        if (bits == 0) {
+            continue;
+        }
+        PyObject *id = PyLong_FromUnsignedLong(program->nodes.ids[run->nodes.first + i]);
+        PyObject *numbers = bits_object(bits);
+        if (id == NULL || numbers == NULL || PyDict_SetItem(parts, id, numbers) < 0) {
+            Py_CLEAR(parts);
+        }
+        Py_XDECREF(numbers);
+        Py_XDECREF(id);
+    }
+    return parts;
+}
+
+/* [(value, ...)] that die after each node of a run */
+static PyObject *
+drops_object(const KlProgram *program, const KlRun *run)
+{
+    PyObject *drops = PyList_New(0);
+    for (uint32_t i = 0; drops != NULL && i < run->nodes.n; i++) {
+        uint32_t at = run->nodes.first + i;
+        uint32_t first = at > 0 ? program->drops.ids[at - 1] : 0;
+        KlSlice slice = {.first = first, .n = program->drops.ids[at] - first};
+        PyObject *list = slice_object(&program->dropped, slice);
+        if (append_stolen(drops, list != NULL ? PyList_AsTuple(list) : NULL) < 0) {
+            Py_CLEAR(drops);
+        }
+        Py_XDECREF(list);
+    }
+    return drops;
+}
+
+/* [(stage, axis or -1, nodes, parts, imports, exports, drops, combined, shadows, has gradient)] */
+static PyObject *
+describe_runs(const KlProgram *program)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < program->n_runs; i++) {
+        const KlRun *run = &program->runs[i];
+        PyObject *item = Py_BuildValue(
+            "(IiNNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis,
+            slice_object(&program->nodes, run->nodes), parts_object(program, run),
+            slice_object(&program->imports, run->imports),
+            slice_object(&program->exports, run->exports), drops_object(program, run),
+            slice_object(&program->combined, run->combined),
+            slice_object(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
+        if (append_stolen(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *
+describe_kept(const KlProgram *program)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < program->stages.n_values; i++) {
+        if (program->is_kept[i] && append_stolen(list, PyLong_FromSize_t(i)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
 static int
-add_id(KlValueId **ids, size_t *n, size_t *n_max, KlValueId id)
+add_id(KlIds *ids, KlValueId id)
 {
     KlError error;
-    if (kl_alloc_reserve((void **)ids, n_max, *n + 1, sizeof(KlValueId), &error) != KL_OK) {
+    if (kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1, sizeof(KlValueId), &error) !=
+        KL_OK) {
         (void)kl_py_raise(&error);
         return -1;
     }
-    (*ids)[(*n)++] = id;
+    ids->ids[ids->n++] = id;
     return 0;
+}
+
+/* How many lazies the user holds of each storage; NULL: there is no memory. */
+static uint32_t *
+count_handles(const Tape *tape)
+{
+    uint32_t *n_handles = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(*n_handles));
+    for (size_t i = 0; n_handles != NULL && i < tape->core.n_values; i++) {
+        n_handles[tape->core.values[i].storage] += tape->values[i].handle != NULL;
+    }
+    return n_handles;
 }
 
 /* Lazies that share memory must share it when they have their numbers: their storage is wanted as a whole,
  * to take the others from it. `shared` gets (storage, how many lazies are of it) where there are several. */
 static int
-find_shared(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *shared)
+find_shared(const Tape *tape, KlIds *wanted, PyObject *shared)
 {
-    uint32_t *n_handles = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(*n_handles));
+    uint32_t *n_handles = count_handles(tape);
     if (n_handles == NULL) {
         (void)PyErr_NoMemory();
         return -1;
-    }
-    for (size_t i = 0; i < tape->core.n_values; i++) {
-        n_handles[tape->core.values[i].storage] += tape->values[i].handle != NULL;
     }
     int result = 0;
     for (size_t i = 0; i < tape->core.n_storages && result == 0; i++) {
@@ -137,12 +249,12 @@ find_shared(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *
             result = append_stolen(shared, Py_BuildValue("(nI)", (Py_ssize_t)i, n_handles[i]));
         }
     }
-    for (size_t i = *n; i-- > 0 && result == 0;) {
-        KlStorageId storage = tape->core.values[(*wanted)[i]].storage;
+    for (size_t i = wanted->n; i-- > 0 && result == 0;) {
+        KlStorageId storage = tape->core.values[wanted->ids[i]].storage;
         KlValueId base = tape->core.storages[storage].base;
         if (n_handles[storage] >= 2 && tape->core.values[base].state == KL_STATE_PENDING) {
             n_handles[storage] = 0; /* once */
-            result = add_id(wanted, n, n_max, base);
+            result = add_id(wanted, base);
         }
     }
     kl_alloc_free(n_handles);
@@ -164,7 +276,7 @@ kl_program_is_committed(const Tape *tape, KlNodeId id)
 
 /* Pending values the user can reach, and outputs of nodes that must run though nobody looks. */
 static int
-find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *list)
+find_wanted(Tape *tape, KlIds *wanted, KlIds *reached)
 {
     for (size_t i = 0; i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
@@ -176,10 +288,8 @@ find_wanted(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *
                 tape->core.values[out].state == KL_STATE_KNOWN && tape->values[out].handle != NULL;
             bool has_effect = is_pending && (node->leaf_writes != 0 || node->is_random) && k == 0 &&
                               kl_program_is_committed(tape, (KlNodeId)i) == 0;
-            if ((is_reached || has_effect) && add_id(wanted, n, n_max, out) < 0) {
-                return -1;
-            }
-            if ((is_reached || is_known) && append_stolen(list, PyLong_FromUnsignedLong(out)) < 0) {
+            if (((is_reached || has_effect) && add_id(wanted, out) < 0) ||
+                ((is_reached || is_known) && add_id(reached, out) < 0)) {
                 return -1;
             }
         }
@@ -221,7 +331,7 @@ is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
 /* Pending values the user can reach and that have no gradient in their history, which later calls must
  * not change; and what has to draw before them. */
 static int
-find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *list)
+find_known(Tape *tape, KlIds *wanted, KlIds *reached)
 {
     (void)kl_tape_find_known(&tape->core);
     for (size_t i = 0; i < tape->core.n_nodes; i++) {
@@ -230,16 +340,16 @@ find_known(Tape *tape, KlValueId **wanted, size_t *n, size_t *n_max, PyObject *l
             KlValueId out = node->first_out + k;
             bool is_reached = tape->core.values[out].state == KL_STATE_PENDING &&
                               tape->values[out].handle != NULL;
-            if (((is_reached || k == 0) && add_id(wanted, n, n_max, out) < 0) ||
-                (is_reached && append_stolen(list, PyLong_FromUnsignedLong(out)) < 0)) {
+            if (((is_reached || k == 0) && add_id(wanted, out) < 0) ||
+                (is_reached && add_id(reached, out) < 0)) {
                 return -1;
             }
         }
     }
-    int draws = is_drawing(&tape->core, *wanted, *n);
+    int draws = is_drawing(&tape->core, wanted->ids, wanted->n);
     for (size_t i = 0; i < tape->core.n_nodes && draws > 0; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        if (kl_tape_waits_to_draw(node) && add_id(wanted, n, n_max, node->first_out) < 0) {
+        if (kl_tape_waits_to_draw(node) && add_id(wanted, node->first_out) < 0) {
             return -1;
         }
     }
@@ -271,11 +381,11 @@ read_root(Tape *tape, PyObject *root, KlValueId *id)
 }
 
 static int
-find_roots(Tape *tape, PyObject *roots, KlValueId **ids, size_t *n, size_t *n_max)
+find_roots(Tape *tape, PyObject *roots, KlIds *ids)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); i++) {
         KlValueId id = KL_ID_NONE;
-        if (read_root(tape, PyList_GET_ITEM(roots, i), &id) < 0 || add_id(ids, n, n_max, id) < 0) {
+        if (read_root(tape, PyList_GET_ITEM(roots, i), &id) < 0 || add_id(ids, id) < 0) {
             return -1;
         }
     }
@@ -295,33 +405,51 @@ is_all_staged(const KlTape *core, const KlStages *stages)
 }
 
 static PyObject *
-describe(const Tape *tape, const KlStages *stages, const KlGoal *goal, PyObject *wanted,
-         PyObject *shared)
+ids_object(const KlValueId *ids, size_t n)
 {
-    PyObject *nodes = describe_nodes(tape, stages);
-    PyObject *imports = describe_imports(stages);
-    PyObject *values = describe_values(stages);
-    PyObject *roots = PyList_New(0);
-    for (size_t i = 0; roots != NULL && i < goal->n_roots; i++) {
-        if (append_stolen(roots, PyLong_FromUnsignedLong(goal->roots[i])) < 0) {
-            Py_CLEAR(roots);
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < n; i++) {
+        if (append_stolen(list, PyLong_FromUnsignedLong(ids[i])) < 0) {
+            Py_CLEAR(list);
         }
     }
-    PyObject *result = NULL;
-    if (nodes != NULL && imports != NULL && values != NULL && roots != NULL) {
-        result = Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:O,s:I,s:N,s:O,s:N,s:O}", "nodes", nodes,
-                               "imports", imports, "values", values, "roots", roots, "wanted",
-                               wanted, "shared", shared, "n_stages", stages->n_stages, "last_body",
-                               stage_object(stages->last_body), "is_tail_linear",
-                               stages->is_tail_linear ? Py_True : Py_False, "tail_node",
-                               stage_object(stages->tail_node), "is_all",
-                               is_all_staged(&tape->core, stages) ? Py_True : Py_False);
+    return list;
+}
+
+static PyObject *
+describe(const Tape *tape, const KlProgram *program, const KlAsked *asked, PyObject *shared)
+{
+    const KlStages *stages = &program->stages;
+    return Py_BuildValue(
+        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:O,s:I,s:N,s:O,s:N,s:O}", "nodes",
+        describe_nodes(tape, stages), "imports", describe_imports(stages), "values",
+        describe_values(stages), "runs", describe_runs(program), "kept", describe_kept(program),
+        "roots", ids_object(asked->goal.roots, asked->goal.n_roots), "wanted",
+        ids_object(asked->reached, asked->n_reached), "shared", shared, "n_stages",
+        stages->n_stages, "last_body", stage_object(stages->last_body), "is_tail_linear",
+        stages->is_tail_linear ? Py_True : Py_False, "tail_node", stage_object(stages->tail_node),
+        "is_all", is_all_staged(&tape->core, stages) ? Py_True : Py_False);
+}
+
+/* What of a program only the binding knows; on failure nothing is left of it. */
+static int
+ask(const Tape *tape, KlAsked *asked, bool **flags, uint32_t **n_handles)
+{
+    size_t n = tape->core.n_values;
+    *flags = kl_alloc_zeroed(2 * n, sizeof(bool)); /* [n_values] twice: real tensors, numbers */
+    *n_handles = count_handles(tape);
+    if (*flags == NULL || *n_handles == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
     }
-    Py_XDECREF(roots);
-    Py_XDECREF(values);
-    Py_XDECREF(imports);
-    Py_XDECREF(nodes);
-    return result;
+    for (size_t i = 0; i < n; i++) {
+        (*flags)[i] = tape->values[i].real != NULL;
+        (*flags)[n + i] = tape->values[i].number != NULL;
+    }
+    asked->has_real = *flags;
+    asked->has_number = *flags + n;
+    asked->n_handles = *n_handles;
+    return 0;
 }
 
 /* stage(roots, is_known_only) -> dict: the program that computes every value the user can reach, or only
@@ -332,37 +460,45 @@ kl_program_stage(PyObject *module, PyObject *args)
     (void)module;
     PyObject *roots = NULL, *result = NULL;
     int is_known_only = 0;
-    KlValueId *wanted = NULL, *root_ids = NULL;
-    size_t n_wanted = 0, n_wanted_max = 0, n_roots = 0, n_roots_max = 0;
-    KlStages stages = {0};
+    KlIds wanted = {0}, reached = {0}, root_ids = {0};
+    bool *flags = NULL;
+    uint32_t *n_handles = NULL;
+    KlProgram program = {0};
     KlError error;
     Tape *tape = kl_tape_open();
-    PyObject *reached = PyList_New(0), *shared = PyList_New(0);
+    PyObject *shared = PyList_New(0);
     if (tape != NULL) {
         kl_stale_drop_numbers(tape);
     }
-    if (tape == NULL || reached == NULL || shared == NULL ||
+    if (tape == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p:stage", &PyList_Type, &roots, &is_known_only) ||
-        kl_view_refresh(tape) < 0 ||
-        find_roots(tape, roots, &root_ids, &n_roots, &n_roots_max) < 0 ||
-        (is_known_only ? find_known : find_wanted)(tape, &wanted, &n_wanted, &n_wanted_max,
-                                                   reached) < 0 ||
-        find_shared(tape, &wanted, &n_wanted, &n_wanted_max, shared) < 0) {
+        kl_view_refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
+        (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
+        find_shared(tape, &wanted, shared) < 0) {
         goto error;
     }
-    const KlGoal goal = {
-        .wanted = wanted, .n_wanted = n_wanted, .roots = root_ids, .n_roots = n_roots};
-    if (kl_stage_build(&tape->core, &goal, &stages, &error) != KL_OK) {
+    KlAsked asked = {.goal = {.wanted = wanted.ids,
+                              .n_wanted = wanted.n,
+                              .roots = root_ids.ids,
+                              .n_roots = root_ids.n},
+                     .reached = reached.ids,
+                     .n_reached = reached.n};
+    if (ask(tape, &asked, &flags, &n_handles) < 0) {
+        goto error;
+    }
+    if (kl_program_build(&tape->core, &asked, &program, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         goto error;
     }
-    result = describe(tape, &stages, &goal, reached, shared);
-    kl_stage_fini(&stages);
+    result = describe(tape, &program, &asked, shared);
+    kl_program_fini(&program);
 error:
     Py_XDECREF(shared);
-    Py_XDECREF(reached);
-    kl_alloc_free(root_ids);
-    kl_alloc_free(wanted);
+    kl_alloc_free(n_handles);
+    kl_alloc_free(flags);
+    kl_alloc_free(root_ids.ids);
+    kl_alloc_free(reached.ids);
+    kl_alloc_free(wanted.ids);
     return result;
 }
 

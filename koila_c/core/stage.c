@@ -9,7 +9,25 @@
 uint32_t
 kl_stage_n_parts(KlReduce reduce)
 {
-    return reduce == KL_REDUCE_CROSS_ENTROPY ? 2 : 1;
+    switch (reduce) {
+    case KL_REDUCE_VAR: /* count, mean, squared deviations */
+        return 3;
+    case KL_REDUCE_MEAN: /* a sum and the number of its terms, or how often a maximum is reached */
+    case KL_REDUCE_AMAX:
+    case KL_REDUCE_LOGSUMEXP:
+    case KL_REDUCE_LOSS:
+    case KL_REDUCE_CROSS_ENTROPY:
+        return 2;
+    default:
+        return 1;
+    }
+}
+
+/* Whether part 1 may be of labels alone, and then be there before the scores. */
+static bool
+has_late_part(KlReduce reduce)
+{
+    return reduce == KL_REDUCE_CROSS_ENTROPY;
 }
 
 uint32_t
@@ -222,7 +240,7 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
     }
     if (node->mode == KL_MODE_REDUCE) {
         stages->is_data[id] = false; /* its result is at a joint, not to be had again in a body */
-        if (kl_stage_n_parts((KlReduce)node->reduce) == 2) {
+        if (has_late_part((KlReduce)node->reduce)) {
             stages->late_stage[id] = is_late_part_data(tape, stages, node) ? KL_STAGE_DATA : at;
         }
     }

@@ -61,7 +61,7 @@ kl_stage_is_body(uint32_t stage)
     return (stage & 1) != 0;
 }
 
-/* Parts of a reduction, and whether combining them saves them for backward: bit i for part i. */
+/* Parts that a reduction leaves for each chunk, and whether combining them saves them for backward: bit i for part i. */
 uint32_t kl_stage_n_parts(KlReduce reduce);
 uint32_t kl_stage_parts_saved(KlReduce reduce);
 

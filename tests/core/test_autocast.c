@@ -1,7 +1,7 @@
 /* test_autocast.c - in which dtype autocast lets an op see its inputs, and what is saved of the copies. */
 #include "autocast.h"
 
-#include "program.h"
+#include "record.h"
 
 #define F16 KL_DTYPE_FLOAT16
 #define BF16 KL_DTYPE_BFLOAT16

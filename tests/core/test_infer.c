@@ -1,7 +1,7 @@
 /* test_infer.c - what inference adds to a row's rules: refusals, in-place targets, gradients, places. */
 #include "infer.h"
 
-#include "program.h"
+#include "record.h"
 
 static const int64_t rows_of[] = {8, 8, 0};
 

@@ -1,6 +1,6 @@
 /* test_no_memory.c - each request for memory refused in turn, over a whole record, inference and staging:
  * an error of memory, a tape that can still be used, the same result after, nothing left over. */
-#include "program.h"
+#include "record.h"
 
 /* One block of the program: two layers, views with the batch written out, a joint, a second body, writes
  * to a value and through a view, a draw, data, a loss of two parts. */

@@ -1,7 +1,7 @@
 /* test_tape.c - values and their memory, versions and views, axes that become one, and what is left to do. */
 #include "tape.h"
 
-#include "program.h"
+#include "record.h"
 
 static const KlValue *
 value(const Program *program, KlValueId id)

@@ -1,7 +1,7 @@
 /* test_threads.c - two tapes on two threads have nothing in common: run under ThreadSanitizer too. */
 #include <pthread.h>
 
-#include "program.h"
+#include "record.h"
 
 enum { N_PROGRAMS = 200, N_CALLS = 12 };
 

@@ -1,9 +1,9 @@
-/* program.h - record a program as the binding does: infer a call, find what it saves, append it.
+/* record.h - record a program as the binding does: infer a call, find what it saves, append it.
  *
  * Every request for memory may be refused once (kl_alloc_fail_after): then nothing of the tape may have
  * changed, and the same request must be granted the second time. */
-#ifndef PROGRAM_H
-#define PROGRAM_H
+#ifndef RECORD_H
+#define RECORD_H
 
 #include <string.h>
 

@@ -1,0 +1,606 @@
+/* program.c - builds the runs of a staged program, stage by stage. */
+#include "program.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "alloc.h"
+
+/* What building looks things up in; it lives as long as that. */
+typedef struct Build {
+    const KlTape *tape;
+    const KlAsked *asked;
+    KlProgram *program;
+    KlError *error;
+    uint32_t *first_reader; /* [n_values + 1] where its slice of readers begins */
+    KlNodeId *readers;      /* [n_inputs] nodes that read a value */
+    uint32_t *first_at;     /* [n_stages + 1] where its slice of at begins */
+    KlNodeId *at;           /* [2 * n_nodes] nodes by stage; a late part is at another one too */
+    bool *is_root;          /* [n_values] */
+    uint32_t *last_use;  /* [n_values] the position of the last reader in this run, or UINT32_MAX */
+    uint32_t *next_dead; /* [n_values] scratch: the next value that dies after the same node */
+    uint32_t *made_in;   /* [n_values] the number of the last run that made it, plus one */
+    uint32_t *given_in;  /* [n_imports] the number of the last run that was given it, plus one */
+    uint32_t *taken_in;  /* [n_nodes] the number of the last run that it was taken into, plus one */
+    uint32_t *written_in; /* [n_storages] the number of the last run that wrote it, plus one */
+    KlIds stack;          /* of nodes, or of values */
+} Build;
+
+static KlStatus
+push(Build *build, KlIds *ids, uint32_t id)
+{
+    KlStatus status = kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1,
+                                       sizeof(uint32_t), build->error);
+    if (status == KL_OK) {
+        ids->ids[ids->n++] = id;
+    }
+    return status;
+}
+
+static KlSlice
+slice_since(const KlIds *ids, uint32_t first)
+{
+    return (KlSlice){.first = first, .n = (uint32_t)ids->n - first};
+}
+
+/* -- questions ---------------------------------------------------------------------------------------- */
+
+/* The staged node that makes a value; KL_ID_NONE for what enters. */
+static KlNodeId
+maker_of(const Build *build, KlValueId value)
+{
+    const KlStages *stages = &build->program->stages;
+    KlNodeId id = stages->is_leaf[value] ? KL_ID_NONE : build->tape->values[value].node;
+    return id != KL_ID_NONE && stages->node_stage[id] != KL_STAGE_NONE ? id : KL_ID_NONE;
+}
+
+static bool
+is_at_stage(const KlStages *stages, KlNodeId id, uint32_t stage)
+{
+    return stages->node_stage[id] == stage || stages->late_stage[id] == stage;
+}
+
+static KlAxisId
+axis_of(const Build *build, KlNodeId id)
+{
+    return kl_tape_axis_find(build->tape, build->tape->nodes[id].axis);
+}
+
+/* The first input of `node` that it reads at `stage`: an early part of a reduction sees only the sizes of the
+ * scores, its first. What is made by sizes alone reads none. */
+static uint32_t
+first_read(const Build *build, KlNodeId id, uint32_t stage)
+{
+    const KlNode *node = &build->tape->nodes[id];
+    if (node->is_open) {
+        return node->n_inputs;
+    }
+    if (node->mode != KL_MODE_REDUCE || build->program->stages.node_stage[id] == stage) {
+        return 0;
+    }
+    uint32_t k = 0;
+    while (k < node->n_inputs && build->tape->inputs[node->first_input + k].value == KL_ID_NONE) {
+        k++;
+    }
+    return k + 1;
+}
+
+/* Whether something beside the run over `axis` at `stage` reads a value; light work on data is run again. */
+static bool
+is_read_elsewhere(const Build *build, KlValueId value, uint32_t stage, KlAxisId axis)
+{
+    const KlProgram *program = build->program;
+    if (program->is_kept[value] || build->is_root[value]) {
+        return true;
+    }
+    KlNodeId maker = maker_of(build, value);
+    bool is_data = maker != KL_ID_NONE && program->stages.is_data[maker];
+    for (uint32_t i = build->first_reader[value]; i < build->first_reader[value + 1]; i++) {
+        KlNodeId reader = build->readers[i];
+        if (build->tape->nodes[reader].mode == KL_MODE_ONCE) {
+            return true;
+        }
+        bool is_here =
+            is_at_stage(&program->stages, reader, stage) && axis_of(build, reader) == axis;
+        if (!is_here && !is_data) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* -- what is looked up -------------------------------------------------------------------------------- */
+
+static bool
+is_reading(const Build *build, KlNodeId id)
+{
+    return build->program->stages.node_stage[id] != KL_STAGE_NONE &&
+           !build->tape->nodes[id].is_open;
+}
+
+/* Readers of each value: counted, and then put where the counts say. */
+static void
+find_readers(Build *build)
+{
+    const KlTape *tape = build->tape;
+    uint32_t *first = build->first_reader;
+    for (int is_placing = 0; is_placing < 2; is_placing++) {
+        for (size_t i = tape->n_nodes; i-- > 0;) {
+            const KlNode *node = &tape->nodes[i];
+            for (uint32_t k = 0; k < node->n_inputs && is_reading(build, (KlNodeId)i); k++) {
+                KlValueId value = tape->inputs[node->first_input + k].value;
+                if (value == KL_ID_NONE) {
+                    continue;
+                }
+                if (is_placing) {
+                    build->readers[--first[value]] = (KlNodeId)i;
+                } else {
+                    first[value]++;
+                }
+            }
+        }
+        for (size_t v = 1; !is_placing && v <= tape->n_values; v++) {
+            first[v] += first[v - 1];
+        }
+    }
+}
+
+static void
+find_nodes_of_stages(Build *build)
+{
+    const KlStages *stages = &build->program->stages;
+    uint32_t *first = build->first_at;
+    for (int is_placing = 0; is_placing < 2; is_placing++) {
+        for (size_t i = build->tape->n_nodes; i-- > 0;) {
+            uint32_t at[2] = {stages->node_stage[i], stages->late_stage[i]};
+            for (int k = 0; k < 2 && at[0] != KL_STAGE_NONE; k++) {
+                if (at[k] == KL_STAGE_NONE || (k == 1 && at[1] == at[0])) {
+                    continue;
+                }
+                if (is_placing) {
+                    build->at[--first[at[k]]] = (KlNodeId)i;
+                } else {
+                    first[at[k]]++;
+                }
+            }
+        }
+        for (uint32_t s = 1; !is_placing && s <= stages->n_stages; s++) {
+            first[s] += first[s - 1];
+        }
+    }
+}
+
+/* Values that must be there whole at the end, for those the user gets to be had from them: lazies that share
+ * memory get numbers that do, so views are taken again of the whole storage. */
+static void
+find_kept(Build *build)
+{
+    const KlTape *tape = build->tape;
+    const KlAsked *asked = build->asked;
+    for (size_t i = 0; i < asked->n_reached; i++) {
+        KlValueId value = asked->reached[i];
+        const KlValue *v = &tape->values[value];
+        KlValueId base = tape->storages[v->storage].base;
+        bool is_view = v->view_of != KL_ID_NONE;
+        if (maker_of(build, value) == KL_ID_NONE || (is_view && asked->has_real[base])) {
+            continue;
+        }
+        bool is_there = asked->has_number[base] || maker_of(build, base) != KL_ID_NONE;
+        bool is_shared = is_view && asked->n_handles[v->storage] >= 2;
+        build->program->is_kept[is_shared && is_there ? base : value] = true;
+    }
+}
+
+/* -- one run ------------------------------------------------------------------------------------------ */
+
+static uint32_t
+number_of(const Build *build)
+{
+    return (uint32_t)build->program->n_runs + 1;
+}
+
+static uint32_t
+parts_at(const KlTape *tape, const KlStages *stages, KlNodeId id, uint32_t stage)
+{
+    if (tape->nodes[id].mode != KL_MODE_REDUCE) {
+        return 0;
+    }
+    if (stages->late_stage[id] == KL_STAGE_NONE) {
+        return (1u << kl_stage_n_parts((KlReduce)tape->nodes[id].reduce)) - 1;
+    }
+    return (stages->node_stage[id] == stage ? 1u : 0) | (stages->late_stage[id] == stage ? 2u : 0);
+}
+
+/* Note what the node at `position` reads: from this run, or from outside. */
+static KlStatus
+note_reads(Build *build, const KlRun *run, KlNodeId id, uint32_t position)
+{
+    const KlNode *node = &build->tape->nodes[id];
+    KlStatus status = KL_OK;
+    for (uint32_t k = first_read(build, id, run->stage); k < node->n_inputs && status == KL_OK;
+         k++) {
+        KlValueId value = build->tape->inputs[node->first_input + k].value;
+        uint32_t import = build->program->stages.import_of[node->first_input + k];
+        if (value == KL_ID_NONE) {
+            continue;
+        }
+        if (build->made_in[value] == number_of(build)) {
+            build->last_use[value] = position;
+        } else if (build->given_in[import] != number_of(build)) {
+            build->given_in[import] = number_of(build);
+            status = push(build, &build->program->imports, import);
+        }
+    }
+    return status;
+}
+
+/* Note what leaves the run of what a node makes, and whether a gradient goes through it. */
+static KlStatus
+note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
+{
+    const KlProgram *program = build->program;
+    const KlNode *node = &build->tape->nodes[id];
+    bool is_home = program->stages.node_stage[id] == run->stage;
+    bool is_body = kl_program_is_body(run);
+    KlStatus status = KL_OK;
+    for (uint32_t k = 0; k < node->n_outs && status == KL_OK; k++) {
+        KlValueId out = node->first_out + k;
+        if (program->stages.is_leaf[out]) {
+            continue; /* it has its number; the node runs for another of its results */
+        }
+        bool is_leaving =
+            parts != 0
+                ? k == 0
+                : is_home && (!is_body || is_read_elsewhere(build, out, run->stage, run->axis));
+        if (is_leaving) {
+            status = push(build, &build->program->exports, out);
+        }
+        run->has_gradient = run->has_gradient || (program->stages.needs_gradient[out] &&
+                                                  build->tape->values[out].meta.requires_grad);
+    }
+    return status;
+}
+
+/* Imports of which a node of the run reads only the sizes. */
+static KlStatus
+note_shadows(Build *build, const KlRun *run)
+{
+    const KlProgram *program = build->program;
+    KlStatus status = KL_OK;
+    for (int is_open = 0; is_open < 2; is_open++) {
+        for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
+            KlNodeId id = program->nodes.ids[run->nodes.first + i];
+            const KlNode *node = &build->tape->nodes[id];
+            bool is_early = program->parts.ids[run->nodes.first + i] != 0 &&
+                            program->stages.node_stage[id] != run->stage;
+            if (is_open ? node->is_open : is_early) {
+                uint32_t import = program->stages.import_of[node->first_input];
+                status = push(build, &build->program->shadows, import);
+            }
+        }
+    }
+    return status;
+}
+
+/* Values die after their last reader, but for those that leave, and whose memory the run writes. */
+static KlStatus
+note_deaths(Build *build, const KlRun *run)
+{
+    KlProgram *program = build->program;
+    const KlTape *tape = build->tape;
+    KlIds *by_reader = &build->stack; /* values, by position of their last reader: linked lists */
+    KlStatus status = KL_OK;
+    by_reader->n = 0;
+    for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
+        status = push(build, by_reader, KL_ID_NONE);
+    }
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        build->last_use[program->exports.ids[run->exports.first + i]] = UINT32_MAX;
+    }
+    for (uint32_t i = run->nodes.n; i-- > 0 && status == KL_OK;) {
+        const KlNode *node = &tape->nodes[program->nodes.ids[run->nodes.first + i]];
+        for (uint32_t k = node->n_outs; k-- > 0;) {
+            KlValueId out = node->first_out + k;
+            uint32_t at = build->last_use[out];
+            bool is_written = build->written_in[tape->values[out].storage] == number_of(build);
+            build->last_use[out] = UINT32_MAX;
+            if (at != UINT32_MAX && !is_written) {
+                build->next_dead[out] = by_reader->ids[at];
+                by_reader->ids[at] = out;
+            }
+        }
+    }
+    for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
+        for (KlValueId v = by_reader->ids[i]; v != KL_ID_NONE && status == KL_OK;
+             v = build->next_dead[v]) {
+            status = push(build, &program->dropped, v);
+        }
+        if (status == KL_OK) {
+            status = push(build, &program->drops, (uint32_t)program->dropped.n);
+        }
+    }
+    return status;
+}
+
+/* The nodes of the run are there: find what it reads, what leaves it, when its values die; and keep it. */
+static KlStatus
+finish_run(Build *build, KlRun *run)
+{
+    KlProgram *program = build->program;
+    const KlTape *tape = build->tape;
+    uint32_t number = number_of(build);
+    run->nodes = slice_since(&program->nodes, run->nodes.first);
+    for (uint32_t i = 0; i < run->nodes.n; i++) {
+        KlNodeId id = program->nodes.ids[run->nodes.first + i];
+        const KlNode *node = &tape->nodes[id];
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            KlValueId out = node->first_out + k;
+            build->last_use[out] = i;
+            build->made_in[out] = program->parts.ids[run->nodes.first + i] == 0 ? number : 0;
+        }
+        if (node->writes != 0) {
+            build->written_in[tape->values[node->first_out].storage] = number;
+        }
+    }
+    for (uint32_t i = 0; i < run->combined.n; i++) {
+        const KlNode *node = &tape->nodes[program->combined.ids[run->combined.first + i]];
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            build->made_in[node->first_out + k] = number;
+        }
+    }
+    run->imports.first = (uint32_t)program->imports.n;
+    run->exports.first = (uint32_t)program->exports.n;
+    run->shadows.first = (uint32_t)program->shadows.n;
+    KlStatus status = KL_OK;
+    for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
+        KlNodeId id = program->nodes.ids[run->nodes.first + i];
+        status = note_reads(build, run, id, i);
+        if (status == KL_OK) {
+            status = note_leaving(build, run, id, program->parts.ids[run->nodes.first + i]);
+        }
+    }
+    run->imports = slice_since(&program->imports, run->imports.first);
+    run->exports = slice_since(&program->exports, run->exports.first);
+    status = status == KL_OK ? note_shadows(build, run) : status;
+    run->shadows = slice_since(&program->shadows, run->shadows.first);
+    status = status == KL_OK ? note_deaths(build, run) : status;
+    if (status == KL_OK) {
+        status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
+                                  program->n_runs + 1, sizeof(KlRun), build->error);
+    }
+    if (status == KL_OK) {
+        program->runs[program->n_runs++] = *run;
+    }
+    return status;
+}
+
+static KlRun
+run_at(const KlProgram *program, uint32_t stage, KlAxisId axis)
+{
+    return (KlRun){.stage = stage,
+                   .axis = axis,
+                   .nodes.first = (uint32_t)program->nodes.n,
+                   .combined.first = (uint32_t)program->combined.n};
+}
+
+static KlStatus
+add_node(Build *build, KlNodeId id, uint32_t stage)
+{
+    uint32_t parts = parts_at(build->tape, &build->program->stages, id, stage);
+    KlStatus status = push(build, &build->program->nodes, id);
+    return status == KL_OK ? push(build, &build->program->parts, parts) : status;
+}
+
+static KlStatus
+build_joint(Build *build, uint32_t stage)
+{
+    KlProgram *program = build->program;
+    const KlStages *stages = &program->stages;
+    KlRun run = run_at(program, stage, KL_ID_NONE);
+    KlStatus status = KL_OK;
+    uint32_t first_before = stage > 0 ? build->first_at[stage - 1] : build->first_at[stage];
+    for (uint32_t i = first_before; i < build->first_at[stage] && status == KL_OK; i++) {
+        KlNodeId id = build->at[i];
+        if (build->tape->nodes[id].mode == KL_MODE_REDUCE && stages->node_stage[id] + 1 == stage) {
+            status = push(build, &program->combined, id);
+        }
+    }
+    run.combined = slice_since(&program->combined, run.combined.first);
+    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1] && status == KL_OK;
+         i++) {
+        KlNodeId id = build->at[i];
+        if (build->tape->nodes[id].mode == KL_MODE_ONCE && stages->node_stage[id] == stage) {
+            status = add_node(build, id, stage);
+        }
+    }
+    return status == KL_OK ? finish_run(build, &run) : status;
+}
+
+static int
+compare_ids(const void *left, const void *right)
+{
+    uint32_t a = *(const uint32_t *)left, b = *(const uint32_t *)right;
+    return a < b ? -1 : a > b;
+}
+
+/* Take a node into the run, and with it the light work on data that it reads, again. */
+static KlStatus
+take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
+{
+    KlIds *stack = &build->stack;
+    stack->n = 0;
+    KlStatus status = push(build, stack, id);
+    while (stack->n > 0 && status == KL_OK) {
+        KlNodeId next = stack->ids[--stack->n];
+        const KlNode *node = &build->tape->nodes[next];
+        if (build->taken_in[next] == number_of(build)) {
+            continue;
+        }
+        build->taken_in[next] = number_of(build);
+        status = push(build, taken, next);
+        for (uint32_t k = first_read(build, next, stage); k < node->n_inputs && status == KL_OK;
+             k++) {
+            KlValueId value = build->tape->inputs[node->first_input + k].value;
+            KlNodeId maker = value != KL_ID_NONE ? maker_of(build, value) : KL_ID_NONE;
+            if (maker != KL_ID_NONE && build->program->stages.is_data[maker]) {
+                status = push(build, stack, maker);
+            }
+        }
+    }
+    return status;
+}
+
+/* Whether a node of this stage has to run there: what is light work on data only where its result leaves. */
+static bool
+is_sink(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
+{
+    const KlNode *node = &build->tape->nodes[id];
+    bool is_needed = !build->program->stages.is_data[id];
+    for (uint32_t k = 0; k < node->n_outs && !is_needed; k++) {
+        is_needed = is_read_elsewhere(build, node->first_out + k, stage, axis);
+    }
+    return is_needed;
+}
+
+static KlStatus
+build_body(Build *build, uint32_t stage, KlAxisId axis)
+{
+    KlProgram *program = build->program;
+    KlRun run = run_at(program, stage, axis);
+    KlIds taken = {0};
+    KlStatus status = KL_OK;
+    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1] && status == KL_OK;
+         i++) {
+        KlNodeId id = build->at[i];
+        bool is_here = build->tape->nodes[id].mode != KL_MODE_ONCE && axis_of(build, id) == axis;
+        if (is_here && is_sink(build, id, stage, axis)) {
+            status = take(build, id, stage, &taken);
+        }
+    }
+    if (taken.n > 0) {
+        qsort(taken.ids, taken.n, sizeof(uint32_t), compare_ids);
+    }
+    for (size_t i = 0; i < taken.n && status == KL_OK; i++) {
+        status = add_node(build, taken.ids[i], stage);
+    }
+    bool is_empty = taken.n == 0;
+    kl_alloc_free(taken.ids);
+    return status == KL_OK && !is_empty ? finish_run(build, &run) : status;
+}
+
+/* A body for each axis that a stage has calls over, in the order of the axes. */
+static KlStatus
+build_bodies(Build *build, uint32_t stage)
+{
+    KlStatus status = KL_OK;
+    bool is_next = true;
+    KlAxisId last = KL_ID_NONE; /* none yet */
+    while (is_next && status == KL_OK) {
+        KlAxisId next = KL_ID_NONE;
+        for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1]; i++) {
+            KlAxisId axis = axis_of(build, build->at[i]);
+            bool is_after = last == KL_ID_NONE || axis > last;
+            if (build->tape->nodes[build->at[i]].mode != KL_MODE_ONCE && axis != KL_ID_NONE &&
+                is_after && axis < next) {
+                next = axis;
+            }
+        }
+        is_next = next != KL_ID_NONE;
+        status = is_next ? build_body(build, stage, next) : KL_OK;
+        last = next;
+    }
+    return status;
+}
+
+/* -- the whole ---------------------------------------------------------------------------------------- */
+
+static KlStatus
+allocate(Build *build)
+{
+    const KlTape *tape = build->tape;
+    const KlStages *stages = &build->program->stages;
+    build->first_reader = kl_alloc_zeroed(tape->n_values + 1, sizeof(uint32_t));
+    build->readers = kl_alloc_resize(NULL, tape->n_inputs, sizeof(KlNodeId));
+    build->first_at = kl_alloc_zeroed((size_t)stages->n_stages + 1, sizeof(uint32_t));
+    build->at = kl_alloc_resize(NULL, 2 * tape->n_nodes, sizeof(KlNodeId));
+    build->is_root = kl_alloc_zeroed(tape->n_values, sizeof(bool));
+    build->last_use = kl_alloc_resize(NULL, tape->n_values, sizeof(uint32_t));
+    build->next_dead = kl_alloc_resize(NULL, tape->n_values, sizeof(uint32_t));
+    build->made_in = kl_alloc_zeroed(tape->n_values, sizeof(uint32_t));
+    build->given_in = kl_alloc_zeroed(stages->n_imports, sizeof(uint32_t));
+    build->taken_in = kl_alloc_zeroed(tape->n_nodes, sizeof(uint32_t));
+    build->written_in = kl_alloc_zeroed(tape->n_storages, sizeof(uint32_t));
+    build->program->is_kept = kl_alloc_zeroed(tape->n_values, sizeof(bool));
+    bool is_there = build->first_reader != NULL && build->readers != NULL &&
+                    build->first_at != NULL && build->at != NULL && build->is_root != NULL &&
+                    build->last_use != NULL && build->next_dead != NULL && build->made_in != NULL &&
+                    build->given_in != NULL && build->taken_in != NULL &&
+                    build->written_in != NULL && build->program->is_kept != NULL;
+    return is_there ? KL_OK
+                    : kl_error_set(build->error, KL_ERROR_MEMORY, "no memory to stage %zu nodes",
+                                   tape->n_nodes);
+}
+
+static void
+release(Build *build)
+{
+    kl_alloc_free(build->first_reader);
+    kl_alloc_free(build->readers);
+    kl_alloc_free(build->first_at);
+    kl_alloc_free(build->at);
+    kl_alloc_free(build->is_root);
+    kl_alloc_free(build->last_use);
+    kl_alloc_free(build->next_dead);
+    kl_alloc_free(build->made_in);
+    kl_alloc_free(build->given_in);
+    kl_alloc_free(build->taken_in);
+    kl_alloc_free(build->written_in);
+    kl_alloc_free(build->stack.ids);
+}
+
+KlStatus
+kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
+{
+    memset(program, 0, sizeof(*program));
+    Build build = {.tape = tape, .asked = asked, .program = program, .error = error};
+    KlStatus status = kl_stage_build(tape, &asked->goal, &program->stages, error);
+    if (status == KL_OK) {
+        status = allocate(&build);
+    }
+    if (status != KL_OK) {
+        goto done;
+    }
+    memset(build.last_use, 0xff, tape->n_values * sizeof(uint32_t));
+    for (size_t i = 0; i < asked->goal.n_roots; i++) {
+        build.is_root[asked->goal.roots[i]] = true;
+    }
+    find_readers(&build);
+    find_nodes_of_stages(&build);
+    find_kept(&build);
+    for (uint32_t stage = 0; stage < program->stages.n_stages && status == KL_OK; stage++) {
+        status = kl_stage_is_body(stage) ? build_bodies(&build, stage) : build_joint(&build, stage);
+    }
+done:
+    release(&build);
+    if (status != KL_OK) {
+        kl_program_fini(program);
+    }
+    return status;
+}
+
+void
+kl_program_fini(KlProgram *program)
+{
+    kl_stage_fini(&program->stages);
+    kl_alloc_free(program->runs);
+    kl_alloc_free(program->nodes.ids);
+    kl_alloc_free(program->parts.ids);
+    kl_alloc_free(program->drops.ids);
+    kl_alloc_free(program->dropped.ids);
+    kl_alloc_free(program->imports.ids);
+    kl_alloc_free(program->exports.ids);
+    kl_alloc_free(program->combined.ids);
+    kl_alloc_free(program->shadows.ids);
+    kl_alloc_free(program->is_kept);
+    memset(program, 0, sizeof(*program));
+}

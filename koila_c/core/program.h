@@ -1,0 +1,70 @@
+/* program.h - a staged program as runs: which nodes run together, what they read from outside, what leaves
+ * them, and when their values die.
+ *
+ * A run is one joint, or one body over one axis. Runs are in the order they run; their lists lie one after
+ * the other in arrays of the program, so that building them asks for memory a few times, however many there
+ * are. All of it is linear in nodes, inputs and outputs, but for the sort of what a body has again. */
+#ifndef KL_PROGRAM_H
+#define KL_PROGRAM_H
+
+#include "stage.h"
+
+/* A part of an array of the program: entries first .. first + n - 1. */
+typedef struct KlSlice {
+    uint32_t first, n;
+} KlSlice;
+
+typedef struct KlRun {
+    uint32_t stage;
+    KlAxisId axis;   /* KL_ID_NONE: a joint */
+    KlSlice nodes;   /* of nodes, parts and drops: in the order they run */
+    KlSlice imports; /* of imports: what is read from outside, in the order it is first read */
+    KlSlice
+        exports; /* of exports: values that leave it; of a reduction, whose parts do, the first */
+    KlSlice combined; /* of combined: reductions of the body before that become values here */
+    KlSlice shadows;  /* of shadows: imports of which only sizes are read */
+    bool has_gradient;
+} KlRun;
+
+typedef struct KlIds {
+    uint32_t *ids; /* [n] */
+    size_t n, n_max;
+} KlIds;
+
+typedef struct KlProgram {
+    KlStages stages;
+    KlRun *runs; /* [n_runs] */
+    size_t n_runs, n_runs_max;
+    KlIds nodes;
+    KlIds
+        parts; /* beside nodes: bit p: part p of the reduction runs here; 0: the node runs as it is */
+    KlIds
+        drops; /* beside nodes: where its slice of `dropped` ends, which begins where the last one ended */
+    KlIds dropped; /* values of which the node beside is the last reader */
+    KlIds imports, exports, combined, shadows;
+    bool *is_kept; /* [n_values] it must be there whole at the end */
+} KlProgram;
+
+/* What is asked of a program beside its stages. */
+typedef struct KlAsked {
+    KlGoal goal;
+    const KlValueId *reached; /* [n_reached] the wanted values whose numbers the user gets */
+    size_t n_reached;
+    const bool *has_real;      /* [n_values] it has a real tensor */
+    const bool *has_number;    /* [n_values] it has a number */
+    const uint32_t *n_handles; /* [n_storages] how many lazies the user holds of a storage */
+} KlAsked;
+
+/* Stage and build what is asked. On success the caller owns what `program` holds: kl_program_fini. */
+KlStatus kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program,
+                          KlError *error);
+void kl_program_fini(KlProgram *program);
+
+/* Whether the run makes something chunk by chunk. */
+static inline bool
+kl_program_is_body(const KlRun *run)
+{
+    return kl_stage_is_body(run->stage);
+}
+
+#endif

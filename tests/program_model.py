@@ -1,0 +1,198 @@
+"""How the nodes of a program make runs, in Python: what the core's program.c is held to.
+
+It looks everything up anew, and knows no arrays: slow, and short enough to be read in one go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from koila.partials import REDUCTIONS
+from koila.program import ONCE, REDUCE, REDUCTION_NAMES, Node, Program, Run
+
+
+class Model:
+    """The runs of a program that is there."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.nodes, self.imports = program.nodes, program.imports
+        self.info, self.node_of = program.info, program.node_of
+        self.kept = self._find_kept()
+        self._readers: dict[int, list[Node]] = defaultdict(list)
+        self._at: dict[int, list[Node]] = defaultdict(list)  # by stage
+        for node in self.nodes.values():
+            for stage in self._stages_of(node):
+                self._at[stage].append(node)
+            for number in node.imports:
+                if number >= 0 and not node.is_open:
+                    self._readers[self.imports[number].value].append(node)
+        self.runs = [run for stage in range(program.n_stages) for run in self._build(stage)]
+
+    def _find_kept(self) -> set[int]:
+        """The values that must be there whole at the end, for the wanted ones to be had from them.
+
+        Lazies that share memory get numbers that do: views are taken again of the whole storage.
+        """
+        kept = set()
+        for value in self.program.wanted:
+            info = self.info(value)
+            base = self.info(info.base)
+            is_there = base.number is not None or self.node_of(info.base) is not None
+            if info.view is not None and base.real is not None:
+                continue
+            is_shared = info.view is not None and info.storage in self.program.n_sharing
+            kept.add(info.base if is_shared and is_there else value)
+        return kept
+
+    def _stages_of(self, node: Node) -> set[int]:
+        late = {node.late_stage} if node.late_stage is not None else set()
+        return {node.stage, *late}
+
+    def _build(self, stage: int) -> list[Run]:
+        if stage % 2 == 0:
+            return [self._build_joint(stage)]
+        axes = {n.axis for n in self._at[stage] if n.mode != ONCE}
+        runs = [self._build_body(stage, axis) for axis in sorted(axes)]
+        return [run for run in runs if run.nodes]
+
+    def _build_joint(self, stage: int) -> Run:
+        run = Run(stage, -1)
+        run.nodes = [n.id for n in self._at[stage] if n.mode == ONCE and n.stage == stage]
+        self._finish(run)
+        return run
+
+    def _is_read_elsewhere(self, value: int, run: Run) -> bool:
+        if value in self.kept or value in self.program.roots:
+            return True
+        for reader in self._readers[value]:
+            if reader.mode == ONCE:
+                return True
+            is_here = run.stage in self._stages_of(reader) and reader.axis == run.axis
+            if not is_here and not (self._is_data_value(value) and reader.mode != ONCE):
+                return True
+        return False
+
+    def _is_data_value(self, value: int) -> bool:
+        node = self.node_of(value)
+        return node is not None and node.is_data
+
+    def _build_body(self, stage: int, axis: int) -> Run:
+        run = Run(stage, axis)
+        chosen: dict[int, tuple[int, ...]] = {}
+        stack: list[Node] = []
+        for node in self._at[stage]:
+            if node.mode == ONCE or node.axis != axis:
+                continue
+            is_sink = not node.is_data or any(self._is_read_elsewhere(v, run) for v in node.outs)
+            if is_sink:
+                stack.append(node)
+        while stack:
+            node = stack.pop()
+            if node.id in chosen:
+                continue
+            chosen[node.id] = self._parts_at(node, stage)
+            for number in self._numbers(node, stage):
+                maker = self.node_of(self.imports[number].value)
+                if maker is not None and maker.is_data:
+                    stack.append(maker)
+        run.nodes = sorted(chosen)
+        run.parts = {i: parts for i, parts in chosen.items() if self.nodes[i].mode == REDUCE}
+        self._finish(run)
+        return run
+
+    def _numbers(self, node: Node, stage: int) -> list[int]:
+        """The imports a node reads at a stage: an early part of a reduction sees only the
+        scores' sizes."""
+        if node.is_open:
+            return []
+        numbers = [number for number in node.imports if number >= 0]
+        return numbers[1:] if node.mode == REDUCE and node.stage != stage else numbers
+
+    def _parts_at(self, node: Node, stage: int) -> tuple[int, ...]:
+        if node.mode != REDUCE:
+            return ()
+        if node.late_stage is None:
+            return tuple(range(REDUCTIONS[REDUCTION_NAMES[node.reduce]].n_parts))
+        stages = (node.stage, node.late_stage)
+        return tuple(part for part, at in enumerate(stages) if at == stage)
+
+    def _finish(self, run: Run) -> None:
+        """Find what the run reads from outside, what leaves it, and when its values die."""
+        inside = {v for i in run.nodes for v in self.nodes[i].outs if i not in run.parts}
+        run.combined = [] if run.is_body else self._combined_at(run.stage)
+        inside.update(v for node in run.combined for v in node.outs)
+        last_reader: dict[int, int] = {}
+        imports: dict[int, None] = {}
+        for position, i in enumerate(run.nodes):
+            for value in self.nodes[i].outs:
+                last_reader.setdefault(value, position)
+            for number in self._numbers(self.nodes[i], run.stage):
+                value = self.imports[number].value
+                if value in inside:
+                    last_reader[value] = position
+                else:
+                    imports[number] = None
+        run.imports = list(imports)
+        run.shadows = [
+            self.nodes[i].imports[0] for i in run.parts if self.nodes[i].stage != run.stage
+        ]
+        run.shadows += [self.nodes[i].imports[0] for i in run.nodes if self.nodes[i].is_open]
+        for i in run.nodes:
+            node = self.nodes[i]
+            is_home = node.stage == run.stage
+            for value in node.outs:
+                is_parts = i in run.parts and value == node.first_out
+                if self.program.is_leaf(value):
+                    continue  # it has its number; the node runs for another of its results
+                if is_parts or (i not in run.parts and is_home and self._leaves(value, run)):
+                    run.exports.append(value)
+                if self.program.needs_gradient(value) and not self.program.is_leaf(value):
+                    run.has_gradient = True
+        kept = set(run.exports) | self.program.written_in(run)
+        kept.update(v for node in run.combined for v in node.outs)
+        drops: dict[int, list[int]] = defaultdict(list)
+        for value, position in last_reader.items():
+            if value not in kept:
+                drops[position].append(value)
+        run.drops = [tuple(drops[position]) for position in range(len(run.nodes))]
+
+    def _combined_at(self, stage: int) -> list[Node]:
+        """Reductions whose partials become values at this joint."""
+        return [n for n in self._at[stage - 1] if n.mode == REDUCE and n.stage + 1 == stage]
+
+    def _leaves(self, value: int, run: Run) -> bool:
+        if not run.is_body:
+            return True
+        return self._is_read_elsewhere(value, run)
+
+
+def _told(run: Run) -> tuple[Any, ...]:
+    """A run, without the order in which values die after one node."""
+    drops = [set(values) for values in run.drops]
+    combined = [node.id for node in run.combined]
+    lists = run.nodes, run.parts, run.imports, run.exports, drops, combined, run.shadows
+    return run.stage, run.axis, *lists, run.has_gradient
+
+
+@contextlib.contextmanager
+def compared() -> Iterator[list[int]]:
+    """Hold each program that is made to the model; how many nodes each had."""
+    made: list[int] = []
+    original = Program.__init__
+
+    def init(program: Program, *args: Any, **kwargs: Any) -> None:
+        original(program, *args, **kwargs)
+        model = Model(program)
+        assert program.kept == model.kept
+        assert list(map(_told, program.runs)) == list(map(_told, model.runs))
+        made.append(len(program.nodes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "__init__", init)
+        yield made
