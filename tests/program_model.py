@@ -62,7 +62,7 @@ class Model:
         return [run for run in runs if run.nodes]
 
     def _build_joint(self, stage: int) -> Run:
-        run = Run(stage, -1)
+        run = Run(-1, stage, -1)
         run.nodes = [n.id for n in self._at[stage] if n.mode == ONCE and n.stage == stage]
         self._finish(run)
         return run
@@ -83,7 +83,7 @@ class Model:
         return node is not None and node.is_data
 
     def _build_body(self, stage: int, axis: int) -> Run:
-        run = Run(stage, axis)
+        run = Run(-1, stage, axis)
         chosen: dict[int, tuple[int, ...]] = {}
         stack: list[Node] = []
         for node in self._at[stage]:
@@ -173,11 +173,10 @@ class Model:
 
 
 def _told(run: Run) -> tuple[Any, ...]:
-    """A run, without the order in which values die after one node."""
-    drops = [set(values) for values in run.drops]
-    combined = [node.id for node in run.combined]
-    lists = run.nodes, run.parts, run.imports, run.exports, drops, combined, run.shadows
-    return run.stage, run.axis, *lists, run.has_gradient
+    """A run, without the order of what has none: values that die after one node, sizes."""
+    lists = run.nodes, run.parts, run.imports, run.exports, [node.id for node in run.combined]
+    sets = [set(values) for values in run.drops], set(run.shadows)
+    return run.stage, run.axis, *lists, *sets, run.has_gradient
 
 
 @contextlib.contextmanager

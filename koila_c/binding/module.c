@@ -176,9 +176,16 @@ static PyMethodDef functions[] = {
      "The staged program that makes every reachable value (or only those without a gradient in "
      "their history) and differentiates the roots (lazies, or numbers of values), as a dict."},
     {"run", kl_stage_run, METH_VARARGS,
-     "run($module, nodes, drops, env, imports, import_of, rows, is_grad_off, run_other, cut, "
-     "cloned, clone, /)\n--\n\n"
-     "Run nodes in order on one chunk (rows < 0: whole)."},
+     "run($module, program, run, env, imports, rows, is_grad_off, run_other, cut, cloned, clone, "
+     "/)\n--\n\n"
+     "Run the nodes of a run of a staged program on one chunk (rows < 0: whole)."},
+    {"run_alone", kl_stage_run_alone, METH_VARARGS,
+     "run_alone($module, node, env, rows, is_grad_off, run_other, /)\n--\n\n"
+     "Run one node; env has all that it reads."},
+    {"gradient_part", kl_program_gradient_part, METH_VARARGS,
+     "gradient_part($module, program, run, values, /)\n--\n\n"
+     "Append the part of a joint that gradients go through, after those of its combined reductions "
+     "whose first results are given: (number, nodes, imports, exports, combined)."},
     {"check_result", kl_promise_check_result, METH_VARARGS,
      "check_result($module, node, value, tensor, /)\n--\n\n"
      "Raise where a value made outside of run() is not what inference promised."},

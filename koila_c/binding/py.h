@@ -9,8 +9,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "program.h"
 #include "py_args.h"
-#include "tape.h"
 
 /* Whether memory is kept and used again here; not where a sanitizer is to see who still points to it. */
 #ifdef __SANITIZE_ADDRESS__
@@ -565,6 +565,10 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 /* -- py_program.c: what the tape holds, as plain numbers -------------------------------------------- */
 
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
+PyObject *kl_program_gradient_part(PyObject *module, PyObject *args);
+/* The program that a handle of stage() stands for; NULL, and an error, where it is none, or not of this
+ * tape as it is now. */
+const KlProgram *kl_program_of(PyObject *handle, const Tape *tape);
 PyObject *kl_program_value(PyObject *module, PyObject *args);
 PyObject *kl_program_node(PyObject *module, PyObject *args);
 /* Whether node `id` has drawn, or its statistics are committed, in chunks: a live run must not do it anew. */
@@ -575,6 +579,7 @@ PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 /* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
 
 PyObject *kl_stage_run(PyObject *module, PyObject *args);
+PyObject *kl_stage_run_alone(PyObject *module, PyObject *args);
 PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
 PyObject *kl_stage_cut(PyObject *module, PyObject *args);
 

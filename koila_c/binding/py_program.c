@@ -416,12 +416,41 @@ ids_object(const KlValueId *ids, size_t n)
     return list;
 }
 
+/* -- the handle --------------------------------------------------------------------------------------- */
+
+static const char HANDLE[] = "koila.program";
+
+static void
+release_program(PyObject *handle)
+{
+    KlProgram *program = PyCapsule_GetPointer(handle, HANDLE);
+    kl_program_fini(program);
+    kl_alloc_free(program);
+}
+
+const KlProgram *
+kl_program_of(PyObject *handle, const Tape *tape)
+{
+    const KlProgram *program = PyCapsule_GetPointer(handle, HANDLE);
+    if (program == NULL) {
+        PyErr_SetString(PyExc_TypeError, "not a program that stage() gave");
+        return NULL;
+    }
+    if (program->stages.n_nodes > tape->core.n_nodes ||
+        program->stages.n_values > tape->core.n_values) {
+        PyErr_SetString(PyExc_ValueError, "the program is not of this tape");
+        return NULL;
+    }
+    return program;
+}
+
 static PyObject *
-describe(const Tape *tape, const KlProgram *program, const KlAsked *asked, PyObject *shared)
+describe(const Tape *tape, const KlProgram *program, const KlAsked *asked, PyObject *shared,
+         PyObject *handle)
 {
     const KlStages *stages = &program->stages;
     return Py_BuildValue(
-        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:O,s:I,s:N,s:O,s:N,s:O}", "nodes",
+        "{s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:O,s:I,s:N,s:O,s:N,s:O}", "handle", handle, "nodes",
         describe_nodes(tape, stages), "imports", describe_imports(stages), "values",
         describe_values(stages), "runs", describe_runs(program), "kept", describe_kept(program),
         "roots", ids_object(asked->goal.roots, asked->goal.n_roots), "wanted",
@@ -463,7 +492,8 @@ kl_program_stage(PyObject *module, PyObject *args)
     KlIds wanted = {0}, reached = {0}, root_ids = {0};
     bool *flags = NULL;
     uint32_t *n_handles = NULL;
-    KlProgram program = {0};
+    KlProgram *program = NULL;
+    PyObject *handle = NULL;
     KlError error;
     Tape *tape = kl_tape_open();
     PyObject *shared = PyList_New(0);
@@ -486,19 +516,81 @@ kl_program_stage(PyObject *module, PyObject *args)
     if (ask(tape, &asked, &flags, &n_handles) < 0) {
         goto error;
     }
-    if (kl_program_build(&tape->core, &asked, &program, &error) != KL_OK) {
+    program = kl_alloc_zeroed(1, sizeof(*program));
+    if (program == NULL) {
+        (void)PyErr_NoMemory();
+        goto error;
+    }
+    if (kl_program_build(&tape->core, &asked, program, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         goto error;
     }
-    result = describe(tape, &program, &asked, shared);
-    kl_program_fini(&program);
+    handle = PyCapsule_New(program, HANDLE, release_program);
+    if (handle == NULL) {
+        kl_program_fini(program);
+        goto error;
+    }
+    result = describe(tape, program, &asked, shared, handle);
+    program = NULL; /* it is the handle's */
 error:
+    kl_alloc_free(program);
+    Py_XDECREF(handle);
     Py_XDECREF(shared);
     kl_alloc_free(n_handles);
     kl_alloc_free(flags);
     kl_alloc_free(root_ids.ids);
     kl_alloc_free(reached.ids);
     kl_alloc_free(wanted.ids);
+    return result;
+}
+
+/* gradient_part(program, run, values) -> (number, nodes, imports, exports, combined): the part of a joint
+ * that gradients go through, after those of its combined reductions whose first results are given. */
+PyObject *
+kl_program_gradient_part(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *handle = NULL, *values = NULL, *result = NULL;
+    unsigned int number = 0;
+    uint32_t added = 0;
+    KlError error;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "OO&O!:gradient_part", &handle, kl_py_id, &number,
+                                          &PyList_Type, &values)) {
+        return NULL;
+    }
+    const KlProgram *found = kl_program_of(handle, tape);
+    if (found == NULL) {
+        return NULL;
+    }
+    KlProgram *program = PyCapsule_GetPointer(handle, HANDLE);
+    if (number >= program->n_runs || kl_program_is_body(&program->runs[number])) {
+        return PyErr_Format(PyExc_IndexError, "gradient_part: there is no joint %u", number);
+    }
+    bool *is_made = kl_alloc_zeroed(tape->core.n_values, sizeof(bool)); /* [n_values] */
+    if (is_made == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); i++) {
+        size_t value = PyLong_AsSize_t(PyList_GET_ITEM(values, i));
+        if (PyErr_Occurred() || value >= tape->core.n_values) {
+            PyErr_Format(PyExc_IndexError, "gradient_part: entry %zd is no value", i);
+            goto error;
+        }
+        is_made[value] = true;
+    }
+    if (kl_program_add_gradient_part(&tape->core, program, number, is_made, &added, &error) !=
+        KL_OK) {
+        (void)kl_py_raise(&error);
+        goto error;
+    }
+    const KlRun *part = &program->runs[added];
+    result = Py_BuildValue("(INNNN)", added, slice_object(&program->nodes, part->nodes),
+                           slice_object(&program->imports, part->imports),
+                           slice_object(&program->exports, part->exports),
+                           slice_object(&program->combined, part->combined));
+error:
+    kl_alloc_free(is_made);
     return result;
 }
 

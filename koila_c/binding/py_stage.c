@@ -1,43 +1,27 @@
-/* py_stage.c - runs a list of nodes on one chunk, and gives values their numbers. It decides nothing:
- * which nodes, in which order and on which rows comes from koila.replay. */
+/* py_stage.c - runs the nodes of a run on one chunk, and gives values their numbers. It decides nothing:
+ * which nodes, in which order and when their values die comes from program.c, on which rows from koila.replay. */
 #include "py.h"
 
 /* -- running nodes -------------------------------------------------------------------------------------- */
 
-/* One run: env[value] is what was made in it, imports[i] what was given to it. */
+/* One run on one chunk: env[value] is what was made in it, imports[i] what was given to it. */
 typedef struct Run {
     Tape *tape;
-    PyObject *env;       /* list [n_values] */
-    PyObject *imports;   /* list [n_imports] */
-    PyObject *import_of; /* dict: node -> tuple of import numbers */
-    PyObject *run_other; /* callable(node, args, kwargs): reductions, random draws, views of what
-                            is written */
+    const KlProgram *program; /* NULL: one node runs alone, and env has all that it reads */
+    PyObject *env;            /* list [n_values] */
+    PyObject *imports;        /* list [n_imports] */
+    PyObject *run_other; /* callable(node, function, args, kwargs): reductions, random draws, views
+                                 of what is written */
     bool has_writes;     /* some node of the tape writes in place */
     PyObject *cut;       /* callable(tensor, import number): rows of a value made in this run */
     long long rows;      /* of the chunk; -1: whole */
     const KlNode *node;  /* the one that runs */
-    PyObject *node_imports;
-    PyObject *scratch; /* list: what must live while a call runs */
-    PyObject *cloned;  /* set: the nodes that write a clone */
+    PyObject *scratch;   /* list: what must live while a call runs */
+    PyObject *cloned;    /* set: the nodes that write a clone */
     PyObject
         *clone; /* callable(value, its storage) -> (value, its storage), of memory of their own */
     PyObject *forked; /* what that gave for the node that runs, or NULL */
 } Run;
-
-/* Borrowed: what was given as an import, None where nothing was. NULL: there is no such import. */
-static PyObject *
-given_as(const Run *run, PyObject *number)
-{
-    Py_ssize_t i = PyLong_AsSsize_t(number);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    if (i < 0 || i >= PyList_GET_SIZE(run->imports)) {
-        PyErr_Format(PyExc_IndexError, "run: there is no import %zd", i);
-        return NULL;
-    }
-    return PyList_GET_ITEM(run->imports, i);
-}
 
 /* A call's slot says which value; the node's input with that value says how it is read. */
 static PyObject *
@@ -53,16 +37,19 @@ run_value(void *env, KlValueId value)
         if (inputs[k].value != value) {
             continue;
         }
-        PyObject *number = PyTuple_GET_ITEM(run->node_imports, k);
+        if (run->program == NULL) {
+            break;
+        }
+        uint32_t number = run->program->stages.import_of[run->node->first_input + k];
         if (made == Py_None) {
-            PyObject *given = given_as(run, number);
+            PyObject *given = PyList_GET_ITEM(run->imports, number);
             return given != Py_None ? given : NULL;
         }
         bool is_cut = run->rows >= 0 && run->node->mode != KL_MODE_ONCE &&
                       kl_place_is_rows(&inputs[k].place) &&
                       !kl_place_is_rows(&run->tape->core.values[value].meta.place);
         if (is_cut) {
-            PyObject *part = PyObject_CallFunctionObjArgs(run->cut, made, number, NULL);
+            PyObject *part = PyObject_CallFunction(run->cut, "OI", made, number);
             if (part != NULL && PyList_Append(run->scratch, part) < 0) {
                 Py_CLEAR(part);
             }
@@ -242,60 +229,48 @@ kl_stage_land(const Tape *tape, const KlNode *node)
     return 0;
 }
 
-/* The node that `key` is the number of, and what it imports. */
+/* What a node that writes a clone is given instead: (value, its storage). */
 static int
-find_node(Run *run, PyObject *key, KlNodeId *id)
+fork_written(Run *run)
 {
-    unsigned long number = PyLong_AsUnsignedLong(key);
-    if (PyErr_Occurred()) {
-        return -1;
+    const KlInput *inputs = &run->tape->core.inputs[run->node->first_input];
+    bool is_view = run->node->n_outs == 2; /* its storage is the last input */
+    PyObject *storage = run_value(run, inputs[is_view ? run->node->n_inputs - 1 : 0].value);
+    run->forked =
+        storage != NULL ? PyObject_CallFunction(run->clone, "IO", inputs[0].value, storage) : NULL;
+    if (run->forked != NULL &&
+        (!PyTuple_Check(run->forked) || PyTuple_GET_SIZE(run->forked) != 2)) {
+        PyErr_SetString(PyExc_TypeError, "run: clone must return a value and its storage");
+        Py_CLEAR(run->forked);
     }
-    if (number >= run->tape->core.n_nodes) {
-        PyErr_Format(PyExc_IndexError, "run: there is no node %lu", number);
-        return -1;
-    }
-    *id = (KlNodeId)number;
-    run->node = &run->tape->core.nodes[number];
-    run->node_imports = PyDict_GetItemWithError(run->import_of, key);
-    if (run->node_imports == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_KeyError, "run: import_of has no node %lu", number);
-        }
-        return -1;
-    }
-    if (!PyTuple_Check(run->node_imports) ||
-        PyTuple_GET_SIZE(run->node_imports) < (Py_ssize_t)run->node->n_inputs) {
-        PyErr_Format(PyExc_ValueError, "run: import_of[%lu] must be a tuple of %u numbers", number,
-                     run->node->n_inputs);
-        return -1;
-    }
-    return 0;
+    return run->forked != NULL ? 0 : -1;
 }
 
 static int
-run_one(Run *run, PyObject *key, KlContextSwitch *context)
+is_cloned(const Run *run, KlNodeId id)
 {
-    KlNodeId id = KL_ID_NONE;
-    if (find_node(run, key, &id) < 0 || kl_context_switch(context, run->node->context) < 0) {
+    if (run->cloned == NULL || run->node->writes == 0) {
+        return 0;
+    }
+    PyObject *key = PyLong_FromUnsignedLong(id);
+    int result = key != NULL ? PySet_Contains(run->cloned, key) : -1;
+    Py_XDECREF(key);
+    return result;
+}
+
+static int
+run_one(Run *run, KlNodeId id, KlContextSwitch *context)
+{
+    run->node = &run->tape->core.nodes[id];
+    if (kl_context_switch(context, run->node->context) < 0) {
         return -1;
     }
-    int is_cloned = PySet_Contains(run->cloned, key);
-    if (is_cloned > 0) {
-        const KlInput *inputs = &run->tape->core.inputs[run->node->first_input];
-        bool is_view = run->node->n_outs == 2; /* its storage is the last input */
-        PyObject *storage = run_value(run, inputs[is_view ? run->node->n_inputs - 1 : 0].value);
-        run->forked = storage != NULL
-                          ? PyObject_CallFunction(run->clone, "IO", inputs[0].value, storage)
-                          : NULL;
-        if (run->forked != NULL &&
-            (!PyTuple_Check(run->forked) || PyTuple_GET_SIZE(run->forked) != 2)) {
-            PyErr_SetString(PyExc_TypeError, "run: clone must return a value and its storage");
-            Py_CLEAR(run->forked);
-        }
+    int status = is_cloned(run, id);
+    if (status > 0) {
+        status = fork_written(run);
     }
-    bool is_failed = is_cloned < 0 || (is_cloned > 0 && run->forked == NULL);
-    PyObject *result = is_failed ? NULL : call_node(run, id);
-    int status = result == NULL ? -1 : keep_results(run, result);
+    PyObject *result = status == 0 ? call_node(run, id) : NULL;
+    status = result == NULL ? -1 : keep_results(run, result);
     Py_CLEAR(run->forked);
     if (status == 0) {
         status = kl_stage_land(run->tape, run->node);
@@ -307,72 +282,109 @@ run_one(Run *run, PyObject *key, KlContextSwitch *context)
     return status;
 }
 
+/* Let go of the values of which the node at `at` of the program's list is the last reader. */
 static int
-drop_dead(const Run *run, PyObject *values)
+drop_dead(const Run *run, uint32_t at)
 {
-    if (!PyTuple_Check(values)) {
-        PyErr_SetString(PyExc_TypeError, "run: drops must be tuples of values");
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++) {
-        Py_ssize_t value = PyLong_AsSsize_t(PyTuple_GET_ITEM(values, i));
-        if (PyErr_Occurred() || PyList_SetItem(run->env, value, Py_NewRef(Py_None)) < 0) {
+    const KlProgram *program = run->program;
+    uint32_t first = at > 0 ? program->drops.ids[at - 1] : 0;
+    for (uint32_t i = first; i < program->drops.ids[at]; i++) {
+        if (PyList_SetItem(run->env, program->dropped.ids[i], Py_NewRef(Py_None)) < 0) {
             return -1;
         }
     }
     return 0;
 }
 
-/* run(nodes, drops, env, imports, import_of, rows, no_grad, run_other, cut, cloned, clone): run nodes in
- * order; drops[i] are the values of which nodes[i] is the last reader. rows < 0: whole. */
+/* Run nodes in order; without a program the one node `alone`. */
+static PyObject *
+run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
+{
+    KlContextSwitch context;
+    run->scratch = PyList_New(0);
+    if (run->scratch == NULL || kl_context_begin(&context) < 0) {
+        Py_XDECREF(run->scratch);
+        return NULL;
+    }
+    context.is_grad_off = is_grad_off;
+    run->tape->raised = KL_ID_NONE;
+    for (size_t i = 0; i < run->tape->core.n_nodes; i++) {
+        run->has_writes = run->has_writes || run->tape->core.nodes[i].writes != 0;
+    }
+    int status = 0;
+    for (uint32_t i = nodes.first; status == 0 && i < nodes.first + nodes.n; i++) {
+        status = PyErr_CheckSignals();
+        if (status == 0) {
+            KlNodeId id = run->program != NULL ? run->program->nodes.ids[i] : alone;
+            status = run_one(run, id, &context);
+            run->tape->raised = status < 0 ? id : KL_ID_NONE;
+        }
+        if (status == 0 && run->program != NULL) {
+            status = drop_dead(run, i);
+        }
+    }
+    status = kl_context_end(&context);
+    Py_DECREF(run->scratch);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static bool
+has_room(const Run *run)
+{
+    size_t n_imports = run->program != NULL ? run->program->stages.n_imports : 0;
+    if (PyList_GET_SIZE(run->env) >= (Py_ssize_t)run->tape->core.n_values &&
+        PyList_GET_SIZE(run->imports) >= (Py_ssize_t)n_imports) {
+        return true;
+    }
+    PyErr_Format(PyExc_ValueError, "run: env must have room for %zu values, and imports for %zu",
+                 run->tape->core.n_values, n_imports);
+    return false;
+}
+
+/* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone): run the nodes of a run of
+ * what stage() gave. rows < 0: whole. */
 PyObject *
 kl_stage_run(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *nodes = NULL, *drops = NULL;
+    PyObject *handle = NULL;
+    unsigned int number = 0;
     int is_grad_off = 0;
     Run run = {.tape = kl_tape_open()};
-    KlContextSwitch context;
     if (run.tape == NULL ||
-        !PyArg_ParseTuple(args, "O!O!O!O!O!LpOOO!O:run", &PyList_Type, &nodes, &PyList_Type, &drops,
-                          &PyList_Type, &run.env, &PyList_Type, &run.imports, &PyDict_Type,
-                          &run.import_of, &run.rows, &is_grad_off, &run.run_other, &run.cut,
-                          &PySet_Type, &run.cloned, &run.clone)) {
+        !PyArg_ParseTuple(args, "OO&O!O!LpOOO!O:run", &handle, kl_py_id, &number, &PyList_Type,
+                          &run.env, &PyList_Type, &run.imports, &run.rows, &is_grad_off,
+                          &run.run_other, &run.cut, &PySet_Type, &run.cloned, &run.clone)) {
         return NULL;
     }
-    if (PyList_GET_SIZE(run.env) < (Py_ssize_t)run.tape->core.n_values ||
-        PyList_GET_SIZE(drops) != PyList_GET_SIZE(nodes)) {
-        return PyErr_Format(PyExc_ValueError,
-                            "run: env must have room for %zu values, and drops one entry for each "
-                            "of %zd nodes",
-                            run.tape->core.n_values, PyList_GET_SIZE(nodes));
-    }
-    run.scratch = PyList_New(0);
-    if (run.scratch == NULL || kl_context_begin(&context) < 0) {
-        Py_XDECREF(run.scratch);
+    run.program = kl_program_of(handle, run.tape);
+    if (run.program == NULL || !has_room(&run)) {
         return NULL;
     }
-    context.is_grad_off = is_grad_off;
-    run.tape->raised = KL_ID_NONE;
-    for (size_t i = 0; i < run.tape->core.n_nodes; i++) {
-        run.has_writes = run.has_writes || run.tape->core.nodes[i].writes != 0;
+    if (number >= run.program->n_runs) {
+        return PyErr_Format(PyExc_IndexError, "run: there is no run %u", number);
     }
-    int status = 0;
-    for (Py_ssize_t i = 0; status == 0 && i < PyList_GET_SIZE(nodes); i++) {
-        status = PyErr_CheckSignals();
-        if (status == 0) {
-            status = run_one(&run, PyList_GET_ITEM(nodes, i), &context);
-            bool is_of_call = status < 0 && run.node != NULL;
-            run.tape->raised =
-                is_of_call ? (KlNodeId)(run.node - run.tape->core.nodes) : KL_ID_NONE;
-        }
-        if (status == 0) {
-            status = drop_dead(&run, PyList_GET_ITEM(drops, i));
-        }
+    return run_nodes(&run, run.program->runs[number].nodes, KL_ID_NONE, is_grad_off);
+}
+
+/* run_alone(node, env, rows, no_grad, run_other): run one node; env has all that it reads. */
+PyObject *
+kl_stage_run_alone(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    int is_grad_off = 0;
+    Run run = {.tape = kl_tape_open()};
+    if (run.tape == NULL ||
+        !PyArg_ParseTuple(args, "O&O!LpO:run_alone", kl_py_id, &id, &PyList_Type, &run.env,
+                          &run.rows, &is_grad_off, &run.run_other)) {
+        return NULL;
     }
-    status = kl_context_end(&context);
-    Py_DECREF(run.scratch);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    if (id >= run.tape->core.n_nodes) {
+        return PyErr_Format(PyExc_IndexError, "run_alone: there is no node %u", id);
+    }
+    run.imports = run.env; /* nothing is read of it */
+    return has_room(&run) ? run_nodes(&run, (KlSlice){.n = 1}, id, is_grad_off) : NULL;
 }
 
 /* -- results ---------------------------------------------------------------------------------------------- */

@@ -588,6 +588,113 @@ done:
     return status;
 }
 
+/* -- a part of a joint -------------------------------------------------------------------------------- */
+
+/* A node of the joint, if a gradient goes through it, and those of its results that leave the joint. */
+static KlStatus
+add_differentiated(Build *build, const KlRun *joint, KlNodeId id, bool *is_inside)
+{
+    KlProgram *program = build->program;
+    const KlNode *node = &build->tape->nodes[id];
+    bool is_differentiated = false;
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        KlValueId out = node->first_out + k;
+        is_differentiated = is_differentiated || (program->stages.needs_gradient[out] &&
+                                                  build->tape->values[out].meta.requires_grad);
+    }
+    if (!is_differentiated) {
+        return KL_OK;
+    }
+    KlStatus status = push(build, &program->nodes, id);
+    status = status == KL_OK ? push(build, &program->parts, 0) : status;
+    status = status == KL_OK ? push(build, &program->drops, (uint32_t)program->dropped.n) : status;
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        is_inside[node->first_out + k] = true;
+    }
+    for (uint32_t i = 0; i < joint->exports.n && status == KL_OK; i++) {
+        KlValueId value = program->exports.ids[joint->exports.first + i];
+        if (value >= node->first_out && value < node->first_out + node->n_outs) {
+            status = push(build, &program->exports, value);
+        }
+    }
+    return status;
+}
+
+/* What the part reads from outside, each import once. */
+static KlStatus
+add_imports(Build *build, const KlRun *part, const bool *is_inside, bool *is_given)
+{
+    KlProgram *program = build->program;
+    KlStatus status = KL_OK;
+    for (uint32_t i = 0; i < part->nodes.n; i++) {
+        const KlNode *node = &build->tape->nodes[program->nodes.ids[part->nodes.first + i]];
+        for (uint32_t k = 0; k < node->n_inputs && status == KL_OK; k++) {
+            KlValueId value = build->tape->inputs[node->first_input + k].value;
+            uint32_t import = program->stages.import_of[node->first_input + k];
+            if (value != KL_ID_NONE && !is_inside[value] && !is_given[import]) {
+                is_given[import] = true;
+                status = push(build, &program->imports, import);
+            }
+        }
+    }
+    return status;
+}
+
+KlStatus
+kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t run,
+                             const bool *is_made, uint32_t *added, KlError *error)
+{
+    const KlRun joint = program->runs[run];
+    const KlProgram before = *program;
+    Build build = {.tape = tape, .program = program, .error = error};
+    KlRun part = run_at(program, joint.stage, joint.axis);
+    part.exports.first = (uint32_t)program->exports.n;
+    part.imports.first = (uint32_t)program->imports.n;
+    part.shadows.first = (uint32_t)program->shadows.n;
+    KlStatus status = KL_ERROR_MEMORY;
+    bool *is_inside = kl_alloc_zeroed(tape->n_values, sizeof(bool));           /* [n_values] */
+    bool *is_given = kl_alloc_zeroed(program->stages.n_imports, sizeof(bool)); /* [n_imports] */
+    if (is_inside == NULL || is_given == NULL) {
+        status = kl_error_set(error, status, "no memory for a part of a joint");
+        goto done;
+    }
+    status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max, program->n_runs + 1,
+                              sizeof(KlRun), error);
+    for (uint32_t i = 0; i < joint.combined.n && status == KL_OK; i++) {
+        KlNodeId id = program->combined.ids[joint.combined.first + i];
+        const KlNode *node = &tape->nodes[id];
+        for (uint32_t k = 0; is_made[node->first_out] && k < node->n_outs; k++) {
+            is_inside[node->first_out + k] = true;
+        }
+        status = is_made[node->first_out] ? push(&build, &program->combined, id) : KL_OK;
+    }
+    part.combined = slice_since(&program->combined, part.combined.first);
+    for (uint32_t i = 0; i < joint.nodes.n && status == KL_OK; i++) {
+        KlNodeId id = program->nodes.ids[joint.nodes.first + i];
+        status = add_differentiated(&build, &joint, id, is_inside);
+    }
+    part.nodes = slice_since(&program->nodes, part.nodes.first);
+    part.exports = slice_since(&program->exports, part.exports.first);
+    status = status == KL_OK ? add_imports(&build, &part, is_inside, is_given) : status;
+    part.imports = slice_since(&program->imports, part.imports.first);
+    if (status == KL_OK) {
+        *added = (uint32_t)program->n_runs;
+        program->runs[program->n_runs++] = part;
+    }
+done:
+    if (status != KL_OK) {
+        program->nodes.n = before.nodes.n;
+        program->parts.n = before.parts.n;
+        program->drops.n = before.drops.n;
+        program->imports.n = before.imports.n;
+        program->exports.n = before.exports.n;
+        program->combined.n = before.combined.n;
+    }
+    kl_alloc_free(is_given);
+    kl_alloc_free(is_inside);
+    return status;
+}
+
 void
 kl_program_fini(KlProgram *program)
 {

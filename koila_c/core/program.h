@@ -60,6 +60,13 @@ KlStatus kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *p
                           KlError *error);
 void kl_program_fini(KlProgram *program);
 
+/* Append the part of joint `run` that gradients go through, after those of its combined reductions of which
+ * `is_made` has the first result; nothing dies in it. `*added` is its number. On failure nothing is changed
+ * but that some lists have more room. */
+KlStatus kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t run,
+                                      const bool *is_made /* [n_values] */, uint32_t *added,
+                                      KlError *error);
+
 /* Whether the run makes something chunk by chunk. */
 static inline bool
 kl_program_is_body(const KlRun *run)

@@ -182,11 +182,10 @@ def pending_bytes() -> int: ...
 def memo() -> dict[str, Any]: ...
 def stage(roots: list[torch.Tensor | int], is_known_only: bool, /) -> _Staged: ...
 def run(
-    nodes: list[int],
-    drops: Sequence[tuple[int, ...]],
+    program: object,
+    run: int,
     env: list[torch.Tensor | None],
     imports: list[torch.Tensor | None],
-    import_of: dict[int, tuple[int, ...]],
     rows: int,
     is_grad_off: bool,
     run_other: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
@@ -195,6 +194,17 @@ def run(
     clone: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     /,
 ) -> None: ...
+def run_alone(
+    node: int,
+    env: list[torch.Tensor | None],
+    rows: int,
+    is_grad_off: bool,
+    run_other: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+    /,
+) -> None: ...
+def gradient_part(
+    program: object, run: int, values: list[int], /
+) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
 def check_result(node: int, value: int, tensor: torch.Tensor, /) -> None: ...
 def deliver(value: int, tensor: torch.Tensor, is_final: bool, /) -> None: ...
 def failed(error: BaseException, /) -> bool: ...

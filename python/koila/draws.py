@@ -269,10 +269,6 @@ def _call(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return func(*args, **kwargs)
 
 
-def _as_it_is(tensor: Any, *_: Any) -> Any:
-    return tensor
-
-
 def run_alone(
     i: int, n_rows: int, given: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
 ) -> list[Any]:
@@ -280,10 +276,7 @@ def run_alone(
     env: list[Any] = [None] * n_values
     for value, tensor in given.items():
         env[value] = tensor
-    import_of = {i: (0,) * len(_core.node(i)[5])}  # not looked at: env has all inputs
-    _core.run(
-        [i], [()], env, [], import_of, n_rows, is_grad_off, _call, _as_it_is, set(), _as_it_is
-    )
+    _core.run_alone(i, env, n_rows, is_grad_off, _call)
     return env
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,6 +82,7 @@ class Info(NamedTuple):
 class Run:
     """The nodes of one stage and axis in the order they run."""
 
+    number: int  # the core's
     stage: int
     axis: int
     nodes: list[int] = field(default_factory=list)
@@ -103,10 +104,10 @@ class Program:
 
     def __init__(self, roots: Sequence[torch.Tensor | int], is_known_only: bool = False) -> None:
         staged: Any = _core.stage(list(roots), is_known_only)
+        self.handle: object = staged["handle"]
         nodes = (Node._make((*node, range(node[6], node[6] + node[7]))) for node in staged["nodes"])
         self.nodes = {node.id: node for node in nodes}
         self.imports = [Import(*entry) for entry in staged["imports"]]
-        self.import_of = {node.id: node.imports for node in self.nodes.values()}
         self.values: list[tuple[int, bool, bool]] = staged["values"]
         self.roots: list[int] = staged["roots"]
         self.is_known_only = is_known_only
@@ -126,12 +127,13 @@ class Program:
             for number in node.imports:
                 if number >= 0 and not node.is_open:
                     self._readers[self.imports[number].value].append(node)
-        self.runs = [self._run(*entry) for entry in staged["runs"]]
+        self.runs = [self._run(number, *entry) for number, entry in enumerate(staged["runs"])]
         #: A call that cannot run by stages, and why: the program runs whole.
         self.spread = self._find_spread()
 
     def _run(
         self,
+        number: int,
         stage: int,
         axis: int,
         nodes: list[int],
@@ -143,10 +145,8 @@ class Program:
         shadows: list[int],
         has_gradient: bool,
     ) -> Run:
-        joined = [self.nodes[i] for i in combined]
-        return Run(
-            stage, axis, nodes, parts, imports, exports, drops, joined, shadows, has_gradient
-        )
+        lists = nodes, parts, imports, exports, drops, [self.nodes[i] for i in combined], shadows
+        return Run(number, stage, axis, *lists, has_gradient)
 
     def node_of(self, value: int) -> Node | None:
         """The node that makes a value in this program; None for a leaf."""
@@ -286,22 +286,17 @@ class Program:
             values.append(view[2])
         return values + [last] * (self.info(last).storage == storage)
 
-    def gradient_part(self, run: Run, combined: Container[int]) -> Run:
-        """The part of a joint that gradients go through, after the combined reductions given."""
-        part = Run(run.stage, run.axis)
-        part.nodes = [i for i in run.nodes if any(map(self.needs_gradient, self.nodes[i].outs))]
-        part.combined = [node for node in run.combined if node.first_out in combined]
-        made = {v for i in part.nodes for v in self.nodes[i].outs}
-        part.exports = [value for value in run.exports if value in made]
-        made.update(v for node in part.combined for v in node.outs)
-        numbers = {n for i in part.nodes for n in self.nodes[i].imports if n >= 0}
-        part.imports = sorted(n for n in numbers if self.imports[n].value not in made)
-        part.drops = [()] * len(part.nodes)
+    def gradient_part(self, run: Run, made: Iterable[int]) -> Run:
+        """The part of a joint that gradients go through, after the combined reductions `made`."""
+        found = _core.gradient_part(self.handle, run.number, list(made))
+        number, nodes, imports, exports, combined = found
+        part = Run(number, run.stage, run.axis, nodes, imports=imports, exports=exports)
+        part.combined = [self.nodes[i] for i in combined]
         return part
 
     def as_written(self) -> Run:
         """The whole program as one run, in the order of the calls: what a live run does."""
-        run = Run(0, -1, nodes=sorted(self.nodes), has_gradient=True)
+        run = Run(-1, 0, -1, nodes=sorted(self.nodes), has_gradient=True)
         made = {v for node in self.nodes.values() for v in node.outs}
         run.imports = [n for n, entry in enumerate(self.imports) if entry.value not in made]
         run.exports = sorted(made & {*self.wanted, *self.roots})

@@ -150,11 +150,10 @@ class Replay:
             return cut(tensor, entry.place, self.grids[run.axis][-1][1], bounds)
 
         _core.run(
-            run.nodes,
-            run.drops,
+            self.program.handle,
+            run.number,
             env,
             imports,
-            self.program.import_of,
             rows,
             not is_graph,
             run_other,

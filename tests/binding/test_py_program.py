@@ -50,12 +50,42 @@ def test_a_root_of_another_thread_is_refused() -> None:
         core.stage([in_a_thread(pending)], False)
 
 
+def told(roots: list[Any], is_known_only: bool) -> dict[str, Any]:
+    """What is told of a program, but for the handle, which is another object each time."""
+    return {key: told for key, told in core.stage(roots, is_known_only).items() if key != "handle"}
+
+
+def test_a_part_of_a_joint() -> None:
+    """Only what a gradient goes through, and the combined reductions that are given."""
+    x, w = koila.lazy(batch()), weight()
+    first, second = (x * w).mean(), (x * w).exp().mean()
+    loss = first * 2 + second * (x.detach().sum() + 1)
+    staged = core.stage([loss], False)
+    handle, last = staged["handle"], len(staged["runs"]) - 1
+    _, _, nodes, _, _, exports, _, combined, *_ = staged["runs"][last]
+    firsts = {node[0]: node[6] for node in staged["nodes"]}
+    values = [firsts[node] for node in combined]
+    number, some, imports, left, given = core.gradient_part(handle, last, values)
+    assert (some, left, given) == (nodes, exports, combined) and number == last + 1
+    number, some, more, left, given = core.gradient_part(handle, last, values[:1])
+    assert (some, left, given) == (nodes, exports, combined[:1]) and number == last + 2
+    assert len(more) == len(imports) + 1, "what is not given is read from outside"
+    with pytest.raises(IndexError, match="no joint 99"):
+        core.gradient_part(handle, 99, [])
+    with pytest.raises(IndexError, match="no joint"):
+        core.gradient_part(handle, last - 1, [])
+    with pytest.raises(IndexError, match="entry 0 is no value"):
+        core.gradient_part(handle, last, [10**6])
+    with pytest.raises(TypeError, match="not a program"):
+        core.gradient_part(None, last, [])
+
+
 def test_looking_changes_nothing() -> None:
     x, w = koila.lazy(batch()), weight()
     loss = F.dropout(x * w, 0.5).pow(2).mean()
-    first = core.stage([loss], False)
-    assert core.stage([loss], False) == first
-    assert core.stage([], True) == core.stage([], True)
+    first = told([loss], False)
+    assert told([loss], False) == first
+    assert told([], True) == told([], True)
     assert is_pending(loss)
     assert core.has_draw()
 

@@ -125,15 +125,13 @@ def test_containers_of_several_results(chunks: int) -> None:
 def test_values_are_let_go_when_their_last_reader_is_done(
     chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """drops[i] are the values of which nodes[i] is the last reader."""
+    """But what leaves the run stays."""
     there: list[int] = []
     original = _core.run
 
-    def watched(nodes: Any, drops: Any, env: Any, *rest: Any) -> None:
-        original(nodes, drops, env, *rest)
-        dropped = {value for values in drops for value in values}
-        assert all(env[value] is None for value in dropped)
-        there.append(len(dropped))
+    def watched(handle: Any, number: Any, env: Any, *rest: Any) -> None:
+        original(handle, number, env, *rest)
+        there.append(sum(value is not None for value in env))
 
     monkeypatch.setattr(_core, "run", watched)
     with split(chunks):
@@ -144,7 +142,7 @@ def test_values_are_let_go_when_their_last_reader_is_done(
         for _ in range(5):
             wanted = wanted.sin()
         assert lazy.tolist() == wanted.tolist()
-    assert there.count(4) == chunks
+    assert there.count(1) == chunks
 
 
 # What goes wrong ----------------------------------------------------------------------------------
@@ -161,43 +159,47 @@ def test_a_call_that_raises_is_told_and_the_context_is_as_before() -> None:
     assert not core.is_busy()
 
 
-@pytest.mark.parametrize("args", [(), ([], [], [], [], {}), ((), [], [], [], {}, 1, False, 0, 0)])
+@pytest.mark.parametrize("args", [(), ([], 0, [], []), (0, 0, [], [], 1, False, 0, 0, set(), 0)])
 def test_wrong_arguments(args: Any) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, ValueError)):
         core.run(*args)
+    with pytest.raises(TypeError):
+        core.run_alone(*args)
+
+
+def of_another_tape() -> object:
+    """The handle of a longer program."""
+    lazy = koila.lazy(batch()) * 2 * 3 * 4
+    handle: object = core.stage([], False)["handle"]
+    del lazy
+    core.forget()
+    return handle
 
 
 #: What run() is given for one recorded call, and what is wrong with each.
 MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no imports of a node": ({"import_of": {}}, KeyError, "import_of has no node 0"),
-    "imports of another": ({"import_of": {1: (0,)}}, KeyError, "import_of has no node 0"),
-    "imports that are no tuple": ({"import_of": {0: [0]}}, ValueError, "must be a tuple"),
-    "too few imports": ({"import_of": {0: ()}}, ValueError, "must be a tuple of 1"),
-    "an import that is not there": ({"import_of": {0: (7,)}}, IndexError, "no import 7"),
-    "a negative import": ({"import_of": {0: (-1,)}}, IndexError, "no import -1"),
-    "an import that is no number": ({"import_of": {0: ("x",)}}, TypeError, "int"),
-    "no such node": ({"nodes": [5], "import_of": {5: (0,)}}, IndexError, "no node 5"),
-    "a node that is no number": ({"nodes": ["x"], "import_of": {"x": (0,)}}, TypeError, "int"),
-    "a negative node": ({"nodes": [-1]}, OverflowError, "negative"),
+    "no program": ({"program": None}, TypeError, "not a program"),
+    "no such run": ({"run": 9}, IndexError, "no run 9"),
+    "a negative run": ({"run": -1}, IndexError, "number -1"),
+    "a run that is no number": ({"run": "x"}, TypeError, "a number"),
     "no room": ({"env": [None]}, ValueError, "room for 2 values"),
-    "no drops": ({"drops": []}, ValueError, "one entry for each of 1 nodes"),
-    "drops that are no tuples": ({"drops": [3]}, TypeError, "tuples"),
-    "a drop that is not there": ({"drops": [(9,)]}, IndexError, "index"),
-    "a drop that is no number": ({"drops": [("x",)]}, TypeError, "int"),
+    "no imports": ({"imports": []}, ValueError, "imports for 1"),
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("name", [*MALFORMED, "a program of another tape"])
 def test_malformed_programs(name: str) -> None:
     """Each is an error: a run that did nothing would pass for one that did."""
-    changed, error, words = MALFORMED[name]
+    other = of_another_tape()
+    of_another = {"program": other}, ValueError, "not of this tape"
+    changed, error, words = MALFORMED.get(name, of_another)
     lazy = koila.lazy(batch()) * 2
+    staged = core.stage([], False)
     given: dict[str, Any] = {
-        "nodes": [0],
-        "drops": [()],
+        "program": staged["handle"],
+        "run": len(staged["runs"]) - 1,
         "env": [None, None],
         "imports": [batch()],
-        "import_of": {0: (0,)},
         "rows": -1,
         "is_grad_off": True,
         "run_other": print,
@@ -209,6 +211,18 @@ def test_malformed_programs(name: str) -> None:
     assert torch.equal(given["env"][1], batch() * 2)
     with pytest.raises(error, match=words):
         core.run(*(given | {"env": [None, None]} | changed).values())
+    assert lazy.tolist() == (batch() * 2).tolist()
+
+
+def test_a_node_runs_alone() -> None:
+    lazy = koila.lazy(batch()) * 2
+    env = [batch(), None]
+    core.run_alone(0, env, -1, True, print)
+    assert torch.equal(env[1], batch() * 2)
+    with pytest.raises(IndexError, match="no node 7"):
+        core.run_alone(7, env, -1, True, print)
+    with pytest.raises(ValueError, match="room for 2 values"):
+        core.run_alone(0, [], -1, True, print)
     assert lazy.tolist() == (batch() * 2).tolist()
 
 
