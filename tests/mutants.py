@@ -106,9 +106,9 @@ MUTANTS = [
     ),
     Mutant(
         "drop: values are kept to the end of a chunk",
-        "python/koila/program.py",
-        "drops[position].append(value)",
-        "drops[position].extend(())",
+        "koila_c/core/program.c",
+        "if (at != UINT32_MAX && !is_written) {",
+        "if (at == 0 && !is_written) {",
         "tests/binding/test_py_stage.py",
     ),
     Mutant(
