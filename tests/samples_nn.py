@@ -157,8 +157,13 @@ def batch_norms() -> list[Sample]:
         for w, b in weights(3)[:2]
         for is_training in (True, False)
     ]
+    given = [
+        call(f(4, 3, 2), w, b, plain(3), plain(3), True, *options, plain(3).abs() + 1, plain(3))
+        for w, b in weights(3)
+    ]
     return [
         *made,
+        *given,
         call(f(4, 3, 2), f(3), f(3), None, None, True, *options),
         call(last(4, 3, 2, 2), f(3), f(3), plain(3), plain(3), False, *options),
         call(f(3, 4, 2).transpose(0, 1), f(3), f(3), plain(3), plain(3), False, *options),

@@ -9,7 +9,7 @@ import torch
 
 import opcalls
 from all_samples import SAMPLES, samples_of
-from koila import _core
+from koila import _core, norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
@@ -17,6 +17,7 @@ TABLE = {row["name"]: row for row in _core.op_table()}
 CALLABLES: dict[str, Any] = {}
 for found, row in opcalls.rows_by_callable().items():
     CALLABLES.setdefault(row, found)
+CALLABLES["batch_norm"] = norms.batch_norm  # torch's own, or with the statistics of the batch
 
 
 def test_every_row_has_samples() -> None:

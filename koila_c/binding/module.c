@@ -212,6 +212,9 @@ static PyMethodDef functions[] = {
      "swap($module, left, right, /)\n--\n\n"
      "Let two lazies stand for each other's values. A ValueError where torch would tell them "
      "apart: only one is a number."},
+    {"set_for_chunks", core_set_for_chunks, METH_O,
+     "set_for_chunks($module, lazy, /)\n--\n\n"
+     "Let only chunks run the reduction that made it, for the next call. Whether it is one."},
     {"has_views", core_has_views, METH_O,
      "has_views($module, lazy, /)\n--\n\nWhether a lazy that is no view has views that need a "
      "gradient."},

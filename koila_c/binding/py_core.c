@@ -419,6 +419,27 @@ core_has_views(PyObject *module, PyObject *object)
     return PyBool_FromLong(has_views);
 }
 
+/* set_for_chunks(lazy): only chunks need the reduction that made it, for the call that comes next. Whether it is
+ * one. */
+PyObject *
+core_set_for_chunks(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Tape *tape = kl_tape_open_or_null();
+    const Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    bool is_on_tape = tape != NULL && value->tape == tape;
+    KlNodeId id = is_on_tape ? tape->core.values[value->id].node : KL_ID_NONE;
+    bool is_reduction = id != KL_ID_NONE && tape->core.nodes[id].mode == KL_MODE_REDUCE &&
+                        id + 1 == tape->core.n_nodes;
+    if (is_reduction) {
+        tape->core.nodes[id].is_for_chunks = true;
+    }
+    return PyBool_FromLong(is_reduction);
+}
+
 PyObject *
 core_has_draw(PyObject *module, PyObject *ignored)
 {

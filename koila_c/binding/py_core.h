@@ -30,6 +30,7 @@ PyObject *core_leaf_of(PyObject *module, PyObject *tensor);
 PyObject *core_read_leaves(PyObject *module, PyObject *ignored);
 PyObject *core_storage(PyObject *module, PyObject *object);
 PyObject *core_has_views(PyObject *module, PyObject *object);
+PyObject *core_set_for_chunks(PyObject *module, PyObject *object);
 PyObject *core_swap(PyObject *module, PyObject *args);
 PyObject *core_has_draw(PyObject *module, PyObject *ignored);
 PyObject *core_has_dead_draw(PyObject *module, PyObject *ignored);

@@ -7,7 +7,12 @@
 static PyObject *
 real_of(void *env, KlValueId value)
 {
-    const KlPyValue *entry = &((Tape *)env)->values[value];
+    const Tape *tape = env;
+    const KlPyValue *entry = &tape->values[value];
+    KlNodeId maker = tape->core.values[value].node;
+    if (maker != KL_ID_NONE && tape->core.nodes[maker].is_for_chunks) {
+        return Py_None;
+    }
     return entry->recorded != NULL ? entry->recorded : entry->real;
 }
 
@@ -247,6 +252,34 @@ release_what_ran(Tape *tape)
     PyErr_Restore(type, error, traceback);
 }
 
+/* Whether a live run passes over a node. What only chunks need, and nobody, is done. */
+static bool
+is_passed_over(KlTape *core, KlNodeId id)
+{
+    const KlNode *node = &core->nodes[id];
+    bool is_dead = node->is_for_chunks;
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        is_dead = is_dead && kl_tape_is_dead(core, node->first_out + k);
+    }
+    if (is_dead && !node->is_done) {
+        kl_tape_set_done(core, id);
+    }
+    return node->is_done || node->is_abandoned || node->is_for_chunks;
+}
+
+/* Run a node that is passed over by none, and with it what only chunks need for it. */
+static int
+run_next(Tape *tape, KlNodeId id, KlContextSwitch *context)
+{
+    int result = run_node(tape, id, context);
+    if (result < 0) {
+        note_failed(tape, id);
+    } else if (id > 0 && tape->core.nodes[id - 1].is_for_chunks) {
+        kl_tape_set_done(&tape->core, id - 1);
+    }
+    return result;
+}
+
 static int
 run_tape(Tape *tape)
 {
@@ -273,7 +306,7 @@ run_tape(Tape *tape)
         tape->is_running = true;
         kl_tape_find_awaited(&tape->core);
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
-            if (tape->core.nodes[i].is_done || tape->core.nodes[i].is_abandoned) {
+            if (is_passed_over(&tape->core, (KlNodeId)i)) {
                 continue;
             }
             /* Ctrl-C says nothing of the call, which waits until it is asked for. */
@@ -281,10 +314,7 @@ run_tape(Tape *tape)
             if (result == 0) {
                 n_calls++;
                 n_bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
-                result = run_node(tape, (KlNodeId)i, &context);
-                if (result < 0) {
-                    note_failed(tape, (KlNodeId)i);
-                }
+                result = run_next(tape, (KlNodeId)i, &context);
             }
         }
         tape->is_running = false;

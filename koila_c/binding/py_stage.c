@@ -58,7 +58,20 @@ run_value(void *env, KlValueId value)
         }
         return made;
     }
-    return made != Py_None ? made : NULL;
+    KlNodeId maker = run->tape->core.values[value].node;
+    bool is_for_chunks = maker != KL_ID_NONE && run->tape->core.nodes[maker].is_for_chunks;
+    return made != Py_None || (run->program == NULL && is_for_chunks) ? made : NULL;
+}
+
+/* Whether the node is given what a call on the side made for it. */
+static bool
+reads_for_chunks(const Run *run)
+{
+    const KlTape *core = &run->tape->core;
+    uint32_t last = run->node->first_input + run->node->n_inputs - 1;
+    KlValueId value = run->node->n_inputs > 0 ? core->inputs[last].value : KL_ID_NONE;
+    KlNodeId maker = value != KL_ID_NONE ? core->values[value].node : KL_ID_NONE;
+    return maker != KL_ID_NONE && core->nodes[maker].is_for_chunks;
 }
 
 static PyObject *
@@ -132,7 +145,8 @@ call_node(Run *run, KlNodeId id)
     /* Whether a reshape shares memory depends on the layout, which a chunk need not share with the
      * whole; where nothing is written, nothing can tell. */
     bool is_view = run->has_writes && run->node->row != NULL && run->node->row->kind == KL_ROW_VIEW;
-    if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random && !is_view) {
+    if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random && !is_view &&
+        !reads_for_chunks(run)) {
         result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
                                      (size_t)n_positional, call->kwnames);
         if (result == Py_None && run->node->writes != 0) { /* __setitem__ gives nothing back */

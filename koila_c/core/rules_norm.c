@@ -234,6 +234,13 @@ saves_group_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* --- batch_norm, instance_norm: input, weight, bias, running_mean, running_var, training ------- */
 
+/* Whether batch_norm is given the statistics of the batch: words of koila's own. */
+static bool
+has_batch_statistics(const KlCall *call)
+{
+    return call->n_args > 10 && kl_rules_is_given(call, 9) && kl_rules_is_given(call, 10);
+}
+
 static KlStatus
 read_batch_norm(const KlCall *call, bool *is_training)
 {
@@ -276,9 +283,15 @@ place_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     bool is_training = false;
     KlStatus status = read_batch_norm(call, &is_training);
-    if (status != KL_OK || is_training) {
-        return status == KL_OK ? kl_rules_once(result, "batch_norm in training couples the rows")
-                               : status;
+    if (status != KL_OK) {
+        return status;
+    }
+    if (is_training && !has_batch_statistics(call)) {
+        const KlMeta *input = call->inputs[0];
+        bool is_wide = input->dtype == KL_DTYPE_FLOAT32 || input->dtype == KL_DTYPE_FLOAT64;
+        bool can_meet = is_wide && kl_place_is_rows(&input->place) && input->place.dim != 1;
+        return can_meet ? KL_DECLINED /* recorded again, with the statistics as a call before it */
+                        : kl_rules_once(result, "batch_norm in training couples the rows");
     }
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     labels.of[1] = 0;
@@ -297,6 +310,11 @@ saves_batch_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
     (void)read_batch_norm(call, &is_training);
     kl_rules_save(call, saves, 0);
     kl_rules_save(call, saves, 1);
+    if (has_batch_statistics(call)) {
+        kl_rules_save(call, saves, 9);
+        kl_rules_save(call, saves, 10);
+        return;
+    }
     kl_rules_save(call, saves, 3);
     kl_rules_save(call, saves, 4);
     if (is_training) {

@@ -61,10 +61,11 @@ typedef struct KlNode {
                               whose tensor live replay uses; else KL_ID_NONE */
     uint32_t review_out; /* which output that is */
     bool is_grad_enabled;
-    bool is_open;      /* made by sizes alone: WHOLE until a reader says where its rows are */
-    bool must_run;     /* scratch of kl_tape_find_known */
-    bool is_dead_draw; /* scratch: it has still to draw, and nobody will look at it */
-    bool is_abandoned; /* a run of it raised, and nobody has asked for it since */
+    bool is_open;       /* made by sizes alone: WHOLE until a reader says where its rows are */
+    bool must_run;      /* scratch of kl_tape_find_known */
+    bool is_dead_draw;  /* scratch: it has still to draw, and nobody will look at it */
+    bool is_for_chunks; /* only chunks need it: live, the node after it does that itself */
+    bool is_abandoned;  /* a run of it raised, and nobody has asked for it since */
 } KlNode;
 
 typedef struct KlStorage {

@@ -185,12 +185,19 @@ class Cross:
     def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
         """The gradient of what a body left for one chunk."""
         alias = self.aliases.get(("chunk", chunk))
-        grad = alias.grad if alias is not None else None
+        grad = alias.grad if alias is not None else self.seeds.get(("chunk", chunk))
         whole = self.seeds.get(("whole",))
         if whole is not None and self.info.place is not None:
             part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
             grad = _add(grad, part)
         return grad
+
+    def let_go(self) -> None:
+        """Keep only the gradients that came: all that reads the value has run for the last time."""
+        self.seeds.update({key: alias.grad for key, alias in self.aliases.items()})
+        self.aliases.clear()
+        self.chunks.clear()
+        self.parts.clear()
 
     def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
         """Take the gradient of what a body left off its chunks, put together."""

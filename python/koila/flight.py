@@ -190,6 +190,15 @@ PARTS = {
 }
 
 
+#: The statistics of batch_norm: only the input is kept, and its gradient is made in one go.
+_MOMENTS = Parts(2, 1, 2, None, Flight())
+
+
+def parts_of(reduction: str, is_for_chunks: bool) -> Parts:
+    """What a reduction by that name of KlReduce leaves and holds; of what only chunks run."""
+    return _MOMENTS if is_for_chunks else PARTS[reduction]
+
+
 # What reads a value and sends back a gradient that is laid out otherwise.
 TURNS = frozenset("einsum movedim permute swapaxes swapdims t transpose".split())
 

@@ -19,6 +19,7 @@ from koila import (
     handlers,
     hooks,
     meta,
+    norms,
     numbers,
     outs,
     plain,
@@ -219,6 +220,20 @@ def register_all() -> None:
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
     # What it writes are no numbers: of the rows that write, zero_() reads and keeps least.
     _core.register(turned.touch, OP, "touch", None, False, False, False, "zero_", tuple)
+    _core.register(
+        norms.batch_moments, OP, "batch_norm", None, False, False, False, "var_mean", tuple
+    )
+    _core.register(
+        norms.batch_norm,
+        OP,
+        "batch_norm",
+        norms.run_whole,
+        False,
+        False,
+        False,
+        "batch_norm",
+        tuple,
+    )
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
         if name in handlers.HANDLERS:

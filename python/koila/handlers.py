@@ -17,6 +17,7 @@ from koila import (
     explain,
     hooks,
     meta,
+    norms,
     plan,
     replay,
     reports,
@@ -493,6 +494,7 @@ HANDLERS: dict[str, Handler] = {
 #: What is tried where the row of an op declines a call, before it runs at once.
 DECLINED: dict[str, Handler] = {
     "__getitem__": select,
+    "batch_norm": norms.record,
     "masked_select": masked_select,
     "rrelu": rrelu,
     "poisson": poisson,

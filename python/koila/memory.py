@@ -88,6 +88,9 @@ class _Step:
         self.graphs: dict[int, tuple[Sweep, float]] = {}
         self.gathering: set[int] = set()  # values whose gradients gather
         self.cut = {entry.value for entry in program.imports if entry.place is not None}
+        bodies = [run for run in program.runs if run.is_body]
+        #: What bodies leave by rows.
+        self.crossing = {v for run in bodies for v in run.exports if not self._is_parts(run, v)}
 
     def _hold_states(self) -> None:
         """The generator's state before each draw, and what is drawn whole, as draws.py keeps it."""
@@ -122,7 +125,7 @@ class _Step:
     def _parts_of(self, value: int) -> Parts:
         node = self.program.node_of(value)
         assert node is not None
-        return flight.PARTS[REDUCTION_NAMES[node.reduce]]
+        return flight.parts_of(REDUCTION_NAMES[node.reduce], node.is_for_chunks)
 
     def _result(self, value: int) -> int:
         """Bytes of a reduction's result; single numbers do not count."""
@@ -189,15 +192,25 @@ class _Step:
         return node is not None and node.id in run.parts
 
     def forward(self) -> None:
-        for run in self.program.runs:
-            if not run.is_body:
-                self._joint(run)
-                continue
-            self._keep(run)
-            if self.is_graph and run.has_gradient and self.program.is_fused(run):
-                self._fused(run)
-            else:
-                self._note(Sweep(self.program, run, self.sizes, False).forward())
+        for run, read_last in zip(self.program.runs, self.program.read_last(), strict=True):
+            self._run(run)
+            if not self.is_graph:
+                self._forget(read_last)
+
+    def _forget(self, values: set[int]) -> None:
+        """In a run without a graph a value goes when it was read for the last time."""
+        gone = {self.program.info(v).storage: v for v in values - self.program.kept}
+        self.held -= sum(self.sizes.whole(v) for v in gone.values() if v in self.crossing)
+
+    def _run(self, run: Run) -> None:
+        if not run.is_body:
+            self._joint(run)
+            return
+        self._keep(run)
+        if self.is_graph and run.has_gradient and self.program.is_fused(run):
+            self._fused(run)
+        else:
+            self._note(Sweep(self.program, run, self.sizes, False).forward())
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -206,10 +219,23 @@ class _Step:
             if not run.is_body:
                 self._joint_back(run)
             elif run.has_gradient and not self.program.is_fused(run):
+                self._let_go(run)
                 self._gather_gradients(run)
                 sweep = Sweep(self.program, run, self.sizes, True)
                 self._note(sweep.forward())
                 self._note(sweep.back())
+                left = self.gathering.intersection(run.exports)
+                self.held -= sum(self.sizes.gradient(v) for v in left if not self._is_parts(run, v))
+
+    def _let_go(self, run: Run) -> None:
+        """Before a body runs back, what it left for others goes, but for the gradients."""
+        gone: set[int] = set()
+        for value in run.exports:
+            storage = self.program.info(value).storage
+            if not self._is_parts(run, value) and storage not in gone:
+                gone.add(storage)
+                is_kept = value in self.program.kept
+                self.held -= 0.0 if is_kept else self.sizes.whole(value)
 
     def _joint_back(self, run: Run) -> None:
         sweep, live = self.graphs.pop(run.stage)

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from koila import norms
 
 # Names numpy uses, which torch takes for its own.
 NUMPY_NAMES = {
@@ -148,6 +150,10 @@ class Reduction:
         """Compute one part on a chunk; `call` holds the chunk's arguments."""
         raise NotImplementedError
 
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        """Compute several parts on a chunk."""
+        return tuple(self.partial(part, call) for part in parts)
+
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         """Make the node's value of parts[part][chunk]; `call`'s tensors are not read."""
         raise NotImplementedError
@@ -211,9 +217,19 @@ class Var(Reduction):
             return abs_squared(x - mean).sum(over, keepdim=keepdim)
         return mean if keepdim else mean.squeeze(over) if over else mean
 
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        if call.func is not norms.batch_moments:
+            return super().partials(parts, call)
+        x: torch.Tensor = call.word("input")
+        mean, squares = norms.moments(x)
+        made = count(x.numel() // x.shape[1]), mean, squares
+        return tuple(made[part] for part in parts)
+
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         _, _, correction = self.options(call)
         ns, means, squares = parts
+        if call.func is norms.batch_moments:  # what it is used for would show the rounding
+            means, squares = ([part.double() for part in of] for of in (means, squares))
         n = total(ns)
         weights = [(one / n).to(squares[0].dtype) for one in ns]
         mean = total([w * m for w, m in zip(weights, means, strict=True)])
@@ -225,7 +241,8 @@ class Var(Reduction):
         name = call.func.__name__
         value = root(var) if name.startswith("std") else var
         value = value.to(real_of(call.dtype))
-        return (value, mean.to(call_mean_dtype(call, mean))) if name.endswith("_mean") else value
+        has_mean = name.endswith(("_mean", "_moments"))
+        return (value, mean.to(call_mean_dtype(call, mean))) if has_mean else value
 
 
 def real_of(dtype: torch.dtype) -> torch.dtype:

@@ -37,6 +37,7 @@ class Node(NamedTuple):
     leaf_writes: int
     is_data: bool
     is_open: bool  # made by sizes alone: of its inputs no number is read
+    is_for_chunks: bool  # only chunks run it: live, the call after it does that itself
     imports: tuple[int, ...]
     outs: range
 
@@ -215,6 +216,19 @@ class Program:
         assert self.last_body is not None
         return [run for run in self.runs if not run.is_body and run.stage > self.last_body]
 
+    def read_last(self) -> list[set[int]]:
+        """For each run, the values made by others that nobody reads after it."""
+        last: dict[int, int] = {}
+        for at, run in enumerate(self.runs):
+            read = (self.imports[number].value for number in run.imports)
+            combined = (node.first_out for node in run.combined)
+            last.update(dict.fromkeys((*read, *combined), at))
+        found: list[set[int]] = [set() for _ in self.runs]
+        for value, at in last.items():
+            if not self.is_leaf(value) and value not in self.runs[at].exports:
+                found[at].add(value)
+        return found
+
     def is_fused(self, run: Run) -> bool:
         """Whether the run's backward can follow each chunk's forward at once."""
         if not self.is_tail_linear or run.stage != self.last_body:
@@ -296,8 +310,9 @@ class Program:
 
     def as_written(self) -> Run:
         """The whole program as one run, in the order of the calls: what a live run does."""
-        run = Run(-1, 0, -1, nodes=sorted(self.nodes), has_gradient=True)
-        made = {v for node in self.nodes.values() for v in node.outs}
+        nodes = sorted(i for i, node in self.nodes.items() if not node.is_for_chunks)
+        run = Run(-1, 0, -1, nodes=nodes, has_gradient=True)
+        made = {v for i in nodes for v in self.nodes[i].outs}
         run.imports = [n for n, entry in enumerate(self.imports) if entry.value not in made]
         run.exports = sorted(made & {*self.wanted, *self.roots})
         return run

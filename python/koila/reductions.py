@@ -54,8 +54,7 @@ def run_parts(
 ) -> tuple[torch.Tensor, ...]:
     """The partials of one chunk, those numbered `parts`."""
     call = _call(program, node, func, args, kwargs)
-    reduction = reduction_of(node)
-    return tuple(reduction.partial(part, call) for part in parts)
+    return reduction_of(node).partials(parts, call)
 
 
 def combine(

@@ -8,6 +8,7 @@ aliases, statistics are written on copies, the generator is put back if anything
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from koila import (
     draws,
     explain,
     hooks,
+    norms,
     plan,
     reductions,
     reports,
@@ -30,7 +32,7 @@ from koila.attempt import attempt
 from koila.cross import Cross, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
-from koila.program import Node, Program, Run
+from koila.program import ROWS, Node, Program, Run
 from koila.rows import Bounds, chunk_shape, cut, grid
 from koila.threads import in_turn
 
@@ -49,6 +51,7 @@ class Replay:
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
         self.scratch = self._copy_statistics()
+        self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
         self.draws = draws.Draws(program, self.grids)
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -134,6 +137,8 @@ class Replay:
             if i in run.parts and self._is_plain(node, run):
                 results = func(*args, **kwargs)
                 return tuple(results) if isinstance(results, tuple | list) else (results,)
+            if node.mode == ROWS and func is norms.batch_norm:
+                return self._normalize(node, run, args)
             if i in run.parts:
                 return reductions.run_parts(self.program, node, run.parts[i], func, args, kwargs)
             return self._settle_view(node, func(*args, **kwargs), args)
@@ -162,6 +167,19 @@ class Replay:
             clone,
         )
         return env
+
+    def _normalize(self, node: Node, run: Run, args: tuple[Any, ...]) -> Any:
+        """batch_norm on a chunk: its running statistics are written at the commit, once."""
+        is_alone = self.is_forward and len(self.grids[run.axis]) == 1
+        if is_alone:  # one forward without a graph: torch's own call, which writes them
+            return torch.batch_norm(*args[:9])
+        if args[3] is not None and node.id not in self.statistics:
+            shape = self.program.info(node.first_out).shape
+            var, mean = args[9].detach(), args[10].detach()
+            n_terms = math.prod(shape) // shape[1]
+            running = args[3], args[4], args[6]
+            self.statistics[node.id] = norms.Statistics(*running, var, mean, n_terms)
+        return norms.batch_norm(*args)
 
     def _is_plain(self, node: Node, run: Run) -> bool:
         """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
@@ -298,7 +316,7 @@ class Replay:
             roots[root] = roots[root] + gradient if root in roots else gradient
         for run in reversed(self.program.runs):
             if not run.is_body:
-                self._go_back_joint(graphs[run.stage], roots)
+                self._go_back_joint(graphs.pop(run.stage), roots)
             elif run.has_gradient and self.program.is_fused(run):
                 tail.check(self, run, roots)
             elif run.has_gradient:
@@ -306,8 +324,13 @@ class Replay:
                     if value in roots:
                         self.cross[value].seeds["whole",] = roots[value]
                 self._call_hooks(run)
+                for value in run.exports:
+                    if value not in self.program.kept:
+                        self.cross[value].let_go()
                 for chunk in range(len(self.grids[run.axis])):
                     self.backward_chunk(run, chunk)
+                    for value in run.exports:
+                        self.cross[value].seeds.pop(("chunk", chunk), None)
 
     def _call_hooks(self, run: Run) -> None:
         """Let hooks see the whole gradients of what a body left, before it is sent back."""
@@ -357,11 +380,13 @@ class Replay:
         """Run everything forward, without graphs."""
         self.is_forward = True
         self.draws.prepare()
-        for run in self.program.runs:
+        for run, read_last in zip(self.program.runs, self.program.read_last(), strict=True):
             if run.is_body:
                 self.forward_body(run)
             else:
                 self.run_joint(run, False)
+            for value in read_last - self.program.kept:
+                self.cross.pop(value, None)
 
     # -- commit -----------------------------------------------------------------------------------
 
@@ -382,6 +407,8 @@ class Replay:
         done: set[int] = _core.memo().setdefault("effects", set())
         fresh = [n for n in self.program.nodes.values() if n.leaf_writes and n.id not in done]
         written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
+        for i in sorted(self.statistics.keys() - done):
+            self.statistics[i].write()
         for value, (real, copy) in self.scratch.items():
             if value in written:
                 with torch.no_grad():

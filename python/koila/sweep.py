@@ -169,7 +169,7 @@ class Sweep:
         back = (0.0, backward / rows) if by_rows else (float(backward), 0.0)
         held = flight.of(detail[1])
         if node.id in self.run.parts:
-            parts = flight.PARTS[REDUCTION_NAMES[node.reduce]]
+            parts = flight.parts_of(REDUCTION_NAMES[node.reduce], node.is_for_chunks)
             held = parts.flight or held
             if parts.keeps is not None:
                 values, further = set(), self._amount(node, parts.keeps)

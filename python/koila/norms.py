@@ -1,0 +1,156 @@
+"""Batch normalization in training by rows: the statistics of the batch are put together from
+chunks, and each chunk is normalized with them.
+
+Recorded are two calls: the statistics, which only chunks need, and the normalization, which whole
+is torch's own call. The gradient of the normalization goes to the statistics too: with x^ the
+normalized input, g the gradient of the result, and sums over all but the channels,
+
+    d loss / d mean = -w / std * sum(g)        d loss / d var = -w / (2 std^2) * sum(g x^)
+
+with std^2 = var + eps; sum(g) and sum(g x^) are the gradients of bias and weight, which torch's own
+backward gives (Ioffe and Szegedy, 2015, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from koila import _core
+
+
+def _over(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+class _Moments(torch.autograd.Function):
+    """Mean, and sum of squared distances from it, for each channel: only the input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(x, _over(x), correction=0)
+        ctx.save_for_backward(x, mean)
+        ctx.n = x.numel() // x.shape[1]
+        return mean, var * ctx.n
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        of_mean, of_squares = gradients
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        # 2 (x - mean) of_squares + of_mean / n, as one product and one sum
+        twice = 2 * of_squares
+        shift = of_mean / ctx.n - twice * mean
+        return torch.addcmul(shift.view(shape), x, twice.view(shape))
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of a chunk's terms is known; what is added up of it."""
+    mean, squares = _Moments.apply(x)  # type: ignore[no-untyped-call]
+    return mean, squares
+
+
+class _Normalized(torch.autograd.Function):
+    """batch_norm with statistics that are given, and get gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.eps = eps
+        return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        scale = torch.ones_like(mean) if weight is None else weight
+        needs = ctx.needs_input_grad
+        of_x, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, scale, mean, var, None, None, False, ctx.eps, [needs[0], True, True]
+        )
+        factor = -scale * torch.rsqrt(var + ctx.eps)
+        of_mean = factor * of_bias
+        of_var = factor * of_weight * torch.rsqrt(var + ctx.eps) / 2
+        return (
+            of_x if needs[0] else None,
+            of_weight if needs[1] else None,
+            of_bias if needs[2] else None,
+            of_mean,
+            of_var,
+            None,
+        )
+
+
+def batch_moments(x: Tensor, dim: list[int], *, correction: int) -> tuple[Tensor, Tensor]:
+    """torch.var_mean, by a name of its own: chunks make its parts together."""
+    return torch.var_mean(x, dim, correction=correction)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+    var: Tensor | None = None,
+    mean: Tensor | None = None,
+) -> Tensor:
+    """Whole, where nobody made the statistics, torch's own call."""
+    if var is None or mean is None:
+        words = weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+        return torch.batch_norm(x, *words)
+    normalized: Tensor = _Normalized.apply(x, weight, bias, mean, var, eps)  # type: ignore[no-untyped-call]
+    return normalized
+
+
+def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record batch_norm in training as two calls."""
+    if kwargs or len(args) != 9 or type(args[0]) is not _core.LazyTensor:
+        return NotImplemented
+    x = args[0]
+    var, mean = handle_torch_function(batch_moments, (x,), x, _over(x), correction=0)
+    if not _core.set_for_chunks(mean):
+        return NotImplemented
+    call: Any = handle_torch_function
+    return call(batch_norm, (x,), *args, var, mean)
+
+
+def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What cannot be recorded after all is torch's own call, and runs at once."""
+    del func, kwargs
+    return _core.live(torch.batch_norm, args[:9], {}, False)
+
+
+class Statistics(NamedTuple):
+    """Running statistics, and those of a batch that they are moved towards."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    momentum: float
+    var: Tensor
+    mean: Tensor
+    n_terms: int  # for each channel
+
+    def write(self) -> None:
+        """Move the running statistics, as torch does: the variance as of a sample."""
+        share = self.momentum
+        n = self.n_terms
+        of_sample = share * n / (n - 1) if n > 1 else math.nan
+        with torch.no_grad():
+            self.running_mean.mul_(1 - share).add_(self.mean, alpha=share)
+            self.running_var.mul_(1 - share).add_(self.var, alpha=of_sample)

@@ -1,0 +1,328 @@
+"""Batch normalization in training by rows: eager's numbers, statistics once, half the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from chunked import split
+from oracle import Lazy, assert_same_story, gradients
+
+ROWS = 11
+CHUNKS = [None, 1, 2, 3, 7, ROWS]
+Model = Callable[[], nn.Module]
+
+
+class Block(nn.Module):
+    """Two or three convolutions and what was before them."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int = 1, is_bottleneck: bool = False) -> None:
+        super().__init__()
+        middle = n_out // 2 if is_bottleneck else n_out
+        sizes = [(n_in, middle, 1), (middle, middle, 3), (middle, n_out, 1)]
+        if not is_bottleneck:
+            sizes = [(n_in, n_out, 3), (n_out, n_out, 3)]
+        layers: list[nn.Module] = []
+        for i, (before, after, kernel) in enumerate(sizes):
+            step = stride if i == len(sizes) - 2 else 1
+            layers.append(nn.Conv2d(before, after, kernel, step, kernel // 2, bias=False))
+            layers.append(nn.BatchNorm2d(after))
+            layers.append(nn.ReLU(inplace=True))
+        self.body = nn.Sequential(*layers[:-1])
+        is_same = n_in == n_out and stride == 1
+        shortcut = nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out)
+        self.shortcut = nn.Identity() if is_same else nn.Sequential(*shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+def head(n: int, *layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n, 5))
+
+
+def resnet(is_bottleneck: bool = False) -> nn.Module:
+    stem = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()
+    blocks = Block(4, 4, 1, is_bottleneck), Block(4, 8, 2, is_bottleneck)
+    return head(8, *stem, nn.MaxPool2d(2), *blocks)
+
+
+def mobile() -> nn.Module:
+    """An inverted residual: wide, depthwise, squeezed."""
+    wide = nn.Conv2d(3, 12, 1), nn.BatchNorm2d(12), nn.Hardswish()
+    deep = nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.BatchNorm2d(12), nn.Hardswish()
+    return head(4, *wide, *deep, nn.Conv2d(12, 4, 1), nn.BatchNorm2d(4))
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(3 + 2 * i), nn.ReLU(), nn.Conv2d(3 + 2 * i, 2, 3, 1, 1))
+            for i in range(3)
+        )
+        self.norm = nn.BatchNorm2d(9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, 1)))
+        return self.norm(torch.cat(found, 1)).mean((2, 3))[:, :5]
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.deep, self.up = (
+            nn.Sequential(nn.Conv2d(a, b, 3, 1, 1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in ((3, 4), (4, 8), (12, 5))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = self.down(x)
+        low = F.interpolate(self.deep(F.max_pool2d(high, 2)), scale_factor=2)
+        return self.up(torch.cat([high, low], 1)).amax((2, 3))
+
+
+class OfDims(nn.Module):
+    """Points, lines and volumes of three channels, made of the pictures."""
+
+    def __init__(self, n_dims: int, **options: Any) -> None:
+        super().__init__()
+        self.n_dims = n_dims
+        norms = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+        self.norm = norms[n_dims](3, **options)
+        self.again = norms[n_dims](3, **options)
+        self.last = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shapes = {0: (3,), 1: (3, 64), 2: (3, 8, 8), 3: (3, 4, 4, 4)}
+        x = x.mean((2, 3)) if self.n_dims == 0 else x.reshape(-1, *shapes[self.n_dims])
+        x = self.again(torch.tanh(self.norm(x)))
+        return self.last(x.flatten(2).mean(2) if self.n_dims else x)
+
+
+MODELS: dict[str, Model] = {
+    "resnet": resnet,
+    "bottleneck": lambda: resnet(True),
+    "mobile": mobile,
+    "dense": Dense,
+    "unet": UNet,
+    "points": lambda: OfDims(0),
+    "1d": lambda: OfDims(1),
+    "2d": lambda: OfDims(2),
+    "3d": lambda: OfDims(3),
+    "no momentum": lambda: OfDims(2, momentum=None),
+    "no statistics": lambda: OfDims(2, track_running_stats=False),
+    "not affine": lambda: OfDims(2, affine=False),
+    "large eps": lambda: OfDims(2, eps=0.5, momentum=0.7),
+}
+
+
+def pictures() -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, 3, 8, 8, dtype=torch.float64), torch.randint(0, 5, (ROWS,))
+
+
+def seen(model: nn.Module) -> Any:
+    return gradients(model), dict(model.named_buffers())
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, chunks: int | None) -> None:
+    """All of it by rows, two steps one after the other."""
+
+    def story(lazy: Lazy) -> Any:
+        model = MODELS[name]().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            x, y = lazy(*pictures())
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return losses, seen(model)
+
+    assert_same_story(story, chunks)
+
+
+def gan(lazy: Lazy) -> Any:
+    """The discriminator's norms see the real and the made, and then only the made."""
+    torch.manual_seed(1)
+    made_of = nn.Linear(4, 48), nn.Unflatten(1, (3, 4, 4)), nn.BatchNorm2d(3), nn.ReLU()
+    g = nn.Sequential(*made_of, nn.ConvTranspose2d(3, 3, 2, 2), nn.Tanh()).double()
+    d = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.2), nn.Flatten())
+    d = nn.Sequential(*d, nn.Linear(144, 1)).double()
+    x, z = lazy(pictures()[0], torch.randn(ROWS, 4, dtype=torch.float64))
+    fake = g(z)
+    real = F.softplus(-d(x)).mean() + F.softplus(d(fake.detach())).mean()
+    real.backward()
+    of_d = seen(d)
+    d.zero_grad()
+    F.softplus(-d(fake)).mean().backward()
+    return real, of_d, seen(g), seen(d)
+
+
+def vae(lazy: Lazy) -> Any:
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU()).double()
+    decoder = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 192)
+    ).double()
+    x = lazy(pictures()[0])
+    mean, spread = encoder(x).chunk(2, 1)
+    z = mean + torch.randn_like(mean) * (spread / 2).exp()
+    loss = F.mse_loss(decoder(z), x.flatten(1)) - (1 + spread - mean.pow(2) - spread.exp()).mean()
+    loss.backward()
+    return loss, seen(encoder), seen(decoder)
+
+
+def under_no_grad(lazy: Lazy) -> Any:
+    """Statistics are gathered for their own sake."""
+    model = resnet().double()
+    with torch.no_grad():
+        out = model(lazy(pictures()[0]))
+    return out.sum(), seen(model)
+
+
+def read_before_backward(lazy: Lazy) -> Any:
+    model = resnet().double()
+    x, y = lazy(*pictures())
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    told = loss.item(), (out.argmax(1) == y).sum().item()
+    loss.backward()
+    return told, out, seen(model)
+
+
+def held(lazy: Lazy) -> Any:
+    """Values of the middle that the script goes on holding."""
+    model = OfDims(2).double()
+    x, y = lazy(*pictures())
+    normal = model.norm(x)
+    middle = torch.tanh(normal)
+    F.cross_entropy(model.last(model.again(middle).mean((2, 3))), y).backward()
+    return normal, middle.sum(), seen(model)
+
+
+def hooked(lazy: Lazy) -> Any:
+    model = OfDims(2).double()
+    x, y = lazy(*pictures())
+    normal = model.norm(x)
+    normal.register_hook(lambda g: g * 2)
+    normal.retain_grad()
+    F.cross_entropy(model.last(model.again(normal).mean((2, 3))), y).backward()
+    return normal.grad, seen(model)
+
+
+def input_gradient(lazy: Lazy) -> Any:
+    model = OfDims(2).double()
+    real, y = pictures()
+    x, y = lazy(real.requires_grad_(), y)
+    F.cross_entropy(model(x), y).backward()
+    return real.grad, seen(model)
+
+
+def frozen(lazy: Lazy) -> Any:
+    """One norm evaluated, one whose weights are fixed."""
+    model = OfDims(2).double()
+    model.norm.eval()
+    model.again.requires_grad_(False)
+    x, y = lazy(*pictures())
+    F.cross_entropy(model(x), y).backward()
+    return seen(model)
+
+
+def channels_last(lazy: Lazy) -> Any:
+    model = resnet().double().to(memory_format=torch.channels_last)
+    real, y = pictures()
+    x, y = lazy(real.to(memory_format=torch.channels_last), y)
+    F.cross_entropy(model(x), y).backward()
+    return seen(model)
+
+
+def kept_apart(lazy: Lazy) -> Any:
+    """Two batches of different sizes through one norm."""
+    model = OfDims(2).double()
+    x, y = lazy(*pictures())
+    z = lazy(torch.randn(5, 3, 8, 8, dtype=torch.float64))
+    (F.cross_entropy(model(x), y) + model(z).logsumexp(1).mean()).backward()
+    return seen(model)
+
+
+STORIES = [gan, vae, under_no_grad, read_before_backward, held, hooked, input_gradient, frozen]
+STORIES += [channels_last, kept_apart]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_stories(story: Callable[[Lazy], Any], chunks: int | None) -> None:
+    assert_same_story(story, chunks)
+
+
+def test_single_precision() -> None:
+    """float32 sums in another order, with a spread that is small beside the mean."""
+    norm = nn.BatchNorm2d(4)
+    x = 100 + torch.randn(64, 4, 8, 8)
+    wanted = norm(x)
+    other = nn.BatchNorm2d(4)
+    with split(7):
+        made = other(koila.lazy(x)).tolist()
+    torch.testing.assert_close(torch.tensor(made), wanted, rtol=0, atol=2e-4)
+    torch.testing.assert_close(other.running_var, norm.running_var, rtol=1e-5, atol=0)
+    torch.testing.assert_close(other.running_mean, norm.running_mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+def test_a_checkpoint_is_torchs(chunks: int | None) -> None:
+    """It runs the body twice, and so writes the statistics twice."""
+
+    def story(lazy: Lazy) -> Any:
+        model = OfDims(2).double()
+        x, y = lazy(*pictures())
+        out = checkpoint(model.norm, x, use_reentrant=False)
+        F.cross_entropy(model.last(out.mean((2, 3))), y).backward()
+        return seen(model)
+
+    assert_same_story(story, chunks)
+
+
+def peak(step: Callable[[], object]) -> int:
+    with profile(profile_memory=True) as profiled:
+        step()
+    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
+    now, most = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def test_half_of_the_memory() -> None:
+    layers = [
+        nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(8)
+    ]
+    model = head(16, nn.Conv2d(3, 16, 1), *layers)
+    x, y = torch.randn(24, 3, 16, 16), torch.randint(0, 5, (24,))
+    n_parameters = sum(p.nbytes for p in model.parameters())
+
+    def step(chunks: int | None) -> None:
+        model.zero_grad()
+        given = (x, y) if chunks is None else koila.lazy(x, y)
+        with koila.config(chunks=chunks):
+            F.cross_entropy(model(given[0]), given[1]).backward()
+
+    step(4)
+    eager = peak(lambda: step(None)) - n_parameters
+    with split(4, rows=["conv2d", "batch_norm"]):
+        assert peak(lambda: step(4)) - n_parameters < 0.6 * eager
