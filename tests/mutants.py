@@ -105,6 +105,13 @@ MUTANTS = [
         "tests/test_partials.py -k mean",
     ),
     Mutant(
+        "batch_norm: no gradient goes through the mean of the batch",
+        "python/koila/norms.py",
+        "of_mean = factor * of_bias",
+        "of_mean = 0 * factor * of_bias",
+        "tests/test_batch_norm.py -k test_models",
+    ),
+    Mutant(
         "drop: values are kept to the end of a chunk",
         "koila_c/core/program.c",
         "if (at != UINT32_MAX && !is_written) {",

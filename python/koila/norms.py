@@ -76,6 +76,8 @@ class _Normalized(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
         needs = ctx.needs_input_grad
+        if gradient.stride() != x.stride():  # torch's kernels for the CPU take them to be alike
+            gradient = torch.empty_like(x).copy_(gradient)
         of_x, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             gradient, x, scale, mean, var, None, None, False, ctx.eps, [needs[0], True, True]
         )
