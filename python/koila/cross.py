@@ -194,7 +194,8 @@ class Cross:
 
     def let_go(self) -> None:
         """Keep only the gradients that came: all that reads the value has run for the last time."""
-        self.seeds.update({key: alias.grad for key, alias in self.aliases.items()})
+        for key, alias in self.aliases.items():
+            self.seeds[key] = _add(self.seeds.get(key), alias.grad)
         self.aliases.clear()
         self.chunks.clear()
         self.parts.clear()
