@@ -232,7 +232,9 @@ class _Step:
         gone: set[int] = set()
         for value in run.exports:
             storage = self.program.info(value).storage
-            if not self._is_parts(run, value) and storage not in gone:
+            if self._is_parts(run, value):
+                self.held_per_chunk -= self._parts_of(value).left * self._result(value)
+            elif storage not in gone:
                 gone.add(storage)
                 is_kept = value in self.program.kept
                 self.held -= 0.0 if is_kept else self.sizes.whole(value)
@@ -246,7 +248,10 @@ class _Step:
             self.held_per_chunk += seeds
         self.held -= live  # what is live at the start of its backward is counted there
         self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
-        self.held += live - sweep.freed
+        combined = (value for node in run.combined for value in node.outs)
+        left = {self.program.info(v).storage: v for v in (*run.exports, *combined)}
+        # The graph is let go, and with it what was put together for it.
+        self.held += min(live - sweep.freed, sum(map(self.sizes.whole, left.values())))
         self.held_per_chunk -= kept
 
     def deliver(self) -> None:
