@@ -137,3 +137,19 @@ def test_weights_changed_through_the_data_of_a_view_of_them(chunks: int) -> None
         part.data.mul_(2)
         with pytest.raises(koila.StaleError, match="changed in place"):
             loss.backward()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_weights_that_wait_since_another_was_read(chunks: int) -> None:
+    """What waits is looked up each time, however many there are."""
+    first, second = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
+    scale, part, other = torch.ones(4), second[0], torch.ones(4)[1:]
+    with split(chunks):
+        x = koila.lazy(torch.ones(6, 4))
+        hidden, scaled = x @ first, (x * scale).abs()
+        _ = other.data
+        assert scaled.tolist() == torch.ones(6, 4).tolist()
+        loss = (hidden @ second).sum()
+        part.data.mul_(3)
+        with pytest.raises(koila.StaleError, match="changed in place"):
+            loss.backward()

@@ -222,12 +222,9 @@ static PyMethodDef functions[] = {
      "storage($module, lazy, /)\n--\n\n"
      "The number of the memory of a pending lazy; None where it is, or may be, memory of the "
      "user's."},
-    {"read_leaves", core_read_leaves, METH_NOARGS,
-     "read_leaves($module, /)\n--\n\n"
-     "[(value, tensor)] of the real tensors that pending calls read."},
-    {"leaf_of", core_leaf_of, METH_O,
-     "leaf_of($module, tensor, /)\n--\n\n"
-     "The number of a real tensor that pending calls read, or None."},
+    {"leaves_of", core_leaves_of, METH_O,
+     "leaves_of($module, tensor, /)\n--\n\n"
+     "[value] of the real tensors that pending calls read and that share a tensor's memory."},
     {"has_draw", core_has_draw, METH_NOARGS,
      "has_draw($module, /)\n--\n\nWhether a random call waits that has not drawn yet."},
     {"has_dead_draw", core_has_dead_draw, METH_NOARGS,

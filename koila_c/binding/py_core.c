@@ -327,34 +327,24 @@ core_abandon(PyObject *module, PyObject *ignored)
     return Py_NewRef(Py_None);
 }
 
+/* leaves_of(tensor) -> [value] of the real tensors that pending calls read and that share its memory. */
 PyObject *
-core_leaf_of(PyObject *module, PyObject *tensor)
+core_leaves_of(PyObject *module, PyObject *tensor)
 {
     (void)module;
-    const Tape *tape = kl_tape_open_or_null();
-    KlValueId id = tape != NULL ? kl_tape_find(tape, tensor) : KL_ID_NONE;
-    bool is_read = id != KL_ID_NONE && tape->core.values[id].n_pending > 0;
-    return is_read ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
-}
-
-/* read_leaves() -> [(value, tensor)] of the real tensors that pending calls read. */
-PyObject *
-core_read_leaves(PyObject *module, PyObject *ignored)
-{
-    (void)module;
-    (void)ignored;
     const Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && tape != NULL && i < tape->core.n_values; i++) {
         PyObject *real = tape->values[i].real;
-        if (real == NULL || tape->core.values[i].n_pending == 0) {
+        if (real == NULL || tape->core.values[i].n_pending == 0 ||
+            (real != tensor && !kl_meta_may_alias(real, tensor))) {
             continue;
         }
-        PyObject *item = Py_BuildValue("(nO)", (Py_ssize_t)i, real);
-        if (item == NULL || PyList_Append(list, item) < 0) {
+        PyObject *id = PyLong_FromSize_t(i);
+        if (id == NULL || PyList_Append(list, id) < 0) {
             Py_CLEAR(list);
         }
-        Py_XDECREF(item);
+        Py_XDECREF(id);
     }
     return list;
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -220,26 +219,9 @@ def _patch_data() -> None:
     def get(self: torch.Tensor) -> Any:
         if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
-        if shared(self):
+        if _core.leaves_of(self):
             watch(self)
         return original.__get__(self)
-
-    def shared(self: torch.Tensor) -> list[int]:
-        """The values that wait to be read and lie in the same memory."""
-        leaf = _core.leaf_of(self)
-        if leaf is not None:
-            return [leaf]
-        leaves = _core.read_leaves()
-        if not leaves or self.layout != torch.strided:
-            return []
-        known: tuple[int, dict[int, list[int]]] = _core.memo().get("by_storage", (0, {}))
-        if known[0] != len(leaves):
-            known = len(leaves), defaultdict(list)
-            for value, real in leaves:
-                if real.layout == torch.strided:
-                    known[1][real.untyped_storage()._cdata].append(value)
-            _core.memo()["by_storage"] = known
-        return known[1].get(self.untyped_storage()._cdata, [])
 
     @in_turn
     def watch(self: torch.Tensor) -> None:
@@ -247,7 +229,7 @@ def _patch_data() -> None:
             return
         replay.flush_known(".data of a tensor that waits to be read")
         watched = _core.memo().setdefault("watched", {})
-        for leaf in shared(self):
+        for leaf in _core.leaves_of(self):
             real = _core.value(leaf)[5]
             assert real is not None
             watched.setdefault(leaf, meta.checksum(real))

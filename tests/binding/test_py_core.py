@@ -177,16 +177,17 @@ def test_storage() -> None:
         core.storage(1)
 
 
-def test_leaf_of() -> None:
-    """Only what pending calls read."""
+def test_leaves_of() -> None:
+    """Only what pending calls read, in the same memory."""
     w = weight()
-    assert core.leaf_of(w) is None
+    assert core.leaves_of(w) == []
     lazy = koila.lazy(batch()) * w
-    leaf = core.leaf_of(w)
+    (leaf,) = core.leaves_of(w)
     assert core.value(leaf)[5] is w
-    assert core.leaf_of(weight()) is None
+    assert core.leaves_of(w[:1]) == [leaf]
+    assert core.leaves_of(weight()) == []
     core.force(lazy)
-    assert core.leaf_of(w) is None
+    assert core.leaves_of(w) == []
 
 
 def test_pending_bytes() -> None:
@@ -299,7 +300,7 @@ def test_leaves_are_checked_and_refreshed() -> None:
     lazy = x * scale
     core.check_leaves()
     scale.mul_(3)
-    core.refresh_leaf(core.leaf_of(scale))
+    core.refresh_leaf(*core.leaves_of(scale))
     core.check_leaves()
     assert lazy.tolist() == (batch() * 3).tolist()
     x.tanh() * scale
