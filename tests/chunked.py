@@ -124,8 +124,8 @@ class Watched:
         return original(tensor, *args)
 
     @unseen
-    def _make(self, original: Any, *args: Any) -> Program:
-        self._now.program = program = original(*args)
+    def _make(self, original: Any, *args: Any, **kwargs: Any) -> Program:
+        self._now.program = program = original(*args, **kwargs)
         self.known.update(line_of(node) for node in program.nodes if _core.node(node)[1])
         return program
 

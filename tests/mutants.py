@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "grid: one chunk too few",
         "python/koila/replay.py",
-        "grid(rows, n_chunks, unit))",
-        "grid(rows, max(1, n_chunks - 1), unit))",
+        "grid(rows, planned.n_chunks, planned.unit))",
+        "grid(rows, max(1, planned.n_chunks - 1), planned.unit))",
         "tests/test_step.py",
         0.9,
     ),

@@ -32,6 +32,13 @@ class Model:
             for number in node.imports:
                 if number >= 0 and not node.is_open:
                     self._readers[self.imports[number].value].append(node)
+        #: Where bodies are cut the core says; what that means for each segment is found here.
+        self._segment = {
+            i: run.segment
+            for run in program.runs
+            for i in run.nodes
+            if self.nodes[i].stage == run.stage and not self.nodes[i].is_data
+        }
         self.runs = [run for stage in range(program.n_stages) for run in self._build(stage)]
 
     def _find_kept(self) -> set[int]:
@@ -58,7 +65,13 @@ class Model:
         if stage % 2 == 0:
             return [self._build_joint(stage)]
         axes = {n.axis for n in self._at[stage] if n.mode != ONCE}
-        runs = [self._build_body(stage, axis) for axis in sorted(axes)]
+        cut = [run.segment for run in self.program.runs if run.stage == stage]
+        n_segments = 1 + max(cut, default=0)
+        runs = [
+            self._build_body(stage, axis, segment)
+            for axis in sorted(axes)
+            for segment in range(n_segments)
+        ]
         return [run for run in runs if run.nodes]
 
     def _build_joint(self, stage: int) -> Run:
@@ -67,13 +80,19 @@ class Model:
         self._finish(run)
         return run
 
-    def _is_read_elsewhere(self, value: int, run: Run) -> bool:
+    def _is_here(self, node: Node, run: Run, is_any_segment: bool) -> bool:
+        if run.stage not in self._stages_of(node) or node.axis != run.axis:
+            return False
+        is_cut = node.stage == run.stage and not is_any_segment
+        return not is_cut or self._segment.get(node.id, 0) == run.segment
+
+    def _is_read_elsewhere(self, value: int, run: Run, is_beside_body: bool = False) -> bool:
         if value in self.kept or value in self.program.roots:
             return True
         for reader in self._readers[value]:
             if reader.mode == ONCE:
                 return True
-            is_here = run.stage in self._stages_of(reader) and reader.axis == run.axis
+            is_here = self._is_here(reader, run, is_beside_body)
             if not is_here and not (self._is_data_value(value) and reader.mode != ONCE):
                 return True
         return False
@@ -82,12 +101,12 @@ class Model:
         node = self.node_of(value)
         return node is not None and node.is_data
 
-    def _build_body(self, stage: int, axis: int) -> Run:
-        run = Run(-1, stage, axis)
+    def _build_body(self, stage: int, axis: int, segment: int) -> Run:
+        run = Run(-1, stage, axis, segment)
         chosen: dict[int, tuple[int, ...]] = {}
         stack: list[Node] = []
         for node in self._at[stage]:
-            if node.mode == ONCE or node.axis != axis:
+            if node.mode == ONCE or not self._is_here(node, run, False):
                 continue
             is_sink = not node.is_data or any(self._is_read_elsewhere(v, run) for v in node.outs)
             if is_sink:
@@ -152,6 +171,12 @@ class Model:
                     continue  # it has its number; the node runs for another of its results
                 if is_parts or (i not in run.parts and is_home and self._leaves(value, run)):
                     run.exports.append(value)
+                    if (
+                        run.is_body
+                        and not is_parts
+                        and not self._is_read_elsewhere(value, run, True)
+                    ):
+                        run.inner.append(value)
                 if self.program.needs_gradient(value) and not self.program.is_leaf(value):
                     run.has_gradient = True
         kept = set(run.exports) | self.program.written_in(run)
@@ -174,9 +199,16 @@ class Model:
 
 def _told(run: Run) -> tuple[Any, ...]:
     """A run, without the order of what has none: values that die after one node, sizes."""
-    lists = run.nodes, run.parts, run.imports, run.exports, [node.id for node in run.combined]
+    lists = (
+        run.nodes,
+        run.parts,
+        run.imports,
+        run.exports,
+        run.inner,
+        [node.id for node in run.combined],
+    )
     sets = [set(values) for values in run.drops], set(run.shadows)
-    return run.stage, run.axis, *lists, *sets, run.has_gradient
+    return run.stage, run.axis, run.segment, *lists, *sets, run.has_gradient
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
     calls: list[tuple[int, ...]] = []
     failed: list[int] = []
     layers = model()
-    original = koila.replay.Replay.backward_chunk
+    original = koila.replay.Replay._back_through
 
     def fail_once(self: Any, run: Any, chunk: int) -> None:
         if calls and not failed:
@@ -197,7 +197,7 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("injected")
         original(self, run, chunk)
 
-    monkeypatch.setattr(koila.replay.Replay, "backward_chunk", fail_once)
+    monkeypatch.setattr(koila.replay.Replay, "_back_through", fail_once)
     monkeypatch.setattr(koila.plan, "is_whole", lambda: False)
     planned = koila.plan.plan
 

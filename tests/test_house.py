@@ -24,7 +24,9 @@ LAYERS = [
     "autocast",
     "tape",
     "stage",
+    "segment",
     "program",
+    "schedule",
 ]
 # py_args before py: binding arguments to a signature knows nothing of lazies and tapes, and py.h,
 # which knows them all, keeps the signatures of the functions.
@@ -56,7 +58,7 @@ TESTS_OF_MANY = {"no_memory", "threads"}
 # A file is one idea: its length is a hint, so this only catches what has plainly outgrown one.
 N_LINES_OF_A_FILE = 900
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 26000
+N_LINES_OF_KOILA_C = 27600
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 

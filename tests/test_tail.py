@@ -11,7 +11,8 @@ from torch import Tensor
 
 import koila
 from chunked import split
-from koila import _core, tail
+from koila import tail
+from koila.program import Op, Program, Step
 
 N_ROWS = 7
 
@@ -56,14 +57,20 @@ def gradient_of(lazy: Any, loss: Callable[[Tensor], Tensor]) -> Tensor | None:
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_a_wrong_verdict_is_told(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a row would be that says an op keeps nothing, when it keeps its input."""
-    stage = _core.stage
+    schedule = Program.schedule
 
-    def lies(*args: Any) -> Any:
-        staged: Any = stage(*args)
-        assert not staged["is_tail_linear"]
-        return {**staged, "is_tail_linear": True}
+    def lies(program: Program, is_graph: bool, keep_every: int) -> list[Step]:
+        assert not program.is_tail_linear
+        steps = schedule(program, is_graph, keep_every)
+        last = next(step.runs for step in steps if step.op == Op.BACK)
+        at = next(i for i, step in enumerate(steps) if step.op == Op.SEED and step.runs == last)
+        assert [step.op for step in steps[at : at + 3]] == [Op.SEED, Op.RELEASE, Op.BACK]
+        steps[at : at + 3] = [Step(Op.CHECK, last, ())]
+        is_last = [step.op == Op.FORWARD and step.runs == last for step in steps]
+        steps[is_last.index(True)] = Step(Op.FUSED, last, ())
+        return steps
 
-    monkeypatch.setattr(_core, "stage", lies)
+    monkeypatch.setattr(Program, "schedule", lies)
     told_so = pytest.raises(koila.KoilaError, match="to be linear")
     with split(chunks), told_so as told:
         gradient_of(koila.lazy, NOT_LINEAR[name])

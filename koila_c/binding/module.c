@@ -172,7 +172,7 @@ static PyMethodDef functions[] = {
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
-     "stage($module, roots, is_known_only, /)\n--\n\n"
+     "stage($module, roots, is_known_only, n_segments=1, /)\n--\n\n"
      "The staged program that makes every reachable value (or only those without a gradient in "
      "their history) and differentiates the roots (lazies, or numbers of values), as a dict."},
     {"run", kl_stage_run, METH_VARARGS,
@@ -182,6 +182,9 @@ static PyMethodDef functions[] = {
     {"run_alone", kl_stage_run_alone, METH_VARARGS,
      "run_alone($module, node, env, rows, is_grad_off, run_other, /)\n--\n\n"
      "Run one node; env has all that it reads."},
+    {"schedule", kl_schedule_of, METH_VARARGS,
+     "schedule($module, program, is_graph, keep_every, /)\n--\n\n"
+     "[(op, first run, runs, values)]: what a step in chunks does, forward and back."},
     {"gradient_part", kl_program_gradient_part, METH_VARARGS,
      "gradient_part($module, program, run, values, /)\n--\n\n"
      "Append the part of a joint that gradients go through, after those of its combined reductions "

@@ -47,7 +47,7 @@ node_inputs(const KlTape *core, const KlStages *stages, const KlNode *node)
 }
 
 /* (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes, is data,
- * is open, is aside, inputs as imports) */
+ * is open, is for chunks, inputs as imports) */
 static PyObject *
 node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 {
@@ -176,7 +176,7 @@ drops_object(const KlProgram *program, const KlRun *run)
     return drops;
 }
 
-/* [(stage, axis or -1, nodes, parts, imports, exports, drops, combined, shadows, has gradient)] */
+/* [(stage, axis or -1, segment, nodes, parts, imports, exports, inner, drops, combined, shadows, has gradient)] */
 static PyObject *
 describe_runs(const KlProgram *program)
 {
@@ -184,10 +184,11 @@ describe_runs(const KlProgram *program)
     for (size_t i = 0; list != NULL && i < program->n_runs; i++) {
         const KlRun *run = &program->runs[i];
         PyObject *item = Py_BuildValue(
-            "(IiNNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis,
-            slice_object(&program->nodes, run->nodes), parts_object(program, run),
+            "(IiINNNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis,
+            run->segment, slice_object(&program->nodes, run->nodes), parts_object(program, run),
             slice_object(&program->imports, run->imports),
-            slice_object(&program->exports, run->exports), drops_object(program, run),
+            slice_object(&program->exports, run->exports),
+            slice_object(&program->inner, run->inner), drops_object(program, run),
             slice_object(&program->combined, run->combined),
             slice_object(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
         if (append_stolen(list, item) < 0) {
@@ -405,15 +406,9 @@ is_all_staged(const KlTape *core, const KlStages *stages)
 }
 
 static PyObject *
-ids_object(const KlValueId *ids, size_t n)
+ids_object(KlIds ids)
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < n; i++) {
-        if (append_stolen(list, PyLong_FromUnsignedLong(ids[i])) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
+    return slice_object(&ids, (KlSlice){.n = (uint32_t)ids.n});
 }
 
 /* -- the handle --------------------------------------------------------------------------------------- */
@@ -445,7 +440,7 @@ kl_program_of(PyObject *handle, const Tape *tape)
 }
 
 static PyObject *
-describe(const Tape *tape, const KlProgram *program, const KlAsked *asked, PyObject *shared,
+describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached, PyObject *shared,
          PyObject *handle)
 {
     const KlStages *stages = &program->stages;
@@ -453,8 +448,7 @@ describe(const Tape *tape, const KlProgram *program, const KlAsked *asked, PyObj
         "{s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:O,s:I,s:N,s:O,s:N,s:O}", "handle", handle, "nodes",
         describe_nodes(tape, stages), "imports", describe_imports(stages), "values",
         describe_values(stages), "runs", describe_runs(program), "kept", describe_kept(program),
-        "roots", ids_object(asked->goal.roots, asked->goal.n_roots), "wanted",
-        ids_object(asked->reached, asked->n_reached), "shared", shared, "n_stages",
+        "roots", ids_object(roots), "wanted", ids_object(reached), "shared", shared, "n_stages",
         stages->n_stages, "last_body", stage_object(stages->last_body), "is_tail_linear",
         stages->is_tail_linear ? Py_True : Py_False, "tail_node", stage_object(stages->tail_node),
         "is_all", is_all_staged(&tape->core, stages) ? Py_True : Py_False);
@@ -481,19 +475,19 @@ ask(const Tape *tape, KlAsked *asked, bool **flags, uint32_t **n_handles)
     return 0;
 }
 
-/* stage(roots, is_known_only) -> dict: the program that computes every value the user can reach, or only
+/* stage(roots, is_known_only, n_segments) -> dict: the program that computes every value the user can reach, or only
  * those that have no gradient in their history, and differentiates the roots: lazies, or numbers of values. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *roots = NULL, *result = NULL;
+    PyObject *roots = NULL, *result = NULL, *handle = NULL;
     int is_known_only = 0;
+    unsigned int n_segments = 1;
     KlIds wanted = {0}, reached = {0}, root_ids = {0};
     bool *flags = NULL;
     uint32_t *n_handles = NULL;
     KlProgram *program = NULL;
-    PyObject *handle = NULL;
     KlError error;
     Tape *tape = kl_tape_open();
     PyObject *shared = PyList_New(0);
@@ -501,7 +495,7 @@ kl_program_stage(PyObject *module, PyObject *args)
         kl_stale_drop_numbers(tape);
     }
     if (tape == NULL || shared == NULL ||
-        !PyArg_ParseTuple(args, "O!p:stage", &PyList_Type, &roots, &is_known_only) ||
+        !PyArg_ParseTuple(args, "O!p|I:stage", &PyList_Type, &roots, &is_known_only, &n_segments) ||
         kl_view_refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
         find_shared(tape, &wanted, shared) < 0) {
@@ -511,6 +505,7 @@ kl_program_stage(PyObject *module, PyObject *args)
                               .n_wanted = wanted.n,
                               .roots = root_ids.ids,
                               .n_roots = root_ids.n},
+                     .n_segments = n_segments,
                      .reached = reached.ids,
                      .n_reached = reached.n};
     if (ask(tape, &asked, &flags, &n_handles) < 0) {
@@ -530,7 +525,7 @@ kl_program_stage(PyObject *module, PyObject *args)
         kl_program_fini(program);
         goto error;
     }
-    result = describe(tape, program, &asked, shared, handle);
+    result = describe(tape, program, root_ids, reached, shared, handle);
     program = NULL; /* it is the handle's */
 error:
     kl_alloc_free(program);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "alloc.h"
+#include "segment.h"
 
 /* What building looks things up in; it lives as long as that. */
 typedef struct Build {
@@ -85,9 +86,20 @@ first_read(const Build *build, KlNodeId id, uint32_t stage)
     return k + 1;
 }
 
-/* Whether something beside the run over `axis` at `stage` reads a value; light work on data is run again. */
+/* Whether a node runs in a run: by its stage, axis and, if it is cut there, segment. */
 static bool
-is_read_elsewhere(const Build *build, KlValueId value, uint32_t stage, KlAxisId axis)
+is_in_run(const Build *build, KlNodeId id, const KlRun *run)
+{
+    const KlStages *stages = &build->program->stages;
+    bool is_of_body = is_at_stage(stages, id, run->stage) && axis_of(build, id) == run->axis;
+    return is_of_body &&
+           (stages->node_stage[id] != run->stage || stages->segment[id] == run->segment);
+}
+
+/* Whether something beside the run reads a value, or beside all segments of its body; light work on data is
+ * run again. */
+static bool
+is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is_beside_body)
 {
     const KlProgram *program = build->program;
     if (program->is_kept[value] || build->is_root[value]) {
@@ -100,9 +112,10 @@ is_read_elsewhere(const Build *build, KlValueId value, uint32_t stage, KlAxisId 
         if (build->tape->nodes[reader].mode == KL_MODE_ONCE) {
             return true;
         }
-        bool is_here =
-            is_at_stage(&program->stages, reader, stage) && axis_of(build, reader) == axis;
-        if (!is_here && !is_data) {
+        bool is_here = is_beside_body ? is_at_stage(&program->stages, reader, run->stage) &&
+                                            axis_of(build, reader) == run->axis
+                                      : is_in_run(build, reader, run);
+        if (!is_data && !is_here) {
             return true;
         }
     }
@@ -248,16 +261,20 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
         if (program->stages.is_leaf[out]) {
             continue; /* it has its number; the node runs for another of its results */
         }
-        bool is_leaving =
-            parts != 0
-                ? k == 0
-                : is_home && (!is_body || is_read_elsewhere(build, out, run->stage, run->axis));
+        bool is_leaving = parts != 0
+                              ? k == 0
+                              : is_home && (!is_body || is_read_elsewhere(build, out, run, false));
+        bool is_inner =
+            is_leaving && is_body && parts == 0 && !is_read_elsewhere(build, out, run, true);
         if (is_leaving) {
             status = push(build, &build->program->exports, out);
         }
-        run->has_gradient = run->has_gradient || (program->stages.needs_gradient[out] &&
-                                                  build->tape->values[out].meta.requires_grad);
+        if (is_inner && status == KL_OK) {
+            status = push(build, &build->program->inner, out);
+        }
     }
+    run->has_gradient =
+        run->has_gradient || kl_stage_has_gradient(build->tape, &program->stages, node);
     return status;
 }
 
@@ -350,6 +367,7 @@ finish_run(Build *build, KlRun *run)
     }
     run->imports.first = (uint32_t)program->imports.n;
     run->exports.first = (uint32_t)program->exports.n;
+    run->inner.first = (uint32_t)program->inner.n;
     run->shadows.first = (uint32_t)program->shadows.n;
     KlStatus status = KL_OK;
     for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
@@ -361,6 +379,7 @@ finish_run(Build *build, KlRun *run)
     }
     run->imports = slice_since(&program->imports, run->imports.first);
     run->exports = slice_since(&program->exports, run->exports.first);
+    run->inner = slice_since(&program->inner, run->inner.first);
     status = status == KL_OK ? note_shadows(build, run) : status;
     run->shadows = slice_since(&program->shadows, run->shadows.first);
     status = status == KL_OK ? note_deaths(build, run) : status;
@@ -452,28 +471,29 @@ take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
 
 /* Whether a node of this stage has to run there: what is light work on data only where its result leaves. */
 static bool
-is_sink(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
+is_sink(const Build *build, KlNodeId id, const KlRun *run)
 {
     const KlNode *node = &build->tape->nodes[id];
     bool is_needed = !build->program->stages.is_data[id];
     for (uint32_t k = 0; k < node->n_outs && !is_needed; k++) {
-        is_needed = is_read_elsewhere(build, node->first_out + k, stage, axis);
+        is_needed = is_read_elsewhere(build, node->first_out + k, run, false);
     }
     return is_needed;
 }
 
 static KlStatus
-build_body(Build *build, uint32_t stage, KlAxisId axis)
+build_segment(Build *build, uint32_t stage, KlAxisId axis, uint32_t segment)
 {
     KlProgram *program = build->program;
     KlRun run = run_at(program, stage, axis);
     KlIds taken = {0};
     KlStatus status = KL_OK;
+    run.segment = segment;
     for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1] && status == KL_OK;
          i++) {
         KlNodeId id = build->at[i];
-        bool is_here = build->tape->nodes[id].mode != KL_MODE_ONCE && axis_of(build, id) == axis;
-        if (is_here && is_sink(build, id, stage, axis)) {
+        bool is_here = build->tape->nodes[id].mode != KL_MODE_ONCE && is_in_run(build, id, &run);
+        if (is_here && is_sink(build, id, &run)) {
             status = take(build, id, stage, &taken);
         }
     }
@@ -486,6 +506,49 @@ build_body(Build *build, uint32_t stage, KlAxisId axis)
     bool is_empty = taken.n == 0;
     kl_alloc_free(taken.ids);
     return status == KL_OK && !is_empty ? finish_run(build, &run) : status;
+}
+
+/* Note which segments the nodes of a body belong to; `*n_segments` is their number. */
+static KlStatus
+cut_body(Build *build, uint32_t stage, KlAxisId axis, uint32_t *n_segments)
+{
+    KlStages *stages = &build->program->stages;
+    KlIds nodes = {0};
+    KlStatus status = KL_OK;
+    bool has_gradient = false;
+    *n_segments = 1;
+    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1] && status == KL_OK;
+         i++) {
+        KlNodeId id = build->at[i];
+        const KlNode *node = &build->tape->nodes[id];
+        if (node->mode != KL_MODE_ONCE && stages->node_stage[id] == stage &&
+            axis_of(build, id) == axis) {
+            status = push(build, &nodes, id);
+            has_gradient = has_gradient || kl_stage_has_gradient(build->tape, stages, node);
+        }
+    }
+    if (status == KL_OK && has_gradient) {
+        status = kl_segment_cut(build->tape, nodes.ids, nodes.n, build->asked->n_segments,
+                                stages->segment, build->error);
+    }
+    for (size_t i = 0; i < nodes.n && status == KL_OK; i++) {
+        uint32_t segment = stages->segment[nodes.ids[i]];
+        *n_segments = segment >= *n_segments ? segment + 1 : *n_segments;
+    }
+    kl_alloc_free(nodes.ids);
+    return status;
+}
+
+static KlStatus
+build_body(Build *build, uint32_t stage, KlAxisId axis)
+{
+    uint32_t n_segments = 1;
+    KlStatus status =
+        build->asked->n_segments > 1 ? cut_body(build, stage, axis, &n_segments) : KL_OK;
+    for (uint32_t i = 0; i < n_segments && status == KL_OK; i++) {
+        status = build_segment(build, stage, axis, i);
+    }
+    return status;
 }
 
 /* A body for each axis that a stage has calls over, in the order of the axes. */
@@ -580,6 +643,7 @@ kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, K
     for (uint32_t stage = 0; stage < program->stages.n_stages && status == KL_OK; stage++) {
         status = kl_stage_is_body(stage) ? build_bodies(&build, stage) : build_joint(&build, stage);
     }
+    program->n_staged = program->n_runs;
 done:
     release(&build);
     if (status != KL_OK) {
@@ -590,19 +654,13 @@ done:
 
 /* -- a part of a joint -------------------------------------------------------------------------------- */
 
-/* A node of the joint, if a gradient goes through it, and those of its results that leave the joint. */
+/* A node of the joint, if a gradient goes through it. */
 static KlStatus
-add_differentiated(Build *build, const KlRun *joint, KlNodeId id, bool *is_inside)
+add_differentiated(Build *build, KlNodeId id, bool *is_inside)
 {
     KlProgram *program = build->program;
     const KlNode *node = &build->tape->nodes[id];
-    bool is_differentiated = false;
-    for (uint32_t k = 0; k < node->n_outs; k++) {
-        KlValueId out = node->first_out + k;
-        is_differentiated = is_differentiated || (program->stages.needs_gradient[out] &&
-                                                  build->tape->values[out].meta.requires_grad);
-    }
-    if (!is_differentiated) {
+    if (!kl_stage_has_gradient(build->tape, &program->stages, node)) {
         return KL_OK;
     }
     KlStatus status = push(build, &program->nodes, id);
@@ -610,12 +668,6 @@ add_differentiated(Build *build, const KlRun *joint, KlNodeId id, bool *is_insid
     status = status == KL_OK ? push(build, &program->drops, (uint32_t)program->dropped.n) : status;
     for (uint32_t k = 0; k < node->n_outs; k++) {
         is_inside[node->first_out + k] = true;
-    }
-    for (uint32_t i = 0; i < joint->exports.n && status == KL_OK; i++) {
-        KlValueId value = program->exports.ids[joint->exports.first + i];
-        if (value >= node->first_out && value < node->first_out + node->n_outs) {
-            status = push(build, &program->exports, value);
-        }
     }
     return status;
 }
@@ -671,9 +723,13 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
     part.combined = slice_since(&program->combined, part.combined.first);
     for (uint32_t i = 0; i < joint.nodes.n && status == KL_OK; i++) {
         KlNodeId id = program->nodes.ids[joint.nodes.first + i];
-        status = add_differentiated(&build, &joint, id, is_inside);
+        status = add_differentiated(&build, id, is_inside);
     }
     part.nodes = slice_since(&program->nodes, part.nodes.first);
+    for (uint32_t i = 0; i < joint.exports.n && status == KL_OK; i++) {
+        KlValueId value = program->exports.ids[joint.exports.first + i];
+        status = is_inside[value] ? push(&build, &program->exports, value) : KL_OK;
+    }
     part.exports = slice_since(&program->exports, part.exports.first);
     status = status == KL_OK ? add_imports(&build, &part, is_inside, is_given) : status;
     part.imports = slice_since(&program->imports, part.imports.first);
@@ -706,6 +762,7 @@ kl_program_fini(KlProgram *program)
     kl_alloc_free(program->dropped.ids);
     kl_alloc_free(program->imports.ids);
     kl_alloc_free(program->exports.ids);
+    kl_alloc_free(program->inner.ids);
     kl_alloc_free(program->combined.ids);
     kl_alloc_free(program->shadows.ids);
     kl_alloc_free(program->is_kept);

@@ -1,7 +1,7 @@
 /* program.h - a staged program as runs: which nodes run together, what they read from outside, what leaves
  * them, and when their values die.
  *
- * A run is one joint, or one body over one axis. Runs are in the order they run; their lists lie one after
+ * A run is one joint, or one segment of a body over one axis: a body that is not cut has one. Runs are in the order they run; their lists lie one after
  * the other in arrays of the program, so that building them asks for memory a few times, however many there
  * are. All of it is linear in nodes, inputs and outputs, but for the sort of what a body has again. */
 #ifndef KL_PROGRAM_H
@@ -16,11 +16,13 @@ typedef struct KlSlice {
 
 typedef struct KlRun {
     uint32_t stage;
-    KlAxisId axis;   /* KL_ID_NONE: a joint */
-    KlSlice nodes;   /* of nodes, parts and drops: in the order they run */
-    KlSlice imports; /* of imports: what is read from outside, in the order it is first read */
+    KlAxisId axis;    /* KL_ID_NONE: a joint */
+    uint32_t segment; /* of its body: the segments of one follow each other */
+    KlSlice nodes;    /* of nodes, parts and drops: in the order they run */
+    KlSlice imports;  /* of imports: what is read from outside, in the order it is first read */
     KlSlice
-        exports; /* of exports: values that leave it; of a reduction, whose parts do, the first */
+        exports;   /* of exports: values that leave it; of a reduction, whose parts do, the first */
+    KlSlice inner; /* of inner: exports that only other segments of its body read */
     KlSlice combined; /* of combined: reductions of the body before that become values here */
     KlSlice shadows;  /* of shadows: imports of which only sizes are read */
     bool has_gradient;
@@ -35,19 +37,21 @@ typedef struct KlProgram {
     KlStages stages;
     KlRun *runs; /* [n_runs] */
     size_t n_runs, n_runs_max;
+    size_t n_staged; /* of the runs, those that building made: parts of joints come after them */
     KlIds nodes;
     KlIds
         parts; /* beside nodes: bit p: part p of the reduction runs here; 0: the node runs as it is */
     KlIds
         drops; /* beside nodes: where its slice of `dropped` ends, which begins where the last one ended */
     KlIds dropped; /* values of which the node beside is the last reader */
-    KlIds imports, exports, combined, shadows;
+    KlIds imports, exports, inner, combined, shadows;
     bool *is_kept; /* [n_values] it must be there whole at the end */
 } KlProgram;
 
 /* What is asked of a program beside its stages. */
 typedef struct KlAsked {
     KlGoal goal;
+    uint32_t n_segments;      /* that bodies are cut into through which gradients go, at most */
     const KlValueId *reached; /* [n_reached] the wanted values whose numbers the user gets */
     size_t n_reached;
     const bool *has_real;      /* [n_values] it has a real tensor */
@@ -66,6 +70,19 @@ void kl_program_fini(KlProgram *program);
 KlStatus kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t run,
                                       const bool *is_made /* [n_values] */, uint32_t *added,
                                       KlError *error);
+
+/* The run after the last segment of the body, or after the joint, that run `first` begins. */
+static inline uint32_t
+kl_program_end(const KlProgram *program, uint32_t first)
+{
+    const KlRun *run = &program->runs[first];
+    uint32_t end = first + 1;
+    while (end < program->n_staged && program->runs[end].stage == run->stage &&
+           program->runs[end].axis == run->axis) {
+        end++;
+    }
+    return end;
+}
 
 /* Whether the run makes something chunk by chunk. */
 static inline bool

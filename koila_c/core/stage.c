@@ -79,11 +79,10 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
     for (size_t i = tape->n_nodes; i-- > 0;) {
         const KlNode *node = &tape->nodes[i];
         const KlInput *inputs = inputs_of(tape, node);
-        bool needs_gradient = false;
+        bool needs_gradient = kl_stage_has_gradient(tape, stages, node);
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             bool has_gradient = stages->needs_gradient[out] && tape->values[out].meta.requires_grad;
-            needs_gradient = needs_gradient || has_gradient;
             /* What is live has a graph of its own: the gradient enters it as it enters a leaf. */
             stages->is_leaf[out] =
                 tape->values[out].state != KL_STATE_PENDING && (!has_gradient || node->is_done);
@@ -270,13 +269,8 @@ find_last_body(const KlTape *tape, KlStages *stages)
         if (at == KL_STAGE_NONE || !kl_stage_is_body(at)) {
             continue;
         }
-        bool has_gradient = false;
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            KlValueId out = node->first_out + k;
-            has_gradient = has_gradient ||
-                           (stages->needs_gradient[out] && tape->values[out].meta.requires_grad);
-        }
-        if (has_gradient && (stages->last_body == KL_STAGE_NONE || at > stages->last_body)) {
+        if (kl_stage_has_gradient(tape, stages, node) &&
+            (stages->last_body == KL_STAGE_NONE || at > stages->last_body)) {
             stages->last_body = at;
         }
     }
@@ -333,15 +327,13 @@ judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
             KlValueId value = inputs_of(tape, node)[k].value;
             reads_body = value != KL_ID_NONE && depends[value];
         }
-        bool has_gradient = false, is_seen = false;
+        bool is_seen = false;
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             depends[out] = reads_body;
             is_seen = is_seen || is_hooked(tape, stages, out);
-            has_gradient = has_gradient ||
-                           (stages->needs_gradient[out] && tape->values[out].meta.requires_grad);
         }
-        if (!has_gradient || !stages->is_tail_linear) {
+        if (!kl_stage_has_gradient(tape, stages, node) || !stages->is_tail_linear) {
             continue;
         }
         bool is_linear = !is_seen;
@@ -430,11 +422,12 @@ allocate(const KlTape *tape, KlStages *stages, KlError *error)
     stages->value_stage = kl_alloc_zeroed(tape->n_values, sizeof(uint32_t));
     stages->is_leaf = kl_alloc_zeroed(tape->n_values, sizeof(bool));
     stages->is_data = kl_alloc_zeroed(tape->n_nodes, sizeof(bool));
+    stages->segment = kl_alloc_zeroed(tape->n_nodes, sizeof(uint32_t));
     stages->needs_gradient = kl_alloc_zeroed(tape->n_values, sizeof(bool));
     stages->import_of = kl_alloc_zeroed(tape->n_inputs, sizeof(uint32_t));
     if (stages->node_stage == NULL || stages->late_stage == NULL || stages->value_stage == NULL ||
-        stages->is_leaf == NULL || stages->is_data == NULL || stages->needs_gradient == NULL ||
-        stages->import_of == NULL) {
+        stages->is_leaf == NULL || stages->is_data == NULL || stages->segment == NULL ||
+        stages->needs_gradient == NULL || stages->import_of == NULL) {
         return kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
     }
     memset(stages->node_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
@@ -491,6 +484,7 @@ kl_stage_fini(KlStages *stages)
     kl_alloc_free(stages->value_stage);
     kl_alloc_free(stages->is_leaf);
     kl_alloc_free(stages->is_data);
+    kl_alloc_free(stages->segment);
     kl_alloc_free(stages->needs_gradient);
     kl_alloc_free(stages->imports);
     kl_alloc_free(stages->import_of);

@@ -33,6 +33,8 @@ typedef struct KlStages {
         *value_stage; /* [n_values] the stage after which it is there; leaves and known values: 0 */
     bool *is_leaf; /* [n_values] it enters with a number: a leaf, or known and not differentiated */
     bool *is_data; /* [n_nodes] light work on inputs alone: may be run again in any body */
+    uint32_t
+        *segment; /* [n_nodes] which part of its body, see program.h; 0 where that is not cut */
     bool *needs_gradient; /* [n_values] a gradient flows back to it from a root */
     KlImport *imports;    /* [n_imports] */
     size_t n_imports, n_imports_max;
@@ -59,6 +61,19 @@ static inline bool
 kl_stage_is_body(uint32_t stage)
 {
     return (stage & 1) != 0;
+}
+
+/* Whether a gradient that the goal asks for goes through a node. */
+static inline bool
+kl_stage_has_gradient(const KlTape *tape, const KlStages *stages, const KlNode *node)
+{
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        KlValueId out = node->first_out + k;
+        if (stages->needs_gradient[out] && tape->values[out].meta.requires_grad) {
+            return true;
+        }
+    }
+    return false;
 }
 
 /* Parts that a reduction leaves for each chunk, and whether combining them saves them for backward: bit i for part i. */

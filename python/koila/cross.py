@@ -185,7 +185,8 @@ class Cross:
     def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
         """The gradient of what a body left for one chunk."""
         alias = self.aliases.get(("chunk", chunk))
-        grad = alias.grad if alias is not None else self.seeds.get(("chunk", chunk))
+        known = self.seeds.get(("chunk", chunk))
+        grad = _add(known, alias.grad if alias is not None else None)
         whole = self.seeds.get(("whole",))
         if whole is not None and self.info.place is not None:
             part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
@@ -220,7 +221,7 @@ class Cross:
         for number, tensor in zip(numbers, tensors, strict=True):
             key = ("part", chunk, number)
             alias = self.aliases.get(key)
-            seed = alias.grad if alias is not None else self.seeds.get(key)
+            seed = _add(self.seeds.get(key), alias.grad if alias is not None else None)
             pairs.append((tensor, seed))
         return pairs
 

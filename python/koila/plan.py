@@ -47,7 +47,9 @@ _lasting: dict[Shape, _Lasting] = {}
 class Plan:
     """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed.
 
-    Chunks are of whole `unit`s of rows, the last may be short. Under a limit of the
+    Chunks are of whole `unit`s of rows, the last may be short. Bodies are cut into `n_segments`, of
+    which one at a time has its graph; of what crosses from body to body every `keep_every`th is
+    kept, and the rest made again going back. Under a limit of the
     process, programs of one `shape` are run in chunks of one size for as long as that fits.
     """
 
@@ -56,6 +58,13 @@ class Plan:
     predicted: float | None = None
     allowed: float | None = None
     shape: Shape | None = None
+    n_segments: int = 1
+    keep_every: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it runs as it was written."""
+        return self.n_chunks == 1 and self.n_segments == 1 and self.keep_every == 1
 
     @property
     def whole(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -86,10 +87,12 @@ class Run:
     number: int  # the core's
     stage: int
     axis: int
+    segment: int = 0  # of its body
     nodes: list[int] = field(default_factory=list)
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of reductions
     imports: list[int] = field(default_factory=list)  # what is read from outside
     exports: list[int] = field(default_factory=list)  # values that leave it
+    inner: list[int] = field(default_factory=list)  # of these, for other segments of its body alone
     drops: list[tuple[int, ...]] = field(default_factory=list)  # values that die after each node
     combined: list[Node] = field(default_factory=list)  # their partials become values here
     shadows: list[int] = field(default_factory=list)  # imports of which only sizes are read
@@ -100,11 +103,38 @@ class Run:
         return self.stage % 2 == 1
 
 
+class Op(enum.IntEnum):
+    """What a step of a schedule does: KlStepOp, in whose order they are, and which says more."""
+
+    JOINT = 0
+    FORWARD = 1
+    AGAIN = 2
+    FUSED = 3
+    CHECK = 4
+    JOINT_BACK = 5
+    SEED = 6
+    BACK = 7
+    RELEASE = 8
+
+
+class Step(NamedTuple):
+    """One step of a schedule: of a joint, a body with all its segments, or values."""
+
+    op: Op
+    runs: list[Run]
+    values: tuple[int, ...]
+
+
 class Program:
     """What the thread's tape holds now, staged for a goal."""
 
-    def __init__(self, roots: Sequence[torch.Tensor | int], is_known_only: bool = False) -> None:
-        staged: Any = _core.stage(list(roots), is_known_only)
+    def __init__(
+        self,
+        roots: Sequence[torch.Tensor | int],
+        is_known_only: bool = False,
+        n_segments: int = 1,
+    ) -> None:
+        staged: Any = _core.stage(list(roots), is_known_only, n_segments)
         self.handle: object = staged["handle"]
         nodes = (Node._make((*node, range(node[6], node[6] + node[7]))) for node in staged["nodes"])
         self.nodes = {node.id: node for node in nodes}
@@ -137,17 +167,20 @@ class Program:
         number: int,
         stage: int,
         axis: int,
+        segment: int,
         nodes: list[int],
         parts: dict[int, tuple[int, ...]],
         imports: list[int],
         exports: list[int],
+        inner: list[int],
         drops: list[tuple[int, ...]],
         combined: list[int],
         shadows: list[int],
         has_gradient: bool,
     ) -> Run:
-        lists = nodes, parts, imports, exports, drops, [self.nodes[i] for i in combined], shadows
-        return Run(number, stage, axis, *lists, has_gradient)
+        made = [self.nodes[i] for i in combined]
+        lists = nodes, parts, imports, exports, inner, drops, made, shadows
+        return Run(number, stage, axis, segment, *lists, has_gradient)
 
     def node_of(self, value: int) -> Node | None:
         """The node that makes a value in this program; None for a leaf."""
@@ -210,6 +243,20 @@ class Program:
     def axes(self) -> dict[int, int]:
         """Rows of each axis that a body runs over."""
         return {run.axis: _core.node(run.nodes[-1])[4] for run in self.runs if run.is_body}
+
+    def schedule(self, is_graph: bool, keep_every: int = 1) -> list[Step]:
+        """What is done, forward and back; of what crosses from body to body every so manieth is
+        kept, and the rest made again."""
+        steps = _core.schedule(self.handle, is_graph, keep_every)
+        return [
+            Step(Op(op), self.runs[first : first + n_runs], values)
+            for op, first, n_runs, values in steps
+        ]
+
+    @staticmethod
+    def left_by(runs: Sequence[Run]) -> list[int]:
+        """What a body with these segments leaves for others."""
+        return [value for run in runs for value in run.exports if value not in run.inner]
 
     def tail_runs(self) -> list[Run]:
         """The joints after the last body through which the gradient comes."""
@@ -304,7 +351,7 @@ class Program:
         """The part of a joint that gradients go through, after the combined reductions `made`."""
         found = _core.gradient_part(self.handle, run.number, list(made))
         number, nodes, imports, exports, combined = found
-        part = Run(number, run.stage, run.axis, nodes, imports=imports, exports=exports)
+        part = Run(number, run.stage, run.axis, nodes=nodes, imports=imports, exports=exports)
         part.combined = [self.nodes[i] for i in combined]
         return part
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,21 +32,39 @@ from koila.attempt import attempt
 from koila.cross import Cross, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
-from koila.program import ROWS, Node, Program, Run
+from koila.program import ROWS, Node, Op, Program, Run, Step
 from koila.rows import Bounds, chunk_shape, cut, grid
 from koila.threads import in_turn
+
+
+def _without_graphs(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]]:
+    """The parts that a segment left, and whether they require gradients, without their graphs."""
+    parts = {value: env[value] for value in run.exports if isinstance(env[value], tuple)}
+    return {
+        value: tuple(part.detach().requires_grad_(part.requires_grad) for part in made)
+        for value, made in parts.items()
+    }
 
 
 class Replay:
     """One step: a program, its grid, and what crosses from stage to stage."""
 
-    def __init__(self, program: Program, n_chunks: int, hooked: hooks.Seen, unit: int = 1) -> None:
+    def __init__(
+        self,
+        program: Program,
+        planned: plan.Plan,
+        hooked: hooks.Seen,
+    ) -> None:
         self.program = program
+        self.planned = planned
         self.grids: dict[int, list[Bounds]] = draws.pinned_grids()
         for axis, rows in program.axes.items():
-            self.grids.setdefault(axis, grid(rows, n_chunks, unit))
+            self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.hooked = hooked
         self.is_forward = False  # nothing is differentiated
+        self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
+        self.roots: dict[int, torch.Tensor] = {}  # by value
+        self.graphs: dict[int, dict[int, torch.Tensor]] = {}  # of joints, by stage
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
@@ -217,9 +235,9 @@ class Replay:
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _collect(self, run: Run, env: Sequence[Any], chunk: int) -> None:
+    def _collect(self, run: Run, env: Sequence[Any], chunk: int, values: Iterable[int]) -> None:
         """Keep what leaves the stage, without its graph."""
-        for value in run.exports:
+        for value in values:
             node = self.program.node_of(value)
             assert node is not None
             if value not in self.cross:
@@ -232,9 +250,32 @@ class Replay:
             else:
                 self.cross[value].add_chunk(chunk, env[value])
 
-    def forward_body(self, run: Run) -> None:
-        for chunk in range(len(self.grids[run.axis])):
-            self._collect(run, self.run_nodes(run, chunk, False), chunk)
+    def _handed(self, runs: Sequence[Run]) -> set[int]:
+        """What segments of a body make for later ones."""
+        read = {self.program.imports[number].value for run in runs[1:] for number in run.imports}
+        return {value for run in runs[:-1] for value in run.exports if value in read}
+
+    def _forward(self, step: Step) -> None:
+        for chunk in range(len(self.grids[step.runs[0].axis])):
+            for run in step.runs:
+                self._collect(run, self.run_nodes(run, chunk, False), chunk, run.exports)
+            for run in step.runs:
+                for value in run.inner:
+                    self.cross[value].chunks.pop(chunk)
+
+    def _again(self, step: Step) -> None:
+        """Make what a body left once more, of what was let go."""
+        wanted = self._handed(step.runs).union(step.values)
+        for chunk in range(len(self.grids[step.runs[0].axis])):
+            for run in step.runs:
+                env = self.run_nodes(run, chunk, False)
+                self._collect(run, env, chunk, filter(wanted.__contains__, run.exports))
+            for value in wanted.difference(step.values):
+                self.cross[value].chunks.pop(chunk)
+
+    def _joint(self, step: Step) -> None:
+        (run,) = step.runs
+        self.graphs[run.stage] = self.run_joint(run, not self.is_forward)
 
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, torch.Tensor]:
         """Run a joint; returns the tensors that carry its graph, by value."""
@@ -255,11 +296,10 @@ class Replay:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def backward_chunk(self, run: Run, chunk: int) -> None:
+    def _back_through(self, run: Run, chunk: int) -> None:
         """Run a chunk again with its graph and send the gradients of what left it back through
         it."""
-        env = self.run_nodes(run, chunk, True)
-        self._send_back(run, env, chunk)
+        self._send_back(run, self.run_nodes(run, chunk, True), chunk)
 
     def _send_back(self, run: Run, env: Sequence[Any], chunk: int) -> None:
         outputs: list[torch.Tensor] = []
@@ -278,18 +318,32 @@ class Replay:
         if outputs:
             send_back(outputs, seeds, self.fresh)
 
-    # -- the whole step ---------------------------------------------------------------------------
-
-    def _run_fused(self, run: Run, gradients: list[torch.Tensor]) -> None:
+    def _fused(self, step: Step) -> None:
+        """Each chunk of the last body forward, and at once back."""
+        *others, last = step.runs
+        handed = self._handed(step.runs)
         is_certain = False
-        for chunk in range(len(self.grids[run.axis])):
-            env = self.run_nodes(run, chunk, True)
-            self._collect(run, env, chunk)
+        for chunk in range(len(self.grids[last.axis])):
+            left: dict[int, Any] = {}  # what the tail starts from
+            for run in others:
+                # The first chunk tells which parts gradients go to.
+                env = self.run_nodes(run, chunk, chunk == 0)
+                self._collect(run, env, chunk, run.exports)
+                left.update(_without_graphs(run, env))
+                del env  # or the next segment would run beside what is left of this one
+            env = self.run_nodes(last, chunk, True)
+            self._collect(last, env, chunk, last.exports)
             if chunk == 0:
-                is_certain = tail.seed(self, run, env, gradients)
-            self._send_back(run, env, chunk)
-            del env  # or the next chunk would run beside what is left of this one
-        for value in run.exports:
+                left.update((value, env[value]) for value in last.exports)
+                is_certain = tail.seed(self, step.runs, left, self.gradients)
+            del left
+            self._send_back(last, env, chunk)
+            del env
+            for run in reversed(others):
+                self._back_through(run, chunk)
+            inner = {value for run in others for value in run.inner}
+            self._let_go_of_chunk(chunk, inner, handed)
+        for value in self.program.left_by(step.runs):
             cross = self.cross[value]
             if is_certain:
                 cross.needs_gradient = False  # it is sent back already
@@ -297,40 +351,55 @@ class Replay:
                 cross.watch = tail.Watch(cross.seeds)
                 self.watched[value] = cross
 
-    def _go_forward(self, gradients: list[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
-        graphs: dict[int, dict[int, torch.Tensor]] = {}
-        for run in self.program.runs:
-            if not run.is_body:
-                graphs[run.stage] = self.run_joint(run, True)
-            elif run.has_gradient and self.program.is_fused(run):
-                self._run_fused(run, gradients)
-            else:
-                self.forward_body(run)
-        return graphs
+    def _back(self, step: Step) -> None:
+        """Each chunk of a body forward once more, now with its graph, and back."""
+        *others, last = step.runs
+        handed = self._handed(step.runs)
+        for chunk in range(len(self.grids[last.axis])):
+            made = {v for v in handed if v not in self.cross or chunk not in self.cross[v].chunks}
+            for run in others:
+                env = self.run_nodes(run, chunk, False)
+                self._collect(run, env, chunk, filter(made.__contains__, run.exports))
+                del env
+            self._back_through(last, chunk)
+            for run in reversed(others):
+                self._back_through(run, chunk)
+            self._let_go_of_chunk(chunk, made, handed)
+            for value in self.program.left_by(step.runs):
+                self.cross[value].seeds.pop(("chunk", chunk), None)
 
-    def _go_back(
-        self, graphs: dict[int, dict[int, torch.Tensor]], gradients: list[torch.Tensor]
-    ) -> None:
-        roots: dict[int, torch.Tensor] = {}
-        for root, gradient in zip(self.program.roots, gradients, strict=True):
-            roots[root] = roots[root] + gradient if root in roots else gradient
-        for run in reversed(self.program.runs):
-            if not run.is_body:
-                self._go_back_joint(graphs.pop(run.stage), roots)
-            elif run.has_gradient and self.program.is_fused(run):
-                tail.check(self, run, roots)
-            elif run.has_gradient:
-                for value in run.exports:
-                    if value in roots:
-                        self.cross[value].seeds["whole",] = roots[value]
-                self._call_hooks(run)
-                for value in run.exports:
-                    if value not in self.program.kept:
-                        self.cross[value].let_go()
-                for chunk in range(len(self.grids[run.axis])):
-                    self.backward_chunk(run, chunk)
-                    for value in run.exports:
-                        self.cross[value].seeds.pop(("chunk", chunk), None)
+    def _let_go_of_chunk(self, chunk: int, made: set[int], handed: set[int]) -> None:
+        """Segments have gone back: what was `made` for them goes, and all gradients for what one
+        `handed` to another."""
+        gone = [self.cross[value].aliases.pop(("chunk", chunk), None) for value in handed]
+        self._forget(alias for alias in gone if alias is not None)
+        for value in made:
+            self.cross[value].chunks.pop(chunk, None)
+
+    def _forget(self, aliases: Iterable[torch.Tensor]) -> None:
+        """No gradient comes for them any more: those that got none must not keep their memory."""
+        gone = {id(alias) for alias in aliases if alias.grad is None}
+        if gone:
+            self.fresh[:] = [alias for alias in self.fresh if id(alias) not in gone]
+
+    def _seed(self, step: Step) -> None:
+        """What a body left: the roots get their gradients, and hooks see the whole ones."""
+        for run in step.runs:
+            for value in run.exports:
+                if value in self.roots:
+                    self.cross[value].seeds["whole",] = self.roots[value]
+            self._call_hooks(run)
+
+    def _release(self, step: Step) -> None:
+        for value in step.values:
+            if self.is_forward:
+                self.cross.pop(value, None)
+            else:
+                self._forget(self.cross[value].aliases.values())
+                self.cross[value].let_go()
+
+    def _check(self, step: Step) -> None:
+        tail.check(self, step.runs[0].axis, self.roots)
 
     def _call_hooks(self, run: Run) -> None:
         """Let hooks see the whole gradients of what a body left, before it is sent back."""
@@ -342,6 +411,10 @@ class Replay:
             gradient = cross.gather_gradient(self.grids[run.axis])
             if gradient is not None:
                 cross.seeds["whole",] = hooks.apply(value, gradient, self.hooked)
+
+    def _joint_back(self, step: Step) -> None:
+        (run,) = step.runs
+        self._go_back_joint(self.graphs.pop(run.stage), self.roots)
 
     def _go_back_joint(
         self, graph: dict[int, torch.Tensor], roots: dict[int, torch.Tensor]
@@ -359,13 +432,34 @@ class Replay:
         if outputs:
             send_back(outputs, seeds, self.fresh)
 
+    # -- the whole step ---------------------------------------------------------------------------
+
+    _DO: ClassVar[dict[Op, Callable[[Replay, Step], None]]] = {
+        Op.JOINT: _joint,
+        Op.FORWARD: _forward,
+        Op.AGAIN: _again,
+        Op.FUSED: _fused,
+        Op.CHECK: _check,
+        Op.JOINT_BACK: _joint_back,
+        Op.SEED: _seed,
+        Op.BACK: _back,
+        Op.RELEASE: _release,
+    }
+
+    def _go(self) -> None:
+        self.draws.prepare()
+        for step in self.program.schedule(not self.is_forward, self.planned.keep_every):
+            self._DO[step.op](self, step)
+
     def differentiate(
         self, gradients: list[torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run everything forward and back; the gradients of the real tensors that entered."""
-        self.draws.prepare()
-        graphs = self._go_forward(gradients)
-        self._go_back(graphs, gradients)
+        self.gradients = gradients
+        for root, given in zip(self.program.roots, gradients, strict=True):
+            is_again = root in self.roots
+            self.roots[root] = self.roots[root] + given if is_again else given
+        self._go()
         found = []
         for value, cross in self.cross.items():
             info = cross.info
@@ -379,14 +473,7 @@ class Replay:
     def compute(self) -> None:
         """Run everything forward, without graphs."""
         self.is_forward = True
-        self.draws.prepare()
-        for run, read_last in zip(self.program.runs, self.program.read_last(), strict=True):
-            if run.is_body:
-                self.forward_body(run)
-            else:
-                self.run_joint(run, False)
-            for value in read_last - self.program.kept:
-                self.cross.pop(value, None)
+        self._go()
 
     # -- commit -----------------------------------------------------------------------------------
 
@@ -444,7 +531,7 @@ def _attempt(
     """
 
     def make(planned: plan.Plan, hooked: hooks.Seen) -> Replay:
-        return Replay(program, planned.n_chunks, hooked, planned.unit)
+        return Replay(program, planned, hooked)
 
     def go() -> tuple[Any] | None:
         done = attempt(program, planned, make, run)
@@ -488,7 +575,9 @@ def _stage(
     except MemoryLimitError:
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
-    if planned.n_chunks > 1:
+    if planned.n_segments > 1:
+        program = Program(roots, n_segments=planned.n_segments)
+    if not planned.is_whole:
         return program, planned
     reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None

@@ -11,7 +11,7 @@ were sent. If not, the table is wrong, and that is an error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from koila import _core
 from koila.cross import Cross, Key
 from koila.errors import KoilaError
-from koila.program import Run
+from koila.program import REDUCE, Run
 from koila.rows import cut
 
 if TYPE_CHECKING:
@@ -63,10 +63,18 @@ class _Kept:
             yield
 
 
-def seed(replay: Replay, run: Run, env: Sequence[Any], gradients: list[torch.Tensor]) -> bool:
+def seed(
+    replay: Replay, runs: Sequence[Run], left: Mapping[int, Any], gradients: list[torch.Tensor]
+) -> bool:
     """Give what the last body leaves its gradients, seen the values of its first chunk.
 
     The tail runs on zeros; only their sizes and types matter.
+
+    Args:
+        replay: the step.
+        runs: the segments of the body.
+        left: what the reductions of its first chunk left, by value.
+        gradients: of the roots.
 
     Returns:
         Whether it is certain already that no value is in them.
@@ -74,15 +82,15 @@ def seed(replay: Replay, run: Run, env: Sequence[Any], gradients: list[torch.Ten
     program = replay.program
     stand_ins: dict[int, Cross] = {}
     leaves: list[tuple[Cross, Any, torch.Tensor]] = []
-    for value in run.exports:
+    parts = {i: numbers for run in runs for i, numbers in run.parts.items()}
+    for value in program.left_by(runs):
         node = program.node_of(value)
         assert node is not None
         cross = Cross(program.info(value), program.needs_gradient(value), replay.fresh)
-        if node.id in run.parts:
+        if node.id in parts:
             early = replay.cross[value].parts
-            leaves += cross.zero_parts(
-                run.parts[node.id], env[value], replay.grids[run.axis], early
-            )
+            grid = replay.grids[runs[0].axis]
+            leaves += cross.zero_parts(parts[node.id], left[value], grid, early)
         else:
             leaves += cross.zero_whole()
         stand_ins[value] = cross
@@ -183,18 +191,19 @@ class Watch:
         return key[0] != "part" or key in self.seeds
 
 
-def check(replay: Replay, run: Run, roots: dict[int, torch.Tensor]) -> None:
+def check(replay: Replay, axis: int, roots: dict[int, torch.Tensor]) -> None:
     """Raise where the gradients of what the last body left are others than were sent back.
 
-    Called when the joints after `run`, the last body, have been differentiated on its values.
+    Called when the joints after the last body, which runs over `axis`, have been differentiated on
+    its values.
     """
-    grid = replay.grids[run.axis]
+    grid = replay.grids[axis]
     for value, cross in replay.watched.items():
         assert cross.watch is not None
         found = cross.watch.found
         place = cross.info.place
         sent: dict[Key, torch.Tensor | None]
-        if _maker(replay, value) in run.parts:
+        if replay.program.nodes[_maker(replay, value)].mode == REDUCE:
             sent = cross.seeds
         else:
             sent = {("chunk", c): cross.seed(grid, c) for c in range(len(grid))}

@@ -62,7 +62,7 @@ def test_a_part_of_a_joint() -> None:
     loss = first * 2 + second * (x.detach().sum() + 1)
     staged = core.stage([loss], False)
     handle, last = staged["handle"], len(staged["runs"]) - 1
-    _, _, nodes, _, _, exports, _, combined, *_ = staged["runs"][last]
+    _, _, _, nodes, _, _, exports, _, _, combined, *_ = staged["runs"][last]
     firsts = {node[0]: node[6] for node in staged["nodes"]}
     values = [firsts[node] for node in combined]
     number, some, imports, left, given = core.gradient_part(handle, last, values)

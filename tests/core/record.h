@@ -235,6 +235,31 @@ unknown(Program *program, KlMeta meta, uint32_t n_inputs, const KlValueId *ids)
     return program->tape.nodes[program->node].first_out;
 }
 
+/* -- what most programs start with ------------------------------------------------------------------- */
+
+static inline KlNodeId
+node_of(const Program *program, KlValueId value)
+{
+    return program->tape.values[value].node;
+}
+
+/* A batch of 8 rows, a layer, its output. */
+typedef struct Start {
+    KlAxisId batch;
+    KlValueId x, labels, w, h;
+} Start;
+
+static inline Start
+start(Program *p)
+{
+    Start s = {.batch = axis(p, 8)};
+    s.x = leaf(p, by_rows(s.batch, TENSOR(FLOAT32, 8, 4)));
+    s.labels = leaf(p, by_rows(s.batch, TENSOR(INT64, 8)));
+    s.w = leaf(p, with_grad(TENSOR(FLOAT32, 3, 4)));
+    s.h = call2(p, "linear", s.x, s.w);
+    return s;
+}
+
 /* -- staging ----------------------------------------------------------------------------------------- */
 
 /* Stage for `wanted`, and for its gradient if it is a root. The caller owns `stages`. */

@@ -33,12 +33,6 @@ build(Program *p, KlValueId wanted, bool is_root, KlProgram *program)
     CHECK(try_to_build(p, &held, 1, &wanted, is_root, program) == KL_OK);
 }
 
-static KlNodeId
-node_of(const Program *p, KlValueId value)
-{
-    return p->tape.values[value].node;
-}
-
 /* Whether a part of an array holds these ids, in this order. */
 static bool
 is_list(const KlIds *ids, KlSlice slice, uint32_t n, const uint32_t *expected)
@@ -65,22 +59,6 @@ is_read(const KlProgram *program, const KlRun *run, KlValueId value)
         is_found = is_found || program->stages.imports[import].value == value;
     }
     return is_found;
-}
-
-typedef struct Start {
-    KlAxisId batch;
-    KlValueId x, labels, w, h;
-} Start;
-
-static Start
-start(Program *p)
-{
-    Start s = {.batch = axis(p, 8)};
-    s.x = leaf(p, by_rows(s.batch, TENSOR(FLOAT32, 8, 4)));
-    s.labels = leaf(p, by_rows(s.batch, TENSOR(INT64, 8)));
-    s.w = leaf(p, with_grad(TENSOR(FLOAT32, 3, 4)));
-    s.h = call2(p, "linear", s.x, s.w);
-    return s;
 }
 
 static void

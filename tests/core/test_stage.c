@@ -3,34 +3,11 @@
 
 #include "record.h"
 
-static KlNodeId
-node_of(const Program *program, KlValueId value)
-{
-    return program->tape.values[value].node;
-}
-
 /* "made in stage `at`, there after stage `after`" */
 static bool
 is_at(const Program *program, const KlStages *stages, KlValueId value, uint32_t at, uint32_t after)
 {
     return stages->node_stage[node_of(program, value)] == at && stages->value_stage[value] == after;
-}
-
-/* What most programs start with: a batch of 8 rows, a layer, its output. */
-typedef struct Start {
-    KlAxisId batch;
-    KlValueId x, labels, w, h;
-} Start;
-
-static Start
-start(Program *p)
-{
-    Start s = {.batch = axis(p, 8)};
-    s.x = leaf(p, by_rows(s.batch, TENSOR(FLOAT32, 8, 4)));
-    s.labels = leaf(p, by_rows(s.batch, TENSOR(INT64, 8)));
-    s.w = leaf(p, with_grad(TENSOR(FLOAT32, 3, 4)));
-    s.h = call2(p, "linear", s.x, s.w);
-    return s;
 }
 
 /* -- stages ------------------------------------------------------------------------------------------ */

@@ -1,0 +1,56 @@
+/* py_schedule.c - tells koila.replay what to run, step by step: the schedule comes from the core. */
+#include "py.h"
+
+#include "schedule.h"
+
+static PyObject *
+step_object(const KlSchedule *schedule, const KlStep *step)
+{
+    PyObject *values = PyTuple_New(step->values.n);
+    for (uint32_t i = 0; values != NULL && i < step->values.n; i++) {
+        PyObject *id = PyLong_FromUnsignedLong(schedule->values.ids[step->values.first + i]);
+        if (id == NULL) {
+            Py_CLEAR(values);
+            break;
+        }
+        PyTuple_SET_ITEM(values, i, id);
+    }
+    return values != NULL ? Py_BuildValue("(iIIN)", (int)step->op, step->run, step->n_runs, values)
+                          : NULL;
+}
+
+/* schedule(program, is_graph, keep_every) -> [(op, first run, runs, values)], see KlStep. */
+PyObject *
+kl_schedule_of(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *handle = NULL;
+    int is_graph = 0;
+    KlHomes homes = {.keep_every = 1};
+    KlSchedule schedule;
+    KlError error;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "OpI:schedule", &handle, &is_graph, &homes.keep_every)) {
+        return NULL;
+    }
+    homes.is_graph = is_graph != 0;
+    const KlProgram *program = kl_program_of(handle, tape);
+    if (program == NULL) {
+        return NULL;
+    }
+    if (kl_schedule_build(&tape->core, program, &homes, &schedule, &error) != KL_OK) {
+        return kl_py_raise(&error);
+    }
+    PyObject *list = PyList_New((Py_ssize_t)schedule.n_steps);
+    for (size_t i = 0; list != NULL && i < schedule.n_steps; i++) {
+        PyObject *item = step_object(&schedule, &schedule.steps[i]);
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+    }
+    kl_schedule_fini(&schedule);
+    return list;
+}

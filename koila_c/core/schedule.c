@@ -1,0 +1,381 @@
+/* schedule.c - forward through the bodies and joints in their order, and back. */
+#include "schedule.h"
+
+#include <string.h>
+
+#include "alloc.h"
+
+#define NOWHERE UINT32_MAX
+
+/* A body with all its segments, or a joint. */
+typedef struct Unit {
+    uint32_t run, n_runs; /* [run, run + n_runs) of the program's */
+    bool is_body;
+    bool has_gradient;
+    bool is_fused;
+    bool is_again;  /* what leaves it by rows is made again: its home is not to be kept */
+    bool is_needed; /* scratch: it has to be made again now */
+} Unit;
+
+typedef struct Build {
+    const KlTape *tape;
+    const KlProgram *program;
+    const KlHomes *homes;
+    KlSchedule *schedule;
+    KlError *error;
+    Unit *units; /* [n_units] */
+    uint32_t n_units;
+    uint32_t *maker;     /* [n_values] the unit that it leaves; NOWHERE: none */
+    uint32_t *last_read; /* [n_values] the last unit that reads it from outside, going forward */
+    bool *is_inner;      /* [n_values] only segments of one body read it, and let it go */
+    bool *is_gone;       /* [n_values] it was let go */
+    bool *is_read_whole; /* [n_values] a joint reads it, put together from its chunks */
+} Build;
+
+static KlStatus
+add_value(Build *build, KlValueId value)
+{
+    KlIds *values = &build->schedule->values;
+    KlStatus status = kl_alloc_reserve((void **)&values->ids, &values->n_max, values->n + 1,
+                                       sizeof(uint32_t), build->error);
+    if (status == KL_OK) {
+        values->ids[values->n++] = value;
+    }
+    return status;
+}
+
+/* Append a step of a unit, with the values from `first_value` on. */
+static KlStatus
+add_step(Build *build, KlStepOp op, const Unit *unit, size_t first_value)
+{
+    KlSchedule *schedule = build->schedule;
+    KlStatus status = kl_alloc_reserve((void **)&schedule->steps, &schedule->n_steps_max,
+                                       schedule->n_steps + 1, sizeof(KlStep), build->error);
+    if (status == KL_OK) {
+        schedule->steps[schedule->n_steps++] =
+            (KlStep){.op = (uint8_t)op,
+                     .run = unit != NULL ? unit->run : 0,
+                     .n_runs = unit != NULL ? unit->n_runs : 0,
+                     .values = {.first = (uint32_t)first_value,
+                                .n = (uint32_t)(schedule->values.n - first_value)}};
+    }
+    return status;
+}
+
+/* -- what is known of the units ------------------------------------------------------------------------ */
+
+static bool
+is_parts(const Build *build, KlValueId value)
+{
+    KlNodeId node = build->tape->values[value].node;
+    return node != KL_ID_NONE && build->tape->nodes[node].mode == KL_MODE_REDUCE;
+}
+
+/* The gradients of a fused body are known when its first chunk has run: its tail is linear, and no other body
+ * waits for the same joints. */
+static void
+find_fused(Build *build)
+{
+    const KlStages *stages = &build->program->stages;
+    Unit *found = NULL;
+    uint32_t n_found = 0;
+    for (uint32_t u = 0; u < build->n_units; u++) {
+        Unit *unit = &build->units[u];
+        if (build->program->runs[unit->run].stage == stages->last_body && unit->has_gradient) {
+            found = unit;
+            n_found++;
+        }
+    }
+    if (n_found == 1) {
+        found->is_fused = build->homes->is_graph && stages->is_tail_linear;
+    }
+}
+
+static void
+find_units(Build *build)
+{
+    const KlProgram *program = build->program;
+    for (uint32_t run = 0; run < program->n_staged; run = kl_program_end(program, run)) {
+        Unit *unit = &build->units[build->n_units++];
+        unit->run = run;
+        unit->n_runs = kl_program_end(program, run) - run;
+        unit->is_body = kl_program_is_body(&program->runs[run]);
+        for (uint32_t i = 0; i < unit->n_runs; i++) {
+            unit->has_gradient = unit->has_gradient || program->runs[run + i].has_gradient;
+        }
+    }
+    find_fused(build);
+}
+
+/* Who makes a value that leaves a unit, and who is the last to read it. */
+static void
+find_crossing(Build *build)
+{
+    const KlProgram *program = build->program;
+    for (uint32_t u = 0; u < build->n_units; u++) {
+        for (uint32_t r = build->units[u].run; r < build->units[u].run + build->units[u].n_runs;
+             r++) {
+            const KlRun *run = &program->runs[r];
+            for (uint32_t i = 0; i < run->exports.n; i++) {
+                build->maker[program->exports.ids[run->exports.first + i]] = u;
+            }
+            for (uint32_t i = 0; i < run->inner.n; i++) {
+                build->is_inner[program->inner.ids[run->inner.first + i]] = true;
+            }
+        }
+    }
+    for (uint32_t u = 0; u < build->n_units; u++) {
+        for (uint32_t r = build->units[u].run; r < build->units[u].run + build->units[u].n_runs;
+             r++) {
+            const KlRun *run = &program->runs[r];
+            for (uint32_t i = 0; i < run->imports.n; i++) {
+                KlValueId value =
+                    program->stages.imports[program->imports.ids[run->imports.first + i]].value;
+                bool is_crossing = build->maker[value] != NOWHERE && build->maker[value] != u;
+                build->last_read[value] = is_crossing ? u : build->last_read[value];
+                build->is_read_whole[value] =
+                    build->is_read_whole[value] || (is_crossing && !build->units[u].is_body);
+            }
+            for (uint32_t i = 0; i < run->combined.n; i++) {
+                KlNodeId id = program->combined.ids[run->combined.first + i];
+                build->last_read[build->tape->nodes[id].first_out] = u;
+            }
+        }
+    }
+}
+
+/* Whether a value that leaves a body can be made again: bodies alone read it, by rows, and nobody looks at its
+ * whole gradient. */
+static bool
+can_be_again(const Build *build, KlValueId value)
+{
+    const KlValue *v = &build->tape->values[value];
+    return !is_parts(build, value) && !build->is_inner[value] && kl_place_is_rows(&v->meta.place) &&
+           !build->is_read_whole[value] && !build->program->is_kept[value] && !v->is_hooked &&
+           build->last_read[value] != NOWHERE;
+}
+
+/* Choose the homes: of the bodies that are run back and leave something for others, every so manieth keeps it. */
+static void
+choose_homes(Build *build)
+{
+    const KlProgram *program = build->program;
+    uint32_t number = 0;
+    for (uint32_t u = 0; u < build->n_units && build->homes->keep_every > 1; u++) {
+        Unit *unit = &build->units[u];
+        bool leaves_rows = false;
+        for (uint32_t r = unit->run; r < unit->run + unit->n_runs && unit->is_body; r++) {
+            const KlRun *run = &program->runs[r];
+            for (uint32_t i = 0; i < run->exports.n; i++) {
+                leaves_rows = leaves_rows ||
+                              can_be_again(build, program->exports.ids[run->exports.first + i]);
+            }
+        }
+        if (leaves_rows && unit->has_gradient) {
+            number++;
+            unit->is_again = number % build->homes->keep_every != 0;
+        }
+    }
+}
+
+/* -- forward ------------------------------------------------------------------------------------------- */
+
+/* After unit `u`: what it was the last to read. Without a graph all of that goes; else what is made again. */
+static KlStatus
+release_read(Build *build, uint32_t u)
+{
+    const KlProgram *program = build->program;
+    size_t first = build->schedule->values.n;
+    KlStatus status = KL_OK;
+    for (uint32_t r = build->units[u].run; r < build->units[u].run + build->units[u].n_runs; r++) {
+        const KlRun *run = &program->runs[r];
+        for (uint32_t i = 0; i < run->imports.n + run->combined.n && status == KL_OK; i++) {
+            KlValueId value = KL_ID_NONE;
+            if (i < run->imports.n) {
+                value = program->stages.imports[program->imports.ids[run->imports.first + i]].value;
+            } else {
+                KlNodeId id = program->combined.ids[run->combined.first + i - run->imports.n];
+                value = build->tape->nodes[id].first_out;
+            }
+            bool is_last = build->last_read[value] == u && build->maker[value] != u &&
+                           !build->is_gone[value] && !program->is_kept[value];
+            bool is_due = is_last &&
+                          (!build->homes->is_graph || (build->units[build->maker[value]].is_again &&
+                                                       can_be_again(build, value)));
+            if (is_due) {
+                build->is_gone[value] = true;
+                status = add_value(build, value);
+            }
+        }
+    }
+    bool has_any = build->schedule->values.n > first;
+    return status == KL_OK && has_any ? add_step(build, KL_STEP_RELEASE, NULL, first) : status;
+}
+
+static KlStatus
+go_forward(Build *build)
+{
+    KlStatus status = KL_OK;
+    for (uint32_t u = 0; u < build->n_units && status == KL_OK; u++) {
+        const Unit *unit = &build->units[u];
+        KlStepOp op = unit->is_fused  ? KL_STEP_FUSED
+                      : unit->is_body ? KL_STEP_FORWARD
+                                      : KL_STEP_JOINT;
+        status = add_step(build, op, unit, build->schedule->values.n);
+        if (status == KL_OK) {
+            status = release_read(build, u);
+        }
+    }
+    return status;
+}
+
+/* -- back ---------------------------------------------------------------------------------------------- */
+
+/* Mark the units that make what `unit` reads and was let go. */
+static void
+mark_needed(Build *build, const Unit *unit)
+{
+    const KlProgram *program = build->program;
+    for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
+        const KlRun *run = &program->runs[r];
+        for (uint32_t i = 0; i < run->imports.n; i++) {
+            KlValueId value =
+                program->stages.imports[program->imports.ids[run->imports.first + i]].value;
+            if (build->is_gone[value]) {
+                build->units[build->maker[value]].is_needed = true;
+            }
+        }
+    }
+}
+
+/* Make again what unit `u` reads, from the nearest that was kept on. All that a unit on the way leaves for others
+ * is kept from now on: those go back next. */
+static KlStatus
+make_again(Build *build, uint32_t u)
+{
+    const KlProgram *program = build->program;
+    mark_needed(build, &build->units[u]);
+    for (uint32_t before = u; before-- > 0;) {
+        if (build->units[before].is_needed) {
+            mark_needed(build, &build->units[before]);
+        }
+    }
+    KlStatus status = KL_OK;
+    for (uint32_t before = 0; before < u && status == KL_OK; before++) {
+        Unit *unit = &build->units[before];
+        if (!unit->is_needed) {
+            continue;
+        }
+        unit->is_needed = false;
+        size_t first = build->schedule->values.n;
+        for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
+            const KlRun *run = &program->runs[r];
+            for (uint32_t i = 0; i < run->exports.n && status == KL_OK; i++) {
+                KlValueId value = program->exports.ids[run->exports.first + i];
+                if (build->is_gone[value]) {
+                    build->is_gone[value] = false;
+                    status = add_value(build, value);
+                }
+            }
+        }
+        status = status == KL_OK ? add_step(build, KL_STEP_AGAIN, unit, first) : status;
+    }
+    return status;
+}
+
+/* Before a body goes back, all that reads what it left has gone back: only the gradients are of use. */
+static KlStatus
+release_left(Build *build, const Unit *unit)
+{
+    const KlProgram *program = build->program;
+    size_t first = build->schedule->values.n;
+    KlStatus status = KL_OK;
+    for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
+        const KlRun *run = &program->runs[r];
+        for (uint32_t i = 0; i < run->exports.n && status == KL_OK; i++) {
+            KlValueId value = program->exports.ids[run->exports.first + i];
+            if (!program->is_kept[value] && !build->is_inner[value] && !build->is_gone[value]) {
+                build->is_gone[value] = true;
+                status = add_value(build, value);
+            }
+        }
+    }
+    bool has_any = build->schedule->values.n > first;
+    return status == KL_OK && has_any ? add_step(build, KL_STEP_RELEASE, NULL, first) : status;
+}
+
+static KlStatus
+go_back(Build *build)
+{
+    KlStatus status = KL_OK;
+    for (uint32_t u = build->n_units; u-- > 0 && status == KL_OK;) {
+        const Unit *unit = &build->units[u];
+        if (!unit->is_body || unit->is_fused) {
+            KlStepOp op = unit->is_fused ? KL_STEP_CHECK : KL_STEP_JOINT_BACK;
+            status = add_step(build, op, unit, build->schedule->values.n);
+        } else if (unit->has_gradient) {
+            status = make_again(build, u);
+            status = status == KL_OK
+                         ? add_step(build, KL_STEP_SEED, unit, build->schedule->values.n)
+                         : status;
+            status = status == KL_OK ? release_left(build, unit) : status;
+            status = status == KL_OK
+                         ? add_step(build, KL_STEP_BACK, unit, build->schedule->values.n)
+                         : status;
+        }
+    }
+    return status;
+}
+
+/* -- the whole ----------------------------------------------------------------------------------------- */
+
+KlStatus
+kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *homes,
+                  KlSchedule *schedule, KlError *error)
+{
+    size_t n_values = program->stages.n_values;
+    Build build = {
+        .tape = tape, .program = program, .homes = homes, .schedule = schedule, .error = error};
+    KlStatus status = KL_OK;
+    memset(schedule, 0, sizeof(*schedule));
+    build.units = kl_alloc_zeroed(program->n_staged, sizeof(Unit));
+    build.maker = kl_alloc_resize(NULL, n_values, sizeof(uint32_t));
+    build.last_read = kl_alloc_resize(NULL, n_values, sizeof(uint32_t));
+    build.is_inner = kl_alloc_zeroed(n_values, sizeof(bool));
+    build.is_gone = kl_alloc_zeroed(n_values, sizeof(bool));
+    build.is_read_whole = kl_alloc_zeroed(n_values, sizeof(bool));
+    if (build.units == NULL || build.maker == NULL || build.last_read == NULL ||
+        build.is_inner == NULL || build.is_gone == NULL || build.is_read_whole == NULL) {
+        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
+                              program->n_staged);
+        goto done;
+    }
+    memset(build.maker, 0xff, n_values * sizeof(uint32_t));
+    memset(build.last_read, 0xff, n_values * sizeof(uint32_t));
+    find_units(&build);
+    find_crossing(&build);
+    choose_homes(&build);
+    status = go_forward(&build);
+    if (status == KL_OK && homes->is_graph) {
+        status = go_back(&build);
+    }
+done:
+    kl_alloc_free(build.is_read_whole);
+    kl_alloc_free(build.is_gone);
+    kl_alloc_free(build.is_inner);
+    kl_alloc_free(build.last_read);
+    kl_alloc_free(build.maker);
+    kl_alloc_free(build.units);
+    if (status != KL_OK) {
+        kl_schedule_fini(schedule);
+    }
+    return status;
+}
+
+void
+kl_schedule_fini(KlSchedule *schedule)
+{
+    kl_alloc_free(schedule->steps);
+    kl_alloc_free(schedule->values.ids);
+    memset(schedule, 0, sizeof(*schedule));
+}

@@ -1,0 +1,47 @@
+/* schedule.h - a step as data: what is run, forward and back, in which order, and when a value is let go.
+ *
+ * A step of the schedule runs a whole body, all its chunks, or a joint. What leaves a body by rows has a home:
+ * it is kept to its backward, or let go when it was read for the last time going forward, and made again going
+ * back. The schedule is measured and run from the same array, so the two cannot differ. */
+#ifndef KL_SCHEDULE_H
+#define KL_SCHEDULE_H
+
+#include "program.h"
+
+typedef enum KlStepOp {
+    KL_STEP_JOINT,      /* run a joint; differentiated: with its graph, which is kept */
+    KL_STEP_FORWARD,    /* run a body over its chunks without a graph, and keep what leaves it */
+    KL_STEP_AGAIN,      /* likewise, but keep only `values` */
+    KL_STEP_FUSED,      /* run the last body, each chunk forward and at once back */
+    KL_STEP_CHECK,      /* the gradients that a fused body was given were those of its tail */
+    KL_STEP_JOINT_BACK, /* go back through the graph of a joint */
+    KL_STEP_SEED,       /* what a body left: roots get their gradients, and hooks see whole ones */
+    KL_STEP_BACK,       /* run a body again, each chunk forward with its graph and back */
+    KL_STEP_RELEASE,    /* `values`: let their numbers go, and keep the gradients that came */
+} KlStepOp;
+
+typedef struct KlStep {
+    uint8_t op;      /* KlStepOp */
+    uint32_t run;    /* the joint, or the first segment of the body */
+    uint32_t n_runs; /* the body's segments; a joint is one; RELEASE: 0 */
+    KlSlice values;  /* of the schedule's values */
+} KlStep;
+
+typedef struct KlSchedule {
+    KlStep *steps; /* [n_steps] */
+    size_t n_steps, n_steps_max;
+    KlIds values;
+} KlSchedule;
+
+/* What a schedule is to be. */
+typedef struct KlHomes {
+    bool is_graph;       /* the roots are differentiated */
+    uint32_t keep_every; /* of what crosses from body to body, every so manieth is kept: 1 is all */
+} KlHomes;
+
+/* Build the schedule of a program. On success the caller owns what it holds: kl_schedule_fini. */
+KlStatus kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *homes,
+                           KlSchedule *schedule, KlError *error);
+void kl_schedule_fini(KlSchedule *schedule);
+
+#endif

@@ -1,0 +1,132 @@
+/* segment.c - cuts are looked for around the places that would halve what is kept, third it, and so on. */
+#include "segment.h"
+
+#include "alloc.h"
+
+/* What is known of the nodes of a body, by their position in it. */
+typedef struct Body {
+    const KlTape *tape;
+    const KlNodeId *nodes; /* [n] */
+    size_t n;
+    const uint32_t *position; /* [n_nodes of the tape] where a node is, if it is of this body */
+    uint32_t *last_read;      /* [n] the position of the last reader */
+    int64_t *kept;            /* [n + 1] bytes that autograd keeps of the nodes before this one */
+    int64_t *crosses;         /* [n + 1] bytes that a cut before this node would hand on */
+} Body;
+
+/* The position of the node that makes a value; n: it is not of this body. */
+static size_t
+maker_of(const Body *body, KlValueId value)
+{
+    KlNodeId id = value != KL_ID_NONE ? body->tape->values[value].node : KL_ID_NONE;
+    bool is_here =
+        id != KL_ID_NONE && body->position[id] < body->n && body->nodes[body->position[id]] == id;
+    return is_here ? body->position[id] : body->n;
+}
+
+/* Every cut between two positions hands on so many bytes more. */
+static void
+cross(Body *body, size_t from, size_t to, int64_t bytes)
+{
+    body->crosses[from + 1] += bytes;
+    if (to < body->n) {
+        body->crosses[to + 1] -= bytes;
+    }
+}
+
+/* What is handed on is all that a node makes, views too, for a view that is kept alone is copied. What is written
+ * beyond a cut is copied first, and counts twice. */
+static void
+weigh(Body *body)
+{
+    const KlTape *tape = body->tape;
+    for (size_t i = 0; i < body->n; i++) {
+        const KlNode *node = &tape->nodes[body->nodes[i]];
+        body->last_read[i] = (uint32_t)i;
+        body->kept[i + 1] = body->kept[i] + kl_tape_n_bytes(tape, body->nodes[i]) +
+                            node->saves.bytes_extra + node->saves.bytes_fixed;
+        for (uint32_t k = 0; k < node->n_inputs; k++) {
+            KlValueId value = tape->inputs[node->first_input + k].value;
+            size_t maker = maker_of(body, value);
+            if (maker < body->n) {
+                body->last_read[maker] = (uint32_t)i;
+            }
+            if (maker < body->n && k < 32 && (node->writes >> k & 1) != 0) {
+                cross(body, maker, i, kl_meta_n_bytes(&tape->values[value].meta));
+            }
+        }
+    }
+    for (size_t i = 0; i < body->n; i++) {
+        const KlNode *node = &tape->nodes[body->nodes[i]];
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            cross(body, i, body->last_read[i],
+                  kl_meta_n_bytes(&tape->values[node->first_out + k].meta));
+        }
+    }
+    for (size_t i = 1; i <= body->n; i++) {
+        body->crosses[i] += body->crosses[i - 1];
+    }
+}
+
+/* The position before which to cut: around the share `part` / `n_parts` of what is kept, the narrowest; of these
+ * the nearest. It lies after `first`; n: there is none. */
+static size_t
+find_cut(const Body *body, size_t first, uint32_t part, uint32_t n_parts)
+{
+    double whole = (double)body->kept[body->n];
+    double share = whole * part / n_parts, reach = whole / (2.0 * n_parts);
+    size_t best = body->n;
+    double best_off = 0;
+    for (size_t i = first + 1; i < body->n; i++) {
+        double off = (double)body->kept[i] - share;
+        off = off < 0 ? -off : off;
+        if ((double)body->kept[i] - share > reach) {
+            break; /* what is kept only grows */
+        }
+        bool is_better = best == body->n || body->crosses[i] < body->crosses[best] ||
+                         (body->crosses[i] == body->crosses[best] && off < best_off);
+        if (off <= reach && is_better) {
+            best = i;
+            best_off = off;
+        }
+    }
+    return best;
+}
+
+KlStatus
+kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_segments,
+               uint32_t *segment, KlError *error)
+{
+    /* Until their segments are known, the nodes of this body have their positions there. */
+    Body body = {.tape = tape, .nodes = nodes, .n = n, .position = segment};
+    KlStatus status = KL_OK;
+    body.last_read = kl_alloc_zeroed(n, sizeof(uint32_t));
+    body.kept = kl_alloc_zeroed(n + 1, sizeof(int64_t));
+    body.crosses = kl_alloc_zeroed(n + 1, sizeof(int64_t));
+    if (body.last_read == NULL || body.kept == NULL || body.crosses == NULL) {
+        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to cut %zu nodes", n);
+        goto done;
+    }
+    for (size_t i = 0; i < n; i++) {
+        segment[nodes[i]] = (uint32_t)i;
+    }
+    weigh(&body);
+    uint32_t number = 0;
+    size_t next = 0;
+    for (uint32_t part = 1; part <= n_segments; part++) {
+        size_t end = part < n_segments ? find_cut(&body, next, part, n_segments) : n;
+        if (end == n && part < n_segments) {
+            continue;
+        }
+        for (size_t i = next; i < end; i++) {
+            segment[nodes[i]] = number;
+        }
+        number++;
+        next = end;
+    }
+done:
+    kl_alloc_free(body.crosses);
+    kl_alloc_free(body.kept);
+    kl_alloc_free(body.last_read);
+    return status;
+}

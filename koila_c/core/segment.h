@@ -1,0 +1,16 @@
+/* segment.h - where a body is cut into segments, so that the graph of one of them is there at a time.
+ *
+ * A chunk goes through a body's segments without a graph, and keeps what one hands to the next; on the way
+ * back each runs again with its graph. So a cut is worth most where little is handed on (the residual stream
+ * of a transformer), and where what autograd keeps is halved. Linear in nodes and inputs. */
+#ifndef KL_SEGMENT_H
+#define KL_SEGMENT_H
+
+#include "stage.h"
+
+/* Cut the nodes of one body over one axis, [n] in the order of the calls, into at most `n_segments`, and note
+ * in `segment`, [n_nodes of the tape], which each belongs to. Some may stay empty where there are few nodes. */
+KlStatus kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_segments,
+                        uint32_t *segment, KlError *error);
+
+#endif

@@ -1,0 +1,249 @@
+/* test_schedule.c - what a step does, in which order, and when values are let go and made again. */
+#include "schedule.h"
+
+#include "record.h"
+
+#define MAX_VALUES 128
+
+typedef struct Made {
+    Program p;
+    KlProgram program;
+    KlSchedule schedule;
+} Made;
+
+static KlStatus
+try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlHomes *homes)
+{
+    static const bool nothing[MAX_VALUES];
+    static const uint32_t nobody[MAX_VALUES];
+    const KlAsked asked = {.goal = {.wanted = &wanted,
+                                    .n_wanted = 1,
+                                    .roots = &wanted,
+                                    .n_roots = homes->is_graph ? 1 : 0},
+                           .n_segments = n_segments,
+                           .reached = &wanted,
+                           .n_reached = 1,
+                           .has_real = nothing,
+                           .has_number = nothing,
+                           .n_handles = nobody};
+    CHECK(made->p.tape.n_values <= MAX_VALUES);
+    KlStatus status = kl_program_build(&made->p.tape, &asked, &made->program, &made->p.error);
+    if (status == KL_OK) {
+        status = kl_schedule_build(&made->p.tape, &made->program, homes, &made->schedule,
+                                   &made->p.error);
+        if (status != KL_OK) {
+            kl_program_fini(&made->program);
+        }
+    }
+    return status;
+}
+
+static void
+build(Made *made, KlValueId wanted, uint32_t n_segments, bool is_graph, uint32_t keep_every)
+{
+    const KlHomes homes = {.is_graph = is_graph, .keep_every = keep_every};
+    CHECK(try_to_build(made, wanted, n_segments, &homes) == KL_OK);
+}
+
+static void
+fini(Made *made)
+{
+    kl_schedule_fini(&made->schedule);
+    kl_program_fini(&made->program);
+    CHECK(made->schedule.steps == NULL && made->schedule.n_steps == 0);
+}
+
+/* Whether the steps of runs that have calls are these, and the other runs' are joints. */
+static bool
+is_order(const Made *made, uint32_t n, const KlStepOp *expected)
+{
+    uint32_t k = 0;
+    for (size_t i = 0; i < made->schedule.n_steps; i++) {
+        const KlStep *step = &made->schedule.steps[i];
+        const KlRun *run = &made->program.runs[step->run];
+        bool is_empty = step->n_runs == 1 && run->nodes.n == 0 && run->combined.n == 0;
+        if (is_empty) {
+            continue;
+        }
+        if (k == n || step->op != expected[k++]) {
+            return false;
+        }
+    }
+    return k == n;
+}
+
+#define IS_ORDER(made, ...)                                                                        \
+    is_order(made, sizeof((const KlStepOp[]){__VA_ARGS__}) / sizeof(KlStepOp),                     \
+             (const KlStepOp[]){__VA_ARGS__})
+
+/* How often values are let go, or made again, in steps of this kind. */
+static uint32_t
+n_times(const Made *made, KlStepOp op, KlValueId value)
+{
+    uint32_t n = 0;
+    for (size_t i = 0; i < made->schedule.n_steps; i++) {
+        const KlStep *step = &made->schedule.steps[i];
+        for (uint32_t k = 0; k < step->values.n && step->op == op; k++) {
+            n += made->schedule.values.ids[step->values.first + k] == value;
+        }
+    }
+    return n;
+}
+
+static void
+test_one_body(void)
+{
+    Made made = {0};
+    Start s = start(&made.p);
+    KlValueId loss = call1(&made.p, "mean", s.h);
+    build(&made, loss, 1, true, 1);
+    CHECK(IS_ORDER(&made, KL_STEP_FUSED, KL_STEP_JOINT, KL_STEP_JOINT_BACK, KL_STEP_CHECK));
+    fini(&made);
+    build(&made, loss, 1, false, 1);
+    CHECK(IS_ORDER(&made, KL_STEP_FORWARD, KL_STEP_JOINT));
+    CHECK(n_times(&made, KL_STEP_RELEASE, loss) == 0); /* the user has it */
+    fini(&made);
+    program_fini(&made.p);
+}
+
+/* A tail that is not linear: the body runs twice, and what it left goes before it goes back. */
+static void
+test_two_forwards(void)
+{
+    Made made = {0};
+    Start s = start(&made.p);
+    KlValueId mean = call1(&made.p, "mean", s.h), loss = call2(&made.p, "mul", mean, mean);
+    build(&made, loss, 1, true, 1);
+    CHECK(IS_ORDER(&made, KL_STEP_FORWARD, KL_STEP_JOINT, KL_STEP_JOINT_BACK, KL_STEP_SEED,
+                   KL_STEP_RELEASE, KL_STEP_BACK));
+    CHECK(n_times(&made, KL_STEP_RELEASE, mean) == 1);
+    fini(&made);
+    program_fini(&made.p);
+}
+
+/* Layers that each wait for a mean over the batch. */
+static KlValueId
+layers(Made *made, Start s, KlValueId *crossing, uint32_t n)
+{
+    KlValueId h = s.h;
+    for (uint32_t i = 0; i < n; i++) {
+        KlValueId mean = CALL1(&made->p, "mean", h, INTS(0));
+        crossing[i] = h;
+        h = call1(&made->p, "exp", call2(&made->p, "sub", h, mean));
+    }
+    return call1(&made->p, "mean", h);
+}
+
+/* With every second kept, what the first body leaves is let go once it was read, made again before the second
+ * goes back, and let go for good before the first does. */
+static void
+test_what_is_made_again(void)
+{
+    Made made = {0};
+    Start s = start(&made.p);
+    KlValueId crossing[4];
+    KlValueId loss = layers(&made, s, crossing, 4);
+    build(&made, loss, 1, true, 1);
+    for (int i = 0; i < 4; i++) {
+        CHECK(n_times(&made, KL_STEP_RELEASE, crossing[i]) == 1);
+        CHECK(n_times(&made, KL_STEP_AGAIN, crossing[i]) == 0);
+    }
+    fini(&made);
+    build(&made, loss, 1, true, 2);
+    for (int i = 0; i < 4; i++) {
+        CHECK(n_times(&made, KL_STEP_RELEASE, crossing[i]) == (i % 2 == 0 ? 2 : 1));
+        CHECK(n_times(&made, KL_STEP_AGAIN, crossing[i]) == (i % 2 == 0 ? 1 : 0));
+    }
+    fini(&made);
+    build(&made, loss, 1, true,
+          9); /* all of it; the last is read by a body that goes back at once */
+    for (int i = 0; i < 4; i++) {
+        CHECK(n_times(&made, KL_STEP_AGAIN, crossing[i]) == (i < 3 ? 1 : 0));
+    }
+    fini(&made);
+    program_fini(&made.p);
+}
+
+/* Without a graph each goes when it was read for the last time. */
+static void
+test_one_at_a_time(void)
+{
+    Made made = {0};
+    Start s = start(&made.p);
+    KlValueId crossing[3];
+    KlValueId loss = layers(&made, s, crossing, 3);
+    build(&made, loss, 1, false, 1);
+    for (int i = 0; i < 3; i++) {
+        CHECK(n_times(&made, KL_STEP_RELEASE, crossing[i]) == 1);
+    }
+    CHECK(n_times(&made, KL_STEP_RELEASE, loss) == 0); /* the user has it */
+    fini(&made);
+    program_fini(&made.p);
+}
+
+/* Segments run as one body; what one hands to the next is theirs to let go. */
+static void
+test_segments(void)
+{
+    Made made = {0};
+    Start s = start(&made.p);
+    KlValueId h = s.h;
+    for (int i = 0; i < 6; i++) {
+        h = call1(&made.p, "exp", h);
+    }
+    KlValueId mean = call1(&made.p, "mean", h), loss = call2(&made.p, "mul", mean, mean);
+    build(&made, loss, 3, true, 1);
+    uint32_t n_back = 0;
+    for (size_t i = 0; i < made.schedule.n_steps; i++) {
+        const KlStep *step = &made.schedule.steps[i];
+        n_back += step->op == KL_STEP_BACK ? step->n_runs : 0;
+    }
+    CHECK(n_back == 3);
+    uint32_t n_inner = 0;
+    for (size_t r = 0; r < made.program.n_runs; r++) {
+        const KlRun *run = &made.program.runs[r];
+        for (uint32_t i = 0; i < run->inner.n; i++, n_inner++) {
+            KlValueId value = made.program.inner.ids[run->inner.first + i];
+            CHECK(n_times(&made, KL_STEP_RELEASE, value) == 0);
+        }
+    }
+    CHECK(n_inner == 2);
+    CHECK(n_times(&made, KL_STEP_RELEASE, mean) == 1);
+    fini(&made);
+    program_fini(&made.p);
+}
+
+static void
+test_no_memory(void)
+{
+    Made made = {0};
+    Start s = start(&made.p);
+    KlValueId crossing[4];
+    KlValueId loss = layers(&made, s, crossing, 4);
+    const KlHomes homes = {.is_graph = true, .keep_every = 2};
+    int64_t n_blocks = kl_alloc_n_blocks(), n_refused = 0;
+    KlStatus status = KL_ERROR_MEMORY;
+    while (status != KL_OK) {
+        kl_alloc_fail_after(n_refused++);
+        status = try_to_build(&made, loss, 2, &homes);
+        kl_alloc_fail_after(-1);
+        CHECK(status == KL_OK || (status == KL_ERROR_MEMORY && kl_alloc_n_blocks() == n_blocks));
+    }
+    CHECK(n_refused > 30);
+    fini(&made);
+    CHECK(kl_alloc_n_blocks() == n_blocks);
+    program_fini(&made.p);
+}
+
+int
+main(void)
+{
+    test_one_body();
+    test_two_forwards();
+    test_what_is_made_again();
+    test_one_at_a_time();
+    test_segments();
+    test_no_memory();
+    CHECK(kl_alloc_n_blocks() == 0);
+    return check_result();
+}
