@@ -1,6 +1,6 @@
 """What rows hold in flight, against torch's allocator, for every row of the op table.
 
-A row that has no entry in `flight.ROWS` is said to hold nothing. Samples are of some bytes: they
+A row that has no last cell is said to hold nothing. Samples are of some bytes: they
 are given so many rows that an operand has `LEAST`, and a result too much or too little shows.
 """
 
@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import held
 import opchunks
 from all_samples import samples_of
-from koila import _core, flight, sweep
-from koila.flight import Amount
+from held import Amount, Held
+from koila import _core
 from koila.partials import REDUCTIONS
+from koila.program import REDUCTION_NAMES
 from test_ops import CALLABLES
 
 #: Rows that are not written: a write holds what the call without it does.
@@ -107,12 +109,18 @@ LESS = {
 }
 
 
-def test_names_are_rows() -> None:
-    """A name that is no row is never looked up."""
-    rows = {row["name"] for row in _core.op_table()}
-    assert sorted(set(flight.ROWS) - rows) == []
-    assert sorted(flight.TURNS - rows) == []
-    assert sorted(set(REDUCTIONS) ^ set(flight.PARTS)) == []
+def test_every_reduction_leaves_something() -> None:
+    *found, statistics = held.PARTS
+    names = [name for name, parts in zip(REDUCTION_NAMES, found, strict=True) if parts.left > 0]
+    assert sorted(names) == sorted(REDUCTIONS)
+    assert statistics.left == 2
+
+
+def test_writes_hold_what_calls_do() -> None:
+    """A write has no cell of its own; without the call that it is named after it holds nothing."""
+    found = {row: held.of(row) for row in held.ROWS if row not in ROWS}
+    assert found == {row: held.ROWS.get(row[:-1], held.NOTHING) for row in found}
+    assert sum(entry.is_something for entry in found.values()) > 30
 
 
 def n_bytes(*tensors: Tensor) -> int:
@@ -144,18 +152,15 @@ def said(amount: Amount, out: Tensor, first: Tensor) -> float:
     return amount.outs * n_bytes(out) + amount.ins * n_bytes(first) + amount.masks * larger
 
 
-def allowed(
-    held: flight.Flight, out: Tensor, operands: list[Tensor], wanted: list[Tensor]
-) -> float:
-    """Bytes for the gradients and what is in flight, as sweep.py has it."""
-    last = len(held.backward) - 1
+def allowed(found: Held, out: Tensor, operands: list[Tensor], wanted: list[Tensor]) -> float:
+    """Bytes for the gradients and what is in flight, as sweep.c has it."""
     wide = more = 0.0
     for k, operand in enumerate(operands):
         if operand.requires_grad:
-            more = max(more, said(held.backward[min(k, last)], out, operands[0]))
-            is_wide = held.broadcasts and k not in held.handed_on and operand.numel() < out.numel()
+            more = max(more, said(found.backward[min(k, 2)], out, operands[0]))
+            is_wide = found.is_wide and k not in found.handed_on and operand.numel() < out.numel()
             wide += n_bytes(out) if is_wide else 0
-    return n_bytes(*wanted) + wide + more + said(held.turned, out, operands[0])
+    return n_bytes(*wanted) + wide + more + found.turned * n_bytes(out)
 
 
 def entries(args: Any, kwargs: Any, said: Any) -> Iterator[Tensor]:
@@ -225,7 +230,7 @@ def assert_within(used: float, most: float, more: float, operands: list[Tensor],
 @pytest.mark.parametrize("row", ROWS)
 def test_backward(row: str) -> None:
     """No call holds more than is said; and one holds that, but for half of a result."""
-    held, gaps, is_more = flight.of(row), [], False
+    entry, gaps, is_more = held.of(row), [], False
     for args, kwargs in large_calls(row):
         operands = tensors_of([args, kwargs])
         outs = list(filter(is_wanted, tensors_of(CALLABLES[row](*args, **kwargs))))
@@ -237,15 +242,15 @@ def test_backward(row: str) -> None:
         except RuntimeError:
             continue  # torch has no derivative of it, or none of these sizes
         saves: Any = _core.infer(row, args, kwargs)["saves"]
-        most = allowed(held, outs[0], operands, wanted) + saves["bytes_backward"]
-        most += saves["bytes_extra"] if row in sweep._COMPOSED else 0
+        most = allowed(entry, outs[0], operands, wanted) + saves["bytes_backward"]
+        most += saves["bytes_extra"] if entry.is_composed else 0
         unit = max(n_bytes(outs[0]), n_bytes(operands[0]))
         more = MORE.get(row, (0.0, ""))[0] * unit
         is_more |= assert_within(used, (1 + SLACK) * most + SMALL, more, operands, row)
         gaps.append((most - used) / unit)
     assert (not gaps) == (row in NO_BACKWARD | NOT_GROWN), f"{len(gaps)} calls were measured"
     assert is_more == (row in MORE) or BY_CPU.search(row), "it is said to hold more than is said"
-    if row in flight.ROWS and row not in LESS:
+    if entry.is_something and row not in LESS:
         assert min(gaps, default=0.0) < 0.5, f"{min(gaps)} of a result more is said than is held"
 
 
@@ -254,10 +259,10 @@ def test_backward(row: str) -> None:
 def test_forward(row: str) -> None:
     """Without a graph: a workspace, what a graph would keep, and what is in flight; recorded with a
     gradient to come, or without."""
-    held, n_calls, is_more = flight.of(row), 0, False
+    entry, n_calls, is_more = held.of(row), 0, False
     for args, kwargs in large_calls(row):
         saves: Any = _core.infer(row, args, kwargs)["saves"]
-        further = 0.0 if held.is_stepwise else saves["bytes_extra"] + saves["bytes_fixed"]
+        further = 0.0 if entry.is_stepwise else saves["bytes_extra"] + saves["bytes_fixed"]
         most = further + saves["bytes_workspace"]
         args, kwargs = tree_map_only(Tensor, torch.detach, (args, kwargs))
         saves = _core.infer(row, args, kwargs)["saves"]
@@ -268,7 +273,7 @@ def test_forward(row: str) -> None:
         if not outs:
             continue
         operands = tensors_of([args, kwargs])
-        most = min(most, saves["bytes_workspace"]) + said(held.forward, outs[0], operands[0])
+        most = min(most, saves["bytes_workspace"]) + said(entry.forward, outs[0], operands[0])
         used = peak - max(n_bytes(*outs), after)
         unit = max(n_bytes(outs[0]), n_bytes(operands[0]))
         slack, more = SLACK * (most + unit) + SMALL, MORE_FORWARD.get(row, 0.0) * unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,11 +12,13 @@ from torch import Generator, Tensor, nn
 import koila
 from allocations import Allocations, measure
 from chunked import split
-from koila import memory as model_of_bytes
+from koila.memory import Estimate
 from limits import there
+from memory_model import write_moments
 from oracle import eager
 from programs_kit import Program
 from programs_losses import labels, randn
+from sweep_model import Need
 from test_memory_limit import Prediction
 
 
@@ -248,13 +249,13 @@ def test_evaluation_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_of_many_chunks_count() -> None:
     """More chunks are not always less memory: the largest that fits lies between two bounds."""
-    need = model_of_bytes.Need(100.0, 10.0, 0, per_chunk=50.0)
-    estimate = model_of_bytes.Estimate((need,), 1000)
+    need = Need(100.0, 10.0, 0, per_chunk=50.0)
+    estimate = Estimate(write_moments(need), 1000)
     assert estimate.peak(1000)[0] == 100 + 10_000 + 50
     rows = estimate.largest_chunk(3000)
     assert estimate.peak(rows)[0] <= 3000 < estimate.peak(rows + 20)[0]
     assert estimate.largest_chunk(1000) == 0  # 1 row: 50,110 bytes; 70 rows, about the least: 1,550
     assert estimate.least()[0] == 64
-    plain = dataclasses.replace(estimate, moments=(need._replace(per_chunk=0.0),))
+    plain = Estimate(write_moments(need._replace(per_chunk=0.0)), 1000)
     assert plain.largest_chunk(3000) == 290
     assert plain.least()[0] == 1

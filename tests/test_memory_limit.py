@@ -108,7 +108,7 @@ class Prediction:
         self.memory.mark()
         if self.is_whole:
             assert made.n_chunks == 1
-            self.needed.append(model_of_bytes.whole(program, is_graph))
+            self.needed.append(model_of_bytes.estimate(program, is_graph).whole)
             return made
         estimate = model_of_bytes.estimate(program, is_graph)
         self.needed.append(estimate.peak(-(-estimate.rows // made.n_chunks))[0])

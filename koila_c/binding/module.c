@@ -189,6 +189,15 @@ static PyMethodDef functions[] = {
      "gradient_part($module, program, run, values, /)\n--\n\n"
      "Append the part of a joint that gradients go through, after those of its combined reductions "
      "whose first results are given: (number, nodes, imports, exports, combined)."},
+    {"measure", kl_measure_program, METH_VARARGS,
+     "measure($module, program, is_graph, cloned, states, noise_of, peak_of, /)\n--\n\n"
+     "The bytes that a step needs: (moments, rows, bytes of a live run)."},
+    {"peak", kl_measure_peak_of, METH_VARARGS,
+     "peak($module, moments, n_rows, rows, /)\n--\n\n"
+     "With chunks of some rows: (bytes at the worst moment, of these fixed, node)."},
+    {"largest_chunk", kl_measure_largest_of, METH_VARARGS,
+     "largest_chunk($module, moments, n_rows, budget, /)\n--\n\n"
+     "The most rows of a chunk that fits; 0 where none does."},
     {"check_result", kl_promise_check_result, METH_VARARGS,
      "check_result($module, node, value, tensor, /)\n--\n\n"
      "Raise where a value made outside of run() is not what inference promised."},
@@ -309,6 +318,7 @@ static PyMethodDef functions[] = {
      "Whether a lazy is a value of this thread's tape, without a tensor so far."},
     {"infer", core_infer, METH_VARARGS, CORE_INFER_DOC},
     {"op_table", core_op_table, METH_NOARGS, CORE_OP_TABLE_DOC},
+    {"parts_table", core_parts_table, METH_NOARGS, CORE_PARTS_TABLE_DOC},
     {"fail_alloc_after", core_fail_alloc_after, METH_O,
      "fail_alloc_after($module, n, /)\n--\n\n"
      "Let n more allocations of the core succeed, then fail all; negative: never fail."},

@@ -577,6 +577,12 @@ int kl_program_is_committed(const Tape *tape, KlNodeId id);
 /* New reference: what such a node returns when it runs live. */
 PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 
+/* -- py_measure.c: the bytes of a program ------------------------------------------------------------- */
+
+PyObject *kl_measure_program(PyObject *module, PyObject *args);
+PyObject *kl_measure_peak_of(PyObject *module, PyObject *args);
+PyObject *kl_measure_largest_of(PyObject *module, PyObject *args);
+
 /* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
 
 PyObject *kl_stage_run(PyObject *module, PyObject *args);

@@ -332,6 +332,47 @@ core_infer(PyObject *module, PyObject *args)
 }
 
 static PyObject *
+amount_object(const KlAmount *amount)
+{
+    return amount != NULL ? Py_BuildValue("(ddd)", amount->outs, amount->ins, amount->masks)
+                          : Py_NewRef(Py_None);
+}
+
+/* (while it runs, and for the gradients of operand 0, 1, and any further one: (results, first operands,
+ * masks); results where it is laid out otherwise; bits of operands handed on; flags as in KlHeld) */
+static PyObject *
+held_object(const KlHeld *held)
+{
+    if (held == NULL) {
+        return Py_NewRef(Py_None);
+    }
+    const double *outs = held->back_outs, *ins = held->back_ins;
+    return Py_BuildValue("(N(ddd)(ddd)ddiNNNNN)", amount_object(&held->run), outs[0], outs[1],
+                         outs[2], ins[0], ins[1], ins[2], held->back_masks, held->turned,
+                         held->handed_on, PyBool_FromLong(held->is_wide),
+                         PyBool_FromLong(held->is_stepwise), PyBool_FromLong(held->is_composed),
+                         PyBool_FromLong(held->is_of_terms), PyBool_FromLong(held->turns));
+}
+
+PyObject *
+core_parts_table(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    PyObject *table = PyList_New(0);
+    for (int reduce = KL_REDUCE_NONE; table != NULL && reduce <= KL_REDUCE_COUNT + 1; reduce++) {
+        bool is_last = reduce > KL_REDUCE_COUNT;
+        const KlParts *parts = kl_ops_parts(is_last ? KL_REDUCE_NONE : (KlReduce)reduce, is_last);
+        PyObject *entry = Py_BuildValue("(dddNN)", parts->left, parts->combined, parts->seeds,
+                                        amount_object(parts->keeps), held_object(parts->held));
+        if (kl_py_append_new(table, entry) < 0) {
+            Py_CLEAR(table);
+        }
+    }
+    return table;
+}
+
+static PyObject *
 row_object(const KlRow *row)
 {
     static const char *const kinds[] = {"OP", "VIEW", "INPLACE", "RANDOM"};
@@ -346,9 +387,10 @@ row_object(const KlRow *row)
     if (names == NULL) {
         return NULL;
     }
-    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N}", "name", row->name, "call", row->call, "kind",
+    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N,s:N}", "name", row->name, "call", row->call, "kind",
                          kinds[row->kind], "aliases", names, "light",
-                         PyBool_FromLong(kl_ops_is_light(row)));
+                         PyBool_FromLong(kl_ops_is_light(row)), "held",
+                         held_object(kl_ops_held(row)));
 }
 
 PyObject *

@@ -1,5 +1,5 @@
 /* ops.c - expands ops.def into ids, rows and aliases. It adds nothing but this: a row is heavy (not to be
- * run again lightly) when it is made of products, and light otherwise. */
+ * run again lightly) when it is made of products, and light otherwise; and what reductions hold. */
 #include "ops.h"
 
 #include <string.h>
@@ -21,18 +21,24 @@ enum {
 /* Effects: which words of the signature the op writes. */
 enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1, EFFECTS_STATS = 3 << 3 /* words 3 and 4 */ };
 
-#define CELLS(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell)                        \
+/* What is held in flight: fields of KlHeld, and the most frequent of them. */
+#define HOLDS(...) (&(const KlHeld){__VA_ARGS__})
+#define EACH(n) {n, n, n}
+#define BACK(n) HOLDS(.back_outs = EACH(n))
+
+/* The last cell that is looked at is the row's own, or where it has none the NULL behind it. */
+#define CELLS(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, held_cell, ...)        \
     .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell, .place = place_##place_cell,         \
-    .saves = saves_##saves_cell, .effects = EFFECTS_##effects_cell
+    .saves = saves_##saves_cell, .effects = EFFECTS_##effects_cell, .held = held_cell
 
 #define OP(name_, call_, ...)                                                                      \
-    {.name = #name_, .call = call_, .kind = KL_ROW_OP, CELLS(__VA_ARGS__)},
+    {.name = #name_, .call = call_, .kind = KL_ROW_OP, CELLS(__VA_ARGS__, NULL, )},
 #define VIEW(name_, call_, ...)                                                                    \
-    {.name = #name_, .call = call_, .kind = KL_ROW_VIEW, CELLS(__VA_ARGS__)},
+    {.name = #name_, .call = call_, .kind = KL_ROW_VIEW, CELLS(__VA_ARGS__, NULL, )},
 #define INPLACE(name_, call_, ...)                                                                 \
-    {.name = #name_, .call = call_, .kind = KL_ROW_INPLACE, CELLS(__VA_ARGS__)},
+    {.name = #name_, .call = call_, .kind = KL_ROW_INPLACE, CELLS(__VA_ARGS__, NULL, )},
 #define RANDOM(name_, call_, ...)                                                                  \
-    {.name = #name_, .call = call_, .kind = KL_ROW_RANDOM, CELLS(__VA_ARGS__)},
+    {.name = #name_, .call = call_, .kind = KL_ROW_RANDOM, CELLS(__VA_ARGS__, NULL, )},
 #define ALIAS(alias_, name_)
 
 const KlRow kl_ops_rows[] = {
@@ -89,6 +95,52 @@ kl_ops_find(const char *name)
         }
     }
     return NULL;
+}
+
+static const KlHeld nothing = {0};
+
+const KlHeld *
+kl_ops_held(const KlRow *row)
+{
+    size_t n = strlen(row->name) - 1;
+    for (uint32_t i = 0; row->kind == KL_ROW_INPLACE && row->held == NULL && i < kl_ops_n_rows;
+         i++) {
+        const char *name = kl_ops_rows[i].name;
+        if (strncmp(name, row->name, n) == 0 && name[n] == '\0') {
+            row = &kl_ops_rows[i];
+        }
+    }
+    return row->held != NULL ? row->held : &nothing;
+}
+
+static const KlAmount one_in = {.ins = 1};
+
+static const KlParts parts[] = {
+    /* left, combined, seeds, keeps, held */
+    [KL_REDUCE_NONE] = {0, 0, 0, NULL, NULL},
+    [KL_REDUCE_SUM] = {1, 0, 1, NULL, NULL},
+    [KL_REDUCE_MEAN] = {1, 0, 1, NULL, NULL},
+    [KL_REDUCE_VAR] = {2, 1, 2, &one_in, HOLDS(.run = {.ins = 1}, .back_ins = EACH(1))},
+    [KL_REDUCE_AMAX] = {2, 4, 1, NULL,
+                        HOLDS(.run = {.masks = 11}, .back_outs = EACH(2), .back_ins = EACH(1),
+                              .back_masks = 1)},
+    [KL_REDUCE_LOGSUMEXP] = {2, 3, 1, &one_in, HOLDS(.run = {.ins = 1})},
+    [KL_REDUCE_NORM] = {1, 1, 1, NULL, NULL},
+    [KL_REDUCE_PROD] = {1, 1, 1, NULL, NULL},
+    [KL_REDUCE_ALL] = {1, 0, 1, NULL, NULL},
+    [KL_REDUCE_ANY] = {1, 0, 1, NULL, NULL},
+    [KL_REDUCE_CROSS_ENTROPY] = {1, 0, 1, NULL, NULL},
+    [KL_REDUCE_LOSS] = {1, 0, 1, NULL, NULL},
+    [KL_REDUCE_COUNT] = {1, 0, 1, NULL, NULL},
+};
+
+/* Of batch_norm only the input is kept, and its gradient is made in one go. */
+static const KlParts statistics = {2, 1, 2, NULL, &nothing};
+
+const KlParts *
+kl_ops_parts(KlReduce reduce, bool is_for_chunks)
+{
+    return is_for_chunks ? &statistics : &parts[reduce];
 }
 
 bool

@@ -179,6 +179,34 @@ typedef KlStatus (*KlDtypeRule)(const KlCall *call, KlInferred *result, KlError 
 typedef KlStatus (*KlPlaceRule)(const KlCall *call, KlInferred *result, KlError *error);
 typedef void (*KlSavesRule)(const KlCall *call, const KlInferred *result, KlSaves *saves);
 
+/* Multiples of a call's result, of its first operand, and of one byte for each element of the larger. */
+typedef struct KlAmount {
+    double outs, ins, masks;
+} KlAmount;
+
+/* What torch holds beside results while a call runs, and while the gradient of operand 0, 1 and of any
+ * further one is made: a formula makes tensors on its way (d acos(x) makes five). As measured. */
+typedef struct KlHeld {
+    KlAmount run;
+    double back_outs[3], back_ins[3], back_masks; /* as the parts of an amount */
+    double turned;     /* results, where the gradient that comes is laid out otherwise than them */
+    uint8_t handed_on; /* bit i: the gradient of operand i is that of the result */
+    bool is_wide;      /* others are as large as the result, until they are summed */
+    bool is_stepwise;  /* what it keeps is made step by step, and does not gather without a graph */
+    bool is_composed;  /* made of two calls: what is kept between them has a gradient of its own */
+    bool is_of_terms;  /* a reduced loss, which lies in the memory of its terms */
+    bool turns;        /* the gradient that it sends back is laid out otherwise */
+} KlHeld;
+
+/* A reduction in chunks: what a chunk leaves, in multiples of the result; what the graph that combines them
+ * keeps of each, and their gradients; and where it is not computed by its call, what a chunk keeps for
+ * backward and holds in flight; else NULL. */
+typedef struct KlParts {
+    double left, combined, seeds;
+    const KlAmount *keeps;
+    const KlHeld *held;
+} KlParts;
+
 struct KlRow {
     const char *name; /* torch's own spelling */
     const char *call; /* the C-level function's signature: "x, dim=None, keepdim=False" */
@@ -188,6 +216,7 @@ struct KlRow {
     KlPlaceRule place;
     KlSavesRule saves;
     KlEffects effects;
+    const KlHeld *held; /* NULL: operands, results and gradients are all there is */
 };
 
 /* Rows in the order of ops.def, one per op id. */
@@ -196,6 +225,12 @@ extern const uint32_t kl_ops_n_rows;
 
 /* The row of that name or alias, or NULL. Linear: for set-up, not for recording. */
 const KlRow *kl_ops_find(const char *name);
+
+/* What a row holds in flight; a write holds what the call without it does. Linear for a write. */
+const KlHeld *kl_ops_held(const KlRow *row);
+
+/* What a reduction leaves and holds; `is_for_chunks`: the statistics of batch_norm. */
+const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
 
 /* Cheap enough to run again rather than keep: not made of products. */
 bool kl_ops_is_light(const KlRow *row);

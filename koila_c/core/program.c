@@ -621,6 +621,21 @@ release(Build *build)
     kl_alloc_free(build->stack.ids);
 }
 
+static KlStatus
+note_asked(Build *build)
+{
+    const KlAsked *asked = build->asked;
+    KlStatus status = KL_OK;
+    for (size_t i = 0; i < asked->n_reached && status == KL_OK; i++) {
+        bool is_made = maker_of(build, asked->reached[i]) != KL_ID_NONE;
+        status = is_made ? push(build, &build->program->reached, asked->reached[i]) : KL_OK;
+    }
+    for (size_t i = 0; i < asked->goal.n_roots && status == KL_OK; i++) {
+        status = push(build, &build->program->roots, asked->goal.roots[i]);
+    }
+    return status;
+}
+
 KlStatus
 kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
 {
@@ -644,6 +659,7 @@ kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, K
         status = kl_stage_is_body(stage) ? build_bodies(&build, stage) : build_joint(&build, stage);
     }
     program->n_staged = program->n_runs;
+    status = status == KL_OK ? note_asked(&build) : status;
 done:
     release(&build);
     if (status != KL_OK) {
@@ -766,5 +782,7 @@ kl_program_fini(KlProgram *program)
     kl_alloc_free(program->combined.ids);
     kl_alloc_free(program->shadows.ids);
     kl_alloc_free(program->is_kept);
+    kl_alloc_free(program->reached.ids);
+    kl_alloc_free(program->roots.ids);
     memset(program, 0, sizeof(*program));
 }

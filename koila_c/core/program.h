@@ -46,6 +46,8 @@ typedef struct KlProgram {
     KlIds dropped; /* values of which the node beside is the last reader */
     KlIds imports, exports, inner, combined, shadows;
     bool *is_kept; /* [n_values] it must be there whole at the end */
+    KlIds reached; /* values made here whose numbers the user gets */
+    KlIds roots;   /* values to be differentiated */
 } KlProgram;
 
 /* What is asked of a program beside its stages. */

@@ -33,6 +33,12 @@ class _Staged(TypedDict):
     tail_node: int | None
     is_all: bool
 
+# Multiples of the result, of the first operand, and of a byte for each element of the larger.
+_Amount = tuple[float, float, float]
+# As KlHeld: run, back_outs, back_ins, back_masks, turned, handed_on, is_wide, is_stepwise,
+# is_composed, is_of_terms, turns.
+_Held = tuple[_Amount, _Amount, _Amount, float, float, int, bool, bool, bool, bool, bool]
+
 @type_check_only
 class _Row(TypedDict):
     name: str
@@ -40,6 +46,7 @@ class _Row(TypedDict):
     kind: str
     aliases: list[str]
     light: bool
+    held: _Held
 
 @type_check_only
 class _Saves(TypedDict):
@@ -210,6 +217,17 @@ def run_alone(
 def gradient_part(
     program: object, run: int, values: list[int], /
 ) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
+def measure(
+    program: object,
+    is_graph: bool,
+    cloned: set[int],
+    states: tuple[int, int],
+    noise_of: Callable[[int, int], int],
+    peak_of: Callable[[set[torch.Tensor]], float],
+    /,
+) -> tuple[bytes, int, float]: ...
+def peak(moments: bytes, n_rows: int, rows: int, /) -> tuple[float, float, int]: ...
+def largest_chunk(moments: bytes, n_rows: int, budget: float, /) -> int: ...
 def check_result(node: int, value: int, tensor: torch.Tensor, /) -> None: ...
 def deliver(value: int, tensor: torch.Tensor, is_final: bool, /) -> None: ...
 def failed(error: BaseException, /) -> bool: ...
@@ -243,6 +261,7 @@ def infer(
     /,
 ) -> _Inferred: ...
 def op_table() -> list[_Row]: ...
+def parts_table() -> list[tuple[float, float, float, _Amount | None, _Held | None]]: ...
 def reads_by_handle() -> bool: ...
 def recycles() -> bool: ...
 def asks_libtorch() -> bool: ...

@@ -1,4 +1,4 @@
-"""Bytes of the values of a program, whole and for each row of a chunk."""
+"""Bytes of the values of a program, whole and for each row of a chunk: a part of memory_model."""
 
 from __future__ import annotations
 

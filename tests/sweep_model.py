@@ -1,4 +1,4 @@
-"""The bytes that are live in one run, a body on a chunk or a joint, forward and backward."""
+"""The bytes that are live in one run, forward and backward, in Python: what sweep.c is held to."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from koila import _core, flight
-from koila.flight import Amount, Flight
-from koila.program import REDUCE, REDUCTION_NAMES, Node, Program, Run
-from koila.sizes import Size, Sizes
+import held
+from held import Amount, Held
+from koila import _core
+from koila.program import REDUCE, Node, Program, Run
+from sizes_model import Size, Sizes
 
 _NONE: Size = (0.0, 0.0)
-# Made of two calls: the further value between them is kept, and has a gradient of its own.
-_COMPOSED = ("cross_entropy_loss",)
 
 
 class Need(NamedTuple):
@@ -40,7 +39,7 @@ class _Kept(NamedTuple):
     """What autograd keeps for a node: values, further bytes; and bytes while it runs, and back."""
 
     row: str | None
-    flight: Flight
+    held: Held
     values: set[int]
     further: Size
     workspace: Size
@@ -112,8 +111,8 @@ class Sweep:
         self.is_graph = is_graph and (run.has_gradient or not run.is_body)
         self.inside = {v for i in run.nodes for v in program.nodes[i].outs}
         self.inside.update(v for node in run.combined for v in node.outs)
-        held = [*run.exports, *program.written_in(run)]  # to the end of the run
-        self.held = {program.info(v).storage for v in held}
+        lasting = [*run.exports, *program.written_in(run)]  # to the end of the run
+        self.held = {program.info(v).storage for v in lasting}
         self.cut = self._find_cut()
         self.storages = _Total()
         self.further = _Total()
@@ -167,18 +166,18 @@ class Sweep:
         further = (float(whole), extra / rows) if split else (float(extra + whole), 0.0)
         scratch = (0.0, forward / rows) if by_rows else (float(forward), 0.0)
         back = (0.0, backward / rows) if by_rows else (float(backward), 0.0)
-        held = flight.of(detail[1])
+        found = held.of(detail[1])
         if node.id in self.run.parts:
-            parts = flight.parts_of(REDUCTION_NAMES[node.reduce], node.is_for_chunks)
-            held = parts.flight or held
+            parts = held.parts_of(node.reduce, node.is_for_chunks)
+            found = parts.held or found
             if parts.keeps is not None:
                 values, further = set(), self._amount(node, parts.keeps)
-        if held.forward != flight.NONE:
-            scratch = _plus(scratch, self._amount(node, held.forward))
+        if found.forward != held.NONE:
+            scratch = _plus(scratch, self._amount(node, found.forward))
         if not self._has_gradient(node):
-            made = _NONE if held.is_stepwise else further
-            return _Kept(detail[1], held, set(), _NONE, _plus(scratch, made), _NONE)
-        return _Kept(detail[1], held, values, further, scratch, back)
+            made = _NONE if found.is_stepwise else further
+            return _Kept(detail[1], found, set(), _NONE, _plus(scratch, made), _NONE)
+        return _Kept(detail[1], found, values, further, scratch, back)
 
     def _amount(self, node: Node, amount: Amount) -> Size:
         """Bytes of what a node holds in flight."""
@@ -282,7 +281,7 @@ class Sweep:
         """A reduced loss lies in the memory of its terms."""
         row = self.kept[node.id].row
         reads = self._reads(node)
-        is_loss = row is not None and row.endswith("_loss") and not row.startswith("cross_entropy")
+        is_loss = held.of(row).is_of_terms
         return max(map(self._size, reads), key=sum) if is_loss and reads else (0.0, 0.0)
 
     def live(self) -> Need:
@@ -320,14 +319,14 @@ class Sweep:
         if not is_parts:
             for value in outs:
                 self.gradients.put(value, self._size(value))
-        fixed, per_row = _plus(kept.backward, self._in_flight(node, kept.flight, wanted))
-        if kept.row in _COMPOSED:
+        fixed, per_row = _plus(kept.backward, self._in_flight(node, kept.held, wanted))
+        if held.of(kept.row).is_composed:
             fixed, per_row = _plus((fixed, per_row), kept.further)
         done = []
         for k, value in wanted:
             size, shared = self._size(value), None
             if value in self.inside or self._is_gathered(node.imports[k]):
-                is_shared = not is_parts and self._is_handed_on(node, kept.flight, k, value, size)
+                is_shared = not is_parts and self._is_handed_on(node, kept.held, k, value, size)
                 shared = node.first_out if is_shared else None
             else:
                 self.n_to_come[value] -= 1
@@ -365,22 +364,22 @@ class Sweep:
                 found.append((k, value))
         return found
 
-    def _in_flight(self, node: Node, held: Flight, wanted: list[tuple[int, int]]) -> Size:
+    def _in_flight(self, node: Node, found: Held, wanted: list[tuple[int, int]]) -> Size:
         """What the formulas for some operands' gradients hold beside these, at most."""
-        if held is flight.NOTHING:
+        if found == held.NOTHING:
             return _NONE
-        more, last = _NONE, len(held.backward) - 1
-        for amount in {held.backward[min(k, last)] for k, _ in wanted} - {flight.NONE}:
+        more = _NONE
+        for amount in {found.backward[min(k, 2)] for k, _ in wanted} - {held.NONE}:
             more = max(more, self._amount(node, amount), key=sum)
-        if held.turned != flight.NONE and self._is_turned(node):
-            more = _plus(more, self._amount(node, held.turned))
-        if not held.broadcasts:
+        if found.turned and self._is_turned(node):
+            more = _plus(more, _times(found.turned, self._size(node.first_out)))
+        if not found.is_wide:
             return more
         n_elements = self.sizes.n_elements(node.first_out)
         narrow = [
             self._size(value)
             for k, value in wanted
-            if k not in held.handed_on and self.sizes.n_elements(value) < n_elements
+            if k not in found.handed_on and self.sizes.n_elements(value) < n_elements
         ]
         if not narrow:
             return more
@@ -391,11 +390,11 @@ class Sweep:
     def _is_turned(self, node: Node) -> bool:
         """Whether the gradient of a node's result is laid out otherwise than the result."""
         readers = self.program.readers(node.first_out)
-        return any(_core.node(reader.id)[1] in flight.TURNS for reader in readers)
+        return any(held.of(_core.node(reader.id)[1]).turns for reader in readers)
 
-    def _is_handed_on(self, node: Node, held: Flight, k: int, value: int, size: Size) -> bool:
+    def _is_handed_on(self, node: Node, found: Held, k: int, value: int, size: Size) -> bool:
         """Whether an operand's gradient is the result's, or a view of it."""
         if node.n_outs != 1 or size != self._size(node.first_out):
             return False
         info = self.program.info
-        return k in held.handed_on or info(value).storage == info(node.first_out).storage
+        return k in found.handed_on or info(value).storage == info(node.first_out).storage

@@ -1,0 +1,708 @@
+/* measure.c - walks the step of a program, run after run, and lists what it needs at each moment. */
+#include "measure.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "alloc.h"
+
+/* The walk; `held` is what outlives the runs so far. */
+typedef struct Step {
+    const KlTape *tape;
+    const KlProgram *program;
+    const KlStages *stages;
+    const KlOutside *outside;
+    bool is_graph;
+    KlError *error;
+    KlSweep sweep;
+    KlMoments *moments;
+    size_t n_runs;
+    double held, held_per_chunk;
+    double *live;         /* [n_runs] what the graph of a joint keeps */
+    bool *is_gathering;   /* [n_values] its gradient gathers */
+    bool *is_cut;         /* [n_values] something reads it by rows */
+    bool *is_crossing;    /* [n_values] bodies leave it by rows */
+    uint32_t *last_run;   /* [n_values] the last run that reads it, plus one */
+    KlValueId *met;       /* [n_storages] the last value met of it */
+    KlValueId *next_last; /* [n_values] the next one that the same run reads last */
+} Step;
+
+static double
+whole(const Step *step, KlValueId value)
+{
+    return kl_sweep_whole(&step->sweep, value);
+}
+
+static bool
+needs_gradient(const Step *step, KlValueId value)
+{
+    return step->sweep.sizes[value].needs_gradient;
+}
+
+static KlStorageId
+storage_of(const Step *step, KlValueId value)
+{
+    return step->sweep.sizes[value].storage;
+}
+
+/* A gradient that is summed over chunks: of half precision in float32. */
+static double
+gradient(const Step *step, KlValueId value)
+{
+    KlDtype dtype = step->tape->values[value].meta.dtype;
+    bool is_half = dtype == KL_DTYPE_FLOAT16 || dtype == KL_DTYPE_BFLOAT16;
+    return whole(step, value) * (is_half ? 2 : 1);
+}
+
+/* What a reduction in chunks leaves, if the value is the first result of one that leaves a body. */
+static const KlParts *
+parts_of(const Step *step, KlValueId value)
+{
+    const KlNode *node = &step->tape->nodes[step->tape->values[value].node];
+    return node->mode == KL_MODE_REDUCE ? kl_ops_parts((KlReduce)node->reduce, node->is_for_chunks)
+                                        : NULL;
+}
+
+/* Bytes of a reduction's result; single numbers do not count. */
+static double
+result_of(const Step *step, KlValueId value)
+{
+    return step->sweep.sizes[value].n_elements > 1 ? whole(step, value) : 0;
+}
+
+static KlValueId
+export_of(const Step *step, const KlRun *run, uint32_t i)
+{
+    return step->program->exports.ids[run->exports.first + i];
+}
+
+static KlValueId
+import_of(const Step *step, const KlRun *run, uint32_t i)
+{
+    return step->stages->imports[step->program->imports.ids[run->imports.first + i]].value;
+}
+
+static bool
+is_joint_after(const Step *step, const KlRun *run)
+{
+    return !kl_program_is_body(run) && step->stages->last_body != KL_STAGE_NONE &&
+           run->stage > step->stages->last_body;
+}
+
+/* Whether the run's backward can follow each chunk's forward at once. */
+static bool
+is_fused(const Step *step, const KlRun *run)
+{
+    const KlStages *stages = step->stages;
+    int n_same = 0;
+    for (size_t i = 0; i < step->n_runs && run->stage == stages->last_body; i++) {
+        const KlRun *other = &step->program->runs[i];
+        n_same += other->stage == run->stage && other->has_gradient;
+    }
+    return stages->is_tail_linear && run->stage == stages->last_body && n_same == 1;
+}
+
+/* -- moments ------------------------------------------------------------------------------------------ */
+
+/* What the moments from `first` on need beside their run is held. */
+static void
+add_held(Step *step, size_t first)
+{
+    for (size_t i = first; i < step->moments->n; i++) {
+        step->moments->moments[i].fixed += step->held;
+        step->moments->moments[i].per_chunk = step->held_per_chunk;
+    }
+}
+
+static KlStatus
+note(Step *step, KlMoment moment)
+{
+    KlMoments *moments = step->moments;
+    KlStatus status = kl_alloc_reserve((void **)&moments->moments, &moments->n_max, moments->n + 1,
+                                       sizeof(KlMoment), step->error);
+    if (status == KL_OK) {
+        moments->moments[moments->n++] = moment;
+        add_held(step, moments->n - 1);
+    }
+    return status;
+}
+
+/* At the end, when the last node that is needed has run. */
+static KlStatus
+note_end(Step *step, double more)
+{
+    size_t n = step->stages->n_nodes;
+    while (n > 0 && step->stages->node_stage[n - 1] == KL_STAGE_NONE) {
+        n--;
+    }
+    return n > 0 ? note(step, (KlMoment){.fixed = more, .node = (KlNodeId)(n - 1)}) : KL_OK;
+}
+
+static KlStatus
+sweep_forward(Step *step, const KlRun *run, bool is_graph)
+{
+    size_t first = step->moments->n;
+    KlSpan span = kl_sweep_span(step->program, run, is_graph);
+    kl_sweep_open(&step->sweep, &span);
+    KlStatus status = kl_sweep_forward(&step->sweep, step->moments, step->error);
+    add_held(step, first);
+    return status;
+}
+
+static KlStatus
+sweep_back(Step *step)
+{
+    size_t first = step->moments->n;
+    KlStatus status = kl_sweep_back(&step->sweep, step->moments, step->error);
+    add_held(step, first);
+    return status;
+}
+
+/* The most fixed bytes of the moments from `first` on, which are forgotten. */
+static double
+take_most(KlMoments *moments, size_t first)
+{
+    double most = 0;
+    for (size_t i = first; i < moments->n; i++) {
+        most = fmax(most, moments->moments[i].fixed);
+    }
+    moments->n = first;
+    return most;
+}
+
+/* -- what outlives runs -------------------------------------------------------------------------------- */
+
+/* The generator's state, before and after, and before each draw; and what is drawn whole. */
+static void
+hold_states(Step *step)
+{
+    double state = (double)step->outside->bytes_state;
+    step->held = 2 * state + (double)step->outside->bytes_drawn;
+    for (size_t i = 0; i < step->n_runs; i++) {
+        const KlRun *run = &step->program->runs[i];
+        for (uint32_t k = 0; k < run->nodes.n; k++) {
+            KlNodeId id = step->program->nodes.ids[run->nodes.first + k];
+            if (!step->tape->nodes[id].is_random) {
+                continue;
+            }
+            step->held += state;
+            if (kl_program_is_body(run)) {
+                const int64_t *noise = step->outside->bytes_noise;
+                step->held += noise != NULL ? (double)noise[id] : 0;
+                step->held_per_chunk += state;
+            }
+        }
+    }
+}
+
+/* What leaves a body, of all chunks: memory of its own, even where it is a view. Back: it goes, but for what is
+ * to be there at the end. */
+static void
+hold_exports(Step *step, const KlRun *run, bool is_back)
+{
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        step->met[storage_of(step, export_of(step, run, i))] = KL_ID_NONE;
+    }
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlValueId value = export_of(step, run, i);
+        KlValueId *met = &step->met[storage_of(step, value)];
+        const KlParts *parts = parts_of(step, value);
+        if (parts != NULL) {
+            step->held_per_chunk += (is_back ? -1 : 1) * parts->left * result_of(step, value);
+            continue;
+        }
+        if (*met == KL_ID_NONE && !(is_back && step->program->is_kept[value])) {
+            step->held += (is_back ? -1 : 1) * whole(step, value);
+        }
+        *met = value;
+    }
+}
+
+/* Bytes for each chunk of what a joint combines: what its graph keeps of parts, and their gradients. */
+static void
+find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
+{
+    *kept = *seeds = 0;
+    for (uint32_t i = 0; i < run->combined.n && step->is_graph; i++) {
+        KlNodeId id = step->program->combined.ids[run->combined.first + i];
+        KlValueId value = step->tape->nodes[id].first_out;
+        if (needs_gradient(step, value)) {
+            *kept += parts_of(step, value)->combined * result_of(step, value);
+            *seeds += parts_of(step, value)->seeds * result_of(step, value);
+        }
+    }
+}
+
+/* The gradients that reach a run's inputs from other stages, and the leaves. */
+static void
+gather_gradients(Step *step, const KlRun *run)
+{
+    for (uint32_t i = 0; i < run->imports.n; i++) {
+        KlValueId value = import_of(step, run, i);
+        if (!step->is_gathering[value] && needs_gradient(step, value)) {
+            step->is_gathering[value] = true;
+            step->held += gradient(step, value);
+        }
+    }
+}
+
+/* -- forward ------------------------------------------------------------------------------------------ */
+
+static KlStatus
+run_joint(Step *step, size_t i)
+{
+    double kept, seeds;
+    find_combined(step, &step->program->runs[i], &kept, &seeds);
+    step->held_per_chunk += kept;
+    KlStatus status = sweep_forward(step, &step->program->runs[i], step->is_graph);
+    step->live[i] = kl_sweep_live(&step->sweep).fixed;
+    step->held += step->live[i];
+    return status;
+}
+
+/* What the tail needs when it is run on zeros, in the midst of the first chunk. */
+static KlStatus
+run_tail(Step *step, double *worst)
+{
+    double held = 0;
+    size_t first = step->moments->n;
+    KlStatus status = KL_OK;
+    *worst = 0;
+    for (size_t i = 0; i < step->n_runs && status == KL_OK; i++) {
+        const KlRun *run = &step->program->runs[i];
+        if (!is_joint_after(step, run)) {
+            continue;
+        }
+        KlSpan span = kl_sweep_span(step->program, run, true);
+        kl_sweep_open(&step->sweep, &span);
+        status = kl_sweep_forward(&step->sweep, step->moments, step->error);
+        double end = kl_sweep_live(&step->sweep).fixed;
+        if (status == KL_OK) {
+            status = kl_sweep_back(&step->sweep, step->moments, step->error);
+        }
+        *worst = fmax(*worst, held + take_most(step->moments, first));
+        held += end;
+    }
+    *worst = fmax(*worst, held);
+    return status;
+}
+
+/* A chunk goes forward, meets the tail, and goes back at once. */
+static KlStatus
+run_fused(Step *step, const KlRun *run)
+{
+    double seeds = 0, stand_ins = 0, zeros = 0, tail = 0;
+    KlStatus status = run_tail(step, &tail);
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlValueId value = export_of(step, run, i);
+        const KlParts *parts = parts_of(step, value);
+        if (parts != NULL) {
+            zeros += parts->left * result_of(step, value);
+            continue;
+        }
+        stand_ins += whole(step, value);
+        seeds += needs_gradient(step, value) ? whole(step, value) : 0;
+    }
+    gather_gradients(step, run);
+    status = status == KL_OK ? sweep_forward(step, run, true) : status;
+    KlBytes live = kl_sweep_live(&step->sweep);
+    step->held_per_chunk += zeros;
+    if (status == KL_OK) {
+        KlNodeId last = step->program->nodes.ids[run->nodes.first + run->nodes.n - 1];
+        status = note(step, (KlMoment){.fixed = live.fixed + tail + stand_ins + seeds,
+                                       .per_row = live.per_row,
+                                       .node = last});
+    }
+    step->held_per_chunk -= zeros;
+    step->held += seeds;
+    return status == KL_OK ? sweep_back(step) : status;
+}
+
+static KlStatus
+run_body(Step *step, const KlRun *run)
+{
+    hold_exports(step, run, false);
+    bool is_back_at_once = step->is_graph && run->has_gradient && is_fused(step, run);
+    return is_back_at_once ? run_fused(step, run) : sweep_forward(step, run, false);
+}
+
+/* In a run without a graph a value goes when it was read for the last time; of a storage, the last made. */
+static void
+forget(Step *step, KlValueId first)
+{
+    for (KlValueId v = first; v != KL_ID_NONE; v = step->next_last[v]) {
+        step->met[storage_of(step, v)] = v;
+    }
+    for (KlValueId v = first; v != KL_ID_NONE; v = step->next_last[v]) {
+        bool is_last = step->met[storage_of(step, v)] == v;
+        step->held -= is_last && step->is_crossing[v] ? whole(step, v) : 0;
+    }
+}
+
+/* The values that are read last by each run: `first` is the lowest of run i, next_last goes on. */
+static void
+find_last_reads(Step *step, KlValueId *first /* [n_runs] */)
+{
+    const KlStages *stages = step->stages;
+    for (size_t i = 0; i < step->n_runs; i++) {
+        const KlRun *run = &step->program->runs[i];
+        first[i] = KL_ID_NONE;
+        for (uint32_t k = 0; k < run->imports.n; k++) {
+            step->last_run[import_of(step, run, k)] = (uint32_t)i + 1;
+        }
+        for (uint32_t k = 0; k < run->combined.n; k++) {
+            KlNodeId id = step->program->combined.ids[run->combined.first + k];
+            step->last_run[step->tape->nodes[id].first_out] = (uint32_t)i + 1;
+        }
+    }
+    for (size_t i = 0; i < step->n_runs; i++) {
+        const KlRun *run = &step->program->runs[i];
+        for (uint32_t k = 0; k < run->exports.n; k++) {
+            uint32_t *last = &step->last_run[export_of(step, run, k)];
+            *last = *last == i + 1 ? 0 : *last; /* it leaves the run that read it */
+        }
+    }
+    for (size_t v = stages->n_values; v-- > 0;) {
+        if (step->last_run[v] != 0 && !stages->is_leaf[v] && !step->program->is_kept[v]) {
+            step->next_last[v] = first[step->last_run[v] - 1];
+            first[step->last_run[v] - 1] = (KlValueId)v;
+        }
+    }
+}
+
+static KlStatus
+go_forward(Step *step)
+{
+    KlValueId *first = kl_alloc_resize(NULL, step->n_runs, sizeof(KlValueId)); /* [n_runs] */
+    if (first == NULL) {
+        return kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu runs",
+                            step->n_runs);
+    }
+    KlStatus status = KL_OK;
+    find_last_reads(step, first);
+    for (size_t i = 0; i < step->n_runs && status == KL_OK; i++) {
+        const KlRun *run = &step->program->runs[i];
+        status = kl_program_is_body(run) ? run_body(step, run) : run_joint(step, i);
+        forget(step, step->is_graph ? KL_ID_NONE : first[i]);
+    }
+    kl_alloc_free(first);
+    return status;
+}
+
+/* -- back --------------------------------------------------------------------------------------------- */
+
+/* Fixed bytes of what leaves a joint, and of what was put together for it: each storage once, the last of its
+ * values. */
+static double
+bytes_left(Step *step, const KlRun *run)
+{
+    double left = 0;
+    for (int is_counting = 0; is_counting < 2; is_counting++) {
+        for (uint32_t i = 0; i < run->exports.n + run->combined.n; i++) {
+            bool is_export = i < run->exports.n;
+            uint32_t k = run->combined.first + i - run->exports.n;
+            const KlNode *node =
+                is_export ? NULL : &step->tape->nodes[step->program->combined.ids[k]];
+            KlValueId value = is_export ? export_of(step, run, i) : node->first_out;
+            for (uint32_t n = is_export ? 1 : node->n_outs; n-- > 0; value++) {
+                KlValueId *met = &step->met[storage_of(step, value)];
+                left += is_counting && *met == value ? whole(step, value) : 0;
+                *met = is_counting ? *met : value;
+            }
+        }
+    }
+    return left;
+}
+
+static KlStatus
+go_back_joint(Step *step, size_t i)
+{
+    const KlRun *run = &step->program->runs[i];
+    double kept, seeds;
+    gather_gradients(step, run);
+    find_combined(step, run, &kept, &seeds);
+    if (!(is_joint_after(step, run) && step->stages->is_tail_linear)) {
+        step->held_per_chunk += seeds; /* else what comes is only looked at */
+    }
+    step->held -= step->live[i]; /* what is live at the start of its backward is counted there */
+    size_t first = step->moments->n;
+    KlStatus status = sweep_forward(step, run, true); /* again: what it left */
+    step->moments->n = first;
+    for (uint32_t k = 0; k < run->exports.n; k++) {
+        KlValueId value = export_of(step, run, k);
+        if (step->is_gathering[value] && step->is_cut[value]) {
+            kl_sweep_seed(&step->sweep, value);
+        }
+    }
+    status = status == KL_OK ? sweep_back(step) : status;
+    /* The graph is let go, and with it what was put together for it. */
+    step->held += fmin(step->live[i] - step->sweep.freed, bytes_left(step, run));
+    step->held_per_chunk -= kept;
+    return status;
+}
+
+static KlStatus
+go_back_body(Step *step, const KlRun *run)
+{
+    hold_exports(step, run, true);
+    gather_gradients(step, run);
+    KlStatus status = sweep_forward(step, run, true);
+    status = status == KL_OK ? sweep_back(step) : status;
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlValueId value = export_of(step, run, i);
+        bool is_left = step->is_gathering[value] && parts_of(step, value) == NULL;
+        step->held -= is_left ? gradient(step, value) : 0;
+    }
+    return status;
+}
+
+static KlStatus
+go_back(Step *step)
+{
+    KlStatus status = KL_OK;
+    for (size_t i = step->n_runs; i-- > 0 && status == KL_OK;) {
+        const KlRun *run = &step->program->runs[i];
+        if (!kl_program_is_body(run)) {
+            status = go_back_joint(step, i);
+        } else if (run->has_gradient && !is_fused(step, run)) {
+            status = go_back_body(step, run);
+        }
+    }
+    return status;
+}
+
+/* Gradients of leaves that were cut are put together; those of half precision cast. Then torch goes on through
+ * graphs that were there before. */
+static KlStatus
+deliver(Step *step)
+{
+    double more = step->outside->bytes_graphs;
+    for (size_t v = 0; v < step->stages->n_values; v++) {
+        KlValueId value = (KlValueId)v;
+        bool is_cut = kl_place_is_rows(&step->tape->values[v].meta.place);
+        bool is_leaf = step->is_gathering[v] && step->stages->is_leaf[v];
+        if (is_leaf && (is_cut || gradient(step, value) > whole(step, value))) {
+            more += whole(step, value);
+        }
+    }
+    return note_end(step, more);
+}
+
+/* The numbers of the user's lazies are put together from the chunks, one by one. */
+static KlStatus
+commit(Step *step)
+{
+    double more = 0, worst = 0;
+    for (size_t i = 0; i < step->program->reached.n; i++) {
+        KlValueId value = step->program->reached.ids[i];
+        if (kl_place_is_rows(&step->tape->values[value].meta.place)) {
+            worst = fmax(worst, more + 2 * whole(step, value));
+            more += whole(step, value) * (needs_gradient(step, value) ? 2 : 1);
+        }
+    }
+    return note_end(step, fmax(more, worst));
+}
+
+/* -- as it was written -------------------------------------------------------------------------------- */
+
+/* The whole program as one run, in the order of the calls: what a live run does. */
+static KlSpan
+written(const Step *step, uint32_t *lists /* [n_nodes + n_imports + n_values] */, bool *is_made)
+{
+    const KlStages *stages = step->stages;
+    uint32_t *nodes = lists, *imports = nodes + stages->n_nodes;
+    KlValueId *exports = imports + stages->n_imports;
+    KlSpan span = {.nodes = nodes, .imports = imports, .exports = exports, .is_live = true};
+    span.has_graph = step->is_graph;
+    for (size_t i = 0; i < stages->n_nodes; i++) {
+        const KlNode *node = &step->tape->nodes[i];
+        if (stages->node_stage[i] == KL_STAGE_NONE || node->is_for_chunks) {
+            continue;
+        }
+        nodes[span.n_nodes++] = (KlNodeId)i;
+        memset(&is_made[node->first_out], true, node->n_outs);
+    }
+    for (size_t i = 0; i < stages->n_imports; i++) {
+        imports[span.n_imports] = (uint32_t)i;
+        span.n_imports += !is_made[stages->imports[i].value];
+    }
+    for (size_t i = 0; i < step->program->reached.n + step->program->roots.n; i++) {
+        size_t n = step->program->reached.n;
+        KlValueId value = i < n ? step->program->reached.ids[i] : step->program->roots.ids[i - n];
+        exports[span.n_exports] = value;
+        span.n_exports += is_made[value];
+    }
+    return span;
+}
+
+static KlStatus
+measure_whole(Step *step, double *most)
+{
+    const KlStages *stages = step->stages;
+    size_t n_asked = step->program->reached.n + step->program->roots.n;
+    uint32_t *lists =
+        kl_alloc_resize(NULL, stages->n_nodes + stages->n_imports + n_asked + 1, sizeof(uint32_t));
+    bool *is_made = kl_alloc_zeroed(stages->n_values, sizeof(bool)); /* [n_values] */
+    size_t first = step->moments->n;
+    KlStatus status = KL_OK;
+    if (lists == NULL || is_made == NULL) {
+        status = kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
+                              stages->n_nodes);
+        goto done;
+    }
+    KlSpan span = written(step, lists, is_made);
+    kl_sweep_open(&step->sweep, &span);
+    status = kl_sweep_forward(&step->sweep, step->moments, step->error);
+    double end = 0;
+    if (status == KL_OK && step->is_graph) {
+        status = kl_sweep_back(&step->sweep, step->moments, step->error);
+        end = kl_sweep_live(&step->sweep).fixed + step->sweep.gradients.fixed +
+              step->outside->bytes_graphs;
+    }
+    *most = fmax(take_most(step->moments, first), end);
+done:
+    kl_alloc_free(is_made);
+    kl_alloc_free(lists);
+    return status;
+}
+
+/* -- the whole ---------------------------------------------------------------------------------------- */
+
+static KlStatus
+allocate(Step *step)
+{
+    size_t n = step->stages->n_values;
+    step->live = kl_alloc_zeroed(step->n_runs, sizeof(double));
+    step->is_gathering = kl_alloc_zeroed(n, sizeof(bool));
+    step->is_cut = kl_alloc_zeroed(n, sizeof(bool));
+    step->is_crossing = kl_alloc_zeroed(n, sizeof(bool));
+    step->last_run = kl_alloc_zeroed(n, sizeof(uint32_t));
+    step->met = kl_alloc_zeroed(step->tape->n_storages, sizeof(KlValueId));
+    step->next_last = kl_alloc_zeroed(n, sizeof(KlValueId));
+    bool is_there = step->live != NULL && step->is_gathering != NULL && step->is_cut != NULL &&
+                    step->is_crossing != NULL && step->last_run != NULL && step->met != NULL &&
+                    step->next_last != NULL;
+    return is_there ? KL_OK
+                    : kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
+                                   step->stages->n_nodes);
+}
+
+static void
+release(Step *step)
+{
+    kl_sweep_fini(&step->sweep);
+    kl_alloc_free(step->live);
+    kl_alloc_free(step->is_gathering);
+    kl_alloc_free(step->is_cut);
+    kl_alloc_free(step->is_crossing);
+    kl_alloc_free(step->last_run);
+    kl_alloc_free(step->met);
+    kl_alloc_free(step->next_last);
+}
+
+/* What is known of values before the walk; and the rows of the longest axis. */
+static void
+look_up(Step *step, KlMeasured *measured)
+{
+    for (size_t i = 0; i < step->stages->n_imports; i++) {
+        const KlImport *import = &step->stages->imports[i];
+        step->is_cut[import->value] |= kl_place_is_rows(&import->place);
+    }
+    for (size_t i = 0; i < step->n_runs; i++) {
+        const KlRun *run = &step->program->runs[i];
+        for (uint32_t k = 0; k < run->exports.n && kl_program_is_body(run); k++) {
+            KlValueId value = export_of(step, run, k);
+            step->is_crossing[value] = parts_of(step, value) == NULL;
+        }
+        KlAxisId axis = kl_tape_axis_find(step->tape, run->axis);
+        if (axis != KL_ID_NONE && step->tape->axis_rows[axis] > measured->rows) {
+            measured->rows = step->tape->axis_rows[axis];
+        }
+    }
+}
+
+KlStatus
+kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
+                bool is_graph, KlMeasured *measured, KlError *error)
+{
+    *measured = (KlMeasured){0};
+    Step step = {.tape = tape,
+                 .program = program,
+                 .stages = &program->stages,
+                 .outside = outside,
+                 .is_graph = is_graph,
+                 .error = error,
+                 .moments = &measured->moments,
+                 .n_runs = program->n_staged};
+    KlStatus status = kl_sweep_init(&step.sweep, tape, program, &outside->known, error);
+    status = status == KL_OK ? allocate(&step) : status;
+    if (status != KL_OK) {
+        goto done;
+    }
+    look_up(&step, measured);
+    hold_states(&step);
+    status = go_forward(&step);
+    if (is_graph) {
+        status = status == KL_OK ? go_back(&step) : status;
+        status = status == KL_OK ? deliver(&step) : status;
+    }
+    status = status == KL_OK ? commit(&step) : status;
+    status = status == KL_OK ? measure_whole(&step, &measured->whole) : status;
+done:
+    release(&step);
+    if (status != KL_OK) {
+        kl_measure_fini(measured);
+    }
+    return status;
+}
+
+void
+kl_measure_fini(KlMeasured *measured)
+{
+    kl_alloc_free(measured->moments.moments);
+    *measured = (KlMeasured){0};
+}
+
+/* -- chunks ------------------------------------------------------------------------------------------- */
+
+double
+kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst)
+{
+    int64_t size = rows > 1 ? rows : 1;
+    double n_chunks = (double)((measured->rows + size - 1) / size), most = 0;
+    for (size_t i = 0; i < measured->moments.n; i++) {
+        const KlMoment *moment = &measured->moments.moments[i];
+        double bytes =
+            moment->fixed + moment->per_row * (double)rows + moment->per_chunk * n_chunks;
+        if (i == 0 || bytes > most) {
+            most = bytes;
+            *worst = *moment;
+        }
+    }
+    return most;
+}
+
+int64_t
+kl_measure_largest_chunk(const KlMeasured *measured, double budget)
+{
+    double best = (double)measured->rows, least = 1;
+    for (size_t i = 0; i < measured->moments.n; i++) {
+        const KlMoment *moment = &measured->moments.moments[i];
+        /* The number of chunks is rounded up. */
+        double left = budget - moment->fixed - moment->per_chunk;
+        double parts = moment->per_chunk * (double)measured->rows;
+        double spread = left * left - 4 * moment->per_row * parts;
+        if (left < 0 || spread < 0) {
+            return 0;
+        }
+        /* per_row * r + parts / r <= left, between the two roots */
+        double root = left + sqrt(spread);
+        if (moment->per_row > 0) {
+            best = fmin(best, floor(root / (2 * moment->per_row)));
+        }
+        if (parts > 0) {
+            least = fmax(least, 2 * parts / fmax(root, 1));
+        }
+    }
+    return best >= least ? (int64_t)best : 0;
+}

@@ -1,0 +1,39 @@
+/* measure.h - the bytes of a staged program: what it needs at each moment of a step in chunks, and how many
+ * chunks that lets it run in.
+ *
+ * The step is gone through run after run, as koila.replay does. In a body the bytes live at any moment are
+ * fixed + per_row * rows (sweep.h). What outlives a run is fixed: values that cross stages, gradients that
+ * gather, the graphs of joints until they are differentiated. Each chunk leaves parts of reductions. */
+#ifndef KL_MEASURE_H
+#define KL_MEASURE_H
+
+#include "sweep.h"
+
+/* What of a step only the binding knows. */
+typedef struct KlOutside {
+    KlKnown known;
+    int64_t bytes_state;        /* of the state of a generator */
+    int64_t bytes_drawn;        /* states that earlier runs of the program left */
+    const int64_t *bytes_noise; /* [n_nodes] what a random call draws whole; NULL: none does */
+    double bytes_graphs;        /* what backward takes through graphs that were there before */
+} KlOutside;
+
+/* What a program needs beyond what is there already (leaves, parameters). */
+typedef struct KlMeasured {
+    KlMoments moments;
+    int64_t rows; /* of the longest axis */
+    double whole; /* bytes of a live run: not cut, each gradient made once */
+} KlMeasured;
+
+/* On success the caller owns what `measured` holds: kl_measure_fini. */
+KlStatus kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
+                         bool is_graph, KlMeasured *measured, KlError *error);
+void kl_measure_fini(KlMeasured *measured);
+
+/* Bytes with chunks of `rows` rows, and the first moment that needs so many; 0 where there is none. */
+double kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst);
+
+/* The most rows of a chunk that fits; 0 where none does. */
+int64_t kl_measure_largest_chunk(const KlMeasured *measured, double budget);
+
+#endif

@@ -1,0 +1,105 @@
+/* sweep.h - the bytes that are live in one run, a body on a chunk or a joint, forward and back.
+ *
+ * Call order: init; then for each run open, forward, live, and where it has a graph seed and back. What is
+ * looked up is of the run that was opened last. Each storage counts once: what later calls read, what autograd
+ * keeps, gradients on their way. All of it is linear in nodes, inputs and outputs of the run. */
+#ifndef KL_SWEEP_H
+#define KL_SWEEP_H
+
+#include "program.h"
+
+typedef struct KlBytes {
+    double fixed, per_row;
+} KlBytes;
+
+/* Bytes at one moment: fixed + per_row * rows + per_chunk * chunks; and the node that runs then. */
+typedef struct KlMoment {
+    double fixed, per_row, per_chunk;
+    KlNodeId node;
+} KlMoment;
+
+typedef struct KlMoments {
+    KlMoment *moments; /* [n] */
+    size_t n, n_max;
+} KlMoments;
+
+/* What of a program only the binding knows. */
+typedef struct KlKnown {
+    const bool *is_cut_in_place; /* [n_imports] a chunk of it lies in the memory of the whole */
+    const bool *has_grad;        /* [n_values] a leaf of autograd, with a gradient from before */
+    const bool *is_cloned;       /* [n_nodes] it writes a clone */
+} KlKnown;
+
+/* What is gone through: a run, or the program as it was written. */
+typedef struct KlSpan {
+    const KlNodeId *nodes;    /* [n_nodes] in the order they run */
+    const uint32_t *parts;    /* [n_nodes] as in KlProgram; NULL: there are none */
+    const uint32_t *imports;  /* [n_imports] */
+    const KlValueId *exports; /* [n_exports] */
+    const KlNodeId *combined; /* [n_combined] */
+    uint32_t n_nodes, n_imports, n_exports, n_combined;
+    bool is_body;
+    bool has_graph;
+    bool
+        is_live; /* writes go where they say; gradients of leaves are there from their backward on */
+} KlSpan;
+
+/* What is known of a value, close together. */
+typedef struct KlSize {
+    int64_t n_elements; /* of all rows */
+    double per_row;     /* bytes; 0: it is whole */
+    KlStorageId storage;
+    uint32_t cut_in; /* the last sweep in which a chunk is given rows of it though it is whole */
+    uint8_t itemsize;
+    bool needs_gradient;
+    bool is_turned; /* its gradient comes laid out otherwise than itself */
+} KlSize;
+
+typedef struct KlSweepStorage KlSweepStorage;
+typedef struct KlSweepValue KlSweepValue;
+
+typedef struct KlSweep {
+    const KlTape *tape;
+    const KlProgram *program;
+    KlKnown known;
+    KlSize *sizes;            /* [n_values] */
+    KlSweepStorage *storages; /* [n_storages] */
+    KlSweepValue *values;     /* [n_values] */
+    KlBytes *further_of;      /* [n_nodes] what it keeps beside values */
+    const KlHeld **held;      /* [rows of the table] as they are met */
+    KlSpan span;
+    uint32_t number;                  /* of the run that is open, from 1 on */
+    int64_t rows;                     /* of the axis of a body */
+    KlBytes made, further, gradients; /* live now: storages, what else is kept, gradients */
+    double freed;                     /* fixed bytes that going back has let go */
+} KlSweep;
+
+/* On success the caller owns what `sweep` holds: kl_sweep_fini. The tape must not change meanwhile. */
+KlStatus kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program,
+                       const KlKnown *known, KlError *error);
+void kl_sweep_fini(KlSweep *sweep);
+
+KlSpan kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph);
+void kl_sweep_open(KlSweep *sweep, const KlSpan *span);
+
+/* The moments of running the nodes in order. */
+KlStatus kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error);
+
+/* What is live now: after forward, what is kept for backward, or leaves. */
+KlBytes kl_sweep_live(const KlSweep *sweep);
+
+/* The gradient of `value` is there when going back starts, and to its end. */
+void kl_sweep_seed(KlSweep *sweep, KlValueId value);
+
+/* The moments of going back through the graph that forward left. */
+KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);
+
+/* Bytes of all rows of a value. */
+static inline double
+kl_sweep_whole(const KlSweep *sweep, KlValueId value)
+{
+    const KlSize *size = &sweep->sizes[value];
+    return (double)(size->n_elements * size->itemsize);
+}
+
+#endif

@@ -1,0 +1,302 @@
+"""The bytes of a staged program at each moment of a step, in Python: what measure.c is held to.
+
+The step is gone through as replay.py runs it. In a body the bytes live at any moment are
+fixed + per_row * rows: each storage once, what later calls read, what autograd keeps, gradients on
+their way. What outlives a run is fixed: values that cross stages, gradients that gather, the graphs
+of joints until they are differentiated. Each chunk leaves parts of reductions: per_chunk * chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import held
+from held import Parts
+from koila import draws, memory, outside
+from koila.program import Program, Run
+from sizes_model import Sizes
+from sweep_model import Need, Sweep
+
+# Bytes of the state of the CPU's generator.
+_STATE = torch.Generator().get_state().nbytes
+
+
+class _Step:
+    """One step, run after run; `held` is what outlives the runs so far."""
+
+    def __init__(self, program: Program, is_graph: bool) -> None:
+        self.program = program
+        self.is_graph = is_graph
+        self.sizes = Sizes(program)
+        self.held = 2.0 * _STATE  # the generator's, before and after
+        self.held_per_chunk = 0.0
+        self._hold_states()
+        self.moments: list[Need] = []
+        self.graphs: dict[int, tuple[Sweep, float]] = {}
+        self.gathering: set[int] = set()  # values whose gradients gather
+        self.cut = {entry.value for entry in program.imports if entry.place is not None}
+        bodies = [run for run in program.runs if run.is_body]
+        #: What bodies leave by rows.
+        self.crossing = {v for run in bodies for v in run.exports if not self._is_parts(run, v)}
+
+    def _hold_states(self) -> None:
+        """The generator's state before each draw, and what is drawn whole, as draws.py keeps it."""
+        self.held += draws.bytes_kept()
+        for run in self.program.runs:
+            nodes = [self.program.nodes[i] for i in run.nodes if self.program.nodes[i].is_random]
+            if run.is_body:
+                self.held_per_chunk += _STATE * len(nodes)
+                self.held += sum(draws.bytes_whole(node.id, node.first_out) for node in nodes)
+            self.held += _STATE * len(nodes)
+
+    def _note(self, moments: list[Need]) -> None:
+        more = self.held_per_chunk
+        self.moments += [Need(m.fixed + self.held, m.per_row, m.node, more) for m in moments]
+
+    def _note_end(self, more: float) -> None:
+        if self.program.nodes:
+            node = max(self.program.nodes)
+            self.moments.append(Need(self.held + more, 0.0, node, self.held_per_chunk))
+
+    def _keep(self, run: Run) -> None:
+        """What leaves a body, of all chunks: memory of its own, even where it is a view."""
+        kept: set[int] = set()
+        for value in run.exports:
+            storage = self.program.info(value).storage
+            if self._is_parts(run, value):
+                self.held_per_chunk += self._parts_of(value).left * self._result(value)
+            elif storage not in kept:
+                kept.add(storage)
+                self.held += self.sizes.whole(value)
+
+    def _parts_of(self, value: int) -> Parts:
+        node = self.program.node_of(value)
+        assert node is not None
+        return held.parts_of(node.reduce, node.is_for_chunks)
+
+    def _result(self, value: int) -> int:
+        """Bytes of a reduction's result; single numbers do not count."""
+        return self.sizes.whole(value) if self.sizes.n_elements(value) > 1 else 0
+
+    def _combined(self, run: Run) -> tuple[float, float]:
+        """Bytes for each chunk of what a joint combines: what its graph keeps, and gradients."""
+        kept, seeds = 0.0, 0.0
+        for node in run.combined:
+            if self.is_graph and self.program.needs_gradient(node.first_out):
+                size = self._result(node.first_out)
+                kept += self._parts_of(node.first_out).combined * size
+                seeds += self._parts_of(node.first_out).seeds * size
+        return kept, seeds
+
+    def _gather_gradients(self, run: Run) -> None:
+        """The gradients that reach a run's inputs from other stages, and the leaves."""
+        for number in run.imports:
+            value = self.program.imports[number].value
+            if value not in self.gathering and self.program.needs_gradient(value):
+                self.gathering.add(value)
+                self.held += self.sizes.gradient(value)
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def _joint(self, run: Run) -> None:
+        sweep = Sweep(self.program, run, self.sizes, self.is_graph)
+        self.held_per_chunk += self._combined(run)[0]
+        self._note(sweep.forward())
+        live = sweep.live().fixed
+        self.graphs[run.stage] = sweep, live
+        self.held += live
+
+    def _tail(self) -> float:
+        """What the tail needs when it is run on zeros, in the midst of the first chunk."""
+        worst, held = 0.0, 0.0
+        for run in self.program.tail_runs():
+            sweep = Sweep(self.program, run, self.sizes, True)
+            needs = [need.fixed for need in sweep.forward()]
+            end = sweep.live().fixed
+            needs += [need.fixed for need in sweep.back()]
+            worst = max(worst, held + max(needs, default=0.0))
+            held += end
+        return max(worst, held)
+
+    def _fused(self, run: Run) -> None:
+        gathered = [v for v in run.exports if not self._is_parts(run, v)]
+        seeds = sum(self.sizes.whole(v) for v in gathered if self.program.needs_gradient(v))
+        self._gather_gradients(run)
+        sweep = Sweep(self.program, run, self.sizes, True)
+        self._note(sweep.forward())
+        live = sweep.live()
+        stand_ins = sum(self.sizes.whole(v) for v in gathered) + seeds
+        parts = [v for v in run.exports if v not in gathered]
+        zeros = sum(self._parts_of(v).left * self._result(v) for v in parts)
+        self.held_per_chunk += zeros
+        self._note([Need(live.fixed + self._tail() + stand_ins, live.per_row, live.node)])
+        self.held_per_chunk -= zeros
+        self.held += seeds
+        self._note(sweep.back())
+
+    def _is_parts(self, run: Run, value: int) -> bool:
+        node = self.program.node_of(value)
+        return node is not None and node.id in run.parts
+
+    def forward(self) -> None:
+        for run, read_last in zip(self.program.runs, self.program.read_last(), strict=True):
+            self._run(run)
+            if not self.is_graph:
+                self._forget(read_last)
+
+    def _forget(self, values: set[int]) -> None:
+        """In a run without a graph a value goes when it was read for the last time."""
+        gone = {self.program.info(v).storage: v for v in sorted(values - self.program.kept)}
+        self.held -= sum(self.sizes.whole(v) for v in gone.values() if v in self.crossing)
+
+    def _run(self, run: Run) -> None:
+        if not run.is_body:
+            self._joint(run)
+            return
+        self._keep(run)
+        if self.is_graph and run.has_gradient and self.program.is_fused(run):
+            self._fused(run)
+        else:
+            self._note(Sweep(self.program, run, self.sizes, False).forward())
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def back(self) -> None:
+        for run in reversed(self.program.runs):
+            if not run.is_body:
+                self._joint_back(run)
+            elif run.has_gradient and not self.program.is_fused(run):
+                self._let_go(run)
+                self._gather_gradients(run)
+                sweep = Sweep(self.program, run, self.sizes, True)
+                self._note(sweep.forward())
+                self._note(sweep.back())
+                left = self.gathering.intersection(run.exports)
+                self.held -= sum(self.sizes.gradient(v) for v in left if not self._is_parts(run, v))
+
+    def _let_go(self, run: Run) -> None:
+        """Before a body runs back, what it left for others goes, but for the gradients."""
+        gone: set[int] = set()
+        for value in run.exports:
+            storage = self.program.info(value).storage
+            if self._is_parts(run, value):
+                self.held_per_chunk -= self._parts_of(value).left * self._result(value)
+            elif storage not in gone:
+                gone.add(storage)
+                is_kept = value in self.program.kept
+                self.held -= 0.0 if is_kept else self.sizes.whole(value)
+
+    def _joint_back(self, run: Run) -> None:
+        sweep, live = self.graphs.pop(run.stage)
+        is_after = self.program.last_body is not None and run.stage > self.program.last_body
+        self._gather_gradients(run)
+        kept, seeds = self._combined(run)
+        if not (is_after and self.program.is_tail_linear):  # else what comes is only looked at
+            self.held_per_chunk += seeds
+        self.held -= live  # what is live at the start of its backward is counted there
+        self._note(sweep.back(v for v in run.exports if v in self.gathering and v in self.cut))
+        combined = (value for node in run.combined for value in node.outs)
+        left = {self.program.info(v).storage: v for v in (*run.exports, *combined)}
+        # The graph is let go, and with it what was put together for it.
+        self.held += min(live - sweep.freed, sum(map(self.sizes.whole, left.values())))
+        self.held_per_chunk -= kept
+
+    def deliver(self) -> None:
+        """Gradients of leaves that were cut are put together; those of half precision cast. Then
+        torch goes on through graphs that were there before."""
+        more = 0.0
+        for value in self.gathering:
+            if self.program.is_leaf(value):
+                info = self.program.info(value)
+                is_cut = info.place is not None
+                is_narrow = self.sizes.gradient(value) > self.sizes.whole(value)
+                more += self.sizes.whole(value) * (is_cut or is_narrow)
+        self._note_end(more + outside.peak(_graphs_before(self.program)))
+
+    def commit(self) -> None:
+        """The numbers of the user's lazies are put together from the chunks, one by one."""
+        more, worst = 0.0, 0.0
+        for value in self._cut_and_wanted():
+            size = self.sizes.whole(value)
+            worst = max(worst, more + 2 * size)
+            more += size * (1 if not self.program.needs_gradient(value) else 2)
+        self._note_end(max(more, worst))
+
+    def _cut_and_wanted(self) -> Iterator[int]:
+        for value in self.program.wanted:
+            if self.program.info(value).place is not None:
+                yield value
+
+
+def _graphs_before(program: Program) -> Iterator[torch.Tensor]:
+    """What entered with a graph of its own."""
+    for value in {entry.value for entry in program.imports}:
+        real = program.info(value).real
+        if real is not None and real.grad_fn is not None and program.needs_gradient(value):
+            yield real
+
+
+def moments_of(program: Program, is_graph: bool) -> list[Need]:
+    """What a program needs beyond what is there already (leaves, parameters)."""
+    step = _Step(program, is_graph)
+    step.forward()
+    if is_graph:
+        step.back()
+        step.deliver()
+    step.commit()
+    return step.moments
+
+
+def whole(program: Program, is_graph: bool) -> float:
+    """What a live run of a program needs beyond what is there already, and its backward."""
+    sizes = Sizes(program)
+    sweep = Sweep(program, program.as_written(), sizes, is_graph, is_live=True)
+    moments = sweep.forward()
+    if is_graph:
+        moments = moments + sweep.back()
+        end = sweep.live().fixed + sweep.gradients.fixed
+        moments.append(Need(end + outside.peak(_graphs_before(program)), 0.0, 0))
+    return max((need.fixed for need in moments), default=0.0)
+
+
+def read_moments(estimate: memory.Estimate) -> list[Need]:
+    """The moments of an estimate; KlMoment has the node last."""
+    found = struct.iter_unpack("dddI4x", estimate.moments)
+    return [Need(fixed, per_row, node, per_chunk) for fixed, per_row, per_chunk, node in found]
+
+
+def write_moments(*moments: Need) -> bytes:
+    return b"".join(struct.pack("dddI4x", *need[:2], need.per_chunk, need.node) for need in moments)
+
+
+def assert_measured(program: Program, is_graph: bool) -> int:
+    """Assert that the core measures a program as the model does; how many moments it has."""
+    estimate, expected = memory.estimate(program, is_graph), moments_of(program, is_graph)
+    found = read_moments(estimate)
+    for need, right in zip(found, expected, strict=True):
+        is_near = all(abs(a - b) <= 1e-9 * max(abs(b), 1) for a, b in zip(need, right, strict=True))
+        assert is_near and need.node == right.node, f"{need}, the model has {right}"
+    assert estimate.whole == pytest.approx(whole(program, is_graph), rel=1e-9)
+    assert estimate.rows == max(program.axes.values(), default=0)
+    return len(found)
+
+
+@contextlib.contextmanager
+def compared() -> Iterator[list[int]]:
+    """Hold what is said of each program that is made to the model; how many moments each had."""
+    made: list[int] = []
+    original = Program.__init__
+
+    def init(program: Program, *args: Any, **kwargs: Any) -> None:
+        original(program, *args, **kwargs)
+        made.extend(assert_measured(program, is_graph) for is_graph in (False, True))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "__init__", init)
+        yield made
