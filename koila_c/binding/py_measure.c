@@ -178,9 +178,9 @@ kl_measure_program(PyObject *module, PyObject *args)
         goto error;
     }
     const KlMoments *moments = &measured.moments;
-    result = Py_BuildValue("(y#Ld)", (const char *)moments->moments,
-                           (Py_ssize_t)(moments->n * sizeof(KlMoment)), (long long)measured.rows,
-                           measured.whole);
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)moments->moments,
+                                                (Py_ssize_t)(moments->n * sizeof(KlMoment)));
+    result = Py_BuildValue("(NLd)", bytes, (long long)measured.rows, measured.whole);
 error:
     kl_measure_fini(&measured);
     Py_XDECREF(found.graphs);

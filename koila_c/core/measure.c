@@ -158,18 +158,6 @@ sweep_back(Step *step)
     return status;
 }
 
-/* The most fixed bytes of the moments from `first` on, which are forgotten. */
-static double
-take_most(KlMoments *moments, size_t first)
-{
-    double most = 0;
-    for (size_t i = first; i < moments->n; i++) {
-        most = fmax(most, moments->moments[i].fixed);
-    }
-    moments->n = first;
-    return most;
-}
-
 /* -- what outlives runs -------------------------------------------------------------------------------- */
 
 /* The generator's state, before and after, and before each draw; and what is drawn whole. */
@@ -265,7 +253,6 @@ static KlStatus
 run_tail(Step *step, double *worst)
 {
     double held = 0;
-    size_t first = step->moments->n;
     KlStatus status = KL_OK;
     *worst = 0;
     for (size_t i = 0; i < step->n_runs && status == KL_OK; i++) {
@@ -275,12 +262,10 @@ run_tail(Step *step, double *worst)
         }
         KlSpan span = kl_sweep_span(step->program, run, true);
         kl_sweep_open(&step->sweep, &span);
-        status = kl_sweep_forward(&step->sweep, step->moments, step->error);
+        status = kl_sweep_forward(&step->sweep, NULL, step->error);
         double end = kl_sweep_live(&step->sweep).fixed;
-        if (status == KL_OK) {
-            status = kl_sweep_back(&step->sweep, step->moments, step->error);
-        }
-        *worst = fmax(*worst, held + take_most(step->moments, first));
+        status = status == KL_OK ? kl_sweep_back(&step->sweep, NULL, step->error) : status;
+        *worst = fmax(*worst, held + step->sweep.most);
         held += end;
     }
     *worst = fmax(*worst, held);
@@ -425,9 +410,9 @@ go_back_joint(Step *step, size_t i)
         step->held_per_chunk += seeds; /* else what comes is only looked at */
     }
     step->held -= step->live[i]; /* what is live at the start of its backward is counted there */
-    size_t first = step->moments->n;
-    KlStatus status = sweep_forward(step, run, true); /* again: what it left */
-    step->moments->n = first;
+    KlSpan span = kl_sweep_span(step->program, run, true);
+    kl_sweep_open(&step->sweep, &span);
+    KlStatus status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
     for (uint32_t k = 0; k < run->exports.n; k++) {
         KlValueId value = export_of(step, run, k);
         if (step->is_gathering[value] && step->is_cut[value]) {
@@ -543,7 +528,6 @@ measure_whole(Step *step, double *most)
     uint32_t *lists =
         kl_alloc_resize(NULL, stages->n_nodes + stages->n_imports + n_asked + 1, sizeof(uint32_t));
     bool *is_made = kl_alloc_zeroed(stages->n_values, sizeof(bool)); /* [n_values] */
-    size_t first = step->moments->n;
     KlStatus status = KL_OK;
     if (lists == NULL || is_made == NULL) {
         status = kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
@@ -552,14 +536,14 @@ measure_whole(Step *step, double *most)
     }
     KlSpan span = written(step, lists, is_made);
     kl_sweep_open(&step->sweep, &span);
-    status = kl_sweep_forward(&step->sweep, step->moments, step->error);
+    status = kl_sweep_forward(&step->sweep, NULL, step->error);
     double end = 0;
     if (status == KL_OK && step->is_graph) {
-        status = kl_sweep_back(&step->sweep, step->moments, step->error);
+        status = kl_sweep_back(&step->sweep, NULL, step->error);
         end = kl_sweep_live(&step->sweep).fixed + step->sweep.gradients.fixed +
               step->outside->bytes_graphs;
     }
-    *most = fmax(take_most(step->moments, first), end);
+    *most = fmax(step->sweep.most, end);
 done:
     kl_alloc_free(is_made);
     kl_alloc_free(lists);

@@ -5,11 +5,11 @@
 
 #include "alloc.h"
 
-/* Of the sweep `number`; of another: as if it were all zeros. */
+/* Of the run `number`; of another: as if it were new. */
 struct KlSweepStorage {
     uint32_t number;
     uint32_t last_use; /* the position of the last node that makes or reads it */
-    KlNodeId saved_by; /* the first node that saves it, the last to need it; KL_ID_NONE: none */
+    uint32_t saved_by; /* that of the first node that saves it, the last to need it; KL_ID_NONE */
     bool is_held;      /* to the end of the run */
     bool is_copy;      /* made for this run */
     bool is_live;
@@ -22,7 +22,22 @@ struct KlSweepValue {
     uint32_t n_users;  /* values whose gradient lies in its buffer */
     uint32_t n_coming; /* from outside: gradients that are still to come */
     bool is_inside;    /* made here */
-    bool is_outside;   /* it comes from outside, and a gradient goes back to it */
+};
+
+/* What is known of a node, close together: the tape's own is several times as long. */
+struct KlSweepNode {
+    uint32_t first_input, n_inputs; /* into the sweep's inputs */
+    KlValueId first_out;
+    uint32_t n_outs;
+    const KlHeld *held;     /* by its call */
+    const KlParts *parts;   /* what it leaves in a body; NULL: it is no reduction */
+    uint64_t saved_inputs;  /* bit i: input i is saved for backward, and any over 63 */
+    uint64_t saved_outputs; /* bit i */
+    KlBytes further;        /* what it keeps beside values in the run that is open */
+    bool has_bytes;         /* the tape tells of further bytes, a workspace ... */
+    bool has_gradient;
+    bool is_open;
+    bool is_writing;
 };
 
 static const KlBytes zero = {0};
@@ -83,26 +98,16 @@ size_of(const KlSweep *sweep, KlValueId value)
     return size->per_row > 0 ? (KlBytes){0, size->per_row} : (KlBytes){whole, 0};
 }
 
-static const KlInput *
-inputs_of(const KlSweep *sweep, const KlNode *node)
+static const KlSweepNode *
+node_at(const KlSweep *sweep, uint32_t at)
 {
-    return &sweep->tape->inputs[node->first_input];
+    return &sweep->nodes[sweep->span.nodes[at]];
 }
 
-static bool
-is_reading(const KlNode *node, const KlInput *input)
+static const KlValueId *
+inputs_of(const KlSweep *sweep, const KlSweepNode *node)
 {
-    return input->value != KL_ID_NONE && !node->is_open;
-}
-
-static bool
-has_gradient(const KlSweep *sweep, const KlNode *node)
-{
-    bool is_found = false;
-    for (uint32_t k = 0; k < node->n_outs && sweep->span.has_graph; k++) {
-        is_found = is_found || sweep->sizes[node->first_out + k].needs_gradient;
-    }
-    return is_found;
+    return &sweep->inputs[node->first_input];
 }
 
 static bool
@@ -112,61 +117,44 @@ is_wanted(const KlSweep *sweep, KlValueId value)
 }
 
 static bool
-leaves_parts(const KlSweep *sweep, uint32_t at)
+has_gradient(const KlSweep *sweep, const KlSweepNode *node)
 {
-    return sweep->span.parts != NULL && sweep->span.parts[at] != 0;
+    return sweep->span.has_graph && node->has_gradient;
 }
 
+/* What a reduction leaves in the run; NULL: it is none, or it is run as it is called. */
 static const KlParts *
-parts_of(const KlSweep *sweep, uint32_t at)
+parts_of(const KlSweep *sweep, const KlSweepNode *node)
 {
-    const KlNode *node = &sweep->tape->nodes[sweep->span.nodes[at]];
-    bool is_parts = leaves_parts(sweep, at);
-    return is_parts ? kl_ops_parts((KlReduce)node->reduce, node->is_for_chunks) : NULL;
-}
-
-/* What the call of a node holds, whether it is made here or not; NULL: nothing. */
-static const KlHeld *
-held_by_call(const KlSweep *sweep, const KlNode *node)
-{
-    if (node->row == NULL || node->row->held != NULL || node->row->kind != KL_ROW_INPLACE) {
-        return node->row != NULL ? node->row->held : NULL;
-    }
-    const KlHeld **held = &sweep->held[node->row - kl_ops_rows];
-    if (*held == NULL) {
-        *held = kl_ops_held(node->row);
-    }
-    return *held;
+    return sweep->span.is_body ? node->parts : NULL;
 }
 
 static const KlHeld *
-held_by(const KlSweep *sweep, uint32_t at)
+held_by(const KlSweep *sweep, const KlSweepNode *node)
 {
-    const KlParts *parts = parts_of(sweep, at);
-    return parts != NULL && parts->held != NULL
-               ? parts->held
-               : held_by_call(sweep, &sweep->tape->nodes[sweep->span.nodes[at]]);
+    const KlParts *parts = parts_of(sweep, node);
+    return parts != NULL && parts->held != NULL ? parts->held : node->held;
 }
 
 /* Bytes of what a node holds in flight. */
 static KlBytes
-bytes_of(const KlSweep *sweep, const KlNode *node, KlAmount amount)
+bytes_of(const KlSweep *sweep, const KlSweepNode *node, double outs, double ins, double masks)
 {
     KlValueId out = node->first_out;
-    KlValueId first = node->n_inputs > 0 ? inputs_of(sweep, node)->value : KL_ID_NONE;
+    KlValueId first = node->n_inputs > 0 ? inputs_of(sweep, node)[0] : KL_ID_NONE;
     first = first != KL_ID_NONE ? first : out;
-    KlBytes bytes = times(amount.outs, size_of(sweep, out));
-    bytes = plus(bytes, times(amount.ins, size_of(sweep, first)));
-    if (amount.masks > 0) {
+    KlBytes bytes = outs > 0 ? times(outs, size_of(sweep, out)) : zero;
+    bytes = ins > 0 ? plus(bytes, times(ins, size_of(sweep, first))) : bytes;
+    if (masks > 0) {
         bool is_first = sweep->sizes[first].n_elements > sweep->sizes[out].n_elements;
         KlValueId most = is_first ? first : out;
-        double share = amount.masks / sweep->sizes[most].itemsize;
+        double share = masks / sweep->sizes[most].itemsize;
         bytes = plus(bytes, times(share, size_of(sweep, most)));
     }
     return bytes;
 }
 
-/* Bytes of a call that are told of all its rows. */
+/* Bytes that the tape tells of all rows of a call. */
 static KlBytes
 by_rows(const KlSweep *sweep, const KlNode *node, int64_t bytes)
 {
@@ -178,48 +166,54 @@ by_rows(const KlSweep *sweep, const KlNode *node, int64_t bytes)
 
 /* Whether values are kept for backward: not where a chunk keeps something else in their place. */
 static bool
-saves_values(const KlSweep *sweep, uint32_t at)
+saves_values(const KlSweep *sweep, const KlSweepNode *node)
 {
-    const KlParts *parts = parts_of(sweep, at);
-    return has_gradient(sweep, &sweep->tape->nodes[sweep->span.nodes[at]]) &&
-           (parts == NULL || parts->keeps == NULL);
+    const KlParts *parts = parts_of(sweep, node);
+    return has_gradient(sweep, node) && (parts == NULL || parts->keeps == NULL);
 }
 
 static bool
-is_input_saved(const KlSweep *sweep, const KlNode *node, uint32_t k)
+is_input_saved(const KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
-    return inputs_of(sweep, node)[k].value != KL_ID_NONE &&
-           (node->row == NULL || k >= 64 || (node->saves.inputs >> k & 1) != 0);
+    return (k >= 64 || (node->saved_inputs >> k & 1) != 0) &&
+           inputs_of(sweep, node)[k] != KL_ID_NONE;
 }
 
 static bool
-is_output_saved(const KlNode *node, uint32_t k)
+is_output_saved(const KlSweepNode *node, uint32_t k)
 {
-    return node->row == NULL || (k < 64 && (node->saves.outputs >> k & 1) != 0);
+    return k < 64 && (node->saved_outputs >> k & 1) != 0;
 }
 
-/* What a node keeps beside values, and what is there only while it runs. */
-static void
-find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further, KlBytes *workspace)
+/* What a node is to keep beside values; what is there only while it runs is returned. */
+static KlBytes
+find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
 {
-    const KlNode *node = &sweep->tape->nodes[sweep->span.nodes[at]];
-    const KlSaves *saves = &node->saves;
-    const KlParts *parts = parts_of(sweep, at);
-    const KlHeld *held = held_by(sweep, at);
-    *further = saves->is_extra_rows ? by_rows(sweep, node, saves->bytes_extra)
-                                    : (KlBytes){(double)saves->bytes_extra, 0};
-    further->fixed += (double)saves->bytes_fixed;
-    *workspace = by_rows(sweep, node, saves->bytes_workspace);
+    const KlSweepNode *node = node_at(sweep, at);
+    const KlParts *parts = parts_of(sweep, node);
+    const KlHeld *held = held_by(sweep, node);
+    KlBytes workspace = zero;
+    *further = zero;
+    if (node->has_bytes) {
+        const KlNode *told = &sweep->tape->nodes[sweep->span.nodes[at]];
+        *further = told->saves.is_extra_rows ? by_rows(sweep, told, told->saves.bytes_extra)
+                                             : (KlBytes){(double)told->saves.bytes_extra, 0};
+        further->fixed += (double)told->saves.bytes_fixed;
+        workspace = by_rows(sweep, told, told->saves.bytes_workspace);
+    }
     if (parts != NULL && parts->keeps != NULL) {
-        *further = bytes_of(sweep, node, *parts->keeps);
+        const KlAmount *keeps = parts->keeps;
+        *further = bytes_of(sweep, node, keeps->outs, keeps->ins, keeps->masks);
     }
     if (held != NULL) {
-        *workspace = plus(*workspace, bytes_of(sweep, node, held->run));
+        const KlAmount *run = &held->run;
+        workspace = plus(workspace, bytes_of(sweep, node, run->outs, run->ins, run->masks));
     }
     if (!has_gradient(sweep, node)) {
-        *workspace = held != NULL && held->is_stepwise ? *workspace : plus(*workspace, *further);
+        workspace = held != NULL && held->is_stepwise ? workspace : plus(workspace, *further);
         *further = zero;
     }
+    return workspace;
 }
 
 /* -- lifetimes ---------------------------------------------------------------------------------------- */
@@ -242,58 +236,42 @@ find_cut(KlSweep *sweep)
     }
 }
 
-/* Storages that live to the end of the run: what leaves it, and what it writes. Values that it makes. */
 static void
-find_held(KlSweep *sweep)
-{
-    const KlSpan *span = &sweep->span;
-    for (uint32_t i = 0; i < span->n_exports; i++) {
-        storage_of(sweep, span->exports[i])->is_held = true;
-    }
-    for (uint32_t i = 0; i < span->n_nodes + span->n_combined; i++) {
-        bool is_here = i < span->n_nodes;
-        KlNodeId id = is_here ? span->nodes[i] : span->combined[i - span->n_nodes];
-        const KlNode *node = &sweep->tape->nodes[id];
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            state_of(sweep, node->first_out + k)->is_inside = true;
-        }
-        if (is_here && node->writes != 0) {
-            storage_of(sweep, node->first_out)->is_held = true;
-        }
-    }
-}
-
-static void
-save(const KlSweep *sweep, KlValueId value, KlNodeId id)
+save(const KlSweep *sweep, KlValueId value, uint32_t at)
 {
     KlSweepStorage *storage = storage_of(sweep, value);
-    storage->saved_by = storage->saved_by == KL_ID_NONE ? id : storage->saved_by;
+    storage->saved_by = storage->saved_by == KL_ID_NONE ? at : storage->saved_by;
 }
 
+/* What the nodes make, read last and save; and what lives to the end: what leaves the run, and what it writes. */
 static void
 find_lifetimes(KlSweep *sweep)
 {
+    for (uint32_t i = 0; i < sweep->span.n_exports; i++) {
+        storage_of(sweep, sweep->span.exports[i])->is_held = true;
+    }
     for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
-        KlNodeId id = sweep->span.nodes[at];
-        const KlNode *node = &sweep->tape->nodes[id];
-        const KlInput *inputs = inputs_of(sweep, node);
-        bool is_saving = saves_values(sweep, at), is_back = has_gradient(sweep, node);
+        const KlSweepNode *node = node_at(sweep, at);
+        const KlValueId *inputs = inputs_of(sweep, node);
+        bool is_saving = saves_values(sweep, node), is_back = has_gradient(sweep, node);
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            storage_of(sweep, node->first_out + k)->last_use = at;
+            KlSweepStorage *storage = storage_of(sweep, node->first_out + k);
+            storage->last_use = at;
+            storage->is_held |= node->is_writing && k == 0;
+            state_of(sweep, node->first_out + k)->is_inside = true;
             if (is_saving && is_output_saved(node, k)) {
-                save(sweep, node->first_out + k, id);
+                save(sweep, node->first_out + k, at);
             }
         }
         for (uint32_t k = 0; k < node->n_inputs; k++) {
-            if (is_reading(node, &inputs[k])) {
-                storage_of(sweep, inputs[k].value)->last_use = at;
+            if (inputs[k] != KL_ID_NONE && !node->is_open) {
+                storage_of(sweep, inputs[k])->last_use = at;
             }
             if (is_saving && is_input_saved(sweep, node, k)) {
-                save(sweep, inputs[k].value, id);
+                save(sweep, inputs[k], at);
             }
-            if (is_back && is_wanted(sweep, inputs[k].value)) {
-                KlSweepValue *state = state_of(sweep, inputs[k].value);
-                state->is_outside = !state->is_inside;
+            if (is_back && is_wanted(sweep, inputs[k])) {
+                KlSweepValue *state = state_of(sweep, inputs[k]);
                 state->n_coming += !state->is_inside;
             }
         }
@@ -311,7 +289,6 @@ kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph)
 {
     bool is_body = kl_program_is_body(run);
     return (KlSpan){.nodes = part(&program->nodes, run->nodes),
-                    .parts = part(&program->parts, run->nodes),
                     .imports = part(&program->imports, run->imports),
                     .exports = part(&program->exports, run->exports),
                     .combined = part(&program->combined, run->combined),
@@ -330,8 +307,14 @@ kl_sweep_open(KlSweep *sweep, const KlSpan *span)
     sweep->number++;
     sweep->made = sweep->further = sweep->gradients = zero;
     sweep->freed = 0;
+    sweep->most = 0;
     find_cut(sweep);
-    find_held(sweep);
+    for (uint32_t i = 0; i < span->n_combined; i++) {
+        const KlSweepNode *node = &sweep->nodes[span->combined[i]];
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            state_of(sweep, node->first_out + k)->is_inside = true;
+        }
+    }
     find_lifetimes(sweep);
 }
 
@@ -385,7 +368,7 @@ enter(KlSweep *sweep)
         storage_of(sweep, value)->is_copy |= is_copy;
     }
     for (uint32_t i = 0; i < span->n_combined; i++) {
-        const KlNode *node = &sweep->tape->nodes[span->combined[i]];
+        const KlSweepNode *node = &sweep->nodes[span->combined[i]];
         for (uint32_t k = 0; k < node->n_outs; k++) {
             hold(sweep, node->first_out + k, size_of(sweep, node->first_out + k));
         }
@@ -407,13 +390,13 @@ drop_copies(KlSweep *sweep)
 
 /* What parts of a reduction, or its result, lie in: a reduced loss in the memory of its terms. */
 static KlBytes
-terms_of(const KlSweep *sweep, const KlNode *node)
+terms_of(const KlSweep *sweep, const KlSweepNode *node)
 {
-    const KlHeld *held = held_by_call(sweep, node);
+    bool is_loss = node->held != NULL && node->held->is_of_terms && !node->is_open;
     KlBytes most = zero;
-    for (uint32_t k = 0; held != NULL && held->is_of_terms && k < node->n_inputs; k++) {
-        const KlInput *input = &inputs_of(sweep, node)[k];
-        most = is_reading(node, input) ? larger(most, size_of(sweep, input->value)) : most;
+    for (uint32_t k = 0; is_loss && k < node->n_inputs; k++) {
+        KlValueId value = inputs_of(sweep, node)[k];
+        most = value != KL_ID_NONE ? larger(most, size_of(sweep, value)) : most;
     }
     return most;
 }
@@ -430,58 +413,66 @@ drop_dead(KlSweep *sweep, KlValueId value, uint32_t at)
 
 /* There is room for the moment. */
 static void
-note(const KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
+note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
 {
     KlBytes sum = plus(kl_sweep_live(sweep), plus(sweep->gradients, more));
-    moments->moments[moments->n++] =
-        (KlMoment){.fixed = sum.fixed, .per_row = sum.per_row, .node = node};
+    sweep->most = sum.fixed > sweep->most ? sum.fixed : sweep->most;
+    if (moments != NULL) {
+        moments->moments[moments->n++] =
+            (KlMoment){.fixed = sum.fixed, .per_row = sum.per_row, .node = node};
+    }
 }
 
 static KlStatus
 make_room(const KlSweep *sweep, KlMoments *moments, KlError *error)
 {
-    return kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
-                            moments->n + sweep->span.n_nodes + 1, sizeof(KlMoment), error);
+    return moments == NULL
+               ? KL_OK
+               : kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
+                                  moments->n + sweep->span.n_nodes + 1, sizeof(KlMoment), error);
+}
+
+/* What a node makes, and while it runs; what was needed for the last time goes. */
+static void
+go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
+{
+    KlSweepNode *node = &sweep->nodes[sweep->span.nodes[at]];
+    bool is_parts = parts_of(sweep, node) != NULL;
+    if (node->parts != NULL && (is_parts || sweep->span.is_live)) {
+        sweep->made = plus(sweep->made, terms_of(sweep, node));
+    }
+    for (uint32_t k = 0; k < node->n_outs && !is_parts; k++) {
+        hold(sweep, node->first_out + k, size_of(sweep, node->first_out + k));
+    }
+    if (!sweep->span.is_live && sweep->known.is_cloned[sweep->span.nodes[at]]) {
+        /* To the end, as what is written. */
+        sweep->made = plus(sweep->made, size_of(sweep, node->first_out + node->n_outs - 1));
+    }
+    KlBytes workspace = find_kept(sweep, at, &node->further);
+    sweep->further = plus(sweep->further, node->further);
+    note(sweep, sweep->span.nodes[at], workspace, moments);
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        drop_dead(sweep, node->first_out + k, at);
+    }
+    for (uint32_t k = 0; k < node->n_inputs && !node->is_open; k++) {
+        if (inputs_of(sweep, node)[k] != KL_ID_NONE) {
+            drop_dead(sweep, inputs_of(sweep, node)[k], at);
+        }
+    }
 }
 
 KlStatus
 kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error)
 {
-    const KlSpan *span = &sweep->span;
     KlStatus status = make_room(sweep, moments, error);
-    if (status != KL_OK) {
-        return status;
+    if (status == KL_OK) {
+        enter(sweep);
+        for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
+            go_through(sweep, at, moments);
+        }
+        drop_copies(sweep);
     }
-    enter(sweep);
-    for (uint32_t at = 0; at < span->n_nodes; at++) {
-        KlNodeId id = span->nodes[at];
-        const KlNode *node = &sweep->tape->nodes[id];
-        bool is_parts = leaves_parts(sweep, at);
-        if (is_parts || (span->is_live && node->mode == KL_MODE_REDUCE)) {
-            sweep->made = plus(sweep->made, terms_of(sweep, node));
-        }
-        for (uint32_t k = 0; k < node->n_outs && !is_parts; k++) {
-            hold(sweep, node->first_out + k, size_of(sweep, node->first_out + k));
-        }
-        if (!span->is_live &&
-            sweep->known.is_cloned[id]) { /* to the end: what is written is held */
-            sweep->made = plus(sweep->made, size_of(sweep, node->first_out + node->n_outs - 1));
-        }
-        KlBytes workspace;
-        find_kept(sweep, at, &sweep->further_of[id], &workspace);
-        sweep->further = plus(sweep->further, sweep->further_of[id]);
-        note(sweep, id, workspace, moments);
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            drop_dead(sweep, node->first_out + k, at);
-        }
-        for (uint32_t k = 0; k < node->n_inputs; k++) {
-            if (is_reading(node, &inputs_of(sweep, node)[k])) {
-                drop_dead(sweep, inputs_of(sweep, node)[k].value, at);
-            }
-        }
-    }
-    drop_copies(sweep);
-    return KL_OK;
+    return status;
 }
 
 KlBytes
@@ -529,73 +520,81 @@ kl_sweep_seed(KlSweep *sweep, KlValueId value)
 
 /* Whether a joint reads a value put together from chunks, whose gradient is cut again. */
 static bool
-is_gathered(const KlSweep *sweep, const KlNode *node, uint32_t k)
+is_gathered(const KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
     return !sweep->span.is_body &&
            !is_given(sweep, sweep->program->stages.import_of[node->first_input + k]);
 }
 
+/* Whether the formula hands the gradient of the result on to operand k. */
+static bool
+hands_on(const KlHeld *held, uint32_t k)
+{
+    return held != NULL && k < 8 && (held->handed_on >> k & 1) != 0;
+}
+
 /* Gradients of operands that were broadcast are as large as the result, all of them, until they are summed one
  * after the other. */
 static KlBytes
-wide_gradients(const KlSweep *sweep, const KlNode *node, const KlHeld *held)
+wide_gradients(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
 {
+    const KlSize *out = &sweep->sizes[node->first_out];
     KlBytes most = zero, sum = zero;
     int n = 0;
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = inputs_of(sweep, node)[k].value;
-        bool is_handed_on = k < 8 && (held->handed_on >> k & 1) != 0;
-        if (is_wanted(sweep, value) && !is_handed_on &&
-            sweep->sizes[value].n_elements < sweep->sizes[node->first_out].n_elements) {
+        KlValueId value = inputs_of(sweep, node)[k];
+        if (is_wanted(sweep, value) && !hands_on(held, k) &&
+            sweep->sizes[value].n_elements < out->n_elements) {
             KlBytes size = size_of(sweep, value);
             most = n++ == 0 ? size : larger(most, size);
             sum = plus(sum, size);
         }
     }
-    KlBytes more = plus(times(n, size_of(sweep, node->first_out)), most);
+    KlBytes more = n > 0 ? plus(times(n, size_of(sweep, node->first_out)), most) : zero;
     return plus(more, times(-1, sum));
 }
 
 /* What the formulas for some operands' gradients hold beside these, at most. */
 static KlBytes
-in_flight(const KlSweep *sweep, const KlNode *node, const KlHeld *held)
+in_flight(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
 {
     KlBytes more = zero;
-    for (uint32_t k = 0; held != NULL && k < node->n_inputs; k++) {
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
         uint32_t i = k < 2 ? k : 2;
-        const KlAmount amount = {held->back_outs[i], held->back_ins[i], held->back_masks};
-        if (is_wanted(sweep, inputs_of(sweep, node)[k].value)) {
-            more = larger(more, bytes_of(sweep, node, amount));
+        if (is_wanted(sweep, inputs_of(sweep, node)[k])) {
+            more = larger(more, bytes_of(sweep, node, held->back_outs[i], held->back_ins[i],
+                                         held->back_masks));
         }
     }
-    if (held != NULL && held->turned > 0 && sweep->sizes[node->first_out].is_turned) {
+    if (held->turned > 0 && sweep->sizes[node->first_out].is_turned) {
         more = plus(more, times(held->turned, size_of(sweep, node->first_out)));
     }
-    return held != NULL && held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
+    return held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
 }
 
 /* Whether an operand's gradient is the result's, or a view of it. */
 static bool
-is_handed_on(const KlSweep *sweep, const KlNode *node, const KlHeld *held, uint32_t k)
+is_handed_on(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held, uint32_t k)
 {
-    KlValueId value = inputs_of(sweep, node)[k].value;
-    KlBytes size = size_of(sweep, value), out = size_of(sweep, node->first_out);
-    if (node->n_outs != 1 || size.fixed != out.fixed || size.per_row != out.per_row) {
+    KlValueId value = inputs_of(sweep, node)[k];
+    bool is_same = sweep->sizes[value].storage == sweep->sizes[node->first_out].storage;
+    if (node->n_outs != 1 || !(is_same || hands_on(held, k))) {
         return false;
     }
-    return (held != NULL && k < 8 && (held->handed_on >> k & 1) != 0) ||
-           sweep->sizes[value].storage == sweep->sizes[node->first_out].storage;
+    KlBytes size = size_of(sweep, value), out = size_of(sweep, node->first_out);
+    return size.fixed == out.fixed && size.per_row == out.per_row;
 }
 
 /* The gradient of operand k is made; the bytes that adding it to another takes. */
 static KlBytes
-make_gradient(KlSweep *sweep, uint32_t at, const KlNode *node, uint32_t k)
+make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
-    KlValueId value = inputs_of(sweep, node)[k].value, shared = KL_ID_NONE;
+    KlValueId value = inputs_of(sweep, node)[k], shared = KL_ID_NONE;
     KlSweepValue *state = state_of(sweep, value);
-    if (state->is_inside || is_gathered(sweep, node, k)) {
+    bool is_outside = !state->is_inside;
+    if (!is_outside || is_gathered(sweep, node, k)) {
         bool is_shared =
-            !leaves_parts(sweep, at) && is_handed_on(sweep, node, held_by(sweep, at), k);
+            parts_of(sweep, node) == NULL && is_handed_on(sweep, node, held_by(sweep, node), k);
         shared = is_shared ? node->first_out : KL_ID_NONE;
     } else {
         state->n_coming--;
@@ -603,36 +602,43 @@ make_gradient(KlSweep *sweep, uint32_t at, const KlNode *node, uint32_t k)
     if (put(sweep, value, shared)) {
         return zero;
     }
-    return times(state->is_outside ? 1 : 2,
-                 size_of(sweep, value)); /* the second one, and the sum */
+    return times(is_outside ? 1 : 2, size_of(sweep, value)); /* the second one, and the sum */
 }
 
-/* Whether the gradient of what entered is added to one there is: that of other chunks, or of the steps
- * before. */
+/* Whether all of the gradient of an operand has come, and is added to one there is: that of other chunks, or of
+ * the steps before. */
 static bool
 is_added(const KlSweep *sweep, KlValueId value)
 {
-    return !sweep->span.is_live || sweep->known.has_grad[value];
+    const KlSweepValue *state = &sweep->values[value];
+    return is_wanted(sweep, value) && !state->is_inside && state->n_coming == 0 &&
+           (!sweep->span.is_live || sweep->known.has_grad[value]);
+}
+
+static void
+free_saved(KlSweep *sweep, KlValueId value, uint32_t at)
+{
+    KlSweepStorage *storage = storage_of(sweep, value);
+    if (storage->saved_by == at && !storage->is_held) {
+        drop(sweep, storage);
+    }
 }
 
 /* What a node kept goes when its backward has run. */
 static void
 free_kept(KlSweep *sweep, uint32_t at)
 {
-    KlNodeId id = sweep->span.nodes[at];
-    const KlNode *node = &sweep->tape->nodes[id];
-    sweep->further = plus(sweep->further, times(-1, sweep->further_of[id]));
-    uint32_t n = saves_values(sweep, at) ? node->n_inputs + node->n_outs : 0;
-    for (uint32_t i = 0; i < n; i++) {
-        bool is_input = i < node->n_inputs;
-        uint32_t k = is_input ? i : i - node->n_inputs;
-        if (is_input ? !is_input_saved(sweep, node, k) : !is_output_saved(node, k)) {
-            continue;
+    const KlSweepNode *node = node_at(sweep, at);
+    sweep->further = plus(sweep->further, times(-1, node->further));
+    bool is_saving = saves_values(sweep, node);
+    for (uint32_t k = 0; is_saving && k < node->n_inputs; k++) {
+        if (is_input_saved(sweep, node, k)) {
+            free_saved(sweep, inputs_of(sweep, node)[k], at);
         }
-        KlValueId value = is_input ? inputs_of(sweep, node)[k].value : node->first_out + k;
-        KlSweepStorage *storage = storage_of(sweep, value);
-        if (storage->saved_by == id && !storage->is_held) {
-            drop(sweep, storage);
+    }
+    for (uint32_t k = 0; is_saving && k < node->n_outs; k++) {
+        if (is_output_saved(node, k)) {
+            free_saved(sweep, node->first_out + k, at);
         }
     }
 }
@@ -641,19 +647,22 @@ static void
 go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
 {
     KlNodeId id = sweep->span.nodes[at];
-    const KlNode *node = &sweep->tape->nodes[id];
-    const KlHeld *of_call = held_by_call(sweep, node);
-    for (uint32_t k = 0; k < node->n_outs && !leaves_parts(sweep, at); k++) {
+    const KlSweepNode *node = &sweep->nodes[id];
+    const KlHeld *held = held_by(sweep, node);
+    for (uint32_t k = 0; k < node->n_outs && parts_of(sweep, node) == NULL; k++) {
         (void)put(sweep, node->first_out + k, KL_ID_NONE);
     }
-    KlBytes more = by_rows(sweep, node, node->saves.bytes_backward);
-    more = plus(more, in_flight(sweep, node, held_by(sweep, at)));
-    if (of_call != NULL && of_call->is_composed) {
-        more = plus(more, sweep->further_of[id]);
+    KlBytes more = held != NULL ? in_flight(sweep, node, held) : zero;
+    if (node->has_bytes) {
+        const KlNode *told = &sweep->tape->nodes[id];
+        more = plus(more, by_rows(sweep, told, told->saves.bytes_backward));
+    }
+    if (node->held != NULL && node->held->is_composed) {
+        more = plus(more, node->further);
     }
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        if (is_wanted(sweep, inputs_of(sweep, node)[k].value)) {
-            more = plus(more, make_gradient(sweep, at, node, k));
+        if (is_wanted(sweep, inputs_of(sweep, node)[k])) {
+            more = plus(more, make_gradient(sweep, node, k));
         }
     }
     note(sweep, id, more, moments);
@@ -661,11 +670,8 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
         take(sweep, node->first_out + k);
     }
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = inputs_of(sweep, node)[k].value;
-        bool is_done = is_wanted(sweep, value) && state_of(sweep, value)->is_outside &&
-                       state_of(sweep, value)->n_coming == 0;
-        if (is_done && is_added(sweep, value)) {
-            take(sweep, value);
+        if (is_added(sweep, inputs_of(sweep, node)[k])) {
+            take(sweep, inputs_of(sweep, node)[k]);
         }
     }
     free_kept(sweep, at);
@@ -680,13 +686,12 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
     }
     double before = kl_sweep_live(sweep).fixed;
     for (uint32_t at = sweep->span.n_nodes; at-- > 0;) {
-        if (has_gradient(sweep, &sweep->tape->nodes[sweep->span.nodes[at]])) {
+        if (has_gradient(sweep, node_at(sweep, at))) {
             go_back_through(sweep, at, moments);
         }
     }
     if (sweep->span.n_nodes > 0) {
-        note(sweep, sweep->span.nodes[0], zero,
-             moments); /* gradients of what was gathered are cut */
+        note(sweep, sweep->span.nodes[0], zero, moments); /* what was gathered is cut */
     }
     sweep->freed = before - kl_sweep_live(sweep).fixed;
     return KL_OK;
@@ -712,14 +717,47 @@ find_sizes(KlSweep *sweep)
             size->per_row = (double)(size->n_elements * size->itemsize) / (double)rows;
         }
     }
-    for (size_t i = 0; i < stages->n_nodes; i++) {
-        const KlNode *node = &tape->nodes[i];
-        bool turns = node->row != NULL && node->row->held != NULL && node->row->held->turns;
-        for (uint32_t k = 0; turns && stages->node_stage[i] != KL_STAGE_NONE && k < node->n_inputs;
-             k++) {
-            if (is_reading(node, &inputs_of(sweep, node)[k])) {
-                sweep->sizes[inputs_of(sweep, node)[k].value].is_turned = true;
-            }
+}
+
+/* What the call of a node holds. A write's is looked for once. */
+static const KlHeld *
+held_by_call(const KlHeld **of_writes, const KlRow *row)
+{
+    if (row == NULL || row->held != NULL || row->kind != KL_ROW_INPLACE) {
+        return row != NULL ? row->held : NULL;
+    }
+    const KlHeld **held = &of_writes[row - kl_ops_rows];
+    *held = *held != NULL ? *held : kl_ops_held(row);
+    return *held;
+}
+
+static void
+find_node(KlSweep *sweep, KlNodeId id, const KlHeld **of_writes)
+{
+    const KlNode *told = &sweep->tape->nodes[id];
+    const KlSaves *saves = &told->saves;
+    const bool is_reduction = told->mode == KL_MODE_REDUCE;
+    KlSweepNode *node = &sweep->nodes[id];
+    *node = (KlSweepNode){.first_input = told->first_input,
+                          .n_inputs = told->n_inputs,
+                          .first_out = told->first_out,
+                          .n_outs = told->n_outs,
+                          .held = held_by_call(of_writes, told->row),
+                          .saved_inputs = told->row != NULL ? saves->inputs : UINT64_MAX,
+                          .saved_outputs = told->row != NULL ? saves->outputs : UINT64_MAX,
+                          .has_bytes = saves->bytes_extra != 0 || saves->bytes_fixed != 0 ||
+                                       saves->bytes_workspace != 0 || saves->bytes_backward != 0,
+                          .is_open = told->is_open,
+                          .is_writing = told->writes != 0};
+    node->parts = is_reduction ? kl_ops_parts((KlReduce)told->reduce, told->is_for_chunks) : NULL;
+    for (uint32_t k = 0; k < told->n_outs; k++) {
+        node->has_gradient |= sweep->sizes[told->first_out + k].needs_gradient;
+    }
+    for (uint32_t k = 0; k < told->n_inputs; k++) {
+        KlValueId value = sweep->tape->inputs[told->first_input + k].value;
+        sweep->inputs[told->first_input + k] = value;
+        if (value != KL_ID_NONE && !told->is_open && node->held != NULL) {
+            sweep->sizes[value].is_turned |= node->held->turns;
         }
     }
 }
@@ -733,16 +771,25 @@ kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, cons
     sweep->sizes = kl_alloc_zeroed(stages->n_values, sizeof(KlSize));
     sweep->storages = kl_alloc_zeroed(tape->n_storages, sizeof(KlSweepStorage));
     sweep->values = kl_alloc_zeroed(stages->n_values, sizeof(KlSweepValue));
-    sweep->further_of = kl_alloc_zeroed(stages->n_nodes, sizeof(KlBytes));
-    sweep->held = kl_alloc_zeroed(kl_ops_n_rows, sizeof(*sweep->held));
-    if (sweep->sizes == NULL || sweep->storages == NULL || sweep->values == NULL ||
-        sweep->further_of == NULL || sweep->held == NULL) {
+    sweep->nodes = kl_alloc_resize(NULL, stages->n_nodes, sizeof(KlSweepNode));
+    sweep->inputs = kl_alloc_resize(NULL, tape->n_inputs, sizeof(KlValueId));
+    const KlHeld **of_writes = kl_alloc_zeroed(kl_ops_n_rows, sizeof(*of_writes)); /* [rows] */
+    bool is_there = sweep->sizes != NULL && sweep->storages != NULL && sweep->values != NULL &&
+                    sweep->nodes != NULL && sweep->inputs != NULL && of_writes != NULL;
+    if (is_there) {
+        find_sizes(sweep);
+    } else {
         kl_sweep_fini(sweep);
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
-                            stages->n_nodes);
     }
-    find_sizes(sweep);
-    return KL_OK;
+    for (size_t i = 0; is_there && i < stages->n_nodes; i++) {
+        if (stages->node_stage[i] != KL_STAGE_NONE) {
+            find_node(sweep, (KlNodeId)i, of_writes);
+        }
+    }
+    kl_alloc_free(of_writes);
+    return is_there ? KL_OK
+                    : kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
+                                   stages->n_nodes);
 }
 
 void
@@ -751,7 +798,7 @@ kl_sweep_fini(KlSweep *sweep)
     kl_alloc_free(sweep->sizes);
     kl_alloc_free(sweep->storages);
     kl_alloc_free(sweep->values);
-    kl_alloc_free(sweep->further_of);
-    kl_alloc_free(sweep->held);
+    kl_alloc_free(sweep->nodes);
+    kl_alloc_free(sweep->inputs);
     memset(sweep, 0, sizeof(*sweep));
 }

@@ -33,7 +33,6 @@ typedef struct KlKnown {
 /* What is gone through: a run, or the program as it was written. */
 typedef struct KlSpan {
     const KlNodeId *nodes;    /* [n_nodes] in the order they run */
-    const uint32_t *parts;    /* [n_nodes] as in KlProgram; NULL: there are none */
     const uint32_t *imports;  /* [n_imports] */
     const KlValueId *exports; /* [n_exports] */
     const KlNodeId *combined; /* [n_combined] */
@@ -57,6 +56,7 @@ typedef struct KlSize {
 
 typedef struct KlSweepStorage KlSweepStorage;
 typedef struct KlSweepValue KlSweepValue;
+typedef struct KlSweepNode KlSweepNode;
 
 typedef struct KlSweep {
     const KlTape *tape;
@@ -65,13 +65,14 @@ typedef struct KlSweep {
     KlSize *sizes;            /* [n_values] */
     KlSweepStorage *storages; /* [n_storages] */
     KlSweepValue *values;     /* [n_values] */
-    KlBytes *further_of;      /* [n_nodes] what it keeps beside values */
-    const KlHeld **held;      /* [rows of the table] as they are met */
+    KlSweepNode *nodes;       /* [n_nodes] */
+    KlValueId *inputs;        /* [n_inputs] as the tape's */
     KlSpan span;
     uint32_t number;                  /* of the run that is open, from 1 on */
     int64_t rows;                     /* of the axis of a body */
     KlBytes made, further, gradients; /* live now: storages, what else is kept, gradients */
     double freed;                     /* fixed bytes that going back has let go */
+    double most;                      /* fixed bytes at the worst moment so far */
 } KlSweep;
 
 /* On success the caller owns what `sweep` holds: kl_sweep_fini. The tape must not change meanwhile. */
@@ -82,7 +83,7 @@ void kl_sweep_fini(KlSweep *sweep);
 KlSpan kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph);
 void kl_sweep_open(KlSweep *sweep, const KlSpan *span);
 
-/* The moments of running the nodes in order. */
+/* The moments of running the nodes in order; NULL: `most` is all that is wanted. */
 KlStatus kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error);
 
 /* What is live now: after forward, what is kept for backward, or leaves. */
@@ -91,7 +92,7 @@ KlBytes kl_sweep_live(const KlSweep *sweep);
 /* The gradient of `value` is there when going back starts, and to its end. */
 void kl_sweep_seed(KlSweep *sweep, KlValueId value);
 
-/* The moments of going back through the graph that forward left. */
+/* The same of going back through the graph that forward left. */
 KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);
 
 /* Bytes of all rows of a value. */
