@@ -65,7 +65,7 @@ core = Extension(
     # Without these, editing a header or a row of ops.def rebuilds nothing.
     depends=sorted(glob("koila_c/*/*.h") + glob("koila_c/*/*.def")),
     include_dirs=["koila_c/core", "koila_c/binding"],
-    libraries=["dl"],
+    libraries=["dl", "m"],
     extra_compile_args=compile_args,
     extra_link_args=link_args,
 )

@@ -44,7 +44,7 @@ def core_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(source: Path, library: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     program = folder / source.stem
-    subprocess.run([*CC, source, library, "-o", program], check=True)
+    subprocess.run([*CC, source, library, "-lm", "-o", program], check=True)
     # Not the preloads of `make sanitize`: the program brings its own sanitizers.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     return subprocess.run(
@@ -64,7 +64,9 @@ def test_two_tapes_on_two_threads(tmp_path: Path) -> None:
     options = [option for option in CC if not option.startswith(("-fsanitize", "-fno-sanitize"))]
     program = tmp_path / "threads"
     test = ROOT / "tests" / "core" / "test_threads.c"
-    subprocess.run([*options, "-fsanitize=thread", *sources, test, "-o", program], check=True)
+    subprocess.run(
+        [*options, "-fsanitize=thread", *sources, test, "-lm", "-o", program], check=True
+    )
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
     def run_it(*before: str) -> subprocess.CompletedProcess[str]:

@@ -27,6 +27,8 @@ LAYERS = [
     "segment",
     "program",
     "schedule",
+    "sweep",
+    "measure",
 ]
 # py_args before py: binding arguments to a signature knows nothing of lazies and tapes, and py.h,
 # which knows them all, keeps the signatures of the functions.

@@ -6,6 +6,19 @@
 
 #include "alloc.h"
 
+typedef struct StepValue {
+    uint32_t last_run;   /* the last run that reads it, plus one */
+    KlValueId next_last; /* the next value of those that the same run reads last */
+    bool is_gathering;   /* its gradient gathers */
+    bool is_cut;         /* something reads it by rows */
+    bool is_crossing;    /* a body leaves it by rows */
+} StepValue;
+
+typedef struct StepRun {
+    double live;          /* of a joint: what its graph keeps */
+    KlValueId first_last; /* the first value that it reads last */
+} StepRun;
+
 /* The walk; `held` is what outlives the runs so far. */
 typedef struct Step {
     const KlTape *tape;
@@ -18,13 +31,9 @@ typedef struct Step {
     KlMoments *moments;
     size_t n_runs;
     double held, held_per_chunk;
-    double *live;         /* [n_runs] what the graph of a joint keeps */
-    bool *is_gathering;   /* [n_values] its gradient gathers */
-    bool *is_cut;         /* [n_values] something reads it by rows */
-    bool *is_crossing;    /* [n_values] bodies leave it by rows */
-    uint32_t *last_run;   /* [n_values] the last run that reads it, plus one */
-    KlValueId *met;       /* [n_storages] the last value met of it */
-    KlValueId *next_last; /* [n_values] the next one that the same run reads last */
+    StepRun *runs;     /* [n_runs] */
+    StepValue *values; /* [n_values] */
+    KlValueId *met;    /* [n_storages] the last value met of it */
 } Step;
 
 static double
@@ -227,8 +236,8 @@ gather_gradients(Step *step, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
-        if (!step->is_gathering[value] && needs_gradient(step, value)) {
-            step->is_gathering[value] = true;
+        if (!step->values[value].is_gathering && needs_gradient(step, value)) {
+            step->values[value].is_gathering = true;
             step->held += gradient(step, value);
         }
     }
@@ -243,8 +252,8 @@ run_joint(Step *step, size_t i)
     find_combined(step, &step->program->runs[i], &kept, &seeds);
     step->held_per_chunk += kept;
     KlStatus status = sweep_forward(step, &step->program->runs[i], step->is_graph);
-    step->live[i] = kl_sweep_live(&step->sweep).fixed;
-    step->held += step->live[i];
+    step->runs[i].live = kl_sweep_live(&step->sweep).fixed;
+    step->held += step->runs[i].live;
     return status;
 }
 
@@ -311,46 +320,47 @@ run_body(Step *step, const KlRun *run)
     return is_back_at_once ? run_fused(step, run) : sweep_forward(step, run, false);
 }
 
-/* In a run without a graph a value goes when it was read for the last time; of a storage, the last made. */
+/* The values made here that are read last by each run, and do not leave it; in ascending order. */
 static void
-forget(Step *step, KlValueId first)
+find_last_reads(Step *step)
 {
-    for (KlValueId v = first; v != KL_ID_NONE; v = step->next_last[v]) {
-        step->met[storage_of(step, v)] = v;
-    }
-    for (KlValueId v = first; v != KL_ID_NONE; v = step->next_last[v]) {
-        bool is_last = step->met[storage_of(step, v)] == v;
-        step->held -= is_last && step->is_crossing[v] ? whole(step, v) : 0;
-    }
-}
-
-/* The values that are read last by each run: `first` is the lowest of run i, next_last goes on. */
-static void
-find_last_reads(Step *step, KlValueId *first /* [n_runs] */)
-{
-    const KlStages *stages = step->stages;
     for (size_t i = 0; i < step->n_runs; i++) {
         const KlRun *run = &step->program->runs[i];
-        first[i] = KL_ID_NONE;
+        step->runs[i].first_last = KL_ID_NONE;
         for (uint32_t k = 0; k < run->imports.n; k++) {
-            step->last_run[import_of(step, run, k)] = (uint32_t)i + 1;
+            step->values[import_of(step, run, k)].last_run = (uint32_t)i + 1;
         }
         for (uint32_t k = 0; k < run->combined.n; k++) {
             KlNodeId id = step->program->combined.ids[run->combined.first + k];
-            step->last_run[step->tape->nodes[id].first_out] = (uint32_t)i + 1;
+            step->values[step->tape->nodes[id].first_out].last_run = (uint32_t)i + 1;
         }
     }
     for (size_t i = 0; i < step->n_runs; i++) {
         const KlRun *run = &step->program->runs[i];
         for (uint32_t k = 0; k < run->exports.n; k++) {
-            uint32_t *last = &step->last_run[export_of(step, run, k)];
-            *last = *last == i + 1 ? 0 : *last; /* it leaves the run that read it */
+            uint32_t *last = &step->values[export_of(step, run, k)].last_run;
+            *last = *last == i + 1 ? 0 : *last;
         }
     }
-    for (size_t v = stages->n_values; v-- > 0;) {
-        if (step->last_run[v] != 0 && !stages->is_leaf[v] && !step->program->is_kept[v]) {
-            step->next_last[v] = first[step->last_run[v] - 1];
-            first[step->last_run[v] - 1] = (KlValueId)v;
+    for (size_t v = step->stages->n_values; v-- > 0;) {
+        StepValue *value = &step->values[v];
+        if (value->last_run != 0 && !step->stages->is_leaf[v] && !step->program->is_kept[v]) {
+            value->next_last = step->runs[value->last_run - 1].first_last;
+            step->runs[value->last_run - 1].first_last = (KlValueId)v;
+        }
+    }
+}
+
+/* In a run without a graph a value goes when it was read for the last time; of a storage, the last made. */
+static void
+forget(Step *step, KlValueId first)
+{
+    for (int is_going = 0; is_going < 2; is_going++) {
+        for (KlValueId v = first; v != KL_ID_NONE; v = step->values[v].next_last) {
+            KlValueId *met = &step->met[storage_of(step, v)];
+            *met = is_going ? *met : v;
+            bool is_gone = is_going && *met == v && step->values[v].is_crossing;
+            step->held -= is_gone ? whole(step, v) : 0;
         }
     }
 }
@@ -358,19 +368,13 @@ find_last_reads(Step *step, KlValueId *first /* [n_runs] */)
 static KlStatus
 go_forward(Step *step)
 {
-    KlValueId *first = kl_alloc_resize(NULL, step->n_runs, sizeof(KlValueId)); /* [n_runs] */
-    if (first == NULL) {
-        return kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu runs",
-                            step->n_runs);
-    }
     KlStatus status = KL_OK;
-    find_last_reads(step, first);
+    find_last_reads(step);
     for (size_t i = 0; i < step->n_runs && status == KL_OK; i++) {
         const KlRun *run = &step->program->runs[i];
         status = kl_program_is_body(run) ? run_body(step, run) : run_joint(step, i);
-        forget(step, step->is_graph ? KL_ID_NONE : first[i]);
+        forget(step, step->is_graph ? KL_ID_NONE : step->runs[i].first_last);
     }
-    kl_alloc_free(first);
     return status;
 }
 
@@ -409,19 +413,20 @@ go_back_joint(Step *step, size_t i)
     if (!(is_joint_after(step, run) && step->stages->is_tail_linear)) {
         step->held_per_chunk += seeds; /* else what comes is only looked at */
     }
-    step->held -= step->live[i]; /* what is live at the start of its backward is counted there */
+    step->held -=
+        step->runs[i].live; /* what is live at the start of its backward is counted there */
     KlSpan span = kl_sweep_span(step->program, run, true);
     kl_sweep_open(&step->sweep, &span);
     KlStatus status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
     for (uint32_t k = 0; k < run->exports.n; k++) {
         KlValueId value = export_of(step, run, k);
-        if (step->is_gathering[value] && step->is_cut[value]) {
+        if (step->values[value].is_gathering && step->values[value].is_cut) {
             kl_sweep_seed(&step->sweep, value);
         }
     }
     status = status == KL_OK ? sweep_back(step) : status;
     /* The graph is let go, and with it what was put together for it. */
-    step->held += fmin(step->live[i] - step->sweep.freed, bytes_left(step, run));
+    step->held += fmin(step->runs[i].live - step->sweep.freed, bytes_left(step, run));
     step->held_per_chunk -= kept;
     return status;
 }
@@ -435,7 +440,7 @@ go_back_body(Step *step, const KlRun *run)
     status = status == KL_OK ? sweep_back(step) : status;
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = export_of(step, run, i);
-        bool is_left = step->is_gathering[value] && parts_of(step, value) == NULL;
+        bool is_left = step->values[value].is_gathering && parts_of(step, value) == NULL;
         step->held -= is_left ? gradient(step, value) : 0;
     }
     return status;
@@ -465,7 +470,7 @@ deliver(Step *step)
     for (size_t v = 0; v < step->stages->n_values; v++) {
         KlValueId value = (KlValueId)v;
         bool is_cut = kl_place_is_rows(&step->tape->values[v].meta.place);
-        bool is_leaf = step->is_gathering[v] && step->stages->is_leaf[v];
+        bool is_leaf = step->values[v].is_gathering && step->stages->is_leaf[v];
         if (is_leaf && (is_cut || gradient(step, value) > whole(step, value))) {
             more += whole(step, value);
         }
@@ -555,33 +560,22 @@ done:
 static KlStatus
 allocate(Step *step)
 {
-    size_t n = step->stages->n_values;
-    step->live = kl_alloc_zeroed(step->n_runs, sizeof(double));
-    step->is_gathering = kl_alloc_zeroed(n, sizeof(bool));
-    step->is_cut = kl_alloc_zeroed(n, sizeof(bool));
-    step->is_crossing = kl_alloc_zeroed(n, sizeof(bool));
-    step->last_run = kl_alloc_zeroed(n, sizeof(uint32_t));
+    step->runs = kl_alloc_zeroed(step->n_runs, sizeof(StepRun));
+    step->values = kl_alloc_zeroed(step->stages->n_values, sizeof(StepValue));
     step->met = kl_alloc_zeroed(step->tape->n_storages, sizeof(KlValueId));
-    step->next_last = kl_alloc_zeroed(n, sizeof(KlValueId));
-    bool is_there = step->live != NULL && step->is_gathering != NULL && step->is_cut != NULL &&
-                    step->is_crossing != NULL && step->last_run != NULL && step->met != NULL &&
-                    step->next_last != NULL;
-    return is_there ? KL_OK
-                    : kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
-                                   step->stages->n_nodes);
+    return step->runs != NULL && step->values != NULL && step->met != NULL
+               ? KL_OK
+               : kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
+                              step->stages->n_nodes);
 }
 
 static void
 release(Step *step)
 {
     kl_sweep_fini(&step->sweep);
-    kl_alloc_free(step->live);
-    kl_alloc_free(step->is_gathering);
-    kl_alloc_free(step->is_cut);
-    kl_alloc_free(step->is_crossing);
-    kl_alloc_free(step->last_run);
+    kl_alloc_free(step->runs);
+    kl_alloc_free(step->values);
     kl_alloc_free(step->met);
-    kl_alloc_free(step->next_last);
 }
 
 /* What is known of values before the walk; and the rows of the longest axis. */
@@ -590,13 +584,13 @@ look_up(Step *step, KlMeasured *measured)
 {
     for (size_t i = 0; i < step->stages->n_imports; i++) {
         const KlImport *import = &step->stages->imports[i];
-        step->is_cut[import->value] |= kl_place_is_rows(&import->place);
+        step->values[import->value].is_cut |= kl_place_is_rows(&import->place);
     }
     for (size_t i = 0; i < step->n_runs; i++) {
         const KlRun *run = &step->program->runs[i];
         for (uint32_t k = 0; k < run->exports.n && kl_program_is_body(run); k++) {
             KlValueId value = export_of(step, run, k);
-            step->is_crossing[value] = parts_of(step, value) == NULL;
+            step->values[value].is_crossing = parts_of(step, value) == NULL;
         }
         KlAxisId axis = kl_tape_axis_find(step->tape, run->axis);
         if (axis != KL_ID_NONE && step->tape->axis_rows[axis] > measured->rows) {

@@ -198,7 +198,8 @@ def test_memory_that_runs_out() -> None:
 def test_op_table() -> None:
     table = {row["name"]: row for row in core.op_table()}
     assert len(table) == len(core.op_table()) > 400
-    assert all(set(row) == {"name", "call", "kind", "aliases", "light"} for row in table.values())
+    words = {"name", "call", "kind", "aliases", "light", "held"}
+    assert all(set(row) == words for row in table.values())
     assert {row["kind"] for row in table.values()} == {"OP", "VIEW", "INPLACE", "RANDOM"}
     kinds = {"add": "OP", "view": "VIEW", "add_": "INPLACE", "dropout": "RANDOM"}
     assert {name: table[name]["kind"] for name in kinds} == kinds
@@ -206,6 +207,8 @@ def test_op_table() -> None:
     assert table["relu"]["call"] == "input"
     assert table["relu"]["light"] is True
     assert table["matmul"]["light"] is False
+    assert table["div"]["held"][1] == (0, 3, 3)  # for each operand, and any further one
+    assert table["div_"]["held"] == table["div"]["held"] != table["relu"]["held"]
 
 
 def test_aliases_are_rows_of_another_name() -> None:

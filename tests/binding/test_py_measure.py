@@ -1,0 +1,136 @@
+"""What the core is told of tensors when it measures a program, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import koila
+from koila import _core, draws, memory, outside
+from koila.memory import Estimate
+from koila.program import Program
+from memory_model import assert_measured, read_moments, write_moments
+from sweep_model import Need
+
+ROWS, WIDTH = 8, 3
+N_BYTES = ROWS * WIDTH * 4
+
+
+def program_of(x: Tensor, w: Tensor) -> Program:
+    return Program([(koila.lazy(x) * w).exp().sum()])
+
+
+def weight() -> Tensor:
+    return torch.ones(WIDTH, requires_grad=True)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "row by row": (lambda x: x, True),
+    "every second row": (lambda x: x.repeat_interleave(2, 0)[::2], True),
+    "column by column": (lambda x: x.t().contiguous().t(), False),
+    "one column": (lambda x: x.t().contiguous().t()[:, :1], True),
+    "expanded": (lambda x: x[:1].expand(ROWS, WIDTH), True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_chunk_of_the_batch_is_a_view_or_a_copy(name: str) -> None:
+    lay, is_view = LAYOUTS[name]
+    x = lay(torch.ones(ROWS, WIDTH))
+    staged = program_of(x, weight()[: x.shape[1]].detach().requires_grad_())
+    assert_measured(staged, False)
+    first = read_moments(memory.estimate(staged, False))[0]
+    row = x.shape[1] * 4  # x * w, and with it a copy of x
+    assert first.per_row == (row if is_view else 2 * row)
+
+
+def test_a_gradient_from_before_is_added_to() -> None:
+    """Live, a leaf keeps the gradient that is made, but where there is one that it is added to."""
+    x, w, late = torch.ones(1000, WIDTH), weight(), torch.ones(1000, requires_grad=True)
+    loss = ((koila.lazy(x) * w).exp().sum() * late).sum()
+    staged = Program([loss])
+    kept = memory.estimate(staged, True).whole
+    late.grad = torch.ones_like(late)
+    assert memory.estimate(staged, True).whole == kept - late.nbytes
+    assert_measured(Program([loss]), True)
+
+
+def test_graphs_from_before_are_asked_for() -> None:
+    w = weight()
+    before = w.exp()
+    staged = program_of(torch.ones(ROWS, WIDTH), before)
+    seen: list[set[Tensor]] = []
+
+    def peak_of(tensors: set[Tensor]) -> float:
+        seen.append(tensors)
+        return 1e6
+
+    measured = _core.measure(staged.handle, True, set(), (0, 0), draws.bytes_whole, peak_of)
+    assert seen == [{before}] and measured[2] > 1e6
+    _core.measure(staged.handle, False, set(), (0, 0), draws.bytes_whole, peak_of)
+    assert len(seen) == 1
+
+
+def test_a_clone_is_counted() -> None:
+    staged = program_of(torch.ones(ROWS, WIDTH), weight())
+    last = next(node.id for node in staged.nodes.values() if node.mode == 0)
+    states, noise_of, peak_of = (0, 0), draws.bytes_whole, outside.peak
+    plain, *_ = _core.measure(staged.handle, False, set(), states, noise_of, peak_of)
+    cloned, *_ = _core.measure(staged.handle, False, {last}, states, noise_of, peak_of)
+    assert _core.peak(cloned, ROWS, ROWS)[0] == _core.peak(plain, ROWS, ROWS)[0] + N_BYTES
+
+
+def test_what_is_drawn_whole_is_asked_for() -> None:
+    x = koila.lazy(torch.ones(ROWS, WIDTH))
+    staged = Program([(torch.dropout(x, 0.5, True) * weight()).sum()])
+    (draw,) = (node for node in staged.nodes.values() if node.is_random)
+    asked: list[tuple[int, int]] = []
+
+    def noise_of(node: int, first_out: int) -> int:
+        asked.append((node, first_out))
+        return 10**6
+
+    moments, *_ = _core.measure(staged.handle, False, set(), (10, 5), noise_of, outside.peak)
+    assert asked == [(draw.id, draw.first_out)]
+    # the state before and after, the one kept, one before the draw, and one for each chunk
+    found = _core.peak(moments, ROWS, 2)[0] - _core.peak(moments, ROWS, ROWS)[0]
+    assert _core.peak(moments, ROWS, ROWS)[1] == 2 * 10 + 5 + 10 + 10**6
+    assert found == 3 * 10 - 6 / ROWS * (_core.peak(moments, ROWS, ROWS)[0] - 10**6 - 45)
+
+
+def test_what_is_wrong_is_said() -> None:
+    staged = program_of(torch.ones(ROWS, WIDTH), weight())
+
+    def fails(*_: object) -> int:
+        raise RuntimeError("no number")
+
+    rest = (0, 0), draws.bytes_whole, outside.peak
+    with pytest.raises(TypeError, match="not a program"):
+        _core.measure(object(), True, set(), *rest)
+    with pytest.raises(IndexError, match="there is no node 99"):
+        _core.measure(staged.handle, True, {99}, *rest)
+    x = koila.lazy(torch.ones(ROWS, WIDTH))
+    drawing = Program([(torch.dropout(x, 0.5, True) * weight().exp()).sum()])
+    with pytest.raises(RuntimeError, match="no number"):
+        _core.measure(drawing.handle, True, set(), (0, 0), fails, outside.peak)
+    with pytest.raises(RuntimeError, match="no number"):
+        _core.measure(drawing.handle, True, set(), (0, 0), draws.bytes_whole, fails)
+    with pytest.raises(ValueError, match="not the moments"):
+        _core.peak(b"123", ROWS, 1)
+    with pytest.raises(ValueError, match="not the moments"):
+        _core.largest_chunk(b"123", ROWS, 1.0)
+
+
+def test_moments_are_read_as_they_were_written() -> None:
+    needs = [Need(100.0, 10.0, 7, 1.0), Need(50.0, 20.0, 8)]
+    estimate = Estimate(write_moments(*needs), ROWS)
+    assert read_moments(estimate) == needs
+    assert estimate.peak(2) == (124.0, 7)
+    assert estimate.peak(8) == (210.0, 8)
+    assert estimate.fixed(8) == 50
+    assert estimate.least() == (1, 118.0, 7)
+    assert estimate.largest_chunk(150.0) == 4
+    assert Estimate(b"", ROWS).peak(2) == (0.0, 0)
