@@ -320,7 +320,7 @@ run_body(Step *step, const KlRun *run)
     return is_back_at_once ? run_fused(step, run) : sweep_forward(step, run, false);
 }
 
-/* The values made here that are read last by each run, and do not leave it; in ascending order. */
+/* The values made here that are read last by each run, in ascending order. */
 static void
 find_last_reads(Step *step)
 {
@@ -333,13 +333,6 @@ find_last_reads(Step *step)
         for (uint32_t k = 0; k < run->combined.n; k++) {
             KlNodeId id = step->program->combined.ids[run->combined.first + k];
             step->values[step->tape->nodes[id].first_out].last_run = (uint32_t)i + 1;
-        }
-    }
-    for (size_t i = 0; i < step->n_runs; i++) {
-        const KlRun *run = &step->program->runs[i];
-        for (uint32_t k = 0; k < run->exports.n; k++) {
-            uint32_t *last = &step->values[export_of(step, run, k)].last_run;
-            *last = *last == i + 1 ? 0 : *last;
         }
     }
     for (size_t v = step->stages->n_values; v-- > 0;) {
