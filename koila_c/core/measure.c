@@ -223,9 +223,10 @@ find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
     for (uint32_t i = 0; i < run->combined.n && step->is_graph; i++) {
         KlNodeId id = step->program->combined.ids[run->combined.first + i];
         KlValueId value = step->tape->nodes[id].first_out;
-        if (needs_gradient(step, value)) {
-            *kept += parts_of(step, value)->combined * result_of(step, value);
-            *seeds += parts_of(step, value)->seeds * result_of(step, value);
+        const KlParts *parts = parts_of(step, value);
+        if (parts != NULL && needs_gradient(step, value)) {
+            *kept += parts->combined * result_of(step, value);
+            *seeds += parts->seeds * result_of(step, value);
         }
     }
 }
