@@ -133,6 +133,20 @@ MUTANTS = [
         "tests/test_flight.py -k sin",
     ),
     Mutant(
+        "bytes: a gradient that meets another takes no sum",
+        "koila_c/core/sweep.c",
+        "return times(is_outside ? 1 : 2, size_of(sweep, value));",
+        "return times(1, size_of(sweep, value));",
+        "tests/test_core_c.py -k sweep",
+    ),
+    Mutant(
+        "bytes: what a body leaves is held for ever",
+        "koila_c/core/measure.c",
+        "step->held += (is_back ? -1 : 1) * whole(step, value);",
+        "step->held += whole(step, value);",
+        "tests/test_memory_model.py",
+    ),
+    Mutant(
         "draws: a chunk that runs again draws anew",
         "python/koila/draws.py",
         "_set(generator, self.cells[i, bounds[0] if bounds is not None else None])",
