@@ -179,7 +179,7 @@ hold_states(Step *step)
         const KlRun *run = &step->program->runs[i];
         for (uint32_t k = 0; k < run->nodes.n; k++) {
             KlNodeId id = step->program->nodes.ids[run->nodes.first + k];
-            if (!step->tape->nodes[id].is_random) {
+            if (!step->sweep.nodes[id].is_random) {
                 continue;
             }
             step->held += state;
@@ -499,7 +499,7 @@ written(const Step *step, uint32_t *lists /* [n_nodes + n_imports + n_values] */
     KlSpan span = {.nodes = nodes, .imports = imports, .exports = exports, .is_live = true};
     span.has_graph = step->is_graph;
     for (size_t i = 0; i < stages->n_nodes; i++) {
-        const KlNode *node = &step->tape->nodes[i];
+        const KlSweepNode *node = &step->sweep.nodes[i];
         if (stages->node_stage[i] == KL_STAGE_NONE || node->is_for_chunks) {
             continue;
         }

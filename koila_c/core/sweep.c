@@ -24,22 +24,6 @@ struct KlSweepValue {
     bool is_inside;    /* made here */
 };
 
-/* What is known of a node, close together: the tape's own is several times as long. */
-struct KlSweepNode {
-    uint32_t first_input, n_inputs; /* into the sweep's inputs */
-    KlValueId first_out;
-    uint32_t n_outs;
-    const KlHeld *held;     /* by its call */
-    const KlParts *parts;   /* what it leaves in a body; NULL: it is no reduction */
-    uint64_t saved_inputs;  /* bit i: input i is saved for backward, and any over 63 */
-    uint64_t saved_outputs; /* bit i */
-    KlBytes further;        /* what it keeps beside values in the run that is open */
-    bool has_bytes;         /* the tape tells of further bytes, a workspace ... */
-    bool has_gradient;
-    bool is_open;
-    bool is_writing;
-};
-
 static const KlBytes zero = {0};
 
 static KlBytes
@@ -748,7 +732,9 @@ find_node(KlSweep *sweep, KlNodeId id, const KlHeld **of_writes)
                           .has_bytes = saves->bytes_extra != 0 || saves->bytes_fixed != 0 ||
                                        saves->bytes_workspace != 0 || saves->bytes_backward != 0,
                           .is_open = told->is_open,
-                          .is_writing = told->writes != 0};
+                          .is_writing = told->writes != 0,
+                          .is_random = told->is_random,
+                          .is_for_chunks = told->is_for_chunks};
     node->parts = is_reduction ? kl_ops_parts((KlReduce)told->reduce, told->is_for_chunks) : NULL;
     for (uint32_t k = 0; k < told->n_outs; k++) {
         node->has_gradient |= sweep->sizes[told->first_out + k].needs_gradient;

@@ -54,9 +54,26 @@ typedef struct KlSize {
     bool is_turned; /* its gradient comes laid out otherwise than itself */
 } KlSize;
 
+/* What is known of a node, close together: the tape's own is several times as long. */
+typedef struct KlSweepNode {
+    uint32_t first_input, n_inputs; /* into the sweep's inputs */
+    KlValueId first_out;
+    uint32_t n_outs;
+    const KlHeld *held;     /* by its call */
+    const KlParts *parts;   /* what it leaves in a body; NULL: it is no reduction */
+    uint64_t saved_inputs;  /* bit i: input i is saved for backward, and any over 63 */
+    uint64_t saved_outputs; /* bit i */
+    KlBytes further;        /* what it keeps beside values in the run that is open */
+    bool has_bytes;         /* the tape tells of further bytes, a workspace ... */
+    bool has_gradient;
+    bool is_open;
+    bool is_writing;
+    bool is_random;
+    bool is_for_chunks; /* only chunks need it */
+} KlSweepNode;
+
 typedef struct KlSweepStorage KlSweepStorage;
 typedef struct KlSweepValue KlSweepValue;
-typedef struct KlSweepNode KlSweepNode;
 
 typedef struct KlSweep {
     const KlTape *tape;
@@ -65,7 +82,7 @@ typedef struct KlSweep {
     KlSize *sizes;            /* [n_values] */
     KlSweepStorage *storages; /* [n_storages] */
     KlSweepValue *values;     /* [n_values] */
-    KlSweepNode *nodes;       /* [n_nodes] */
+    KlSweepNode *nodes;       /* [n_nodes] those that are staged */
     KlValueId *inputs;        /* [n_inputs] as the tape's */
     KlSpan span;
     uint32_t number;                  /* of the run that is open, from 1 on */
