@@ -52,6 +52,7 @@ def test_programs(program: Program) -> None:
     assert max(made, default=0) > 2
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("program", RARE, ids=lambda program: program.__name__)
 def test_rare_programs(program: Callable[[Tensor], Tensor]) -> None:
     held.clear()
@@ -60,6 +61,7 @@ def test_rare_programs(program: Callable[[Tensor], Tensor]) -> None:
         assert assert_measured(staged, is_graph) > 4
 
 
+@pytest.mark.sanitize
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_random_programs(first: int) -> None:

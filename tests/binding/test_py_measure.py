@@ -15,6 +15,8 @@ from koila.program import Program
 from memory_model import assert_measured, read_moments, write_moments
 from sweep_model import Need
 
+pytestmark = pytest.mark.sanitize
+
 ROWS, WIDTH = 8, 3
 N_BYTES = ROWS * WIDTH * 4
 
