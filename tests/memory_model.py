@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -42,8 +42,10 @@ class _Step:
         self.gathering: set[int] = set()  # values whose gradients gather
         self.cut = {entry.value for entry in program.imports if entry.place is not None}
         bodies = [run for run in program.runs if run.is_body]
-        #: What bodies leave by rows.
-        self.crossing = {v for run in bodies for v in run.exports if not self._is_parts(run, v)}
+        #: What bodies leave in parts.
+        self.left_in_parts = {v for run in bodies for v in run.exports if self._is_parts(run, v)}
+        self.left: dict[int, None] = {}  # what bodies left, of all chunks
+        self.parts_left: dict[int, None] = {}
 
     def _hold_states(self) -> None:
         """The generator's state before each draw, and what is drawn whole, as draws.py keeps it."""
@@ -64,16 +66,32 @@ class _Step:
             node = max(self.program.nodes)
             self.moments.append(Need(self.held + more, 0.0, node, self.held_per_chunk))
 
-    def _keep(self, run: Run) -> None:
-        """What leaves a body, of all chunks: memory of its own, even where it is a view."""
-        kept: set[int] = set()
-        for value in run.exports:
-            storage = self.program.info(value).storage
-            if self._is_parts(run, value):
-                self.held_per_chunk += self._parts_of(value).left * self._result(value)
-            elif storage not in kept:
-                kept.add(storage)
-                self.held += self.sizes.whole(value)
+    def _change_left(self, values: Iterable[int], is_new: bool) -> None:
+        """What bodies left of all chunks comes, or goes: each memory counts once, and a part of a
+        memory is a copy."""
+        self.held -= self._bytes_left()
+        for value in values:
+            is_held = value in self.left or value in self.parts_left
+            lists = self.parts_left if value in self.left_in_parts else self.left
+            if is_new != is_held and is_new:
+                lists[value] = None
+            elif is_new != is_held:
+                del lists[value]
+            if is_new != is_held and lists is self.parts_left:
+                left = self._parts_of(value).left * self._result(value)
+                self.held_per_chunk += left if is_new else -left
+        self.held += self._bytes_left()
+
+    def _bytes_left(self) -> float:
+        memories: dict[tuple[int, int], float] = {}
+        for value in self.left:
+            root = value
+            while (view := self.program.info(root).view) is not None:
+                root = view[2]
+            whole = self.sizes.whole(value)
+            own = value if whole < self.sizes.whole(root) else -1
+            memories.setdefault((self.program.info(value).storage, own), whole)
+        return sum(memories.values())
 
     def _parts_of(self, value: int) -> Parts:
         node = self.program.node_of(value)
@@ -152,14 +170,13 @@ class _Step:
 
     def _forget(self, values: set[int]) -> None:
         """In a run without a graph a value goes when it was read for the last time."""
-        gone = {self.program.info(v).storage: v for v in sorted(values - self.program.kept)}
-        self.held -= sum(self.sizes.whole(v) for v in gone.values() if v in self.crossing)
+        self._change_left(sorted(values - self.program.kept), False)
 
     def _run(self, run: Run) -> None:
         if not run.is_body:
             self._joint(run)
             return
-        self._keep(run)
+        self._change_left(run.exports, True)
         if self.is_graph and run.has_gradient and self.program.is_fused(run):
             self._fused(run)
         else:
@@ -182,15 +199,7 @@ class _Step:
 
     def _let_go(self, run: Run) -> None:
         """Before a body runs back, what it left for others goes, but for the gradients."""
-        gone: set[int] = set()
-        for value in run.exports:
-            storage = self.program.info(value).storage
-            if self._is_parts(run, value):
-                self.held_per_chunk -= self._parts_of(value).left * self._result(value)
-            elif storage not in gone:
-                gone.add(storage)
-                is_kept = value in self.program.kept
-                self.held -= 0.0 if is_kept else self.sizes.whole(value)
+        self._change_left([v for v in run.exports if v not in self.program.kept], False)
 
     def _joint_back(self, run: Run) -> None:
         sweep, live = self.graphs.pop(run.stage)

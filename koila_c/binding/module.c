@@ -190,7 +190,7 @@ static PyMethodDef functions[] = {
      "Append the part of a joint that gradients go through, after those of its combined reductions "
      "whose first results are given: (number, nodes, imports, exports, combined)."},
     {"measure", kl_measure_program, METH_VARARGS,
-     "measure($module, program, is_graph, cloned, states, noise_of, peak_of, /)\n--\n\n"
+     "measure($module, program, homes, cloned, states, noise_of, peak_of, /)\n--\n\n"
      "The bytes that a step needs: (moments, rows, bytes of a live run)."},
     {"peak", kl_measure_peak_of, METH_VARARGS,
      "peak($module, moments, n_rows, rows, /)\n--\n\n"

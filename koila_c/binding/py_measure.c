@@ -127,7 +127,7 @@ bytes_of_graphs(PyObject *peak_of, PyObject *graphs)
     return result;
 }
 
-/* measure(program, is_graph, cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) ->
+/* measure(program, (is_graph, keep_every), cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) ->
  * (moments: KlMoment[] as bytes, rows, bytes of a live run) */
 PyObject *
 kl_measure_program(PyObject *module, PyObject *args)
@@ -135,14 +135,17 @@ kl_measure_program(PyObject *module, PyObject *args)
     (void)module;
     PyObject *handle = NULL, *cloned = NULL, *noise_of = NULL, *peak_of = NULL, *result = NULL;
     int is_graph = 0;
+    KlHomes homes = {.keep_every = 1};
     long long bytes_state = 0, bytes_drawn = 0;
     KlMeasured measured = {0};
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "OpO(LL)OO:measure", &handle, &is_graph, &cloned,
-                                          &bytes_state, &bytes_drawn, &noise_of, &peak_of)) {
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "O(pI)O(LL)OO:measure", &handle, &is_graph, &homes.keep_every,
+                          &cloned, &bytes_state, &bytes_drawn, &noise_of, &peak_of)) {
         return NULL;
     }
+    homes.is_graph = is_graph != 0;
     const KlProgram *program = kl_program_of(handle, tape);
     if (program == NULL) {
         return NULL;
@@ -173,7 +176,7 @@ kl_measure_program(PyObject *module, PyObject *args)
                                .bytes_drawn = bytes_drawn,
                                .bytes_noise = found.bytes_noise,
                                .bytes_graphs = bytes_graphs};
-    if (kl_measure_step(&tape->core, program, &outside, is_graph, &measured, &error) != KL_OK) {
+    if (kl_measure_step(&tape->core, program, &outside, &homes, &measured, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         goto error;
     }

@@ -1,4 +1,4 @@
-/* measure.c - walks the step of a program, run after run, and lists what it needs at each moment. */
+/* measure.c - walks the schedule of a step and lists what it needs at each moment. */
 #include "measure.h"
 
 #include <math.h>
@@ -7,17 +7,17 @@
 #include "alloc.h"
 
 typedef struct StepValue {
-    uint32_t last_run;   /* the last run that reads it, plus one */
-    KlValueId next_last; /* the next value of those that the same run reads last */
-    bool is_gathering;   /* its gradient gathers */
-    bool is_cut;         /* something reads it by rows */
-    bool is_crossing;    /* a body leaves it by rows */
+    uint32_t body;     /* the first segment, plus one, of the body whose segment made it last */
+    bool is_gathering; /* its gradient gathers */
+    bool is_cut;       /* something reads it by rows */
+    bool is_inner;     /* segments of one body alone read it */
+    bool is_held;      /* what a body left, of all chunks */
 } StepValue;
 
-typedef struct StepRun {
-    double live;          /* of a joint: what its graph keeps */
-    KlValueId first_last; /* the first value that it reads last */
-} StepRun;
+typedef struct StepStorage {
+    uint32_t n_held; /* values in it that bodies left and that are held */
+    double bytes;    /* of these, counted once */
+} StepStorage;
 
 /* The walk; `held` is what outlives the runs so far. */
 typedef struct Step {
@@ -25,15 +25,16 @@ typedef struct Step {
     const KlProgram *program;
     const KlStages *stages;
     const KlOutside *outside;
-    bool is_graph;
+    const KlHomes *homes;
     KlError *error;
     KlSweep sweep;
     KlMoments *moments;
-    size_t n_runs;
-    double held, held_per_chunk;
-    StepRun *runs;     /* [n_runs] */
-    StepValue *values; /* [n_values] */
-    KlValueId *met;    /* [n_storages] the last value met of it */
+    KlSchedule schedule;
+    double held, held_per_row, held_per_chunk;
+    double *live;          /* [n_staged] of a joint: what its graph keeps */
+    StepValue *values;     /* [n_values] */
+    StepStorage *storages; /* [n_storages] */
+    KlValueId *met;        /* [n_storages] the last value met of it */
 } Step;
 
 static double
@@ -98,19 +99,6 @@ is_joint_after(const Step *step, const KlRun *run)
            run->stage > step->stages->last_body;
 }
 
-/* Whether the run's backward can follow each chunk's forward at once. */
-static bool
-is_fused(const Step *step, const KlRun *run)
-{
-    const KlStages *stages = step->stages;
-    int n_same = 0;
-    for (size_t i = 0; i < step->n_runs && run->stage == stages->last_body; i++) {
-        const KlRun *other = &step->program->runs[i];
-        n_same += other->stage == run->stage && other->has_gradient;
-    }
-    return stages->is_tail_linear && run->stage == stages->last_body && n_same == 1;
-}
-
 /* -- moments ------------------------------------------------------------------------------------------ */
 
 /* What the moments from `first` on need beside their run is held. */
@@ -119,6 +107,7 @@ add_held(Step *step, size_t first)
 {
     for (size_t i = first; i < step->moments->n; i++) {
         step->moments->moments[i].fixed += step->held;
+        step->moments->moments[i].per_row += step->held_per_row;
         step->moments->moments[i].per_chunk = step->held_per_chunk;
     }
 }
@@ -175,7 +164,7 @@ hold_states(Step *step)
 {
     double state = (double)step->outside->bytes_state;
     step->held = 2 * state + (double)step->outside->bytes_drawn;
-    for (size_t i = 0; i < step->n_runs; i++) {
+    for (size_t i = 0; i < step->program->n_staged; i++) {
         const KlRun *run = &step->program->runs[i];
         for (uint32_t k = 0; k < run->nodes.n; k++) {
             KlNodeId id = step->program->nodes.ids[run->nodes.first + k];
@@ -192,26 +181,52 @@ hold_states(Step *step)
     }
 }
 
-/* What leaves a body, of all chunks: memory of its own, even where it is a view. Back: it goes, but for what is
- * to be there at the end. */
-static void
-hold_exports(Step *step, const KlRun *run, bool is_back)
+/* Whether a value is a part of the memory that it is a view of: kept beyond its stage it is a copy. */
+static bool
+is_part(const Step *step, KlValueId value)
 {
-    for (uint32_t i = 0; i < run->exports.n; i++) {
-        step->met[storage_of(step, export_of(step, run, i))] = KL_ID_NONE;
+    KlValueId of = value;
+    while (step->tape->values[of].view_of != KL_ID_NONE) {
+        of = step->tape->values[of].view_of;
     }
-    for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = export_of(step, run, i);
-        KlValueId *met = &step->met[storage_of(step, value)];
-        const KlParts *parts = parts_of(step, value);
-        if (parts != NULL) {
-            step->held_per_chunk += (is_back ? -1 : 1) * parts->left * result_of(step, value);
-            continue;
-        }
-        if (*met == KL_ID_NONE && !(is_back && step->program->is_kept[value])) {
-            step->held += (is_back ? -1 : 1) * whole(step, value);
-        }
-        *met = value;
+    return whole(step, value) < whole(step, of);
+}
+
+/* What a body leaves, of all chunks: each memory once. */
+static void
+hold(Step *step, KlValueId value)
+{
+    const KlParts *parts = parts_of(step, value);
+    StepStorage *storage = &step->storages[storage_of(step, value)];
+    if (step->values[value].is_held) {
+        return;
+    }
+    step->values[value].is_held = true;
+    if (parts != NULL) {
+        step->held_per_chunk += parts->left * result_of(step, value);
+    } else if (is_part(step, value)) {
+        step->held += whole(step, value);
+    } else if (storage->n_held++ == 0) {
+        storage->bytes = whole(step, value);
+        step->held += storage->bytes;
+    }
+}
+
+static void
+release_value(Step *step, KlValueId value)
+{
+    StepStorage *storage = &step->storages[storage_of(step, value)];
+    if (!step->values[value].is_held) {
+        return; /* a joint made it, whose graph counts */
+    }
+    const KlParts *parts = parts_of(step, value);
+    step->values[value].is_held = false;
+    if (parts != NULL) {
+        step->held_per_chunk -= parts->left * result_of(step, value);
+    } else if (is_part(step, value)) {
+        step->held -= whole(step, value);
+    } else if (--storage->n_held == 0) {
+        step->held -= storage->bytes;
     }
 }
 
@@ -220,7 +235,7 @@ static void
 find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
 {
     *kept = *seeds = 0;
-    for (uint32_t i = 0; i < run->combined.n && step->is_graph; i++) {
+    for (uint32_t i = 0; i < run->combined.n && step->homes->is_graph; i++) {
         KlNodeId id = step->program->combined.ids[run->combined.first + i];
         KlValueId value = step->tape->nodes[id].first_out;
         const KlParts *parts = parts_of(step, value);
@@ -231,14 +246,16 @@ find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
     }
 }
 
-/* The gradients that reach a run's inputs from other stages, and the leaves. */
+/* The gradients that reach a run's inputs from other stages, and the leaves; those of what segments of its own
+ * body hand on are a chunk's. */
 static void
-gather_gradients(Step *step, const KlRun *run)
+gather_gradients(Step *step, const KlRun *run, uint32_t body)
 {
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
-        if (!step->values[value].is_gathering && needs_gradient(step, value)) {
-            step->values[value].is_gathering = true;
+        StepValue *known = &step->values[value];
+        if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
+            known->is_gathering = true;
             step->held += gradient(step, value);
         }
     }
@@ -247,14 +264,65 @@ gather_gradients(Step *step, const KlRun *run)
 /* -- forward ------------------------------------------------------------------------------------------ */
 
 static KlStatus
-run_joint(Step *step, size_t i)
+run_joint(Step *step, uint32_t i)
 {
     double kept, seeds;
     find_combined(step, &step->program->runs[i], &kept, &seeds);
     step->held_per_chunk += kept;
-    KlStatus status = sweep_forward(step, &step->program->runs[i], step->is_graph);
-    step->runs[i].live = kl_sweep_live(&step->sweep).fixed;
-    step->held += step->runs[i].live;
+    KlStatus status = sweep_forward(step, &step->program->runs[i], step->homes->is_graph);
+    step->live[i] = kl_sweep_live(&step->sweep).fixed;
+    step->held += step->live[i];
+    return status;
+}
+
+/* Note what the segments of a body make, and return the bytes of a row of what they hand to later ones: values,
+ * and their gradients. What is held of all chunks is there already. */
+static double
+find_handed(Step *step, const KlStep *of, double *gradients)
+{
+    const KlRun *runs = &step->program->runs[of->run];
+    double values = 0;
+    *gradients = 0;
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        for (uint32_t i = 0; i < runs[r].imports.n && r > 0; i++) {
+            KlValueId value = import_of(step, &runs[r], i);
+            if (step->values[value].body == of->run + 1) {
+                const KlSize *size = &step->sweep.sizes[value];
+                values += step->values[value].is_held ? 0 : size->per_row;
+                *gradients += size->needs_gradient ? size->per_row : 0;
+            }
+        }
+        for (uint32_t i = 0; i < runs[r].exports.n; i++) {
+            step->values[export_of(step, &runs[r], i)].body = of->run + 1;
+        }
+    }
+    return values;
+}
+
+/* A body without a graph; of what leaves it, what is held was said. */
+static KlStatus
+run_forward(Step *step, const KlStep *of)
+{
+    double gradients;
+    KlStatus status = KL_OK;
+    step->held_per_row = find_handed(step, of, &gradients);
+    for (uint32_t r = 0; r < of->n_runs && status == KL_OK; r++) {
+        status = sweep_forward(step, &step->program->runs[of->run + r], false);
+    }
+    step->held_per_row = 0;
+    return status;
+}
+
+/* The segments of a body but for the last, without their graphs; or with them, the last first, and back. */
+static KlStatus
+run_others(Step *step, const KlStep *of, bool is_back)
+{
+    KlStatus status = KL_OK;
+    for (uint32_t i = 0; i + 1 < of->n_runs && status == KL_OK; i++) {
+        uint32_t r = is_back ? of->n_runs - 2 - i : i;
+        status = sweep_forward(step, &step->program->runs[of->run + r], is_back);
+        status = status == KL_OK && is_back ? sweep_back(step) : status;
+    }
     return status;
 }
 
@@ -265,7 +333,7 @@ run_tail(Step *step, double *worst)
     double held = 0;
     KlStatus status = KL_OK;
     *worst = 0;
-    for (size_t i = 0; i < step->n_runs && status == KL_OK; i++) {
+    for (size_t i = 0; i < step->program->n_staged && status == KL_OK; i++) {
         const KlRun *run = &step->program->runs[i];
         if (!is_joint_after(step, run)) {
             continue;
@@ -282,94 +350,77 @@ run_tail(Step *step, double *worst)
     return status;
 }
 
+/* What stands in for what a body leaves, when its tail runs on zeros. */
+typedef struct StandIns {
+    double values, seeds, parts;
+} StandIns;
+
+static StandIns
+find_stand_ins(const Step *step, const KlStep *of)
+{
+    StandIns found = {0};
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        const KlRun *run = &step->program->runs[of->run + r];
+        for (uint32_t i = 0; i < run->exports.n; i++) {
+            KlValueId value = export_of(step, run, i);
+            const KlParts *parts = parts_of(step, value);
+            if (step->values[value].is_inner) {
+                continue;
+            }
+            if (parts != NULL) {
+                found.parts += parts->left * result_of(step, value);
+                continue;
+            }
+            found.values += whole(step, value);
+            found.seeds += needs_gradient(step, value) ? whole(step, value) : 0;
+        }
+    }
+    return found;
+}
+
 /* A chunk goes forward, meets the tail, and goes back at once. */
 static KlStatus
-run_fused(Step *step, const KlRun *run)
+run_fused(Step *step, const KlStep *of)
 {
-    double seeds = 0, stand_ins = 0, zeros = 0, tail = 0;
+    const KlRun *last = &step->program->runs[of->run + of->n_runs - 1];
+    double tail = 0, gradients = 0;
     KlStatus status = run_tail(step, &tail);
-    for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = export_of(step, run, i);
-        const KlParts *parts = parts_of(step, value);
-        if (parts != NULL) {
-            zeros += parts->left * result_of(step, value);
-            continue;
-        }
-        stand_ins += whole(step, value);
-        seeds += needs_gradient(step, value) ? whole(step, value) : 0;
+    StandIns stand_ins = find_stand_ins(step, of);
+    step->held_per_row = find_handed(step, of, &gradients);
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
     }
-    gather_gradients(step, run);
-    status = status == KL_OK ? sweep_forward(step, run, true) : status;
+    status = status == KL_OK ? run_others(step, of, false) : status;
+    status = status == KL_OK ? sweep_forward(step, last, true) : status;
     KlBytes live = kl_sweep_live(&step->sweep);
-    step->held_per_chunk += zeros;
+    step->held_per_chunk += stand_ins.parts;
     if (status == KL_OK) {
-        KlNodeId last = step->program->nodes.ids[run->nodes.first + run->nodes.n - 1];
-        status = note(step, (KlMoment){.fixed = live.fixed + tail + stand_ins + seeds,
-                                       .per_row = live.per_row,
-                                       .node = last});
+        KlNodeId node = step->program->nodes.ids[last->nodes.first + last->nodes.n - 1];
+        double more = tail + stand_ins.values + stand_ins.seeds;
+        status = note(
+            step, (KlMoment){.fixed = live.fixed + more, .per_row = live.per_row, .node = node});
     }
-    step->held_per_chunk -= zeros;
-    step->held += seeds;
-    return status == KL_OK ? sweep_back(step) : status;
-}
-
-static KlStatus
-run_body(Step *step, const KlRun *run)
-{
-    hold_exports(step, run, false);
-    bool is_back_at_once = step->is_graph && run->has_gradient && is_fused(step, run);
-    return is_back_at_once ? run_fused(step, run) : sweep_forward(step, run, false);
-}
-
-/* The values made here that are read last by each run, in ascending order. */
-static void
-find_last_reads(Step *step)
-{
-    for (size_t i = 0; i < step->n_runs; i++) {
-        const KlRun *run = &step->program->runs[i];
-        step->runs[i].first_last = KL_ID_NONE;
-        for (uint32_t k = 0; k < run->imports.n; k++) {
-            step->values[import_of(step, run, k)].last_run = (uint32_t)i + 1;
-        }
-        for (uint32_t k = 0; k < run->combined.n; k++) {
-            KlNodeId id = step->program->combined.ids[run->combined.first + k];
-            step->values[step->tape->nodes[id].first_out].last_run = (uint32_t)i + 1;
-        }
-    }
-    for (size_t v = step->stages->n_values; v-- > 0;) {
-        StepValue *value = &step->values[v];
-        if (value->last_run != 0 && !step->stages->is_leaf[v] && !step->program->is_kept[v]) {
-            value->next_last = step->runs[value->last_run - 1].first_last;
-            step->runs[value->last_run - 1].first_last = (KlValueId)v;
-        }
-    }
-}
-
-/* In a run without a graph a value goes when it was read for the last time; of a storage, the last made. */
-static void
-forget(Step *step, KlValueId first)
-{
-    for (int is_going = 0; is_going < 2; is_going++) {
-        for (KlValueId v = first; v != KL_ID_NONE; v = step->values[v].next_last) {
-            KlValueId *met = &step->met[storage_of(step, v)];
-            *met = is_going ? *met : v;
-            bool is_gone = is_going && *met == v && step->values[v].is_crossing;
-            step->held -= is_gone ? whole(step, v) : 0;
-        }
-    }
-}
-
-static KlStatus
-go_forward(Step *step)
-{
-    KlStatus status = KL_OK;
-    find_last_reads(step);
-    for (size_t i = 0; i < step->n_runs && status == KL_OK; i++) {
-        const KlRun *run = &step->program->runs[i];
-        status = kl_program_is_body(run) ? run_body(step, run) : run_joint(step, i);
-        forget(step, step->is_graph ? KL_ID_NONE : step->runs[i].first_last);
-    }
+    step->held_per_chunk -= stand_ins.parts;
+    step->held += stand_ins.seeds;
+    step->held_per_row += gradients;
+    status = status == KL_OK ? sweep_back(step) : status;
+    status = status == KL_OK ? run_others(step, of, true) : status;
+    step->held_per_row = 0;
     return status;
+}
+
+/* Hold what a body leaves for others. */
+static void
+hold_left(Step *step, const KlStep *of)
+{
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        const KlRun *run = &step->program->runs[of->run + r];
+        for (uint32_t i = 0; i < run->exports.n; i++) {
+            if (!step->values[export_of(step, run, i)].is_inner) {
+                hold(step, export_of(step, run, i));
+            }
+        }
+    }
 }
 
 /* -- back --------------------------------------------------------------------------------------------- */
@@ -398,17 +449,16 @@ bytes_left(Step *step, const KlRun *run)
 }
 
 static KlStatus
-go_back_joint(Step *step, size_t i)
+go_back_joint(Step *step, uint32_t i)
 {
     const KlRun *run = &step->program->runs[i];
     double kept, seeds;
-    gather_gradients(step, run);
+    gather_gradients(step, run, UINT32_MAX);
     find_combined(step, run, &kept, &seeds);
     if (!(is_joint_after(step, run) && step->stages->is_tail_linear)) {
         step->held_per_chunk += seeds; /* else what comes is only looked at */
     }
-    step->held -=
-        step->runs[i].live; /* what is live at the start of its backward is counted there */
+    step->held -= step->live[i]; /* what is live at the start of its backward is counted there */
     KlSpan span = kl_sweep_span(step->program, run, true);
     kl_sweep_open(&step->sweep, &span);
     KlStatus status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
@@ -420,40 +470,84 @@ go_back_joint(Step *step, size_t i)
     }
     status = status == KL_OK ? sweep_back(step) : status;
     /* The graph is let go, and with it what was put together for it. */
-    step->held += fmin(step->runs[i].live - step->sweep.freed, bytes_left(step, run));
+    step->held += fmin(step->live[i] - step->sweep.freed, bytes_left(step, run));
     step->held_per_chunk -= kept;
     return status;
 }
 
+/* A body again, a chunk forward with its graph and back; the gradients for what it left go with that. */
 static KlStatus
-go_back_body(Step *step, const KlRun *run)
+go_back_body(Step *step, const KlStep *of)
 {
-    hold_exports(step, run, true);
-    gather_gradients(step, run);
-    KlStatus status = sweep_forward(step, run, true);
-    status = status == KL_OK ? sweep_back(step) : status;
-    for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = export_of(step, run, i);
-        bool is_left = step->values[value].is_gathering && parts_of(step, value) == NULL;
-        step->held -= is_left ? gradient(step, value) : 0;
+    const KlRun *runs = &step->program->runs[of->run];
+    double gradients = 0;
+    step->held_per_row = find_handed(step, of, &gradients);
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        gather_gradients(step, &runs[r], of->run + 1);
     }
-    return status;
-}
-
-static KlStatus
-go_back(Step *step)
-{
-    KlStatus status = KL_OK;
-    for (size_t i = step->n_runs; i-- > 0 && status == KL_OK;) {
-        const KlRun *run = &step->program->runs[i];
-        if (!kl_program_is_body(run)) {
-            status = go_back_joint(step, i);
-        } else if (run->has_gradient && !is_fused(step, run)) {
-            status = go_back_body(step, run);
+    KlStatus status = run_others(step, of, false);
+    step->held_per_row += gradients;
+    status = status == KL_OK ? sweep_forward(step, &runs[of->n_runs - 1], true) : status;
+    status = status == KL_OK ? sweep_back(step) : status;
+    status = status == KL_OK ? run_others(step, of, true) : status;
+    step->held_per_row = 0;
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        for (uint32_t i = 0; i < runs[r].exports.n; i++) {
+            KlValueId value = export_of(step, &runs[r], i);
+            bool is_left = step->values[value].is_gathering && parts_of(step, value) == NULL;
+            step->held -= is_left ? gradient(step, value) : 0;
         }
     }
     return status;
 }
+
+/* -- the schedule ------------------------------------------------------------------------------------- */
+
+static KlStatus
+walk(Step *step)
+{
+    KlStatus status = KL_OK;
+    for (size_t i = 0; i < step->schedule.n_steps && status == KL_OK; i++) {
+        const KlStep *of = &step->schedule.steps[i];
+        const KlValueId *values = step->schedule.values.ids + of->values.first;
+        switch ((KlStepOp)of->op) {
+        case KL_STEP_JOINT:
+            status = run_joint(step, of->run);
+            break;
+        case KL_STEP_FORWARD:
+            hold_left(step, of);
+            status = run_forward(step, of);
+            break;
+        case KL_STEP_AGAIN:
+            for (uint32_t k = 0; k < of->values.n; k++) {
+                hold(step, values[k]);
+            }
+            status = run_forward(step, of);
+            break;
+        case KL_STEP_FUSED:
+            hold_left(step, of);
+            status = run_fused(step, of);
+            break;
+        case KL_STEP_JOINT_BACK:
+            status = go_back_joint(step, of->run);
+            break;
+        case KL_STEP_BACK:
+            status = go_back_body(step, of);
+            break;
+        case KL_STEP_RELEASE:
+            for (uint32_t k = 0; k < of->values.n; k++) {
+                release_value(step, values[k]);
+            }
+            break;
+        case KL_STEP_CHECK:
+        case KL_STEP_SEED:
+            break;
+        }
+    }
+    return status;
+}
+
+/* -- what comes at the end ---------------------------------------------------------------------------- */
 
 /* Gradients of leaves that were cut are put together; those of half precision cast. Then torch goes on through
  * graphs that were there before. */
@@ -497,7 +591,7 @@ written(const Step *step, uint32_t *lists /* [n_nodes + n_imports + n_values] */
     uint32_t *nodes = lists, *imports = nodes + stages->n_nodes;
     KlValueId *exports = imports + stages->n_imports;
     KlSpan span = {.nodes = nodes, .imports = imports, .exports = exports, .is_live = true};
-    span.has_graph = step->is_graph;
+    span.has_graph = step->homes->is_graph;
     for (size_t i = 0; i < stages->n_nodes; i++) {
         const KlSweepNode *node = &step->sweep.nodes[i];
         if (stages->node_stage[i] == KL_STAGE_NONE || node->is_for_chunks) {
@@ -537,7 +631,7 @@ measure_whole(Step *step, double *most)
     kl_sweep_open(&step->sweep, &span);
     status = kl_sweep_forward(&step->sweep, NULL, step->error);
     double end = 0;
-    if (status == KL_OK && step->is_graph) {
+    if (status == KL_OK && step->homes->is_graph) {
         status = kl_sweep_back(&step->sweep, NULL, step->error);
         end = kl_sweep_live(&step->sweep).fixed + step->sweep.gradients.fixed +
               step->outside->bytes_graphs;
@@ -554,10 +648,11 @@ done:
 static KlStatus
 allocate(Step *step)
 {
-    step->runs = kl_alloc_zeroed(step->n_runs, sizeof(StepRun));
+    step->live = kl_alloc_zeroed(step->program->n_staged, sizeof(double));
     step->values = kl_alloc_zeroed(step->stages->n_values, sizeof(StepValue));
+    step->storages = kl_alloc_zeroed(step->tape->n_storages, sizeof(StepStorage));
     step->met = kl_alloc_zeroed(step->tape->n_storages, sizeof(KlValueId));
-    return step->runs != NULL && step->values != NULL && step->met != NULL
+    return step->live != NULL && step->values != NULL && step->storages != NULL && step->met != NULL
                ? KL_OK
                : kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
                               step->stages->n_nodes);
@@ -567,7 +662,9 @@ static void
 release(Step *step)
 {
     kl_sweep_fini(&step->sweep);
-    kl_alloc_free(step->runs);
+    kl_schedule_fini(&step->schedule);
+    kl_alloc_free(step->live);
+    kl_alloc_free(step->storages);
     kl_alloc_free(step->values);
     kl_alloc_free(step->met);
 }
@@ -580,11 +677,10 @@ look_up(Step *step, KlMeasured *measured)
         const KlImport *import = &step->stages->imports[i];
         step->values[import->value].is_cut |= kl_place_is_rows(&import->place);
     }
-    for (size_t i = 0; i < step->n_runs; i++) {
+    for (size_t i = 0; i < step->program->n_staged; i++) {
         const KlRun *run = &step->program->runs[i];
-        for (uint32_t k = 0; k < run->exports.n && kl_program_is_body(run); k++) {
-            KlValueId value = export_of(step, run, k);
-            step->values[value].is_crossing = parts_of(step, value) == NULL;
+        for (uint32_t k = 0; k < run->inner.n; k++) {
+            step->values[step->program->inner.ids[run->inner.first + k]].is_inner = true;
         }
         KlAxisId axis = kl_tape_axis_find(step->tape, run->axis);
         if (axis != KL_ID_NONE && step->tape->axis_rows[axis] > measured->rows) {
@@ -595,27 +691,27 @@ look_up(Step *step, KlMeasured *measured)
 
 KlStatus
 kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
-                bool is_graph, KlMeasured *measured, KlError *error)
+                const KlHomes *homes, KlMeasured *measured, KlError *error)
 {
     *measured = (KlMeasured){0};
     Step step = {.tape = tape,
                  .program = program,
                  .stages = &program->stages,
                  .outside = outside,
-                 .is_graph = is_graph,
+                 .homes = homes,
                  .error = error,
-                 .moments = &measured->moments,
-                 .n_runs = program->n_staged};
+                 .moments = &measured->moments};
     KlStatus status = kl_sweep_init(&step.sweep, tape, program, &outside->known, error);
     status = status == KL_OK ? allocate(&step) : status;
+    status =
+        status == KL_OK ? kl_schedule_build(tape, program, homes, &step.schedule, error) : status;
     if (status != KL_OK) {
         goto done;
     }
     look_up(&step, measured);
     hold_states(&step);
-    status = go_forward(&step);
-    if (is_graph) {
-        status = status == KL_OK ? go_back(&step) : status;
+    status = walk(&step);
+    if (homes->is_graph) {
         status = status == KL_OK ? deliver(&step) : status;
     }
     status = status == KL_OK ? commit(&step) : status;

@@ -1,12 +1,13 @@
 /* measure.h - the bytes of a staged program: what it needs at each moment of a step in chunks, and how many
  * chunks that lets it run in.
  *
- * The step is gone through run after run, as koila.replay does. In a body the bytes live at any moment are
+ * The step is gone through by its schedule, as koila.replay does. In a body the bytes live at any moment are
  * fixed + per_row * rows (sweep.h). What outlives a run is fixed: values that cross stages, gradients that
  * gather, the graphs of joints until they are differentiated. Each chunk leaves parts of reductions. */
 #ifndef KL_MEASURE_H
 #define KL_MEASURE_H
 
+#include "schedule.h"
 #include "sweep.h"
 
 /* What of a step only the binding knows. */
@@ -27,7 +28,7 @@ typedef struct KlMeasured {
 
 /* On success the caller owns what `measured` holds: kl_measure_fini. */
 KlStatus kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
-                         bool is_graph, KlMeasured *measured, KlError *error);
+                         const KlHomes *homes, KlMeasured *measured, KlError *error);
 void kl_measure_fini(KlMeasured *measured);
 
 /* Bytes with chunks of `rows` rows, and the first moment that needs so many; 0 where there is none. */

@@ -219,7 +219,7 @@ def gradient_part(
 ) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
 def measure(
     program: object,
-    is_graph: bool,
+    homes: tuple[bool, int],
     cloned: set[int],
     states: tuple[int, int],
     noise_of: Callable[[int, int], int],

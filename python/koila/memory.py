@@ -44,10 +44,11 @@ class Estimate:
         return _core.largest_chunk(self.moments, self.rows, budget)
 
 
-def estimate(program: Program, is_graph: bool) -> Estimate:
-    """What a program needs, and its backward, beyond what is there already."""
+def estimate(program: Program, is_graph: bool, keep_every: int = 1) -> Estimate:
+    """What a program needs, and its backward, beyond what is there already; of what crosses from
+    body to body every so manieth is kept."""
     states = _STATE, draws.bytes_kept()
     noise_of, peak_of = draws.bytes_whole, outside.peak
     return Estimate(
-        *_core.measure(program.handle, is_graph, program.cloned, states, noise_of, peak_of)
+        *_core.measure(program.handle, (is_graph, keep_every), program.cloned, states, noise_of, peak_of)
     )

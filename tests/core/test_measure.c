@@ -34,8 +34,8 @@ begin(Step *s, bool is_root)
 static KlStatus
 measure(Step *s, bool is_graph)
 {
-    return kl_measure_step(&s->p.tape, &s->program, &s->outside, is_graph, &s->measured,
-                           &s->p.error);
+    const KlHomes homes = {.is_graph = is_graph, .keep_every = 1};
+    return kl_measure_step(&s->p.tape, &s->program, &s->outside, &homes, &s->measured, &s->p.error);
 }
 
 static void
