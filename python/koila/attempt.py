@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def attempt(
     program: Program,
     planned: plan.Plan,
-    make: Callable[[plan.Plan, hooks.Seen], Replay],
+    make: Callable[[Program, plan.Plan, hooks.Seen], Replay],
     run: Callable[[Replay], Any],
 ) -> tuple[Replay, Any, plan.Plan] | None:
-    """Run a program, with twice the chunks where memory runs out.
+    """Run a program, in more chunks or shorter segments where memory runs out.
 
     Args:
         program: the staged program.
@@ -41,7 +41,7 @@ def attempt(
     hooked: hooks.Seen = {}
     meter = budget.Meter()
     while True:
-        replay = make(planned, hooked)
+        replay = make(program, planned, hooked)
         _core.set_busy(True)
         try:
             result = run(replay)
@@ -56,16 +56,16 @@ def attempt(
             if is_of_layout(error):  # whole it is legal, or raises the same
                 reports.decide(reports.Decision(f"it cannot be cut: {error}"))
                 return None
-            is_pinned = bool(draws.pinned_grids())
-            is_forced = get("chunks") is not None
+            is_fixed = bool(draws.pinned_grids()) or get("chunks") is not None
             is_memory = is_out_of_memory(error)
-            if not is_memory or planned.n_chunks >= most or is_pinned or is_forced:
+            tighter = planned.tighter(most, is_fixed, bool(program.roots)) if is_memory else None
+            if tighter is None:
                 if not is_memory:
                     draws.move_on()  # what is drawn from now on comes after it, as in eager
                 is_calls = isinstance(error, Exception) and not isinstance(error, KoilaError)
                 if is_memory or not is_calls or not _core.failed(error):
                     _core.abandon()  # else it is known which call raised
-                if is_memory and not is_pinned and not is_forced:
+                if is_memory and not is_fixed:
                     del replay
                     let_go(error)
                     raise plan.ran_out(program) from error
@@ -75,4 +75,5 @@ def attempt(
             _core.set_busy(False)
         del replay
         budget.defragment()
-        planned, n_tries = planned.halved(most), n_tries + 1
+        planned, n_tries = tighter, n_tries + 1
+        program = program.in_segments(planned.n_segments)

@@ -50,5 +50,7 @@ def estimate(program: Program, is_graph: bool, keep_every: int = 1) -> Estimate:
     states = _STATE, draws.bytes_kept()
     noise_of, peak_of = draws.bytes_whole, outside.peak
     return Estimate(
-        *_core.measure(program.handle, (is_graph, keep_every), program.cloned, states, noise_of, peak_of)
+        *_core.measure(
+            program.handle, (is_graph, keep_every), program.cloned, states, noise_of, peak_of
+        )
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from koila import _core, budget, config, draws, memory, steps, storages
 from koila.errors import MemoryLimitError
-from koila.program import Program, name_of_node, where_of_node
+from koila.program import Op, Program, name_of_node, where_of_node
 from koila.reports import count, sizes
 from koila.rows import Bounds, largest
 
@@ -28,19 +29,38 @@ UNIT = 8
 Shape = tuple[tuple[int, ...], int, bool, float]
 
 
+class Way(NamedTuple):
+    """How a step is scheduled beside its chunks: see Plan."""
+
+    n_segments: int = 1
+    keep_every: int = 1
+
+    def estimate(self, program: Program, is_graph: bool) -> memory.Estimate:
+        """What a program needs that is run this way."""
+        return memory.estimate(program.in_segments(self.n_segments), is_graph, self.keep_every)
+
+
 class _Lasting(NamedTuple):
     """The chunks that programs of one shape ran in last, and what was left when that was done."""
 
     n_chunks: int
     unit: int
     left: float
+    way: Way
 
     def rows(self, n_rows: int) -> int:
         return largest(n_rows, self.n_chunks, self.unit)
 
 
-_N_LASTING = 64
+_N_REMEMBERED = 64
 _lasting: dict[Shape, _Lasting] = {}
+_T = TypeVar("_T")
+
+
+def _remember(known: dict[Shape, _T], shape: Shape, value: _T) -> None:
+    known[shape] = value
+    while len(known) > _N_REMEMBERED:
+        known.pop(next(iter(known)))
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,20 @@ class Plan:
         """Bytes that the program takes whole."""
         return self.shape[3] if self.shape is not None else 0.0
 
-    def halved(self, most: int) -> Plan:
+    def tighter(self, most: int, is_fixed: bool, is_graph: bool) -> Plan | None:
+        """What is tried where memory ran out: twice the chunks; where each has one row (there are
+        `most`), or its rows are fixed, shorter segments. None: there is nothing left to try."""
+        if self.n_chunks < most and not is_fixed:
+            return self._halved(most)
+        if self.n_segments >= _SEGMENTS[-1] or not is_graph:
+            return None
+        return dataclasses.replace(
+            self,
+            n_segments=2 * self.n_segments,
+            keep_every=min(_KEEP[-1], 2 * self.keep_every),
+        )
+
+    def _halved(self, most: int) -> Plan:
         """Twice the chunks, `most` at most; of half the size, where all are of one."""
         if not _is_measured():
             return dataclasses.replace(self, n_chunks=min(most, 2 * self.n_chunks))
@@ -81,9 +114,9 @@ class Plan:
     def keep(self, program: Program) -> None:
         """It went well: the next program of this shape is run in the same chunks."""
         if self.shape is not None and _is_measured():
-            _lasting[self.shape] = _Lasting(self.n_chunks, self.unit, _allowed(program))
-            while len(_lasting) > _N_LASTING:
-                _lasting.pop(next(iter(_lasting)))
+            way = Way(self.n_segments, self.keep_every)
+            last = _Lasting(self.n_chunks, self.unit, _allowed(program), way)
+            _remember(_lasting, self.shape, last)
 
 
 def is_whole() -> bool:
@@ -170,8 +203,10 @@ def least(estimate: memory.Estimate, allowed: float) -> Needs:
 
 def ran_out(program: Program) -> MemoryLimitError:
     """What is raised where memory ran out in the smallest chunks."""
-    estimate = memory.estimate(program, bool(program.roots))
-    return least(estimate, _allowed(program)).refusal(program)
+    allowed = _allowed(program)
+    ways = _ways(program, bool(program.roots))
+    needs = min((least(estimate, allowed) for _, estimate in ways), key=lambda one: one.n_bytes)
+    return needs.refusal(program)
 
 
 def _held_whole(program: Program, needed: float, fixed: float) -> str:
@@ -219,53 +254,117 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     return made
 
 
+#: The cheapest first: what is made again costs a forward, segments cost one of nearly all calls.
+_KEEP = 2, 3, 4, 6, 8
+_SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
+_BOTH = (2, 2), (4, 4), (8, 8), (16, 8), (32, 8), (64, 8)
+
+
+def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estimate]]:
+    """The ways to run a program, and what each needs; they give the same numbers."""
+    yield Way(), memory.estimate(program, is_graph)
+    if not is_graph or not program.roots:
+        return
+    crosses = any(step.op == Op.AGAIN for step in program.schedule(True, 2))
+    for keep_every in _KEEP if crosses else ():
+        yield Way(1, keep_every), memory.estimate(program, is_graph, keep_every)
+    n_before = program.n_cut
+    for n_segments, keep_every in (*((n, 1) for n in _SEGMENTS), *(_BOTH if crosses else ())):
+        cut = program.in_segments(n_segments)
+        if cut.spread is not None or (cut.n_cut <= n_before and keep_every == 1):
+            continue  # a write would cross where none can, or there is nothing left to cut
+        n_before = cut.n_cut
+        yield Way(n_segments, keep_every), memory.estimate(cut, is_graph, keep_every)
+
+
+#: By shape: the way that a program was last given, and what was left then. No cheaper one will fit
+#: where less is left.
+_last_ways: dict[Shape, tuple[Way, float]] = {}
+
+
+def _find_way(
+    program: Program, is_graph: bool, shape: Shape, allowed: float
+) -> tuple[Way, memory.Estimate, int] | Needs:
+    """The first way that fits, and the rows of a chunk that do; or what the least needs."""
+    best: tuple[Needs, Way, memory.Estimate] | None = None
+    known, left = _last_ways.get(shape, (None, 0.0))
+    is_due = known is None or allowed > left
+    for way, estimate in _ways(program, is_graph):
+        is_due = is_due or way == known
+        if not is_due:
+            continue
+        rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
+        if rows > 0:
+            if way != Way():
+                _remember(_last_ways, shape, (way, allowed))
+            return way, estimate, rows
+        needs = least(estimate, allowed)
+        if best is None or needs.n_bytes < best[0].n_bytes:
+            best = needs, way, estimate
+    assert best is not None
+    needs, way, estimate = best
+    if needs.n_bytes > allowed:
+        return needs
+    return way, estimate, max(needs.rows, estimate.largest_chunk(allowed))
+
+
 def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | Needs:
     """The plan for a program; or what it needs, if that is more than there is."""
     allowed = _allowed(program)
     pinned = [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
     if pinned:
-        return _pinned(program, estimate, allowed, max(pinned, key=len))
+        return _pinned(program, is_graph, allowed, max(pinned, key=len))
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
     share = WHOLE_SHARE if rows > 0 else 1.0
-    sizes = tuple(sorted(program.axes.values()))
-    shape = (sizes, len(program.nodes), is_graph, estimate.whole)
+    shape = _shape_of(program, is_graph, estimate)
     last = _lasting.get(shape) if _is_measured() else None
     was_whole = last is not None and last.n_chunks == 1
     if estimate.whole <= (allowed + budget.slack() if was_whole else share * allowed):
         planned = Plan(1, 1, estimate.whole, allowed, shape)
         planned.keep(program)
         return planned
+    way = Way()
     if last is not None and not was_whole:
         allowed += budget.slack()  # what a first step takes was taken
-        size = last.rows(estimate.rows)
+        way, size = last.way, last.rows(estimate.rows)
+        estimate = way.estimate(program, is_graph)
         rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
         if rows < 2 * size and _still_fits(last, estimate.peak(size)[0], allowed):
-            return Plan(last.n_chunks, last.unit, estimate.peak(size)[0], allowed, shape)
+            needed = estimate.peak(size)[0]
+            return Plan(last.n_chunks, last.unit, needed, allowed, shape, *way)
         if 0 < rows < 2 * size:
             while size > rows:
                 size //= 2
             rows = size
     if rows == 0:
-        needs = least(estimate, allowed)
-        if needs.n_bytes > allowed:
-            return needs
-        rows = max(needs.rows, estimate.largest_chunk(allowed))
+        found = _find_way(program, is_graph, shape, allowed)
+        if isinstance(found, Needs):
+            return found
+        way, estimate, rows = found
     n_chunks, unit = _chunks_of(estimate.rows, rows)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
-    return Plan(n_chunks, unit, predicted, allowed, shape)
+    return Plan(n_chunks, unit, predicted, allowed, shape, *way)
 
 
-def _pinned(
-    program: Program, estimate: memory.Estimate, allowed: float, bounds: list[Bounds]
-) -> Plan | Needs:
+def _shape_of(program: Program, is_graph: bool, estimate: memory.Estimate) -> Shape:
+    sizes = tuple(sorted(program.axes.values()))
+    return sizes, len(program.nodes), is_graph, estimate.whole
+
+
+def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bounds]) -> Plan | Needs:
     """The chunks that an earlier run of this program drew in: in others it would draw other
     numbers."""
     rows = max(stop - start for start, stop in bounds)
-    n_bytes, node = estimate.peak(rows)
-    if n_bytes > allowed:
-        return Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
-    shape = (tuple(sorted(program.axes.values())), len(program.nodes), True, estimate.whole)
-    return Plan(len(bounds), rows, n_bytes, allowed, shape)
+    best: Needs | None = None
+    for way, estimate in _ways(program, is_graph):
+        n_bytes, node = estimate.peak(rows)
+        if n_bytes <= allowed:
+            shape = _shape_of(program, True, estimate)
+            return Plan(len(bounds), rows, n_bytes, allowed, shape, *way)
+        if best is None or n_bytes < best.n_bytes:
+            best = Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
+    assert best is not None
+    return best
 
 
 def _is_measured() -> bool:

@@ -142,6 +142,7 @@ class Program:
         self.values: list[tuple[int, bool, bool]] = staged["values"]
         self.roots: list[int] = staged["roots"]
         self.is_known_only = is_known_only
+        self.n_segments = n_segments
         self.wanted: list[int] = [v for v in staged["wanted"] if self.node_of(v) is not None]
         self.last_body: int | None = staged["last_body"]
         self.is_tail_linear: bool = staged["is_tail_linear"]
@@ -243,6 +244,17 @@ class Program:
     def axes(self) -> dict[int, int]:
         """Rows of each axis that a body runs over."""
         return {run.axis: _core.node(run.nodes[-1])[4] for run in self.runs if run.is_body}
+
+    def in_segments(self, n_segments: int) -> Program:
+        """The same program with its bodies cut into so many segments."""
+        if n_segments == self.n_segments:
+            return self
+        return Program(self.roots, self.is_known_only, n_segments)
+
+    @property
+    def n_cut(self) -> int:
+        """The segments of all bodies."""
+        return sum(run.is_body for run in self.runs)
 
     def schedule(self, is_graph: bool, keep_every: int = 1) -> list[Step]:
         """What is done, forward and back; of what crosses from body to body every so manieth is

@@ -530,11 +530,8 @@ def _attempt(
         What `run` returned; None: the program has to run whole.
     """
 
-    def make(planned: plan.Plan, hooked: hooks.Seen) -> Replay:
-        return Replay(program, planned, hooked)
-
     def go() -> tuple[Any] | None:
-        done = attempt(program, planned, make, run)
+        done = attempt(program, planned, Replay, run)
         if done is None:
             return None
         replay, result, ran = done
@@ -575,10 +572,8 @@ def _stage(
     except MemoryLimitError:
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
-    if planned.n_segments > 1:
-        program = Program(roots, n_segments=planned.n_segments)
     if not planned.is_whole:
-        return program, planned
+        return program.in_segments(planned.n_segments), planned
     reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None
 
