@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from koila import plan, replay
-from koila.program import Op, Program
+from koila.program import Op, Program, Way
 from oracle import assert_same
 from program_model import compared
 from programs import PROGRAMS
@@ -24,9 +24,10 @@ class Seen:
 
     n_segments: int = 0
     n_again: int = 0
+    n_offloaded: int = 0
 
 
-Force = Callable[[int, int], Seen]
+Force = Callable[[Way], Seen]
 
 
 @pytest.fixture
@@ -34,18 +35,19 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     """Run every program in so many segments, and keep every so manieth of what crosses."""
     seen = Seen()
 
-    def force(n_segments: int, keep_every: int) -> Seen:
+    def force(way: Way) -> Seen:
         original, schedule = plan.plan, Program.schedule
 
         def changed(*args: Any, **kwargs: Any) -> plan.Plan:
             planned = original(*args, **kwargs)
-            return dataclasses.replace(planned, n_segments=n_segments, keep_every=keep_every)
+            return dataclasses.replace(planned, way=way)
 
         def noted(*args: Any) -> Any:
             steps = schedule(*args)
             for step in steps:
                 seen.n_segments = max(seen.n_segments, len(step.runs))
                 seen.n_again += step.op == Op.AGAIN
+                seen.n_offloaded += len(step.values) * (step.op == Op.FORWARD)
             return steps
 
         monkeypatch.setattr(plan, "plan", changed)
@@ -64,7 +66,7 @@ UNCUT = ("lstm", "gru", "bag_of_words", "slope")
 def test_segments(program: Written, force: Force) -> None:
     """The loss, gradients, buffers and generator are eager's, and what each segment reads and
     leaves is what the model in Python says."""
-    seen = force(4, 1)
+    seen = force(Way(4))
     with compared():
         assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_segments > 1 or program.name.startswith(UNCUT)
@@ -83,6 +85,19 @@ CROSSING = "cnn_bn residual_bn barlow reused resnet norm_root mlp-correlation".s
 )
 def test_made_again(program: Written, keep_every: int, n_segments: int, force: Force) -> None:
     """What crosses from body to body may be let go and made again."""
-    seen = force(n_segments, keep_every)
+    seen = force(Way(n_segments, keep_every))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_again > 0
+
+
+@pytest.mark.parametrize("n_segments", [1, 3])
+@pytest.mark.parametrize(
+    "program",
+    [p for p in PROGRAMS if p.name.startswith(tuple(CROSSING))],
+    ids=lambda program: program.name,
+)
+def test_offloaded(program: Written, n_segments: int, force: Force) -> None:
+    """What crosses from body to body may be kept in files meanwhile."""
+    seen = force(Way(n_segments, 1, True))
+    assert_same(program, program.rows(N_ROWS), chunks=3)
+    assert seen.n_offloaded > 0

@@ -12,7 +12,7 @@ from torch import Tensor
 import koila
 from chunked import split
 from koila import tail
-from koila.program import Op, Program, Step
+from koila.program import Op, Program, Step, Way
 
 N_ROWS = 7
 
@@ -59,9 +59,9 @@ def test_a_wrong_verdict_is_told(name: str, chunks: int, monkeypatch: pytest.Mon
     """As a row would be that says an op keeps nothing, when it keeps its input."""
     schedule = Program.schedule
 
-    def lies(program: Program, is_graph: bool, keep_every: int) -> list[Step]:
+    def lies(program: Program, is_graph: bool, way: Way) -> list[Step]:
         assert not program.is_tail_linear
-        steps = schedule(program, is_graph, keep_every)
+        steps = schedule(program, is_graph, way)
         last = next(step.runs for step in steps if step.op == Op.BACK)
         at = next(i for i, step in enumerate(steps) if step.op == Op.SEED and step.runs == last)
         assert [step.op for step in steps[at : at + 3]] == [Op.SEED, Op.RELEASE, Op.BACK]

@@ -183,7 +183,7 @@ static PyMethodDef functions[] = {
      "run_alone($module, node, env, rows, is_grad_off, run_other, /)\n--\n\n"
      "Run one node; env has all that it reads."},
     {"schedule", kl_schedule_of, METH_VARARGS,
-     "schedule($module, program, is_graph, keep_every, /)\n--\n\n"
+     "schedule($module, program, homes, /)\n--\n\n"
      "[(op, first run, runs, values)]: what a step in chunks does, forward and back."},
     {"gradient_part", kl_program_gradient_part, METH_VARARGS,
      "gradient_part($module, program, run, values, /)\n--\n\n"

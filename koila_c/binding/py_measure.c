@@ -127,25 +127,26 @@ bytes_of_graphs(PyObject *peak_of, PyObject *graphs)
     return result;
 }
 
-/* measure(program, (is_graph, keep_every), cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) ->
+/* measure(program, (is_graph, keep_every, is_offloaded), cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) ->
  * (moments: KlMoment[] as bytes, rows, bytes of a live run) */
 PyObject *
 kl_measure_program(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *handle = NULL, *cloned = NULL, *noise_of = NULL, *peak_of = NULL, *result = NULL;
-    int is_graph = 0;
+    int is_graph = 0, is_offloaded = 0;
     KlHomes homes = {.keep_every = 1};
     long long bytes_state = 0, bytes_drawn = 0;
     KlMeasured measured = {0};
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL ||
-        !PyArg_ParseTuple(args, "O(pI)O(LL)OO:measure", &handle, &is_graph, &homes.keep_every,
-                          &cloned, &bytes_state, &bytes_drawn, &noise_of, &peak_of)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O(pIp)O(LL)OO:measure", &handle, &is_graph,
+                                          &homes.keep_every, &is_offloaded, &cloned, &bytes_state,
+                                          &bytes_drawn, &noise_of, &peak_of)) {
         return NULL;
     }
     homes.is_graph = is_graph != 0;
+    homes.is_offloaded = is_offloaded != 0;
     const KlProgram *program = kl_program_of(handle, tape);
     if (program == NULL) {
         return NULL;

@@ -19,22 +19,23 @@ step_object(const KlSchedule *schedule, const KlStep *step)
                           : NULL;
 }
 
-/* schedule(program, is_graph, keep_every) -> [(op, first run, runs, values)], see KlStep. */
+/* schedule(program, (is_graph, keep_every, is_offloaded)) -> [(op, first run, runs, values)], see KlStep. */
 PyObject *
 kl_schedule_of(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *handle = NULL;
-    int is_graph = 0;
+    int is_graph = 0, is_offloaded = 0;
     KlHomes homes = {.keep_every = 1};
     KlSchedule schedule;
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL ||
-        !PyArg_ParseTuple(args, "OpI:schedule", &handle, &is_graph, &homes.keep_every)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O(pIp):schedule", &handle, &is_graph,
+                                          &homes.keep_every, &is_offloaded)) {
         return NULL;
     }
     homes.is_graph = is_graph != 0;
+    homes.is_offloaded = is_offloaded != 0;
     const KlProgram *program = kl_program_of(handle, tape);
     if (program == NULL) {
         return NULL;

@@ -11,6 +11,7 @@ typedef struct StepValue {
     bool is_gathering; /* its gradient gathers */
     bool is_cut;       /* something reads it by rows */
     bool is_inner;     /* segments of one body alone read it */
+    bool is_offloaded; /* it is kept beside its device */
     bool is_held;      /* what a body left, of all chunks */
 } StepValue;
 
@@ -284,10 +285,13 @@ find_handed(Step *step, const KlStep *of, double *gradients)
     double values = 0;
     *gradients = 0;
     for (uint32_t r = 0; r < of->n_runs; r++) {
-        for (uint32_t i = 0; i < runs[r].imports.n && r > 0; i++) {
+        for (uint32_t i = 0; i < runs[r].imports.n; i++) {
             KlValueId value = import_of(step, &runs[r], i);
-            if (step->values[value].body == of->run + 1) {
-                const KlSize *size = &step->sweep.sizes[value];
+            const KlSize *size = &step->sweep.sizes[value];
+            if (step->values[value].is_offloaded && step->tape->values[value].meta.device != 0) {
+                values += size->per_row; /* it is brought back */
+            }
+            if (r > 0 && step->values[value].body == of->run + 1) {
                 values += step->values[value].is_held ? 0 : size->per_row;
                 *gradients += size->needs_gradient ? size->per_row : 0;
             }
@@ -409,14 +413,19 @@ run_fused(Step *step, const KlStep *of)
     return status;
 }
 
-/* Hold what a body leaves for others. */
+/* Hold what a body leaves for others, but for what is offloaded. */
 static void
 hold_left(Step *step, const KlStep *of)
 {
+    for (uint32_t k = 0; k < of->values.n; k++) {
+        KlValueId value = step->schedule.values.ids[of->values.first + k];
+        step->values[value].is_offloaded = true;
+    }
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            if (!step->values[export_of(step, run, i)].is_inner) {
+            const StepValue *value = &step->values[export_of(step, run, i)];
+            if (!value->is_inner && !value->is_offloaded) {
                 hold(step, export_of(step, run, i));
             }
         }

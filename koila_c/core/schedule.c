@@ -212,6 +212,22 @@ release_read(Build *build, uint32_t u)
     return status == KL_OK && has_any ? add_step(build, KL_STEP_RELEASE, NULL, first) : status;
 }
 
+/* Of what leaves a body, what has its home beside the device. */
+static KlStatus
+add_offloaded(Build *build, const Unit *unit)
+{
+    const KlProgram *program = build->program;
+    KlStatus status = KL_OK;
+    for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
+        const KlRun *run = &program->runs[r];
+        for (uint32_t i = 0; i < run->exports.n && status == KL_OK; i++) {
+            KlValueId value = program->exports.ids[run->exports.first + i];
+            status = can_be_again(build, value) ? add_value(build, value) : KL_OK;
+        }
+    }
+    return status;
+}
+
 static KlStatus
 go_forward(Build *build)
 {
@@ -221,7 +237,11 @@ go_forward(Build *build)
         KlStepOp op = unit->is_fused  ? KL_STEP_FUSED
                       : unit->is_body ? KL_STEP_FORWARD
                                       : KL_STEP_JOINT;
-        status = add_step(build, op, unit, build->schedule->values.n);
+        size_t first = build->schedule->values.n;
+        if (build->homes->is_offloaded && unit->is_body) {
+            status = add_offloaded(build, unit);
+        }
+        status = status == KL_OK ? add_step(build, op, unit, first) : status;
         if (status == KL_OK) {
             status = release_read(build, u);
         }

@@ -1,16 +1,17 @@
 /* schedule.h - a step as data: what is run, forward and back, in which order, and when a value is let go.
  *
  * A step of the schedule runs a whole body, all its chunks, or a joint. What leaves a body by rows has a home:
- * it is kept to its backward, or let go when it was read for the last time going forward, and made again going
- * back. The schedule is measured and run from the same array, so the two cannot differ. */
+ * it is kept to its backward; or offloaded, beside the memory of its device; or let go when it was read for the
+ * last time going forward, and made again going back. The schedule is measured and run from the same array, so the two cannot differ. */
 #ifndef KL_SCHEDULE_H
 #define KL_SCHEDULE_H
 
 #include "program.h"
 
 typedef enum KlStepOp {
-    KL_STEP_JOINT,      /* run a joint; differentiated: with its graph, which is kept */
-    KL_STEP_FORWARD,    /* run a body over its chunks without a graph, and keep what leaves it */
+    KL_STEP_JOINT, /* run a joint; differentiated: with its graph, which is kept */
+    KL_STEP_FORWARD, /* run a body over its chunks without a graph, and keep what leaves it; `values` of it are
+                        offloaded */
     KL_STEP_AGAIN,      /* likewise, but keep only `values` */
     KL_STEP_FUSED,      /* run the last body, each chunk forward and at once back */
     KL_STEP_CHECK,      /* the gradients that a fused body was given were those of its tail */
@@ -36,6 +37,7 @@ typedef struct KlSchedule {
 /* What a schedule is to be. */
 typedef struct KlHomes {
     bool is_graph;       /* the roots are differentiated */
+    bool is_offloaded;   /* what crosses from body to body leaves its device meanwhile */
     uint32_t keep_every; /* of what crosses from body to body, every so manieth is kept: 1 is all */
 } KlHomes;
 

@@ -191,7 +191,7 @@ def stage(
     roots: list[torch.Tensor | int], is_known_only: bool, n_segments: int = 1, /
 ) -> _Staged: ...
 def schedule(
-    program: object, is_graph: bool, keep_every: int, /
+    program: object, homes: tuple[bool, int, bool], /
 ) -> list[tuple[int, int, int, tuple[int, ...]]]: ...
 def run(
     program: object,
@@ -219,7 +219,7 @@ def gradient_part(
 ) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
 def measure(
     program: object,
-    homes: tuple[bool, int],
+    homes: tuple[bool, int, bool],  # is graph, keep every, is offloaded
     cloned: set[int],
     states: tuple[int, int],
     noise_of: Callable[[int, int], int],

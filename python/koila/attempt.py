@@ -76,4 +76,4 @@ def attempt(
         del replay
         budget.defragment()
         planned, n_tries = tighter, n_tries + 1
-        program = program.in_segments(planned.n_segments)
+        program = program.in_segments(planned.way.n_segments)

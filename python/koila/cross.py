@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import rows
+from koila import offload, rows
 from koila.program import Info
 from koila.rows import Bounds, Place
 
@@ -107,6 +107,7 @@ class Cross:
         self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
         self.aliases: dict[Key, torch.Tensor] = {}
         self.seeds: dict[Key, torch.Tensor | None] = {}
+        self.is_offloaded = False  # its chunks are kept beside its device
         #: Its gradient is sent back already: what comes now is only looked at.
         self.watch: Watch | None = None
 
@@ -116,7 +117,7 @@ class Cross:
         if self.info.place is None:
             self.whole = _to_keep(tensor)  # every chunk makes the same
         else:
-            self.chunks[chunk] = _to_keep(tensor)
+            self.chunks[chunk] = offload.put(tensor) if self.is_offloaded else _to_keep(tensor)
 
     def add_parts(
         self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -166,7 +167,13 @@ class Cross:
         self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
     ) -> torch.Tensor:
         if self.whole is None:
-            return self._alias(("chunk", chunk), self.chunks[chunk], is_graph)
+            known = self.aliases.get(("chunk", chunk)) if is_graph else None
+            if known is not None:
+                return known
+            tensor = self.chunks[chunk]
+            if self.is_offloaded:
+                tensor = offload.get(tensor, self.info.device)
+            return self._alias(("chunk", chunk), tensor, is_graph)
         key = ("rows", place, chunk)
         if is_graph and key in self.aliases:
             return self.aliases[key]
@@ -192,6 +199,14 @@ class Cross:
             part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
             grad = _add(grad, part)
         return grad
+
+    def settle(self, chunk: int) -> list[torch.Tensor]:
+        """Keep only the gradient that came to a chunk that was read; returns the alias of it."""
+        alias = self.aliases.pop(("chunk", chunk), None)
+        if alias is None:
+            return []
+        self.seeds["chunk", chunk] = _add(self.seeds.get(("chunk", chunk)), alias.grad)
+        return [alias]
 
     def let_go(self) -> None:
         """Keep only the gradients that came: all that reads the value has run for the last time."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from koila import _core, draws, outside
-from koila.program import Program
+from koila.program import AS_IT_IS, Program, Way
 
 # Bytes of the state of the CPU's generator.
 _STATE = torch.Generator().get_state().nbytes
@@ -44,13 +44,12 @@ class Estimate:
         return _core.largest_chunk(self.moments, self.rows, budget)
 
 
-def estimate(program: Program, is_graph: bool, keep_every: int = 1) -> Estimate:
-    """What a program needs, and its backward, beyond what is there already; of what crosses from
-    body to body every so manieth is kept."""
+def estimate(program: Program, is_graph: bool, way: Way = AS_IT_IS) -> Estimate:
+    """What a program needs that is run in a way, and its backward, beyond what is there already."""
     states = _STATE, draws.bytes_kept()
     noise_of, peak_of = draws.bytes_whole, outside.peak
     return Estimate(
         *_core.measure(
-            program.handle, (is_graph, keep_every), program.cloned, states, noise_of, peak_of
+            program.handle, (is_graph, *way[1:]), program.cloned, states, noise_of, peak_of
         )
     )

@@ -11,7 +11,7 @@ import torch
 
 from koila import _core, budget, config, draws, memory, steps, storages
 from koila.errors import MemoryLimitError
-from koila.program import Op, Program, name_of_node, where_of_node
+from koila.program import AS_IT_IS, Op, Program, Way, name_of_node, where_of_node
 from koila.reports import count, sizes
 from koila.rows import Bounds, largest
 
@@ -27,17 +27,6 @@ UNIT = 8
 
 #: Rows of the axes, number of calls, whether it is differentiated, bytes it takes whole.
 Shape = tuple[tuple[int, ...], int, bool, float]
-
-
-class Way(NamedTuple):
-    """How a step is scheduled beside its chunks: see Plan."""
-
-    n_segments: int = 1
-    keep_every: int = 1
-
-    def estimate(self, program: Program, is_graph: bool) -> memory.Estimate:
-        """What a program needs that is run this way."""
-        return memory.estimate(program.in_segments(self.n_segments), is_graph, self.keep_every)
 
 
 class _Lasting(NamedTuple):
@@ -67,9 +56,7 @@ def _remember(known: dict[Shape, _T], shape: Shape, value: _T) -> None:
 class Plan:
     """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed.
 
-    Chunks are of whole `unit`s of rows, the last may be short. Bodies are cut into `n_segments`, of
-    which one at a time has its graph; of what crosses from body to body every `keep_every`th is
-    kept, and the rest made again going back. Under a limit of the
+    Chunks are of whole `unit`s of rows, the last may be short. Under a limit of the
     process, programs of one `shape` are run in chunks of one size for as long as that fits.
     """
 
@@ -78,13 +65,12 @@ class Plan:
     predicted: float | None = None
     allowed: float | None = None
     shape: Shape | None = None
-    n_segments: int = 1
-    keep_every: int = 1
+    way: Way = AS_IT_IS
 
     @property
     def is_whole(self) -> bool:
         """Whether it runs as it was written."""
-        return self.n_chunks == 1 and self.n_segments == 1 and self.keep_every == 1
+        return self.n_chunks == 1 and self.way == AS_IT_IS
 
     @property
     def whole(self) -> float:
@@ -96,13 +82,11 @@ class Plan:
         `most`), or its rows are fixed, shorter segments. None: there is nothing left to try."""
         if self.n_chunks < most and not is_fixed:
             return self._halved(most)
-        if self.n_segments >= _SEGMENTS[-1] or not is_graph:
+        way = self.way
+        if way.n_segments >= _SEGMENTS[-1] or not is_graph:
             return None
-        return dataclasses.replace(
-            self,
-            n_segments=2 * self.n_segments,
-            keep_every=min(_KEEP[-1], 2 * self.keep_every),
-        )
+        # What crosses is worth most first: whether there is any, the schedule knows.
+        return dataclasses.replace(self, way=Way(2 * way.n_segments, 1, True))
 
     def _halved(self, most: int) -> Plan:
         """Twice the chunks, `most` at most; of half the size, where all are of one."""
@@ -114,8 +98,7 @@ class Plan:
     def keep(self, program: Program) -> None:
         """It went well: the next program of this shape is run in the same chunks."""
         if self.shape is not None and _is_measured():
-            way = Way(self.n_segments, self.keep_every)
-            last = _Lasting(self.n_chunks, self.unit, _allowed(program), way)
+            last = _Lasting(self.n_chunks, self.unit, _allowed(program), self.way)
             _remember(_lasting, self.shape, last)
 
 
@@ -254,58 +237,76 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     return made
 
 
-#: The cheapest first: what is made again costs a forward, segments cost one of nearly all calls.
 _KEEP = 2, 3, 4, 6, 8
 _SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
-_BOTH = (2, 2), (4, 4), (8, 8), (16, 8), (32, 8), (64, 8)
+
+
+def _cost(way: Way, rows: int) -> float:
+    """The time of a step run this way in chunks of so many rows, as a multiple of large chunks of
+    it as it is: roughly, to choose among ways. A chunk has work of its own, as of two rows.
+    """
+    more = 0.35 * (way.keep_every > 1) + 0.35 * (way.n_segments > 1) + 0.2 * way.is_offloaded
+    return (1 + more) * (1 + 2 / rows)
 
 
 def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estimate]]:
     """The ways to run a program, and what each needs; they give the same numbers."""
-    yield Way(), memory.estimate(program, is_graph)
+    yield AS_IT_IS, memory.estimate(program, is_graph)
     if not is_graph or not program.roots:
         return
-    crosses = any(step.op == Op.AGAIN for step in program.schedule(True, 2))
-    for keep_every in _KEEP if crosses else ():
-        yield Way(1, keep_every), memory.estimate(program, is_graph, keep_every)
+    crosses = any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
+    for way in (*(Way(1, n) for n in _KEEP), Way(1, 1, True)) if crosses else ():
+        yield way, memory.estimate(program, is_graph, way)
     n_before = program.n_cut
-    for n_segments, keep_every in (*((n, 1) for n in _SEGMENTS), *(_BOTH if crosses else ())):
+    for n_segments in _SEGMENTS:
         cut = program.in_segments(n_segments)
-        if cut.spread is not None or (cut.n_cut <= n_before and keep_every == 1):
+        if cut.spread is not None or cut.n_cut <= n_before:
             continue  # a write would cross where none can, or there is nothing left to cut
         n_before = cut.n_cut
-        yield Way(n_segments, keep_every), memory.estimate(cut, is_graph, keep_every)
+        for way in (Way(n_segments), *((Way(n_segments, 1, True),) if crosses else ())):
+            yield way, memory.estimate(cut, is_graph, way)
 
 
-#: By shape: the way that a program was last given, and what was left then. No cheaper one will fit
-#: where less is left.
+#: By shape: the way that a program was last given, and what was left then.
 _last_ways: dict[Shape, tuple[Way, float]] = {}
+_NEAR = 0.1  # what is left now and was left then, apart by such a share
+
+
+def _last_way(
+    program: Program, is_graph: bool, shape: Shape, allowed: float
+) -> tuple[Way, memory.Estimate, int] | None:
+    """The way that a program of this shape was given where as much was left, if it fits."""
+    way, left = _last_ways.get(shape, (AS_IT_IS, 0.0))
+    if way == AS_IT_IS or abs(allowed - left) > _NEAR * left:
+        return None
+    estimate = memory.estimate(program.in_segments(way.n_segments), is_graph, way)
+    rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
+    return (way, estimate, rows) if rows > 0 else None
 
 
 def _find_way(
     program: Program, is_graph: bool, shape: Shape, allowed: float
 ) -> tuple[Way, memory.Estimate, int] | Needs:
-    """The first way that fits, and the rows of a chunk that do; or what the least needs."""
-    best: tuple[Needs, Way, memory.Estimate] | None = None
-    known, left = _last_ways.get(shape, (None, 0.0))
-    is_due = known is None or allowed > left
+    """The cheapest way that fits, and the rows of a chunk that do; or what the least needs."""
+    found = _last_way(program, is_graph, shape, allowed)
+    if found is not None:
+        return found
+    fitting: list[tuple[Way, memory.Estimate, int]] = []
+    needs: list[tuple[Needs, Way, memory.Estimate]] = []
     for way, estimate in _ways(program, is_graph):
-        is_due = is_due or way == known
-        if not is_due:
-            continue
         rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
         if rows > 0:
-            if way != Way():
-                _remember(_last_ways, shape, (way, allowed))
-            return way, estimate, rows
-        needs = least(estimate, allowed)
-        if best is None or needs.n_bytes < best[0].n_bytes:
-            best = needs, way, estimate
-    assert best is not None
-    needs, way, estimate = best
-    if needs.n_bytes > allowed:
-        return needs
-    return way, estimate, max(needs.rows, estimate.largest_chunk(allowed))
+            fitting.append((way, estimate, rows))
+        else:
+            needs.append((least(estimate, allowed), way, estimate))
+    if fitting:
+        best = min(fitting, key=lambda one: _cost(one[0], one[2]))
+        _remember(_last_ways, shape, (best[0], allowed))
+        return best
+    needed, way, estimate = min(needs, key=lambda one: one[0].n_bytes)
+    if needed.n_bytes > allowed:
+        return needed
+    return way, estimate, max(needed.rows, estimate.largest_chunk(allowed))
 
 
 def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | Needs:
@@ -323,15 +324,15 @@ def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | 
         planned = Plan(1, 1, estimate.whole, allowed, shape)
         planned.keep(program)
         return planned
-    way = Way()
+    way = AS_IT_IS
     if last is not None and not was_whole:
         allowed += budget.slack()  # what a first step takes was taken
         way, size = last.way, last.rows(estimate.rows)
-        estimate = way.estimate(program, is_graph)
+        estimate = memory.estimate(program.in_segments(way.n_segments), is_graph, way)
         rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
         if rows < 2 * size and _still_fits(last, estimate.peak(size)[0], allowed):
             needed = estimate.peak(size)[0]
-            return Plan(last.n_chunks, last.unit, needed, allowed, shape, *way)
+            return Plan(last.n_chunks, last.unit, needed, allowed, shape, way)
         if 0 < rows < 2 * size:
             while size > rows:
                 size //= 2
@@ -343,7 +344,7 @@ def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | 
         way, estimate, rows = found
     n_chunks, unit = _chunks_of(estimate.rows, rows)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
-    return Plan(n_chunks, unit, predicted, allowed, shape, *way)
+    return Plan(n_chunks, unit, predicted, allowed, shape, way)
 
 
 def _shape_of(program: Program, is_graph: bool, estimate: memory.Estimate) -> Shape:
@@ -360,7 +361,7 @@ def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bound
         n_bytes, node = estimate.peak(rows)
         if n_bytes <= allowed:
             shape = _shape_of(program, True, estimate)
-            return Plan(len(bounds), rows, n_bytes, allowed, shape, *way)
+            return Plan(len(bounds), rows, n_bytes, allowed, shape, way)
         if best is None or n_bytes < best.n_bytes:
             best = Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
     assert best is not None

@@ -117,6 +117,22 @@ class Op(enum.IntEnum):
     RELEASE = 8
 
 
+class Way(NamedTuple):
+    """How a step is scheduled beside its chunks.
+
+    Bodies are cut into `n_segments`, of which one at a time has its graph. Of what crosses from
+    body to body every `keep_every`th is kept, and the rest is made again going back; or all of it
+    leaves its device meanwhile.
+    """
+
+    n_segments: int = 1
+    keep_every: int = 1
+    is_offloaded: bool = False
+
+
+AS_IT_IS = Way()
+
+
 class Step(NamedTuple):
     """One step of a schedule: of a joint, a body with all its segments, or values."""
 
@@ -256,10 +272,9 @@ class Program:
         """The segments of all bodies."""
         return sum(run.is_body for run in self.runs)
 
-    def schedule(self, is_graph: bool, keep_every: int = 1) -> list[Step]:
-        """What is done, forward and back; of what crosses from body to body every so manieth is
-        kept, and the rest made again."""
-        steps = _core.schedule(self.handle, is_graph, keep_every)
+    def schedule(self, is_graph: bool, way: Way = AS_IT_IS) -> list[Step]:
+        """What is done, forward and back."""
+        steps = _core.schedule(self.handle, (is_graph, *way[1:]))
         return [
             Step(Op(op), self.runs[first : first + n_runs], values)
             for op, first, n_runs, values in steps

@@ -255,7 +255,16 @@ class Replay:
         read = {self.program.imports[number].value for run in runs[1:] for number in run.imports}
         return {value for run in runs[:-1] for value in run.exports if value in read}
 
+    def _offload(self, step: Step) -> None:
+        """Some of what a body will leave is to be kept beside its device."""
+        for value in step.values:
+            info = self.program.info(value)
+            cross = Cross(info, self.program.needs_gradient(value), self.fresh)
+            cross.is_offloaded = True
+            self.cross[value] = cross
+
     def _forward(self, step: Step) -> None:
+        self._offload(step)
         for chunk in range(len(self.grids[step.runs[0].axis])):
             for run in step.runs:
                 self._collect(run, self.run_nodes(run, chunk, False), chunk, run.exports)
@@ -300,6 +309,14 @@ class Replay:
         """Run a chunk again with its graph and send the gradients of what left it back through
         it."""
         self._send_back(run, self.run_nodes(run, chunk, True), chunk)
+        self._settle(run, chunk)
+
+    def _settle(self, run: Run, chunk: int) -> None:
+        """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
+        for number in run.imports:
+            cross = self.cross.get(self.program.imports[number].value)
+            if cross is not None and cross.is_offloaded:
+                self._forget(cross.settle(chunk))
 
     def _send_back(self, run: Run, env: Sequence[Any], chunk: int) -> None:
         outputs: list[torch.Tensor] = []
@@ -320,6 +337,7 @@ class Replay:
 
     def _fused(self, step: Step) -> None:
         """Each chunk of the last body forward, and at once back."""
+        self._offload(step)
         *others, last = step.runs
         handed = self._handed(step.runs)
         is_certain = False
@@ -339,6 +357,7 @@ class Replay:
             del left
             self._send_back(last, env, chunk)
             del env
+            self._settle(last, chunk)
             for run in reversed(others):
                 self._back_through(run, chunk)
             inner = {value for run in others for value in run.inner}
@@ -448,7 +467,7 @@ class Replay:
 
     def _go(self) -> None:
         self.draws.prepare()
-        for step in self.program.schedule(not self.is_forward, self.planned.keep_every):
+        for step in self.program.schedule(not self.is_forward, self.planned.way):
             self._DO[step.op](self, step)
 
     def differentiate(
@@ -573,7 +592,7 @@ def _stage(
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if not planned.is_whole:
-        return program.in_segments(planned.n_segments), planned
+        return program.in_segments(planned.way.n_segments), planned
     reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None
 

@@ -70,9 +70,11 @@ def test_graphs_from_before_are_asked_for() -> None:
         seen.append(tensors)
         return 1e6
 
-    measured = _core.measure(staged.handle, (True, 1), set(), (0, 0), draws.bytes_whole, peak_of)
+    measured = _core.measure(
+        staged.handle, (True, 1, False), set(), (0, 0), draws.bytes_whole, peak_of
+    )
     assert seen == [{before}] and measured[2] > 1e6
-    _core.measure(staged.handle, (False, 1), set(), (0, 0), draws.bytes_whole, peak_of)
+    _core.measure(staged.handle, (False, 1, False), set(), (0, 0), draws.bytes_whole, peak_of)
     assert len(seen) == 1
 
 
@@ -80,8 +82,8 @@ def test_a_clone_is_counted() -> None:
     staged = program_of(torch.ones(ROWS, WIDTH), weight())
     last = next(node.id for node in staged.nodes.values() if node.mode == 0)
     states, noise_of, peak_of = (0, 0), draws.bytes_whole, outside.peak
-    plain, *_ = _core.measure(staged.handle, (False, 1), set(), states, noise_of, peak_of)
-    cloned, *_ = _core.measure(staged.handle, (False, 1), {last}, states, noise_of, peak_of)
+    plain, *_ = _core.measure(staged.handle, (False, 1, False), set(), states, noise_of, peak_of)
+    cloned, *_ = _core.measure(staged.handle, (False, 1, False), {last}, states, noise_of, peak_of)
     assert _core.peak(cloned, ROWS, ROWS)[0] == _core.peak(plain, ROWS, ROWS)[0] + N_BYTES
 
 
@@ -95,7 +97,9 @@ def test_what_is_drawn_whole_is_asked_for() -> None:
         asked.append((node, first_out))
         return 10**6
 
-    moments, *_ = _core.measure(staged.handle, (False, 1), set(), (10, 5), noise_of, outside.peak)
+    moments, *_ = _core.measure(
+        staged.handle, (False, 1, False), set(), (10, 5), noise_of, outside.peak
+    )
     assert asked == [(draw.id, draw.first_out)]
     # the state before and after, the one kept, one before the draw, and one for each chunk
     found = _core.peak(moments, ROWS, 2)[0] - _core.peak(moments, ROWS, ROWS)[0]
@@ -111,15 +115,15 @@ def test_what_is_wrong_is_said() -> None:
 
     rest = (0, 0), draws.bytes_whole, outside.peak
     with pytest.raises(TypeError, match="not a program"):
-        _core.measure(object(), (True, 1), set(), *rest)
+        _core.measure(object(), (True, 1, False), set(), *rest)
     with pytest.raises(IndexError, match="there is no node 99"):
-        _core.measure(staged.handle, (True, 1), {99}, *rest)
+        _core.measure(staged.handle, (True, 1, False), {99}, *rest)
     x = koila.lazy(torch.ones(ROWS, WIDTH))
     drawing = Program([(torch.dropout(x, 0.5, True) * weight().exp()).sum()])
     with pytest.raises(RuntimeError, match="no number"):
-        _core.measure(drawing.handle, (True, 1), set(), (0, 0), fails, outside.peak)
+        _core.measure(drawing.handle, (True, 1, False), set(), (0, 0), fails, outside.peak)
     with pytest.raises(RuntimeError, match="no number"):
-        _core.measure(drawing.handle, (True, 1), set(), (0, 0), draws.bytes_whole, fails)
+        _core.measure(drawing.handle, (True, 1, False), set(), (0, 0), draws.bytes_whole, fails)
     with pytest.raises(ValueError, match="not the moments"):
         _core.peak(b"123", ROWS, 1)
     with pytest.raises(ValueError, match="not the moments"):
