@@ -567,6 +567,8 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
 PyObject *kl_program_gradient_part(PyObject *module, PyObject *args);
 PyObject *kl_schedule_of(PyObject *module, PyObject *args); /* py_schedule.c */
+/* A converter: (is_graph, keep_every, is_offloaded) to a KlHomes. */
+int kl_schedule_homes(PyObject *object, void *homes);
 /* The program that a handle of stage() stands for; NULL, and an error, where it is none, or not of this
  * tape as it is now. */
 const KlProgram *kl_program_of(PyObject *handle, const Tape *tape);

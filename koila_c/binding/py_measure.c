@@ -127,26 +127,23 @@ bytes_of_graphs(PyObject *peak_of, PyObject *graphs)
     return result;
 }
 
-/* measure(program, (is_graph, keep_every, is_offloaded), cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) ->
- * (moments: KlMoment[] as bytes, rows, bytes of a live run) */
+/* measure(program, homes, cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) -> (moments:
+ * KlMoment[] as bytes, rows, bytes of a live run) */
 PyObject *
 kl_measure_program(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *handle = NULL, *cloned = NULL, *noise_of = NULL, *peak_of = NULL, *result = NULL;
-    int is_graph = 0, is_offloaded = 0;
-    KlHomes homes = {.keep_every = 1};
+    KlHomes homes = {0};
     long long bytes_state = 0, bytes_drawn = 0;
     KlMeasured measured = {0};
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O(pIp)O(LL)OO:measure", &handle, &is_graph,
-                                          &homes.keep_every, &is_offloaded, &cloned, &bytes_state,
-                                          &bytes_drawn, &noise_of, &peak_of)) {
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "OO&O(LL)OO:measure", &handle, kl_schedule_homes, &homes, &cloned,
+                          &bytes_state, &bytes_drawn, &noise_of, &peak_of)) {
         return NULL;
     }
-    homes.is_graph = is_graph != 0;
-    homes.is_offloaded = is_offloaded != 0;
     const KlProgram *program = kl_program_of(handle, tape);
     if (program == NULL) {
         return NULL;
@@ -166,7 +163,7 @@ kl_measure_program(PyObject *module, PyObject *args)
         find_noise(tape, stages, noise_of, &found) < 0 || find_cloned(cloned, stages, &found) < 0) {
         goto error;
     }
-    double bytes_graphs = is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
+    double bytes_graphs = homes.is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
     if (PyErr_Occurred()) {
         goto error;
     }

@@ -19,23 +19,35 @@ step_object(const KlSchedule *schedule, const KlStep *step)
                           : NULL;
 }
 
+int
+kl_schedule_homes(PyObject *object, void *homes)
+{
+    int is_graph = 0, is_offloaded = 0;
+    KlHomes *found = homes;
+    if (!PyTuple_Check(object) ||
+        !PyArg_ParseTuple(object, "pIp", &is_graph, &found->keep_every, &is_offloaded)) {
+        PyErr_SetString(PyExc_TypeError, "homes must be (is_graph, keep_every, is_offloaded)");
+        return 0;
+    }
+    found->is_graph = is_graph != 0;
+    found->is_offloaded = is_offloaded != 0;
+    return 1;
+}
+
 /* schedule(program, (is_graph, keep_every, is_offloaded)) -> [(op, first run, runs, values)], see KlStep. */
 PyObject *
 kl_schedule_of(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *handle = NULL;
-    int is_graph = 0, is_offloaded = 0;
-    KlHomes homes = {.keep_every = 1};
+    KlHomes homes = {0};
     KlSchedule schedule;
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O(pIp):schedule", &handle, &is_graph,
-                                          &homes.keep_every, &is_offloaded)) {
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "OO&:schedule", &handle, kl_schedule_homes, &homes)) {
         return NULL;
     }
-    homes.is_graph = is_graph != 0;
-    homes.is_offloaded = is_offloaded != 0;
     const KlProgram *program = kl_program_of(handle, tape);
     if (program == NULL) {
         return NULL;

@@ -57,3 +57,6 @@ def test_segments_are_runs_of_one_step() -> None:
 def test_what_is_no_program() -> None:
     with pytest.raises(TypeError, match="not a program"):
         core.schedule(None, (True, 1, False))
+    _, program = staged()
+    with pytest.raises(TypeError, match="homes must be"):
+        core.schedule(program["handle"], [True, 1, False])
