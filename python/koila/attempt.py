@@ -59,6 +59,9 @@ def attempt(
             is_pinned = bool(draws.pinned_grids())
             is_forced = get("chunks") is not None
             is_memory = is_out_of_memory(error)
+            if is_memory and replay.is_delivering:
+                _core.abandon()  # smaller chunks are no help, and hooks have been called
+                raise
             if not is_memory or planned.n_chunks >= most or is_pinned or is_forced:
                 if not is_memory:
                     draws.move_on()  # what is drawn from now on comes after it, as in eager
