@@ -1,14 +1,17 @@
 """Steps in which memory runs out at a call of one's choice, forward or backward.
 
+`python tests/failures.py` lets every call of every case fail (some 20 minutes).
+
 A *case* is a step that hands each thing that runs the program (a backward, a read) to `at`. There
-a call of torch's fails, which call and how often being said by a `Fault`. What comes through must be
-what eager computes; what is refused must leave all as it was, and come through when asked again.
+a call of torch's fails, which call and how often being said by a `Fault`. What comes through must
+be what eager computes; what is refused must leave all as it was, and come through when asked again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,7 +69,6 @@ class Failing(TorchDispatchMode):
         self.most = 0  # calls of the first try
         self.tries: list[int] = []  # rows of the largest chunk of each
         self.n_failed = 0
-        self.what = ""
 
     def begin(self, rows: int) -> None:
         """Begin a try."""
@@ -84,7 +86,6 @@ class Failing(TorchDispatchMode):
         if makes_tensor(func) and not any(t.device.type == "meta" for t in tensors):
             if self.is_due():
                 self.n_failed += 1
-                self.what = str(func)
                 self.n_calls += 1
                 raise torch.OutOfMemoryError(f"injected into {func}")
             self.n_calls += 1
@@ -95,7 +96,8 @@ class Failing(TorchDispatchMode):
 
 def makes_tensor(func: Any) -> bool:
     """Whether a call takes memory for its result: no view, and no write."""
-    return any(result.alias_info is None for result in func._schema.returns)
+    results = func._schema.returns
+    return any(r.alias_info is None and "Tensor" in str(r.type) for r in results)
 
 
 @contextlib.contextmanager
@@ -366,6 +368,26 @@ class Asked(Case):
         return loss, found
 
 
+class Outside(Case):
+    """Weights made by plain calls: what torch's own backward does then is not the program's."""
+
+    def prepare(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        self.others = [torch.randn(5, 6).double().requires_grad_() for _ in range(2)]
+        self.others[0].grad = torch.randn_like(self.others[0])
+
+    def run(self, lazy: Lazy, at: At) -> Any:
+        x, y = lazy(self.x, self.y)
+        weights = [other.sin().exp() for other in self.others]
+        loss = F.cross_entropy(self.model(x) + x @ (weights[0] + weights[1]).T, y)
+        at(lambda: loss.backward(retain_graph=True))
+        return loss
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {"first": self.others[0], "second": self.others[1]}
+
+
 CASES: dict[str, type[Case]] = {
     case.__name__: case
     for case in (
@@ -382,6 +404,7 @@ CASES: dict[str, type[Case]] = {
         Noise,
         Recurrent,
         Asked,
+        Outside,
     )
 }
 
@@ -397,20 +420,25 @@ class Outcome:
     n_failed: int = 0
     n_refused: int = 0
     n_calls: int = 0
-    what: str = ""
+    is_delivering: bool = False  # while torch hands out the gradients: no other try follows
+    n_places: int = 0
 
 
-def run(name: str, lazy: Lazy, fault: Fault | None = None, call: int = -1, place: int = 0) -> Outcome:
-    """Run a step; at its `place`-th use of `at` a call fails. Assert that a refusal changes nothing,
-    and ask again."""
-    made: list[Outcome] = [Outcome()]
+def run(
+    name: str, lazy: Lazy, fault: Fault | None = None, call: int = -1, place: int = 0
+) -> Outcome:
+    """Run a step; at its `place`-th use of `at` a call fails.
+
+    A refusal must change nothing, and is asked again.
+    """
+    made = Outcome()
 
     def story(lazy: Lazy) -> Any:
-        case, n_used = CASES[name](), [0]
+        case = CASES[name]()
 
         def at(go: Callable[[], Any]) -> Any:
-            is_place = n_used[0] == place
-            n_used[0] += 1
+            is_place = made.n_places == place
+            made.n_places += 1
             if lazy is eager:
                 return go()
             if not is_place:
@@ -420,15 +448,12 @@ def run(name: str, lazy: Lazy, fault: Fault | None = None, call: int = -1, place
             before = look(case.tensors())
             try:
                 with planned(failing), failing:
-                    result = go()
-                is_refused = False
-            except torch.OutOfMemoryError:
-                is_refused = True
-            made[0].n_failed, made[0].n_calls = failing.n_failed, failing.most
-            made[0].what = failing.what
-            if not is_refused:
-                return result
-            made[0].n_refused += 1
+                    return go()
+            except torch.OutOfMemoryError as error:
+                made.is_delivering = not isinstance(error, koila.MemoryLimitError)
+                made.n_refused += 1
+            finally:
+                made.n_failed, made.n_calls = failing.n_failed, failing.most
             assert_untouched(look(case.tensors()), before)
             with planned(Failing(None, -1)):
                 return go()
@@ -437,12 +462,55 @@ def run(name: str, lazy: Lazy, fault: Fault | None = None, call: int = -1, place
         named = case.tensors()
         return result, named, {name: tensor.grad for name, tensor in named.items()}
 
-    made[0].seen = tell(story, lazy)
-    return made[0]
+    made.seen = tell(story, lazy)
+    return made
 
 
-def assert_survived(got: Outcome, want: Outcome) -> None:
-    """Assert that a step is eager's."""
+@functools.cache
+def run_eager(name: str) -> Outcome:
+    """Run a step without koila."""
+    return run(name, eager)
+
+
+@functools.cache
+def count_calls(name: str, place: int) -> int:
+    """Count the calls of the first try at a place, 0 where there is no such place."""
+    return run(name, koila.lazy, place=place).n_calls
+
+
+def assert_survived(name: str, fault: Fault, call: int, place: int) -> None:
+    """Assert that a step in which a call fails ends as eager's, tried or asked again."""
+    try:
+        got, want = run(name, koila.lazy, fault, call, place), run_eager(name)
+    finally:
+        koila._core.forget()
     assert_seen(got.seen[0], want.seen[0], "seen", exact_bits=False)
     assert torch.equal(got.seen[1], want.seen[1]), "the generator is not where eager left it"
-    koila._core.forget()
+    if got.n_failed and not got.is_delivering:
+        assert bool(got.n_refused) != fault.is_survived, f"refused {got.n_refused} times"
+
+
+def main() -> None:
+    """Let every call of every case fail, and print what came of it."""
+    print("case            place  calls  fault          through  refused  wrong")
+    for name in CASES:
+        for place in range(run_eager(name).n_places):
+            n_calls = count_calls(name, place)
+            for fault in FAULTS:
+                wrong = []
+                for call in range(n_calls):
+                    try:
+                        assert_survived(name, fault, call, place)
+                    except Exception as error:
+                        wrong.append(f"call {call}: {error}")
+                n_right = n_calls - len(wrong)
+                through = n_right if fault.is_survived else 0
+                print(
+                    f"{name:15} {place:5} {n_calls:6}  {fault.name:14} {through:7} "
+                    f"{n_right - through:8} {len(wrong):6}  {wrong[:1] or ''}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
