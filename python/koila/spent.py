@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from koila import engine
 from koila.errors import StaleError
 
 
@@ -39,7 +40,7 @@ def spent(number: torch.Tensor) -> torch.Tensor:
         product = single * anchor
         spread = product.expand(number.shape) if product.shape != number.shape else product
     zero = torch.zeros((), dtype=number.dtype, device=number.device).expand_as(product)
-    torch.autograd.grad(product, anchor, zero)
+    engine.gradients_of([product], [anchor], [zero])
     return spread
 
 

@@ -1,0 +1,51 @@
+"""Steps under limits of the system, each in a process of its own: nothing else takes memory there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent.parent
+
+
+def ask(*args: str) -> str:
+    """Run Python in a process of its own and return the last line it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *args],
+        cwd=HERE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
+
+
+IMPORTS = """
+import sys, torch, koila
+from torch import nn
+from torch.nn import functional as F
+before = set(sys.modules)
+layer, norm = nn.LSTM(6, 8, dropout=.2, num_layers=2), nn.BatchNorm1d(8)
+x, y = koila.lazy(torch.randn(12, 3, 6), torch.arange(12) % 8)
+x = F.dropout(x.transpose(0, 1), .5)
+with koila.config(chunks=3):
+    loss = F.cross_entropy(norm(F.dropout(layer(x)[0][-1], .5)), y).sqrt()
+    loss.item()
+    loss.backward()
+assert koila.report().n_chunks == 3
+print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] != "koila"))
+"""
+
+
+def test_a_step_imports_nothing() -> None:
+    """Neither torch's compiler nor sympy: tens of MiB that a limit may not leave."""
+    assert ask("-c", IMPORTS) == "[]"
