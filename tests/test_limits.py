@@ -1,16 +1,11 @@
-"""Steps under limits of the system, each in a process of its own: nothing else takes memory there."""
+"""Steps under limits of the system, in processes of their own: nothing else takes memory there."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
 
 HERE = Path(__file__).parent.parent
 

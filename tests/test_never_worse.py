@@ -7,8 +7,13 @@ large enough for one tensor too many to show.
 from __future__ import annotations
 
 import functools
+import gc
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import koila
 from allocations import Allocations, measure
@@ -124,3 +129,54 @@ def test_no_more_than_eager_by_rows(program: Program) -> None:
         got = bytes_of(program, n_rows, koila.lazy)
     is_worse = check(program, got, want, 3)
     assert is_worse == (program.name in WORSE and WORSE[program.name][3] > 1), "strike it off"
+
+
+HELD_ROWS = 512
+
+
+def held(lazy: Lazy, x: Tensor, y: Tensor, model: nn.Module) -> tuple[Tensor, ...]:
+    """An output that is most of what there is, which the script holds."""
+    x, y = lazy(x, y)
+    output = model(x)
+    loss = F.mse_loss(output, y)
+    loss.backward()
+    return output, loss
+
+
+def held_pairs(lazy: Lazy, x: Tensor, y: Tensor, model: nn.Module) -> tuple[Tensor, ...]:
+    """All rows against all rows, held."""
+    x, y = lazy(x, y)
+    logits = model(x) @ y.T
+    loss = F.cross_entropy(logits, torch.arange(HELD_ROWS))
+    loss.backward()
+    return logits, loss
+
+
+@pytest.mark.parametrize("step", [held, held_pairs], ids=lambda step: step.__name__)
+def test_an_output_that_is_held(step: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Once its bytes, in any number of chunks; and it is still what backward() was called on."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, HELD_ROWS)
+    x, y = torch.randn(HELD_ROWS, 32), torch.randn(HELD_ROWS, HELD_ROWS)
+
+    def run(lazy: Lazy) -> tuple[int, tuple[Tensor, ...]]:
+        model.zero_grad()
+        memory = Allocations()
+        memory.count(x, y, list(model.parameters()))
+        with memory, memory:
+            seen = step(lazy, x, y, model)
+        return memory.peak, seen
+
+    peak, wanted = run(eager)
+    wanted = tuple(value.detach() for value in wanted)
+    for chunks in (2, 4, 8):
+        with split(chunks, partly="products of rows and rows" if step is held_pairs else ""):
+            got_peak, got = run(koila.lazy)
+        assert got_peak <= SHARE * peak + SLACK, f"{chunks}: {got_peak}, eager {peak}"
+        for value, want in zip(got, wanted, strict=True):
+            assert value.requires_grad
+            torch.testing.assert_close(torch.tensor(value.tolist()), want)
+            with pytest.raises(RuntimeError, match="a second time"):
+                value.sum().backward()
+        del got, value
+        gc.collect()
