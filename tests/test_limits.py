@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent.parent
 
@@ -44,3 +48,21 @@ print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] !=
 def test_a_step_imports_nothing() -> None:
     """Neither torch's compiler nor sympy: tens of MiB that a limit may not leave."""
     assert ask("-c", IMPORTS) == "[]"
+
+
+def run_case(work: str, **task: Any) -> dict[str, Any]:
+    """Run a case of the benchmark in its own process."""
+    text = json.dumps({"work": work, **task})
+    found: dict[str, Any] = json.loads(ask("-m", "benchmarks.bench_limits", "--child", text))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_third_of_eagers_memory(tmp_path: Path) -> None:
+    """`benchmarks/bench_limits.py` has more programs and limits."""
+    out = str(tmp_path / "wanted.pt")
+    peak = run_case("case", name="MLP", kind="none", n_bytes=0, out=out)["peak"]
+    found = run_case("case", name="MLP", kind="process", n_bytes=int(0.3 * peak), out=out)
+    assert "error" not in found, found["error"]
+    assert found["far"] <= 1e-10
+    assert min(found["chunks"]) > 3
