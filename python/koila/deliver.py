@@ -18,6 +18,7 @@ _ACCUMULATE = type(torch.autograd.graph.get_gradient_edge(torch.ones((), require
 def _behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaves of the graph that a tensor is on."""
     seen: set[Any] = set()
+    node: Any  # an AccumulateGrad has its tensor, which torch's stubs do not say
     stack: list[Any] = [tensor.grad_fn]
     while stack:
         node = stack.pop()
