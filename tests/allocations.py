@@ -17,7 +17,7 @@ _MARK = "allocations: mark"
 
 
 class Allocations:
-    """Bytes of all storages that are there before or made meanwhile: at marks, and at most.
+    """Bytes of all storages that are there before or made meanwhile: at marks, at most, at the end.
 
     It is entered twice, for the two halves of a step; the numbers are there after the second.
     Meanwhile no garbage is collected: that of tests before would count as freed by this one.
@@ -29,6 +29,7 @@ class Allocations:
         self.n_entered = 0
         self.at_marks: list[int] = []
         self.peak = 0
+        self.left = 0
 
     def __enter__(self) -> Allocations:
         if self.n_entered == 0:
@@ -65,6 +66,7 @@ class Allocations:
                 self.peak = max(self.peak, now)
             elif event.name() == _MARK:
                 self.at_marks.append(now)
+        self.left = now
 
 
 def measure(

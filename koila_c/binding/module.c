@@ -51,13 +51,14 @@ core_bind(PyObject *module, PyObject *args)
              *check_draws = NULL, *move_on = NULL, *read = NULL, *in_transform = NULL,
              *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *note_live = NULL,
              *note_ran = NULL, *device_of = NULL, *land = NULL, *choose = NULL, *record_out = NULL,
-             *settle = NULL;
+             *settle = NULL, *is_out_of_memory = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
                           &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
                           &bind_hooks, &note_live, &note_ran, &device_of, &land, &choose,
-                          &record_out, &settle, &PyTuple_Type, &folders, &reductions) ||
+                          &record_out, &settle, &is_out_of_memory, &PyTuple_Type, &folders,
+                          &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -78,6 +79,7 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.settle, Py_NewRef(settle));
+    Py_XSETREF(kl_py.is_out_of_memory, Py_NewRef(is_out_of_memory));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
     Py_XSETREF(kl_py.in_transform, Py_NewRef(in_transform));
     Py_XSETREF(kl_py.run_again, Py_NewRef(run_again));
@@ -103,8 +105,8 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
-     "note_live, note_ran, device_of, land, choose_attention, record_out, settle, folders, "
-     "reductions, /)"
+     "note_live, note_ran, device_of, land, choose_attention, record_out, settle, "
+     "is_out_of_memory, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,

@@ -173,6 +173,7 @@ typedef struct KlPyState {
     PyObject *draw_like;               /* koila.meta.draw_like */
     PyObject *record_out;              /* koila.outs.record: a call that writes to out= */
     PyObject *settle;                  /* koila.numbers.settle_outdated */
+    PyObject *is_out_of_memory;        /* koila.errors: says nothing of the call that raised it */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */

@@ -167,14 +167,32 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     return 0;
 }
 
+/* Whether the exception says nothing of the call: an interrupt, or that memory ran out. */
+static bool
+is_of_call(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        return false;
+    }
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *answer =
+        value != NULL ? PyObject_CallOneArg(kl_py.is_out_of_memory, value) : Py_NewRef(Py_False);
+    bool result = answer != Py_True;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    return result;
+}
+
 /* As in eager, what depends on a call that raised does not exist; the rest does. */
 static void
 note_failed(Tape *tape, KlNodeId id)
 {
-    bool is_error = PyErr_ExceptionMatches(PyExc_Exception);
     const KlNode *node = &tape->core.nodes[id];
-    if (!is_error && node->writes == 0 && node->leaf_writes == 0 && !node->is_random) {
-        return; /* an interrupt: it can be made again */
+    if (!is_of_call() && node->writes == 0 && node->leaf_writes == 0 && !node->is_random) {
+        return; /* it can be made again */
     }
     kl_failure_set(tape, id);
 }

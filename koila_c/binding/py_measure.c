@@ -164,9 +164,6 @@ kl_measure_program(PyObject *module, PyObject *args)
         goto error;
     }
     double bytes_graphs = homes.is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
-    if (PyErr_Occurred()) {
-        goto error;
-    }
     const KlOutside outside = {.known = {.is_cut_in_place = found.is_cut_in_place,
                                          .has_grad = found.has_grad,
                                          .is_cloned = found.is_cloned},
@@ -174,8 +171,11 @@ kl_measure_program(PyObject *module, PyObject *args)
                                .bytes_drawn = bytes_drawn,
                                .bytes_noise = found.bytes_noise,
                                .bytes_graphs = bytes_graphs};
-    if (kl_measure_step(&tape->core, program, &outside, &homes, &measured, &error) != KL_OK) {
+    if (!PyErr_Occurred() &&
+        kl_measure_step(&tape->core, program, &outside, &homes, &measured, &error) != KL_OK) {
         (void)kl_py_raise(&error);
+    }
+    if (PyErr_Occurred()) {
         goto error;
     }
     const KlMoments *moments = &measured.moments;

@@ -115,6 +115,7 @@ def bind(
     choose_attention: Callable[[int], None],
     record_out: Callable[..., Any],
     settle: Callable[[], None],
+    is_out_of_memory: Callable[[BaseException], bool],
     folders: tuple[str, ...],
     reductions: int,
     /,

@@ -58,6 +58,9 @@ def attempt(
                 return None
             is_fixed = bool(draws.pinned_grids()) or get("chunks") is not None
             is_memory = is_out_of_memory(error)
+            if is_memory and replay.is_delivering:
+                _core.abandon()  # smaller chunks are no help, and hooks have been called
+                raise
             tighter = planned.tighter(most, is_fixed, bool(program.roots)) if is_memory else None
             if tighter is None:
                 if not is_memory:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import offload, rows
+from koila import engine, offload, rows
 from koila.program import Info
 from koila.rows import Bounds, Place
 
@@ -67,7 +67,7 @@ def send_back(
     outputs = list(itertools.compress(outputs, ways))
     if not outputs:
         return
-    torch.autograd.backward(outputs, list(itertools.compress(seeds, ways)))
+    engine.backward(outputs, list(itertools.compress(seeds, ways)))
     waiting = [alias for alias in fresh if alias.grad is None]
     for alias in fresh:
         grad = alias.grad

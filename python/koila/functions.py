@@ -30,7 +30,7 @@ from koila import (
     turned,
     versions,
 )
-from koila.errors import KoilaError, StaleError
+from koila.errors import KoilaError, StaleError, is_out_of_memory
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
 
@@ -208,6 +208,7 @@ def register_all() -> None:
         attention.choose,
         outs.record,
         numbers.settle_outdated,
+        is_out_of_memory,
         draws.INSIDE,
         reductions.known(),
     )

@@ -14,6 +14,7 @@ from koila import (
     composed,
     devices,
     draws,
+    engine,
     explain,
     hooks,
     meta,
@@ -187,7 +188,7 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
 
     def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
         if cuts:
-            torch.autograd.backward(cuts, found, retain_graph=is_retained or None, inputs=inputs)
+            engine.backward(cuts, found, is_retained=is_retained, inputs=inputs or ())
 
     return replay.differentiate(roots, gradients, is_retained, finish)
 

@@ -98,10 +98,11 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _like(shape: Sequence[int], strides: Sequence[int] | None) -> tuple[int, ...]:
-    """The strides of empty_like()."""
+    """The strides of empty_like(). On meta tensors that is written in Python, and imports torch's
+    compiler; clone() asks it only where memory has gaps."""
     if strides is None:
         return _contiguous(shape)
-    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+    return torch.empty_strided(shape, strides, device="meta").clone().stride()
 
 
 def _info(value: int) -> Info:
@@ -317,6 +318,11 @@ class Given(TorchDispatchMode):
     def __init__(self, noises: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noises = iter(noises)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler at the first call, to keep out of this class."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

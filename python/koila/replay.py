@@ -17,6 +17,7 @@ import torch
 from koila import (
     _core,
     config,
+    deliver,
     draws,
     explain,
     hooks,
@@ -65,6 +66,7 @@ class Replay:
         self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
         self.roots: dict[int, torch.Tensor] = {}  # by value
         self.graphs: dict[int, dict[int, torch.Tensor]] = {}  # of joints, by stage
+        self.is_delivering = False
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
@@ -712,7 +714,14 @@ def _differentiate(
         replay.settle(not is_retained)
         with torch.enable_grad():
             cuts = [real if grad.is_sparse else real.view_as(real) for real, grad in found]
-        return finish(cuts, [gradient for _, gradient in found])
+        gradients = [gradient for _, gradient in found]
+        undo = deliver.Undo([real for real, _ in found], gradients)
+        replay.is_delivering = True  # hooks of the user's are called: there is no other try
+        try:
+            return finish(cuts, gradients)
+        except BaseException:
+            undo.put_back()
+            raise
 
     done = _attempt(*staged, run)
     if done is None:

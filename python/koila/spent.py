@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from koila import engine
 from koila.errors import StaleError
 
 
@@ -17,12 +18,23 @@ def _anchor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.ones((), dtype=dtype, device=device, requires_grad=True)
 
 
-def spent(number: torch.Tensor) -> torch.Tensor:
-    """`number` with a graph behind it that was used up: torch refuses to go through it again.
+@functools.cache
+def _second_time() -> str:
+    """What torch says to who differentiates a second time."""
+    with torch._C._InferenceMode(False), torch.enable_grad():
+        leaf = torch.ones((), requires_grad=True)
+        root = leaf.exp()
+        try:
+            for _ in range(2):
+                engine.gradients_of([root], [leaf], [torch.ones(())])
+        except RuntimeError as error:
+            return str(error)
+    raise AssertionError("a graph that was used up can be used again")
 
-    It is multiplied by a leaf of value one, which changes no bit, and that product is
-    differentiated,
-    which frees what it saved.
+
+def spent(number: torch.Tensor) -> torch.Tensor:
+    """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
+    through it again.
 
     Example:
         >>> import torch
@@ -30,17 +42,10 @@ def spent(number: torch.Tensor) -> torch.Tensor:
         >>> spent(torch.ones(())).requires_grad
         True
     """
-    anchor = _anchor(number.dtype, number.device)
-    single = number.detach()
-    for dim, (size, stride) in enumerate(zip(number.shape, number.stride(), strict=True)):
-        if stride == 0 and size > 1:  # an expanded dim takes no memory, and shall take none here
-            single = single.narrow(dim, 0, 1)
-    with torch.enable_grad():
-        product = single * anchor
-        spread = product.expand(number.shape) if product.shape != number.shape else product
-    zero = torch.zeros((), dtype=number.dtype, device=number.device).expand_as(product)
-    torch.autograd.grad(product, anchor, zero)
-    return spread
+    with torch._C._InferenceMode(False), torch.enable_grad():
+        refuse: Any = torch._C._functions.DelayedError(_second_time(), 1)
+        given: torch.Tensor = refuse(number.detach().requires_grad_())
+    return given
 
 
 class _Outdated(torch.autograd.Function):

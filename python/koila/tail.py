@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import _core
+from koila import _core, engine
 from koila.cross import Cross, Key
 from koila.errors import KoilaError
 from koila.program import REDUCE, Run
@@ -103,13 +103,10 @@ def seed(
         for output, gradient in zip(outputs, gradients, strict=True)
         if output is not None and output.requires_grad
     ]
-    found: Sequence[torch.Tensor] = ()
+    found: Sequence[torch.Tensor | None] = ()
     if pairs and inputs:
-        found = torch.autograd.grad(
-            [output for output, _ in pairs],
-            inputs,
-            [gradient for _, gradient in pairs],
-            allow_unused=True,
+        found = engine.gradients_of(
+            [output for output, _ in pairs], inputs, [gradient for _, gradient in pairs]
         )
     grads = dict(zip(map(id, inputs), found, strict=bool(found)))
     for cross, key, leaf in leaves:

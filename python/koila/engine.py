@@ -1,0 +1,59 @@
+"""torch's autograd engine, called as `torch.autograd.backward` and `grad` call it.
+
+Those two compare the sizes of given gradients symbolically first, and import sympy for it: some
+40 MiB that a first step under a limit may not have, and half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_run: Any = torch.autograd.graph._engine_run_backward
+
+
+def backward(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    *,
+    is_retained: bool = False,
+    inputs: Sequence[torch.Tensor] = (),
+) -> None:
+    """Send gradients through the graphs of outputs, and add what comes to the leaves.
+
+    Args:
+        outputs: where it starts.
+        gradients: one for each, of its sizes.
+        is_retained: whether the graphs can be gone through again.
+        inputs: the only tensors that are given gradients; none: all leaves.
+    """
+    _run(
+        tuple(outputs),
+        tuple(gradients),
+        is_retained,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor | None, ...]:
+    """Send gradients through the graphs of outputs, and return what comes to `inputs`: None to
+    those that are not there."""
+    found: tuple[torch.Tensor | None, ...] = _run(
+        tuple(outputs),
+        tuple(gradients),
+        False,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found

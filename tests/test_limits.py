@@ -1,0 +1,68 @@
+"""Steps under limits of the system, in processes of their own: nothing else takes memory there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent.parent
+
+
+def ask(*args: str) -> str:
+    """Run Python in a process of its own and return the last line it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *args],
+        cwd=HERE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
+
+
+IMPORTS = """
+import sys, torch, koila
+from torch import nn
+from torch.nn import functional as F
+before = set(sys.modules)
+layer, norm = nn.LSTM(6, 8, dropout=.2, num_layers=2), nn.BatchNorm1d(8)
+x, y = koila.lazy(torch.randn(12, 3, 6), torch.arange(12) % 8)
+x = F.dropout(x.transpose(0, 1), .5)
+with koila.config(chunks=3):
+    loss = F.cross_entropy(norm(F.dropout(layer(x)[0][-1], .5)), y).sqrt()
+    loss.item()
+    loss.backward()
+assert koila.report().n_chunks == 3
+print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] != "koila"))
+"""
+
+
+def test_a_step_imports_nothing() -> None:
+    """Neither torch's compiler nor sympy: tens of MiB that a limit may not leave."""
+    assert ask("-c", IMPORTS) == "[]"
+
+
+def run_case(work: str, **task: Any) -> dict[str, Any]:
+    """Run a case of the benchmark in its own process."""
+    text = json.dumps({"work": work, **task})
+    found: dict[str, Any] = json.loads(ask("-m", "benchmarks.bench_limits", "--child", text))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_third_of_eagers_memory(tmp_path: Path) -> None:
+    """`benchmarks/bench_limits.py` has more programs and limits."""
+    out = str(tmp_path / "wanted.pt")
+    peak = run_case("case", name="MLP", kind="none", n_bytes=0, out=out)["peak"]
+    found = run_case("case", name="MLP", kind="process", n_bytes=int(0.3 * peak), out=out)
+    assert "error" not in found, found["error"]
+    assert found["far"] <= 1e-10
+    assert min(found["chunks"]) > 3
