@@ -18,7 +18,6 @@ _ACCUMULATE = type(torch.autograd.graph.get_gradient_edge(torch.ones((), require
 def _behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaves of the graph that a tensor is on."""
     seen: set[Any] = set()
-    node: Any  # an AccumulateGrad has its tensor, which torch's stubs do not say
     stack: list[Any] = [tensor.grad_fn]
     while stack:
         node = stack.pop()
@@ -26,7 +25,8 @@ def _behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             continue
         seen.add(node)
         if type(node) is _ACCUMULATE:
-            yield node.variable
+            leaf: Any = getattr(node, "variable", None)  # torch's stubs do not know it
+            yield leaf
         stack.extend(following for following, _ in node.next_functions)
 
 
