@@ -127,6 +127,15 @@ bytes_of_graphs(PyObject *peak_of, PyObject *graphs)
     return result;
 }
 
+static PyObject *
+told(const KlMeasured *measured)
+{
+    const KlMoments *moments = &measured->moments;
+    return Py_BuildValue("(y#Ld)", moments->n > 0 ? (const char *)moments->moments : "",
+                         (Py_ssize_t)(moments->n * sizeof(KlMoment)), (long long)measured->rows,
+                         measured->whole);
+}
+
 /* measure(program, homes, cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) -> (moments:
  * KlMoment[] as bytes, rows, bytes of a live run) */
 PyObject *
@@ -178,10 +187,7 @@ kl_measure_program(PyObject *module, PyObject *args)
     if (PyErr_Occurred()) {
         goto error;
     }
-    const KlMoments *moments = &measured.moments;
-    PyObject *bytes = PyBytes_FromStringAndSize((const char *)moments->moments,
-                                                (Py_ssize_t)(moments->n * sizeof(KlMoment)));
-    result = Py_BuildValue("(NLd)", bytes, (long long)measured.rows, measured.whole);
+    result = told(&measured);
 error:
     kl_measure_fini(&measured);
     Py_XDECREF(found.graphs);

@@ -36,7 +36,6 @@ def attempt(
     Raises:
         MemoryLimitError: not even one row at a time goes through.
     """
-    most = max(program.axes.values(), default=1)
     n_tries = 1
     hooked: hooks.Seen = {}
     meter = budget.Meter()
@@ -61,7 +60,7 @@ def attempt(
             if is_memory and replay.is_delivering:
                 _core.abandon()  # smaller chunks are no help, and hooks have been called
                 raise
-            tighter = planned.tighter(most, is_fixed, bool(program.roots)) if is_memory else None
+            tighter = planned.tighter(program, is_fixed) if is_memory else None
             if tighter is None:
                 if not is_memory:
                     draws.move_on()  # what is drawn from now on comes after it, as in eager
@@ -78,5 +77,5 @@ def attempt(
             _core.set_busy(False)
         del replay
         budget.defragment()
-        planned, n_tries = tighter, n_tries + 1
-        program = program.in_segments(planned.way.n_segments)
+        program, planned = tighter
+        n_tries += 1

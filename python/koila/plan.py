@@ -77,16 +77,19 @@ class Plan:
         """Bytes that the program takes whole."""
         return self.shape[3] if self.shape is not None else 0.0
 
-    def tighter(self, most: int, is_fixed: bool, is_graph: bool) -> Plan | None:
-        """What is tried where memory ran out: twice the chunks; where each has one row (there are
-        `most`), or its rows are fixed, shorter segments. None: there is nothing left to try."""
+    def tighter(self, program: Program, is_fixed: bool) -> tuple[Program, Plan] | None:
+        """What is tried where memory ran out: twice the chunks; where each has one row, or its rows
+        are fixed, shorter segments. None: there is nothing left to try."""
+        most = max(program.axes.values(), default=1)
         if self.n_chunks < most and not is_fixed:
-            return self._halved(most)
-        way = self.way
-        if way.n_segments >= _SEGMENTS[-1] or not is_graph:
-            return None
-        # What crosses is worth most first: whether there is any, the schedule knows.
-        return dataclasses.replace(self, way=Way(2 * way.n_segments, 1, True))
+            return program, self._halved(most)
+        n_segments = 2 * self.way.n_segments
+        while program.roots and n_segments <= _SEGMENTS[-1]:
+            cut = program.in_segments(n_segments)
+            if cut.n_cut > program.n_cut and cut.spread is None:
+                return cut, dataclasses.replace(self, way=Way(n_segments, 1, True))
+            n_segments *= 2
+        return None
 
     def _halved(self, most: int) -> Plan:
         """Twice the chunks, `most` at most; of half the size, where all are of one."""
