@@ -177,7 +177,7 @@ class Model:
                         and not self._is_read_elsewhere(value, run, True)
                     ):
                         run.inner.append(value)
-                if self.program.needs_gradient(value) and not self.program.is_leaf(value):
+                if is_home and self.program.needs_gradient(value):
                     run.has_gradient = True
         kept = set(run.exports) | self.program.written_in(run)
         kept.update(v for node in run.combined for v in node.outs)

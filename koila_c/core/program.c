@@ -273,8 +273,9 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
             status = push(build, &build->program->inner, out);
         }
     }
-    run->has_gradient =
-        run->has_gradient || kl_stage_has_gradient(build->tape, &program->stages, node);
+    /* An early part of a reduction is of labels alone: no gradient goes through that. */
+    run->has_gradient = run->has_gradient ||
+                        (is_home && kl_stage_has_gradient(build->tape, &program->stages, node));
     return status;
 }
 

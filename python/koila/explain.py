@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from koila import _core, draws, memory, plan, reports
 from koila.errors import MemoryLimitError
-from koila.program import ONCE, REDUCE, Node, Program, Run, name_of_node, where_of_node
+from koila.program import (
+    AS_IT_IS,
+    ONCE,
+    REDUCE,
+    Node,
+    Op,
+    Program,
+    Run,
+    Step,
+    Way,
+    name_of_node,
+    where_of_node,
+)
 from koila.reports import Decision, ProgramReport, Stage, Whole, count, size
 from koila.rows import Bounds, largest
 from koila.threads import in_turn
@@ -19,7 +32,6 @@ ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
 FITS_LATER = Decision("it fits, with the backward that may follow")
 _MODES = ("rows", "reduce", "once")
-_DATA_STAGE = 1  # label counts and masks: never differentiated
 _logger = logging.getLogger("koila")
 _logged: set[str] = set()
 
@@ -79,6 +91,8 @@ def told(
 ) -> ProgramReport:
     """What the user is told of a program that ran by stages."""
     used = [grids[axis] for axis in program.axes]
+    way, is_graph = planned.way, bool(program.roots)
+    steps = program.schedule(is_graph, way)
     n_chunks = max(map(len, used), default=1)
     n_rows = max(stop - start for grid in used for start, stop in grid) if n_chunks > 1 else None
     cause = cause_of_whole(program)
@@ -101,11 +115,12 @@ def told(
                 len(run.nodes) + len(run.combined),
                 len(grids[run.axis]) if run.is_body else 1,
                 max(stop - start for start, stop in grids[run.axis]) if run.is_body else None,
-                _passes(program, run),
+                _passes(steps, run),
             )
             for number, run in enumerate(_runs(program), 1)
         ),
         whole=cause.whole,
+        way=way_in_words(program, way) if is_graph else "",
     )
 
 
@@ -184,37 +199,80 @@ def _runs(program: Program) -> list[Run]:
     return [run for run in program.runs if run.nodes or run.combined]
 
 
-def _passes(program: Program, run: Run) -> str:
-    if not run.has_gradient or run.stage == _DATA_STAGE:
-        return "1 forward"
-    is_last = run.stage == program.last_body
-    return (
-        "1 forward, 1 backward" if is_last and program.is_tail_linear else "2 forwards, 1 backward"
-    )
+def _n_passes(steps: Sequence[Step], run: Run) -> tuple[int, int]:
+    """How often a chunk goes through a run of a schedule, forward and back."""
+    forward = back = 0
+    for step in steps:
+        if run not in step.runs:
+            continue
+        is_back = step.op in (Op.FUSED, Op.BACK)
+        forward += step.op in (Op.FORWARD, Op.AGAIN)
+        back += is_back
+        forward += is_back * (1 if run is step.runs[-1] else 2)
+    return forward, back
 
 
-def _head(program: Program, run: Run, number: int) -> str:
+def _passes(steps: Sequence[Step], run: Run) -> str:
+    forward, back = _n_passes(steps, run)
+    return count(forward, "forward") + (f", {count(back, 'backward')}" if back else "")
+
+
+def _head(program: Program, steps: Sequence[Step], run: Run, number: int) -> str:
     if not run.is_body:
         return f"stage {number}: joint, runs once"
     rows = program.axes[run.axis]
-    return f"stage {number}: body over {rows} rows, {_passes(program, run)}"
+    n_segments = max(len(step.runs) for step in steps if run in step.runs)
+    part = f", segment {run.segment + 1} of {n_segments}" if n_segments > 1 else ""
+    return f"stage {number}: body over {rows} rows{part}, {_passes(steps, run)}"
 
 
-def _forecast(program: Program, is_graph: bool) -> str:
-    """In how many chunks it would run now, and in how many bytes."""
+def way_in_words(program: Program, way: Way) -> str:
+    """What is done beside chunks for a step to fit, and what that costs; empty: nothing.
+
+    Args:
+        program: in the segments of that way.
+        way: how it is scheduled.
+    """
+    words = []
+    steps = program.schedule(True, way)
+
+    def n_bytes(steps: Iterable[Step]) -> str:
+        infos = (program.info(value) for step in steps for value in step.values)
+        return size(sum(math.prod(info.shape) * info.dtype.itemsize for info in infos))
+
+    if way.n_segments > 1:
+        n_segments = max(len(step.runs) for step in steps)
+        words.append(f"bodies in up to {n_segments} segments (a second forward of all but one)")
+    crossing = "of what crosses from body to body"
+    again = [step for step in steps if step.op == Op.AGAIN]
+    if again:
+        words.append(f"{n_bytes(again)} {crossing} made again (one more forward)")
+    offloaded = [step for step in steps if step.op in (Op.FORWARD, Op.FUSED) and step.values]
+    if offloaded:
+        words.append(f"{n_bytes(offloaded)} {crossing} offloaded meanwhile (a copy each way)")
+    return ", ".join(words)
+
+
+def _forecast(program: Program, is_graph: bool) -> tuple[str, Way]:
+    """In how many chunks it would run now, in how many bytes, and how it is scheduled."""
     try:
         planned = plan.plan(program, is_graph)
     except MemoryLimitError as error:
-        return f"it does not fit: {error}"
-    estimate = memory.estimate(program, is_graph)
+        return f"it does not fit: {error}", AS_IT_IS
+    way = planned.way
+    cut = program.in_segments(way.n_segments)
+    estimate = memory.estimate(cut, is_graph, way)
     rows = largest(estimate.rows, planned.n_chunks, planned.unit)
     needed = planned.predicted
     if needed is None:
         needed, _ = estimate.peak(rows)
     n_chunks = -(-estimate.rows // rows)
     chunks = f"in {n_chunks} chunks of at most {count(rows, 'row')}" if n_chunks > 1 else "whole"
+    more = way_in_words(cut, way)
+    chunks += f", {more}," if more else ""
     allowed = f"; {size(planned.allowed)} are allowed" if planned.allowed is not None else ""
-    return f"run now, it would run {chunks} and take {size(needed)} at its worst moment{allowed}"
+    text = f"run now, it would run {chunks} and take {size(needed)} at its worst moment{allowed}"
+    return text, way
 
 
 class Explanation(str):
@@ -265,10 +323,14 @@ def explain(*losses: Any) -> Explanation:
         tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
         name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
+    is_graph, way = any(root.requires_grad for root in roots), AS_IT_IS
     if program.axes and spread is None:
-        lines.append(_forecast(program, any(root.requires_grad for root in roots)))
-    for number, run in enumerate(runs, 1):
-        lines.append(_head(program, run, number))
+        forecast, way = _forecast(program, is_graph)
+        lines.append(forecast)
+        program = program.in_segments(way.n_segments)
+    steps = program.schedule(is_graph and spread is None, way)
+    for number, run in enumerate(_runs(program), 1):
+        lines.append(_head(program, steps, run, number))
         lines += [f"    {n.id:4d} combine the partials" for n in run.combined if n.mode == REDUCE]
         lines += [_line(program, program.nodes[i]) for i in run.nodes]
     return Explanation("\n".join(lines))

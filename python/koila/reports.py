@@ -103,6 +103,7 @@ class ProgramReport:
         why: why it ran whole, or failed; empty for one in chunks.
         stages: its stages, where it ran in chunks.
         whole: the calls that made values of the whole batch, though they read rows of it.
+        way: what was done beside chunks for it to fit, and what that costs; empty: nothing.
     """
 
     what: str
@@ -118,6 +119,7 @@ class ProgramReport:
     why: str = ""
     stages: tuple[Stage, ...] = ()
     whole: tuple[Whole, ...] = ()
+    way: str = ""
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.what} at {self.line}: {self._summary()}"
@@ -140,7 +142,8 @@ class ProgramReport:
             return f"{calls}, whole: {self.why}"
         tries = f", at try {self.n_tries}" if self.n_tries > 1 else ""
         rows = count(self.n_rows or 0, "row")
-        return f"{calls}, in {count(self.n_chunks, 'chunk')} of at most {rows}{tries}"
+        way = f", {self.way}" if self.way else ""
+        return f"{calls}, in {count(self.n_chunks, 'chunk')} of at most {rows}{way}{tries}"
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
