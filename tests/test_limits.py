@@ -58,11 +58,12 @@ def run_case(work: str, **task: Any) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_a_third_of_eagers_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["MLP", "CNN, BatchNorm"])
+def test_a_third_of_eagers_memory(name: str, tmp_path: Path) -> None:
     """`benchmarks/bench_limits.py` has more programs and limits."""
     out = str(tmp_path / "wanted.pt")
-    peak = run_case("case", name="MLP", kind="none", n_bytes=0, out=out)["peak"]
-    found = run_case("case", name="MLP", kind="process", n_bytes=int(0.3 * peak), out=out)
+    peak = run_case("case", name=name, kind="none", n_bytes=0, out=out)["peak"]
+    found = run_case("case", name=name, kind="process", n_bytes=int(0.3 * peak), out=out)
     assert "error" not in found, found["error"]
     assert found["far"] <= 1e-10
     assert min(found["chunks"]) > 3

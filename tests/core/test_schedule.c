@@ -164,6 +164,32 @@ test_what_is_made_again(void)
     program_fini(&made.p);
 }
 
+/* Offloaded: nothing is made again, and what the user gets, or a joint reads whole, stays. */
+static void
+test_what_is_offloaded(void)
+{
+    Made made = {0};
+    Start s = start(&made.p);
+    KlValueId crossing[3];
+    KlValueId loss = layers(&made, s, crossing, 3);
+    const KlHomes homes = {.is_graph = true, .is_offloaded = true, .keep_every = 1};
+    CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
+    for (int i = 0; i < 3; i++) {
+        CHECK(n_times(&made, KL_STEP_FORWARD, crossing[i]) == 1);
+        CHECK(n_times(&made, KL_STEP_AGAIN, crossing[i]) == 0);
+        CHECK(n_times(&made, KL_STEP_RELEASE, crossing[i]) == 1);
+    }
+    CHECK(n_times(&made, KL_STEP_FUSED, loss) == 0);
+    fini(&made);
+    KlValueId sorted = CALL1(&made.p, "sort", crossing[1], INT(0));
+    loss = call2(&made.p, "mul", loss, call1(&made.p, "mean", sorted));
+    CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
+    CHECK(n_times(&made, KL_STEP_FORWARD, crossing[0]) == 1);
+    CHECK(n_times(&made, KL_STEP_FORWARD, crossing[1]) == 0);
+    fini(&made);
+    program_fini(&made.p);
+}
+
 /* Without a graph each goes when it was read for the last time. */
 static void
 test_one_at_a_time(void)
@@ -241,6 +267,7 @@ main(void)
     test_one_body();
     test_two_forwards();
     test_what_is_made_again();
+    test_what_is_offloaded();
     test_one_at_a_time();
     test_segments();
     test_no_memory();

@@ -1,0 +1,224 @@
+"""Steps of which not even one row fits as they are: cut into segments, made again, offloaded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from allocations import Allocations
+from koila import _core, memory, offload
+from koila.program import Program
+from oracle import assert_close
+
+N_ROWS, WIDTH, LENGTH, N_WORDS = 4, 32, 96, 50
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A block of a decoder, dropout and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, width = x.shape
+        heads = [
+            part.view(n, length, 4, width // 4).transpose(1, 2)
+            for part in self.qkv(self.norms[0](x)).split(width, 2)
+        ]
+        y = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(n, length, width))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), 0.1)
+
+
+class Decoder(nn.Module):
+    """A small language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(N_WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.head = nn.Linear(WIDTH, N_WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Residual(nn.Module):
+    """Two convolutions and two batch normalizations, and what goes around them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.layers(x))
+
+
+def decoder() -> tuple[nn.Module, Tensor, Tensor, Loss]:
+    x, y = (torch.randint(0, N_WORDS, (N_ROWS, LENGTH)) for _ in range(2))
+    return Decoder().double(), x, y, lambda out, y: F.cross_entropy(out.transpose(1, 2), y)
+
+
+def resnet() -> tuple[nn.Module, Tensor, Tensor, Loss]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        *(Residual(16) for _ in range(6)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
+    return (
+        model.double(),
+        torch.randn(12, 3, 16, 16).double(),
+        torch.arange(12) % 5,
+        F.cross_entropy,
+    )
+
+
+def step(
+    made: tuple[nn.Module, Tensor, Tensor, Loss], limit: int | None
+) -> tuple[dict[str, Tensor], int]:
+    """The loss, gradients and buffers of a step, and its peak in bytes beside what was there."""
+    model, x, y, loss_of = made
+    model.zero_grad(set_to_none=True)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(1)
+    peak = Allocations()
+    with koila.config(memory_limit=limit) if limit is not None else koila.config():
+        with peak:
+            if limit is not None:
+                x, y = koila.lazy(x, y)
+            loss = loss_of(model(x), y)
+        with peak:
+            loss.backward()
+    found = {"loss": loss.detach().clone()}
+    found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, buffer in model.named_buffers():
+        found[name] = buffer.clone()
+        buffer.copy_(kept[name])
+    return found, peak.peak
+
+
+def held(made: tuple[nn.Module, Tensor, Tensor, Loss]) -> int:
+    """Bytes that are there before: parameters, buffers, the batch."""
+    model, x, y, _ = made
+    tensors = [*model.parameters(), *model.buffers(), x, y]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def needs(made: tuple[nn.Module, Tensor, Tensor, Loss], rows: int) -> float:
+    """Bytes of a step in chunks of so many rows, as it is."""
+    model, x, y, loss_of = made
+    with koila.config(memory_limit="100 GiB"):
+        lazy = koila.lazy(x, y)
+        program = Program([loss_of(model(lazy[0]), lazy[1])])
+        needed = memory.estimate(program, True).peak(rows)[0]
+        _core.forget()
+    return needed
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_one_row_does_not_fit(share: float) -> None:
+    """A chunk of one row goes through the model block after block."""
+    torch.manual_seed(0)
+    made = decoder()
+    wanted, _ = step(made, None)
+    one_row = needs(made, 1)
+    outside = sum(tensor.nbytes for tensor in wanted.values())
+    seen, peak = step(made, int(held(made) + outside + share * one_row))
+    for name, value in wanted.items():
+        assert_close(seen[name], value, name)
+    assert peak <= share * one_row + 64 * 2**10
+    (ran,) = koila.report().programs
+    assert ran.n_chunks > 1 and "segments (a second forward of all but one)" in ran.way
+    assert ran.n_tries == 1, "it was planned"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_a_network_of_batch_normalizations(share: float) -> None:
+    """What crosses each of its barriers is most of what it keeps."""
+    torch.manual_seed(0)
+    made = resnet()
+    wanted, peak = step(made, None)
+    outside = sum(tensor.nbytes for tensor in wanted.values())
+    seen, _ = step(made, int(held(made) + outside + share * peak))
+    for name, value in wanted.items():
+        assert_close(seen[name], value, name)
+    (ran,) = koila.report().programs
+    assert ran.n_chunks > 1 and "of what crosses from body to body" in ran.way
+    assert ran.bytes_predicted is not None and ran.bytes_predicted <= share * peak
+
+
+def test_what_fits_runs_as_it_is() -> None:
+    """A way that costs is chosen where there is no other."""
+    torch.manual_seed(0)
+    made = decoder()
+    step(made, int(held(made) + 2 * needs(made, 1)))
+    (ran,) = koila.report().programs
+    assert ran.n_chunks > 1 and not ran.way
+
+
+def test_explain_tells() -> None:
+    torch.manual_seed(0)
+    model, x, y, loss_of = made = decoder()
+    one_row = needs(made, 1)
+    with koila.config(memory_limit=int(held(made) + 0.8 * one_row)):
+        lazy = koila.lazy(x, y)
+        text = koila.explain(loss_of(model(lazy[0]), lazy[1]))
+    assert "in up to" in text and "segment 2 of" in text
+    assert "2 forwards, 1 backward" in text
+
+
+# Offloading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x, lambda x: x.transpose(0, 1), lambda x: x[:0], lambda x: x[:, ::2]],
+    ids=["as it is", "turned", "empty", "every second"],
+)
+def test_put(dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> None:
+    """The same numbers, in the same order in memory, and no file that anybody sees."""
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    x = change(torch.randn(4, 6).to(dtype))
+    kept = offload.put(x)
+    assert torch.equal(kept, x) and kept.dtype == dtype
+    assert kept.stride() == torch.empty_like(x).stride()
+    assert kept.untyped_storage()._cdata != x.untyped_storage()._cdata
+    made = set(Path(tempfile.gettempdir()).iterdir()) - before
+    assert not [path for path in made if path.name.startswith("koila-")]
+
+
+def test_a_full_disk_is_memory_that_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryError, match=r"no room for 24 bytes in .*No space left.*TMPDIR"):
+        offload.put(torch.ones(6))
