@@ -280,9 +280,10 @@ def _last_way(
 ) -> tuple[Way, memory.Estimate, int] | None:
     """The way that a program of this shape was given where as much was left, if it fits."""
     way, left = _last_ways.get(shape, (AS_IT_IS, 0.0))
-    if way == AS_IT_IS or abs(allowed - left) > _NEAR * left:
+    cut = program.in_segments(way.n_segments)
+    if way == AS_IT_IS or abs(allowed - left) > _NEAR * left or cut.spread is not None:
         return None
-    estimate = memory.estimate(program.in_segments(way.n_segments), is_graph, way)
+    estimate = memory.estimate(cut, is_graph, way)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
     return (way, estimate, rows) if rows > 0 else None
 
@@ -330,7 +331,9 @@ def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | 
     way = AS_IT_IS
     if last is not None and not was_whole:
         allowed += budget.slack()  # what a first step takes was taken
-        way, size = last.way, last.rows(estimate.rows)
+        cut = program.in_segments(last.way.n_segments)
+        way = last.way if cut.spread is None else AS_IT_IS
+        size = last.rows(estimate.rows)
         estimate = memory.estimate(program.in_segments(way.n_segments), is_graph, way)
         rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
         if rows < 2 * size and _still_fits(last, estimate.peak(size)[0], allowed):
