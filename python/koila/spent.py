@@ -10,6 +10,8 @@ import torch
 from koila import engine
 from koila.errors import StaleError
 
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+
 
 @functools.cache
 def _anchor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -34,7 +36,7 @@ def _second_time() -> str:
 
 def spent(number: torch.Tensor) -> torch.Tensor:
     """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
-    through it again.
+    through it again. Whoever keeps that graph keeps none of the memory, as with eager's.
 
     Example:
         >>> import torch
@@ -44,7 +46,9 @@ def spent(number: torch.Tensor) -> torch.Tensor:
     """
     with torch._C._InferenceMode(False), torch.enable_grad():
         refuse: Any = torch._C._functions.DelayedError(_second_time(), 1)
-        given: torch.Tensor = refuse(number.detach().requires_grad_())
+        anchor = _anchor(number.dtype, number.device)
+        given: torch.Tensor = refuse(anchor.expand(number.shape))
+        _DATA.__set__(given, number.detach())
     return given
 
 
