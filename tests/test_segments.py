@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import koila
+from chunked import split
 from koila import plan, replay
 from koila.program import Op, Program, Way
-from oracle import assert_same
+from oracle import assert_close, assert_same
 from program_model import compared
 from programs import PROGRAMS
 from programs_kit import Program as Written
@@ -101,3 +105,82 @@ def test_offloaded(program: Written, n_segments: int, force: Force) -> None:
     seen = force(Way(n_segments, 1, True))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_offloaded > 0
+
+
+# Values that go several ways ---------------------------------------------------------------------
+
+
+def weights() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def cast_by_a_batch(x: Tensor, w: list[Tensor]) -> Tensor:
+    """Each chunk would make the same weights, and gradients come to them from all bodies."""
+    narrow = w[0].float().type_as(x)
+    h = x @ narrow
+    return ((h - h.mean(0)) @ w[1].to(torch.float32).to(h)).pow(2).mean()
+
+
+def handed_and_read_whole(x: Tensor, w: list[Tensor]) -> Tensor:
+    """What a segment hands on is read by a joint, too."""
+    more: Any = 0.0
+    for _ in range(3):
+        a = torch.tanh(x @ w[0])
+        b = torch.tanh(a @ w[1]) + a * 0.1
+        c = torch.tanh(b @ w[2]) + b
+        more = more + a.cumsum(0).pow(2).mean()
+        x = (c - c.mean(0)) / c.std(0) + a + b
+    return x.pow(2).mean() + more
+
+
+def left_without_a_gradient(x: Tensor, w: list[Tensor]) -> Tensor:
+    """What segments hand on is left for a body without gradient, and the tail is not certain."""
+    h = torch.tanh(x @ w[0])
+    middle = torch.tanh(h @ w[1])
+    last = torch.tanh(middle @ w[2])
+    with torch.no_grad():
+        aside = (h - last.mean(0)).abs().sum(0) + (middle * last.mean(0)).sum(0)
+    KEPT.append(aside)
+    return last.sum(0).sum() - last.pow(2).mean().detach()
+
+
+def held(x: Tensor, w: list[Tensor]) -> Tensor:
+    """The script keeps what a segment hands on."""
+    for _ in range(3):
+        h = torch.tanh(x @ w[0])
+        KEPT.append(h)
+        x = torch.tanh(h @ w[1]) + h
+        x = (x - x.mean(0)) @ w[2]
+    return x.pow(2).mean()
+
+
+KEPT: list[Tensor] = []
+WAYS = [Way(), Way(2), Way(2, 2), Way(4, 3), Way(1, 1, True), Way(2, 1, True), Way(4, 1, True)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize(
+    "story", [cast_by_a_batch, handed_and_read_whole, left_without_a_gradient, held]
+)
+def test_values_that_go_several_ways(
+    story: Callable[..., Tensor], chunks: int, way: Way, force: Force
+) -> None:
+    x = torch.randn(11, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def run(x: Tensor) -> list[Tensor]:
+        KEPT.clear()
+        w = weights()
+        loss = story(x, w)
+        loss.backward()
+        made = [loss.detach(), *(one.grad for one in w), *(one.detach() for one in KEPT)]
+        return [torch.zeros(()) if one is None else one * 1 for one in made]
+
+    wanted = run(x)
+    force(way)
+    with split(chunks):
+        seen = run(koila.lazy(x))
+    KEPT.clear()
+    for value, right in zip(seen, wanted, strict=True):
+        assert_close(value, right, "value")

@@ -220,5 +220,5 @@ def test_a_full_disk_is_memory_that_ran_out(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(MemoryError, match=r"no room for 24 bytes in .*No space left.*TMPDIR"):
+    with pytest.raises(MemoryError, match=r"no file of 24 bytes in .*No space left.*TMPDIR"):
         offload.put(torch.ones(6))

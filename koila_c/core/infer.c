@@ -126,6 +126,21 @@ has_gradient(const KlCall *call, const KlInferred *result)
     return has_grad && call->is_grad_enabled && call->row->saves != saves_no_grad;
 }
 
+/* Whether a call that rows lent no more than a shape or a dtype is differentiated: every chunk would make the
+ * same value, whose gradient comes from all of them. */
+static bool
+has_whole_gradient(const KlInferred *result)
+{
+    bool has_gradient = false;
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        if (kl_place_is_rows(&result->outs[i].place)) {
+            return false;
+        }
+        has_gradient = has_gradient || result->outs[i].requires_grad;
+    }
+    return has_gradient;
+}
+
 /* A view of a value that requires grad does too, also where grad mode is off: torch asks its base. */
 static KlStatus
 settle_grads(const KlCall *call, KlInferred *result)
@@ -187,6 +202,10 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
         split->places[i] = call->inputs[i]->place;
     }
     KlStatus status = call->row->place(call, result, error);
+    if (status == KL_OK && split->mode == KL_MODE_ROWS && !split->is_open &&
+        has_whole_gradient(result)) {
+        status = kl_rules_once(result, "its result has no rows, and gets one gradient");
+    }
     if (status == KL_OK && split->mode == KL_MODE_ONCE) {
         split->axis = KL_ID_NONE;
         split->n_rewrites = 0;

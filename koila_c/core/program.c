@@ -93,7 +93,7 @@ is_in_run(const Build *build, KlNodeId id, const KlRun *run)
     const KlStages *stages = &build->program->stages;
     bool is_of_body = is_at_stage(stages, id, run->stage) && axis_of(build, id) == run->axis;
     return is_of_body &&
-           (stages->node_stage[id] != run->stage || stages->segment[id] == run->segment);
+           run->segment == (stages->node_stage[id] == run->stage ? stages->segment[id] : 0);
 }
 
 /* Whether something beside the run reads a value, or beside all segments of its body; light work on data is

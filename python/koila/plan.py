@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from koila import _core, budget, config, draws, memory, steps, storages
+from koila import _core, budget, config, draws, memory, offload, steps, storages
 from koila.errors import MemoryLimitError
 from koila.program import AS_IT_IS, Op, Program, Way, name_of_node, where_of_node
 from koila.reports import count, sizes
@@ -87,7 +87,7 @@ class Plan:
         while program.roots and n_segments <= _SEGMENTS[-1]:
             cut = program.in_segments(n_segments)
             if cut.n_cut > program.n_cut and cut.spread is None:
-                return cut, dataclasses.replace(self, way=Way(n_segments, 1, True))
+                return cut, dataclasses.replace(self, way=Way(n_segments, 1, _can_offload(program)))
             n_segments *= 2
         return None
 
@@ -252,21 +252,29 @@ def _cost(way: Way, rows: int) -> float:
     return (1 + more) * (1 + 2 / rows)
 
 
+def _can_offload(program: Program) -> bool:
+    """Whether what crosses has a home beside the memory that is short."""
+    is_cpu = all(device.type == "cpu" for device in _devices(program))
+    return not is_cpu or offload.is_worth_it()
+
+
 def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estimate]]:
     """The ways to run a program, and what each needs; they give the same numbers."""
     yield AS_IT_IS, memory.estimate(program, is_graph)
     if not is_graph or not program.roots:
         return
     crosses = any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
-    for way in (*(Way(1, n) for n in _KEEP), Way(1, 1, True)) if crosses else ():
-        yield way, memory.estimate(program, is_graph, way)
+    can_offload = crosses and _can_offload(program)
+    for way in (*(Way(1, n) for n in _KEEP), *((Way(1, 1, True),) if can_offload else ())):
+        if crosses:
+            yield way, memory.estimate(program, is_graph, way)
     n_before = program.n_cut
     for n_segments in _SEGMENTS:
         cut = program.in_segments(n_segments)
         if cut.spread is not None or cut.n_cut <= n_before:
             continue  # a write would cross where none can, or there is nothing left to cut
         n_before = cut.n_cut
-        for way in (Way(n_segments), *((Way(n_segments, 1, True),) if crosses else ())):
+        for way in (Way(n_segments), *((Way(n_segments, 1, True),) if can_offload else ())):
             yield way, memory.estimate(cut, is_graph, way)
 
 
@@ -366,7 +374,7 @@ def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bound
     for way, estimate in _ways(program, is_graph):
         n_bytes, node = estimate.peak(rows)
         if n_bytes <= allowed:
-            shape = _shape_of(program, True, estimate)
+            shape = _shape_of(program, is_graph, estimate)
             return Plan(len(bounds), rows, n_bytes, allowed, shape, way)
         if best is None or n_bytes < best.n_bytes:
             best = Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
@@ -438,8 +446,10 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
         planned = plan(Program(ends), True, False) if ends else plan(step, False)
     except MemoryLimitError:
         return plan(program, False)  # it may be that no backward comes
+    is_due = is_read or not planned.is_whole
+    planned = dataclasses.replace(planned, way=AS_IT_IS)  # no graph is kept here
     if is_pinning or not ends or planned.shape is None:
-        return planned if planned.n_chunks > 1 or is_read else None
+        return planned if is_due else None
     assert planned.allowed is not None
     needed = steps.whole(program, planned.whole)
     if planned.n_chunks == 1 and needed is not None and needed <= WHOLE_SHARE * planned.allowed:

@@ -272,17 +272,20 @@ class Replay:
                 self._collect(run, self.run_nodes(run, chunk, False), chunk, run.exports)
             for run in step.runs:
                 for value in run.inner:
-                    self.cross[value].chunks.pop(chunk)
+                    self.cross[value].chunks.pop(chunk, None)
 
     def _again(self, step: Step) -> None:
         """Make what a body left once more, of what was let go."""
-        wanted = self._handed(step.runs).union(step.values)
+        handed = self._handed(step.runs)
         for chunk in range(len(self.grids[step.runs[0].axis])):
+            made = {v for v in handed if chunk not in self.cross[v].chunks} - set(step.values)
+            wanted = made.union(step.values)
             for run in step.runs:
                 env = self.run_nodes(run, chunk, False)
                 self._collect(run, env, chunk, filter(wanted.__contains__, run.exports))
-            for value in wanted.difference(step.values):
-                self.cross[value].chunks.pop(chunk)
+                del env  # or the next segment would run beside what is left of this one
+            for value in made:
+                self.cross[value].chunks.pop(chunk, None)
 
     def _joint(self, step: Step) -> None:
         (run,) = step.runs
@@ -364,6 +367,8 @@ class Replay:
                 self._back_through(run, chunk)
             inner = {value for run in others for value in run.inner}
             self._let_go_of_chunk(chunk, inner, handed)
+            for value in handed:  # what later segments sent back has gone back
+                self.cross[value].seeds.pop(("chunk", chunk), None)
         for value in self.program.left_by(step.runs):
             cross = self.cross[value]
             if is_certain:
