@@ -20,6 +20,7 @@ import held
 from held import Parts
 from koila import draws, memory, outside
 from koila.program import Program, Run
+from model_kit import as_written, is_fused, read_last, tail_runs
 from sizes_model import Sizes
 from sweep_model import Need, Sweep
 
@@ -133,7 +134,7 @@ class _Step:
     def _tail(self) -> float:
         """What the tail needs when it is run on zeros, in the midst of the first chunk."""
         worst, held = 0.0, 0.0
-        for run in self.program.tail_runs():
+        for run in tail_runs(self.program):
             sweep = Sweep(self.program, run, self.sizes, True)
             needs = [need.fixed for need in sweep.forward()]
             end = sweep.live().fixed
@@ -163,10 +164,10 @@ class _Step:
         return node is not None and node.id in run.parts
 
     def forward(self) -> None:
-        for run, read_last in zip(self.program.runs, self.program.read_last(), strict=True):
+        for run, values in zip(self.program.runs, read_last(self.program), strict=True):
             self._run(run)
             if not self.is_graph:
-                self._forget(read_last)
+                self._forget(values)
 
     def _forget(self, values: set[int]) -> None:
         """In a run without a graph a value goes when it was read for the last time."""
@@ -177,7 +178,7 @@ class _Step:
             self._joint(run)
             return
         self._change_left(run.exports, True)
-        if self.is_graph and run.has_gradient and self.program.is_fused(run):
+        if self.is_graph and run.has_gradient and is_fused(self.program, run):
             self._fused(run)
         else:
             self._note(Sweep(self.program, run, self.sizes, False).forward())
@@ -188,7 +189,7 @@ class _Step:
         for run in reversed(self.program.runs):
             if not run.is_body:
                 self._joint_back(run)
-            elif run.has_gradient and not self.program.is_fused(run):
+            elif run.has_gradient and not is_fused(self.program, run):
                 self._let_go(run)
                 self._gather_gradients(run)
                 sweep = Sweep(self.program, run, self.sizes, True)
@@ -265,7 +266,7 @@ def moments_of(program: Program, is_graph: bool) -> list[Need]:
 def whole(program: Program, is_graph: bool) -> float:
     """What a live run of a program needs beyond what is there already, and its backward."""
     sizes = Sizes(program)
-    sweep = Sweep(program, program.as_written(), sizes, is_graph, is_live=True)
+    sweep = Sweep(program, as_written(program), sizes, is_graph, is_live=True)
     moments = sweep.forward()
     if is_graph:
         moments = moments + sweep.back()

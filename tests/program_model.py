@@ -14,6 +14,7 @@ import pytest
 
 from koila.partials import REDUCTIONS
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, Node, Program, Run
+from model_kit import written_in
 
 
 class Model:
@@ -179,7 +180,7 @@ class Model:
                         run.inner.append(value)
                 if is_home and self.program.needs_gradient(value):
                     run.has_gradient = True
-        kept = set(run.exports) | self.program.written_in(run)
+        kept = set(run.exports) | written_in(self.program, run)
         kept.update(v for node in run.combined for v in node.outs)
         drops: dict[int, list[int]] = defaultdict(list)
         for value, position in last_reader.items():

@@ -10,6 +10,7 @@ import held
 from held import Amount, Held
 from koila import _core
 from koila.program import REDUCE, Node, Program, Run
+from model_kit import readers_of, written_in
 from sizes_model import Size, Sizes
 
 _NONE: Size = (0.0, 0.0)
@@ -111,7 +112,7 @@ class Sweep:
         self.is_graph = is_graph and (run.has_gradient or not run.is_body)
         self.inside = {v for i in run.nodes for v in program.nodes[i].outs}
         self.inside.update(v for node in run.combined for v in node.outs)
-        lasting = [*run.exports, *program.written_in(run)]  # to the end of the run
+        lasting = [*run.exports, *written_in(program, run)]  # to the end of the run
         self.held = {program.info(v).storage for v in lasting}
         self.cut = self._find_cut()
         self.storages = _Total()
@@ -389,7 +390,7 @@ class Sweep:
 
     def _is_turned(self, node: Node) -> bool:
         """Whether the gradient of a node's result is laid out otherwise than the result."""
-        readers = self.program.readers(node.first_out)
+        readers = readers_of(self.program, node.first_out)
         return any(held.of(_core.node(reader.id)[1]).turns for reader in readers)
 
     def _is_handed_on(self, node: Node, found: Held, k: int, value: int, size: Size) -> bool:

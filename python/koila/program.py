@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -170,11 +169,6 @@ class Program:
         self.n_sharing: dict[int, int] = dict(staged["shared"])  # lazies of a storage, if several
         #: Values that must be there whole at the end, for the wanted ones to be had from them.
         self.kept: set[int] = set(staged["kept"])
-        self._readers: dict[int, list[Node]] = defaultdict(list)
-        for node in self.nodes.values():
-            for number in node.imports:
-                if number >= 0 and not node.is_open:
-                    self._readers[self.imports[number].value].append(node)
         self.runs = [self._run(number, *entry) for number, entry in enumerate(staged["runs"])]
         #: A call that cannot run by stages, and why: the program runs whole.
         self.spread = self._find_spread()
@@ -217,10 +211,6 @@ class Program:
         """Bytes of a call's results for all rows; views share theirs."""
         infos = [self.info(v) for v in node.outs]
         return sum(math.prod(i.shape) * i.dtype.itemsize for i in infos if i.view is None)
-
-    def readers(self, value: int) -> Sequence[Node]:
-        """The nodes that read a value."""
-        return self._readers.get(value, ())
 
     def is_leaf(self, value: int) -> bool:
         return self.values[value][1]
@@ -284,31 +274,6 @@ class Program:
     def left_by(runs: Sequence[Run]) -> list[int]:
         """What a body with these segments leaves for others."""
         return [value for run in runs for value in run.exports if value not in run.inner]
-
-    def tail_runs(self) -> list[Run]:
-        """The joints after the last body through which the gradient comes."""
-        assert self.last_body is not None
-        return [run for run in self.runs if not run.is_body and run.stage > self.last_body]
-
-    def read_last(self) -> list[set[int]]:
-        """For each run, the values made by others that nobody reads after it."""
-        last: dict[int, int] = {}
-        for at, run in enumerate(self.runs):
-            read = (self.imports[number].value for number in run.imports)
-            combined = (node.first_out for node in run.combined)
-            last.update(dict.fromkeys((*read, *combined), at))
-        found: list[set[int]] = [set() for _ in self.runs]
-        for value, at in last.items():
-            if not self.is_leaf(value) and value not in self.runs[at].exports:
-                found[at].add(value)
-        return found
-
-    def is_fused(self, run: Run) -> bool:
-        """Whether the run's backward can follow each chunk's forward at once."""
-        if not self.is_tail_linear or run.stage != self.last_body:
-            return False
-        same = [r for r in self.runs if r.stage == run.stage and r.has_gradient]
-        return len(same) == 1
 
     def _find_spread(self) -> tuple[Node, str] | None:
         node = self._spread_writes()
@@ -381,23 +346,3 @@ class Program:
         part = Run(number, run.stage, run.axis, nodes=nodes, imports=imports, exports=exports)
         part.combined = [self.nodes[i] for i in combined]
         return part
-
-    def as_written(self) -> Run:
-        """The whole program as one run, in the order of the calls: what a live run does."""
-        nodes = sorted(i for i, node in self.nodes.items() if not node.is_for_chunks)
-        run = Run(-1, 0, -1, nodes=nodes, has_gradient=True)
-        made = {v for i in nodes for v in self.nodes[i].outs}
-        run.imports = [n for n, entry in enumerate(self.imports) if entry.value not in made]
-        run.exports = sorted(made & {*self.wanted, *self.roots})
-        return run
-
-    def written_in(self, run: Run) -> set[int]:
-        """Values whose memory a node of the run writes: they are kept to the end of the run."""
-        storages = {
-            self.info(self.nodes[i].first_out).storage for i in run.nodes if self.nodes[i].writes
-        }
-        if not storages:
-            return set()
-        return {
-            v for i in run.nodes for v in self.nodes[i].outs if self.info(v).storage in storages
-        }
