@@ -296,7 +296,8 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
     ("embed by hand", "index_select", (f(9, 3), 0, i(4)), [None, ROWS0], "ROWS", ROWS0, []),
     # nothing of the rows
     ("zeros of any size", "new_zeros", (f(4, 3), (4, 7)), [ROWS0], "ROWS", None, []),
-    ("its dtype only", "type_as", (f(7, 3), f(4, 3)), [None, ROWS0], "ROWS", None, []),
+    ("its dtype only", "type_as", (i(7, 3), f(4, 3)), [None, ROWS0], "ROWS", None, []),
+    ("one gradient", "type_as", (f(7, 3), f(4, 3)), [None, ROWS0], "ONCE", None, []),
     ("two batches", "add", (f(4, 3), f(4, 3)), [ROWS0, (1, 0, 1, 1)], "ONCE", None, []),
     ("no batch", "add", (f(4, 3), f(4, 3)), [None, None], "ONCE", None, []),
 ]

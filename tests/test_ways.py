@@ -17,6 +17,7 @@ import koila
 from allocations import Allocations
 from koila import _core, memory, offload
 from koila.program import Program
+from limits import there
 from oracle import assert_close
 
 N_ROWS, WIDTH, LENGTH, N_WORDS = 4, 32, 96, 50
@@ -124,13 +125,6 @@ def step(
     return found, peak.peak
 
 
-def held(made: tuple[nn.Module, Tensor, Tensor, Loss]) -> int:
-    """Bytes that are there before: parameters, buffers, the batch."""
-    model, x, y, _ = made
-    tensors = [*model.parameters(), *model.buffers(), x, y]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 def needs(made: tuple[nn.Module, Tensor, Tensor, Loss], rows: int) -> float:
     """Bytes of a step in chunks of so many rows, as it is."""
     model, x, y, loss_of = made
@@ -149,8 +143,8 @@ def test_one_row_does_not_fit(share: float) -> None:
     made = decoder()
     wanted, _ = step(made, None)
     one_row = needs(made, 1)
-    outside = sum(tensor.nbytes for tensor in wanted.values())
-    seen, peak = step(made, int(held(made) + outside + share * one_row))
+    made[0].zero_grad(set_to_none=True)
+    seen, peak = step(made, int(there() + share * one_row))
     for name, value in wanted.items():
         assert_close(seen[name], value, name)
     assert peak <= share * one_row + 64 * 2**10
@@ -165,8 +159,8 @@ def test_a_network_of_batch_normalizations(share: float) -> None:
     torch.manual_seed(0)
     made = resnet()
     wanted, peak = step(made, None)
-    outside = sum(tensor.nbytes for tensor in wanted.values())
-    seen, _ = step(made, int(held(made) + outside + share * peak))
+    made[0].zero_grad(set_to_none=True)
+    seen, _ = step(made, int(there() + share * peak))
     for name, value in wanted.items():
         assert_close(seen[name], value, name)
     (ran,) = koila.report().programs
@@ -178,7 +172,8 @@ def test_what_fits_runs_as_it_is() -> None:
     """A way that costs is chosen where there is no other."""
     torch.manual_seed(0)
     made = decoder()
-    step(made, int(held(made) + 2 * needs(made, 1)))
+    needed = needs(made, 1)
+    step(made, int(there() + 2 * needed))
     (ran,) = koila.report().programs
     assert ran.n_chunks > 1 and not ran.way
 
@@ -187,7 +182,7 @@ def test_explain_tells() -> None:
     torch.manual_seed(0)
     model, x, y, loss_of = made = decoder()
     one_row = needs(made, 1)
-    with koila.config(memory_limit=int(held(made) + 0.8 * one_row)):
+    with koila.config(memory_limit=int(there() + 0.8 * one_row)):
         lazy = koila.lazy(x, y)
         text = koila.explain(loss_of(model(lazy[0]), lazy[1]))
     assert "in up to" in text and "segment 2 of" in text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from koila import _core, budget, draws, hooks, plan, reports
 from koila.config import get
 from koila.errors import KoilaError, NotInChunksError, is_of_layout, is_out_of_memory, let_go
-from koila.explain import told
+from koila.explain import scheduled, told
 from koila.program import Program
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ def attempt(
         replay = make(program, planned, hooked)
         _core.set_busy(True)
         try:
+            known = scheduled(program, planned.way, replay.grids)
             result = run(replay)
-            reports.note(told(program, planned, replay.grids, n_tries, meter.bytes()))
+            reports.note(told(program, planned, replay.grids, n_tries, meter.bytes(), known))
             return replay, result, planned
         except NotInChunksError as error:
             replay.draws.roll_back()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,17 +82,40 @@ def cause_of_whole(program: Program) -> Decision:
     return Decision(why, whole=whole)
 
 
+class Scheduled(NamedTuple):
+    """How a program is about to run by stages: its stages, and what is done beside chunks."""
+
+    stages: tuple[Stage, ...]
+    way: str
+
+
+def scheduled(program: Program, way: Way, grids: dict[int, list[Bounds]]) -> Scheduled:
+    """What is known of a run before it begins; it may need memory, which nothing after it does."""
+    is_graph = bool(program.roots)
+    steps = program.schedule(is_graph, way)
+    stages = (
+        Stage(
+            number,
+            len(run.nodes) + len(run.combined),
+            len(grids[run.axis]) if run.is_body else 1,
+            max(stop - start for start, stop in grids[run.axis]) if run.is_body else None,
+            _passes(steps, run),
+        )
+        for number, run in enumerate(_runs(program), 1)
+    )
+    return Scheduled(tuple(stages), way_in_words(program, way) if is_graph else "")
+
+
 def told(
     program: Program,
     planned: plan.Plan,
     grids: dict[int, list[Bounds]],
     n_tries: int,
     measured: int | None,
+    known: Scheduled,
 ) -> ProgramReport:
     """What the user is told of a program that ran by stages."""
     used = [grids[axis] for axis in program.axes]
-    way, is_graph = planned.way, bool(program.roots)
-    steps = program.schedule(is_graph, way)
     n_chunks = max(map(len, used), default=1)
     n_rows = max(stop - start for grid in used for start, stop in grid) if n_chunks > 1 else None
     cause = cause_of_whole(program)
@@ -109,18 +132,9 @@ def told(
         planned.allowed,
         measured,
         "" if n_chunks > 1 else fits if used else cause.why,
-        stages=tuple(
-            Stage(
-                number,
-                len(run.nodes) + len(run.combined),
-                len(grids[run.axis]) if run.is_body else 1,
-                max(stop - start for start, stop in grids[run.axis]) if run.is_body else None,
-                _passes(steps, run),
-            )
-            for number, run in enumerate(_runs(program), 1)
-        ),
+        stages=known.stages,
         whole=cause.whole,
-        way=way_in_words(program, way) if is_graph else "",
+        way=known.way,
     )
 
 
