@@ -25,8 +25,8 @@ def attempt(
 
     Args:
         program: the staged program.
-        planned: how many chunks to begin with.
-        make: a replay in such chunks; what hooks have seen is handed from one to the next.
+        planned: in how many chunks, and which way, to begin with.
+        make: a replay of a plan; what hooks have seen is handed from one to the next.
         run: what is done with it.
 
     Returns:
@@ -43,7 +43,7 @@ def attempt(
         replay = make(program, planned, hooked)
         _core.set_busy(True)
         try:
-            known = scheduled(program, planned.way, replay.grids)
+            known = scheduled(program, planned.way, replay.steps, replay.grids)
             result = run(replay)
             reports.note(told(program, planned, replay.grids, n_tries, meter.bytes(), known))
             return replay, result, planned

@@ -12,7 +12,6 @@ import torch
 from koila import _core, draws, memory, plan, reports
 from koila.errors import MemoryLimitError
 from koila.program import (
-    AS_IT_IS,
     ONCE,
     REDUCE,
     Node,
@@ -89,10 +88,10 @@ class Scheduled(NamedTuple):
     way: str
 
 
-def scheduled(program: Program, way: Way, grids: dict[int, list[Bounds]]) -> Scheduled:
+def scheduled(
+    program: Program, way: Way, steps: Sequence[Step], grids: dict[int, list[Bounds]]
+) -> Scheduled:
     """What is known of a run before it begins; it may need memory, which nothing after it does."""
-    is_graph = bool(program.roots)
-    steps = program.schedule(is_graph, way)
     stages = (
         Stage(
             number,
@@ -103,7 +102,7 @@ def scheduled(program: Program, way: Way, grids: dict[int, list[Bounds]]) -> Sch
         )
         for number, run in enumerate(_runs(program), 1)
     )
-    return Scheduled(tuple(stages), way_in_words(program, way) if is_graph else "")
+    return Scheduled(tuple(stages), way_in_words(program, way, steps))
 
 
 def told(
@@ -240,15 +239,15 @@ def _head(program: Program, steps: Sequence[Step], run: Run, number: int) -> str
     return f"stage {number}: body over {rows} rows{part}, {_passes(steps, run)}"
 
 
-def way_in_words(program: Program, way: Way) -> str:
+def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
     """What is done beside chunks for a step to fit, and what that costs; empty: nothing.
 
     Args:
         program: in the segments of that way.
         way: how it is scheduled.
+        steps: its schedule.
     """
     words = []
-    steps = program.schedule(True, way)
 
     def n_bytes(steps: Iterable[Step]) -> str:
         infos = (program.info(value) for step in steps for value in step.values)
@@ -267,12 +266,13 @@ def way_in_words(program: Program, way: Way) -> str:
     return ", ".join(words)
 
 
-def _forecast(program: Program, is_graph: bool) -> tuple[str, Way]:
-    """In how many chunks it would run now, in how many bytes, and how it is scheduled."""
+def _forecast(program: Program, is_graph: bool) -> tuple[str, Program, list[Step]]:
+    """In how many chunks it would run now, and in how many bytes; the program as it would be cut,
+    and its schedule."""
     try:
         planned = plan.plan(program, is_graph)
     except MemoryLimitError as error:
-        return f"it does not fit: {error}", AS_IT_IS
+        return f"it does not fit: {error}", program, program.schedule(is_graph)
     way = planned.way
     cut = program.in_segments(way.n_segments)
     estimate = memory.estimate(cut, is_graph, way)
@@ -282,11 +282,12 @@ def _forecast(program: Program, is_graph: bool) -> tuple[str, Way]:
         needed, _ = estimate.peak(rows)
     n_chunks = -(-estimate.rows // rows)
     chunks = f"in {n_chunks} chunks of at most {count(rows, 'row')}" if n_chunks > 1 else "whole"
-    more = way_in_words(cut, way)
+    steps = cut.schedule(is_graph, way)
+    more = way_in_words(cut, way, steps)
     chunks += f", {more}," if more else ""
     allowed = f"; {size(planned.allowed)} are allowed" if planned.allowed is not None else ""
     text = f"run now, it would run {chunks} and take {size(needed)} at its worst moment{allowed}"
-    return text, way
+    return text, cut, steps
 
 
 class Explanation(str):
@@ -337,12 +338,12 @@ def explain(*losses: Any) -> Explanation:
         tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
         name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
-    is_graph, way = any(root.requires_grad for root in roots), AS_IT_IS
     if program.axes and spread is None:
-        forecast, way = _forecast(program, is_graph)
+        is_graph = any(root.requires_grad for root in roots)
+        forecast, program, steps = _forecast(program, is_graph)
         lines.append(forecast)
-        program = program.in_segments(way.n_segments)
-    steps = program.schedule(is_graph and spread is None, way)
+    else:
+        steps = program.schedule(False)
     for number, run in enumerate(_runs(program), 1):
         lines.append(_head(program, steps, run, number))
         lines += [f"    {n.id:4d} combine the partials" for n in run.combined if n.mode == REDUCE]

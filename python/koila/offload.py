@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from koila import rows
+
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
@@ -50,7 +52,7 @@ def put(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu":
         there = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
         return there.copy_(tensor)
-    strides = torch.empty_like(tensor, device="meta").stride()
+    strides = rows.strides_like(tensor.shape, tensor.stride())
     n_bytes = max(1, tensor.numel() * tensor.element_size())
     try:
         with tempfile.NamedTemporaryFile(prefix="koila-") as file:

@@ -8,6 +8,7 @@ aliases, statistics are written on copies, the generator is put back if anything
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -62,7 +63,7 @@ class Replay:
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.hooked = hooked
-        self.is_forward = False  # nothing is differentiated
+        self.is_forward = not program.roots  # nothing is differentiated
         self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
         self.roots: dict[int, torch.Tensor] = {}  # by value
         self.graphs: dict[int, dict[int, torch.Tensor]] = {}  # of joints, by stage
@@ -73,6 +74,11 @@ class Replay:
         self.scratch = self._copy_statistics()
         self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
         self.draws = draws.Draws(program, self.grids)
+
+    @functools.cached_property
+    def steps(self) -> list[Step]:
+        """What is done, forward and back."""
+        return self.program.schedule(not self.is_forward, self.planned.way)
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
@@ -474,7 +480,7 @@ class Replay:
 
     def _go(self) -> None:
         self.draws.prepare()
-        for step in self.program.schedule(not self.is_forward, self.planned.way):
+        for step in self.steps:
             self._DO[step.op](self, step)
 
     def differentiate(
@@ -498,7 +504,6 @@ class Replay:
 
     def compute(self) -> None:
         """Run everything forward, without graphs."""
-        self.is_forward = True
         self._go()
 
     # -- commit -----------------------------------------------------------------------------------

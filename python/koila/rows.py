@@ -87,6 +87,12 @@ def in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return part.permute(order).contiguous().permute(back)
 
 
+def strides_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The strides of empty_like(). On meta tensors that is written in Python, and imports torch's
+    compiler; clone() asks it only where memory has gaps."""
+    return torch.empty_strided(shape, strides, device="meta").clone().stride()
+
+
 def zeros(
     shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
