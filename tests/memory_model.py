@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import held
 from held import Parts
 from koila import draws, memory, outside
 from koila.program import Program, Run
-from model_kit import as_written, is_fused, read_last, tail_runs
+from model_kit import as_written, each_held, is_fused, read_last, tail_runs
 from sizes_model import Sizes
 from sweep_model import Need, Sweep
 
@@ -297,16 +296,8 @@ def assert_measured(program: Program, is_graph: bool) -> int:
     return len(found)
 
 
-@contextlib.contextmanager
-def compared() -> Iterator[list[int]]:
+def compared() -> contextlib.AbstractContextManager[list[int]]:
     """Hold what is said of each program that is made to the model; how many moments each had."""
-    made: list[int] = []
-    original = Program.__init__
-
-    def init(program: Program, *args: Any, **kwargs: Any) -> None:
-        original(program, *args, **kwargs)
-        made.extend(assert_measured(program, is_graph) for is_graph in (False, True))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "__init__", init)
-        yield made
+    return each_held(
+        lambda program: [assert_measured(program, is_graph) for is_graph in (False, True)]
+    )

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+import random_writes
 from koila.program import Node, Program, Run
 
 
@@ -62,3 +69,27 @@ def readers_of(program: Program, value: int) -> list[Node]:
     numbers = {n for n, entry in enumerate(program.imports) if entry.value == value}
     nodes = program.nodes.values()
     return [node for node in nodes if not node.is_open and numbers.intersection(node.imports)]
+
+
+@contextlib.contextmanager
+def each_held(check: Callable[[Program], Iterable[int]]) -> Iterator[list[int]]:
+    """Check each program that is made; what the checks returned, how much there was to compare."""
+    made: list[int] = []
+    original = Program.__init__
+
+    def init(program: Program, *args: Any, **kwargs: Any) -> None:
+        original(program, *args, **kwargs)
+        made.extend(check(program))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "__init__", init)
+        yield made
+
+
+def run_random(first: int) -> None:
+    """Run twenty random programs in chunks: several batches, reads in the middle, writes, views,
+    draws, failures."""
+    for seed in range(first, first + 20):
+        program = random_writes.write(seed)
+        if random_writes.wanted_of(program) is not None:
+            assert random_writes.failure(program, 3) is None

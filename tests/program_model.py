@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from koila.partials import REDUCTIONS
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, Node, Program, Run
-from model_kit import written_in
+from model_kit import each_held, written_in
 
 
 class Model:
@@ -212,19 +209,13 @@ def _told(run: Run) -> tuple[Any, ...]:
     return run.stage, run.axis, run.segment, *lists, *sets, run.has_gradient
 
 
-@contextlib.contextmanager
-def compared() -> Iterator[list[int]]:
+def _assert_built(program: Program) -> list[int]:
+    model = Model(program)
+    assert program.kept == model.kept
+    assert list(map(_told, program.runs)) == list(map(_told, model.runs))
+    return [len(program.nodes)]
+
+
+def compared() -> contextlib.AbstractContextManager[list[int]]:
     """Hold each program that is made to the model; how many nodes each had."""
-    made: list[int] = []
-    original = Program.__init__
-
-    def init(program: Program, *args: Any, **kwargs: Any) -> None:
-        original(program, *args, **kwargs)
-        model = Model(program)
-        assert program.kept == model.kept
-        assert list(map(_told, program.runs)) == list(map(_told, model.runs))
-        made.append(len(program.nodes))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "__init__", init)
-        yield made
+    return each_held(_assert_built)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import koila
-import random_writes
 from koila.program import Program as StagedProgram
 from memory_model import assert_measured, compared
+from model_kit import run_random
 from oracle import assert_same
 from programs import PROGRAMS
 from programs_kit import Program
@@ -67,8 +67,5 @@ def test_rare_programs(program: Callable[[Tensor], Tensor]) -> None:
 def test_random_programs(first: int) -> None:
     """Several batches, reads in the middle, writes, views, draws, failures."""
     with compared() as made:
-        for seed in range(first, first + 20):
-            program = random_writes.write(seed)
-            if random_writes.wanted_of(program) is not None:
-                assert random_writes.failure(program, 3) is None
+        run_random(first)
     assert len(made) > 40 and max(made) > 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import random_writes
+from model_kit import run_random
 from oracle import assert_same
 from program_model import compared
 from programs import PROGRAMS
@@ -27,8 +27,5 @@ def test_whole_programs(program: Program) -> None:
 def test_random_programs(first: int) -> None:
     """Several batches, reads in the middle, writes, views, draws, failures."""
     with compared() as made:
-        for seed in range(first, first + 20):
-            program = random_writes.write(seed)
-            if random_writes.wanted_of(program) is not None:
-                assert random_writes.failure(program, 3) is None
+        run_random(first)
     assert len(made) > 20 and max(made) > 3
