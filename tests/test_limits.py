@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent.parent
+N_SHAPES = 30
 
 
 def ask(*args: str) -> str:
@@ -68,3 +69,33 @@ def test_a_third_of_eagers_memory(name: str, tmp_path: Path) -> None:
     assert "error" not in found, found["error"]
     assert found["far"] <= 1e-10
     assert min(found["chunks"]) > 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_random_shapes() -> None:
+    """What oneDNN keeps for each shape stays within the limit, and nothing is refused for what is
+    kept back."""
+    eager = run_case("shapes", n_bytes=0, n_steps=1)
+    limit = eager["there"] + int(0.2 * eager["peak"])
+    found = run_case("shapes", n_bytes=limit, n_steps=N_SHAPES)
+    assert found["errors"] == 0, found["error"]
+    assert max(found["data"]) <= max(found["data"][: N_SHAPES // 3]) + 2**20
+    assert sum(n_rows < 8 for n_rows in found["rows"]) > N_SHAPES // 2, "in chunks"
+
+
+KERNELS = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_DATA, (SIZE, SIZE))
+import koila
+print(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_kernels_that_are_kept() -> None:
+    """A sixteenth of what is left at most, unless the environment says how many."""
+    limited = KERNELS.replace("SIZE", str(2**30))
+    assert 8 <= int(ask("-c", limited)) <= 2**30 // 16 // 2**19
+    assert ask("-c", KERNELS.replace("SIZE", str(2**36))) == "None"
+    asked = "import os; os.environ['DNNL_PRIMITIVE_CACHE_CAPACITY'] = '9'"
+    assert ask("-c", asked + limited) == "None"

@@ -3,7 +3,7 @@
 from koila import versions
 
 with versions.told():
-    from koila import functions, patches
+    from koila import budget, functions, patches
     from koila.config import config
     from koila.errors import KoilaError, MemoryLimitError, StaleError
     from koila.explain import explain
@@ -11,6 +11,7 @@ with versions.told():
     from koila.reports import Report, report
 
     versions.check()
+    budget.keep_fewer_kernels()
     functions.register_all()
     patches.install()
 

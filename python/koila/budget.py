@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 import weakref
@@ -19,6 +20,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 SLACK = 16 * 2**20
 # cuBLAS takes a workspace for each thread that calls it, forward and backward: of 32 MiB at most.
 CUDA_SLACK = 64 * 2**20
+# How many kernels oneDNN keeps, which variables say so, and what one takes: 0.3 to 0.5 MiB.
+_KERNELS, _KERNEL_BYTES = 1024, 2**19
+_KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
+# A step that meets more kernels than are kept compiles them anew, so they are not fewer than this.
+_KERNELS_SHARE, _LEAST_KERNELS = 1 / 16, 8
 
 _fixed = False
 
@@ -132,6 +138,22 @@ def _left_to_process() -> Iterator[int]:
 def _kept_back(left: int) -> int:
     """Of what a limit leaves, what others get: half of a little, which may still do for both."""
     return min(SLACK, max(0, left) // 2)
+
+
+def keep_fewer_kernels() -> None:
+    """Where a limit is set for this process or its control groups, let the kernels that oneDNN
+    compiles take a small share of what is left at most.
+
+    oneDNN compiles kernels for each shape that it meets and keeps `_KERNELS` of them, for eager's
+    steps too: hundreds of MiB where shapes are many. It reads how many before its first kernel, and
+    never again. An environment that says how many is left as it is.
+    """
+    left = min((*_left_in_groups(), *_left_to_process()), default=None)
+    if left is None or any(name in os.environ for name in _KERNELS_KEPT):
+        return
+    kept = max(_LEAST_KERNELS, int(_KERNELS_SHARE * left) // _KERNEL_BYTES)
+    if kept < _KERNELS:
+        os.environ[_KERNELS_KEPT[0]] = str(kept)
 
 
 def slack() -> int:

@@ -214,8 +214,9 @@ def _held_whole(program: Program, needed: float, fixed: float) -> str:
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     """Choose the number of chunks for a program.
 
-    A share of what is allowed is kept back, for the model of bytes is not exact; but before it is
-    refused a program may have all.
+    A share of what is allowed is kept back, for the model of bytes is not exact, and of what a
+    limit of the process leaves what libraries may still take; but before it is refused a program
+    may have all: a try that fails is undone.
 
     Args:
         program: what is to run.
@@ -235,6 +236,8 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     could_fit = isinstance(made, Needs) and made.n_bytes <= _allowed(program, is_alone=True)
     if could_fit and storages.look_again(is_final):
         made = _fit(program, estimate, is_graph)
+    if isinstance(made, Needs) and is_final and _is_measured():
+        made = _fit(program, estimate, is_graph, is_last=True)
     if isinstance(made, Needs):
         raise made.refusal(program)
     return made
@@ -321,9 +324,13 @@ def _find_way(
     return way, estimate, max(needed.rows, estimate.largest_chunk(allowed))
 
 
-def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | Needs:
-    """The plan for a program; or what it needs, if that is more than there is."""
-    allowed = _allowed(program)
+def _fit(
+    program: Program, estimate: memory.Estimate, is_graph: bool, is_last: bool = False
+) -> Plan | Needs:
+    """The plan for a program; or what it needs, if that is more than there is. As a last resort it
+    may have what is kept back for a first step of libraries."""
+    left, slack = _allowed(program), budget.slack()
+    allowed = left + slack if is_last else left
     pinned = [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
     if pinned:
         return _pinned(program, is_graph, allowed, max(pinned, key=len))
@@ -332,13 +339,13 @@ def _fit(program: Program, estimate: memory.Estimate, is_graph: bool) -> Plan | 
     shape = _shape_of(program, is_graph, estimate)
     last = _lasting.get(shape) if _is_measured() else None
     was_whole = last is not None and last.n_chunks == 1
-    if estimate.whole <= (allowed + budget.slack() if was_whole else share * allowed):
+    if estimate.whole <= (left + slack if was_whole else share * allowed):
         planned = Plan(1, 1, estimate.whole, allowed, shape)
         planned.keep(program)
         return planned
     way = AS_IT_IS
     if last is not None and not was_whole:
-        allowed += budget.slack()  # what a first step takes was taken
+        allowed = left + slack  # what a first step takes was taken
         cut = program.in_segments(last.way.n_segments)
         way = last.way if cut.spread is None else AS_IT_IS
         size = last.rows(estimate.rows)
