@@ -53,8 +53,9 @@ class _Step:
         for run in self.program.runs:
             nodes = [self.program.nodes[i] for i in run.nodes if self.program.nodes[i].is_random]
             if run.is_body:
-                self.held_per_chunk += _STATE * len(nodes)
-                self.held += sum(draws.bytes_whole(node.id, node.first_out) for node in nodes)
+                noises = [draws.bytes_whole(node.id, node.first_out) for node in nodes]
+                self.held_per_chunk += _STATE * noises.count(-1)
+                self.held += 2 * _STATE * noises.count(0) + sum(max(n, 0) for n in noises)
             self.held += _STATE * len(nodes)
 
     def _note(self, moments: list[Need]) -> None:

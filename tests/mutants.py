@@ -149,8 +149,8 @@ MUTANTS = [
     Mutant(
         "draws: a chunk that runs again draws anew",
         "python/koila/draws.py",
-        "_set(generator, self.cells[i, bounds[0] if bounds is not None else None])",
-        "assert self.cells",
+        "        _set_state(generator, state)\n        self.spots[i] =",
+        "        self.spots[i] = list() or",
         "tests/test_counterexamples.py -k two_dropouts",
     ),
     Mutant(

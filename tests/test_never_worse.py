@@ -32,7 +32,6 @@ PAIRED |= {"pairwise", "sim_clr", "sup_con"}
 GATHERED = "the gradient of a joint's input is put together beside its parts"
 CROSSED = "values that cross from joint to joint, and what they are made of, live to the end"
 HEAD = "what an unrecorded call leaves is given a gradient beside its parts"
-STATES = "each chunk of a random call keeps a state of the generator"
 CHECKPOINT = "in one chunk a checkpoint's body runs with its graph"
 
 #: What takes more, why, and at most how much of eager's peak: in one chunk, in several, by rows.
@@ -42,8 +41,6 @@ WORSE: dict[str, tuple[str, float, float, float]] = {
     "bag_of_words-ce_ignored": (GATHERED, 1, 1.5, 1),
     "bag_of_words-masked_mean": (GATHERED, 1, 1.3, 1),
     "checkpoint": (CHECKPOINT, 1.3, 1, 1),
-    "mlp_dropout-ce": (STATES, 1, 1, 5.3),
-    "info_nce_dropout": (STATES, 1, 1, 5.1),
     "clip": (GATHERED, 1, 1.3, 1),
     "sim_clr": (CROSSED, 1, 2.0, 1.9),
     "sup_con": (CROSSED, 1, 2.2, 2.2),

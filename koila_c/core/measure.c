@@ -159,7 +159,8 @@ sweep_back(Step *step)
 
 /* -- what outlives runs -------------------------------------------------------------------------------- */
 
-/* The generator's state, before and after, and before each draw; and what is drawn whole. */
+/* The generator's state, before and after, where each call starts, and where its last chunk started and
+ * ended; what is drawn whole. */
 static void
 hold_states(Step *step)
 {
@@ -174,9 +175,10 @@ hold_states(Step *step)
             }
             step->held += state;
             if (kl_program_is_body(run)) {
-                const int64_t *noise = step->outside->bytes_noise;
-                step->held += noise != NULL ? (double)noise[id] : 0;
-                step->held_per_chunk += state;
+                const int64_t *drawn = step->outside->bytes_noise;
+                int64_t noise = drawn != NULL ? drawn[id] : 0;
+                step->held_per_chunk += noise < 0 ? state : 0;
+                step->held += noise == 0 ? 2 * state : noise > 0 ? (double)noise : 0;
             }
         }
     }

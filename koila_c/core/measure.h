@@ -13,10 +13,11 @@
 /* What of a step only the binding knows. */
 typedef struct KlOutside {
     KlKnown known;
-    int64_t bytes_state;        /* of the state of a generator */
-    int64_t bytes_drawn;        /* states that earlier runs of the program left */
-    const int64_t *bytes_noise; /* [n_nodes] what a random call draws whole; NULL: none does */
-    double bytes_graphs;        /* what backward takes through graphs that were there before */
+    int64_t bytes_state; /* of the state of a generator */
+    int64_t bytes_drawn; /* states that earlier runs of the program left */
+    /* [n_nodes] what a random call draws whole; -1: a state for each chunk; NULL: none does */
+    const int64_t *bytes_noise;
+    double bytes_graphs; /* what backward takes through graphs that were there before */
 } KlOutside;
 
 /* What a program needs beyond what is there already (leaves, parameters). */

@@ -3,16 +3,19 @@ many chunks.
 
 A recorded random call *waits* until the generator has moved past its draws. That is done in program
 order, for all calls over all rows before anything runs, or earlier, where a plain call is about to
-draw (`plain.py`). Where each call starts is kept; where a chunk starts is found from that, and put
-back before it runs: a chunk that runs again, in these or in other chunks, or a call that runs live
-later, sees the same numbers. What cannot be drawn chunk by chunk is drawn whole and cut
-(`noise.py`). On CUDA each call and chunk gets a seed of its own, drawn from the generator:
-reproducible, no two the same. That *pins* the chunks: later runs of the program have the same.
+draw (`plain.py`). Where each call starts is kept, and where its last chunk started and ended: from
+that it is found where a chunk starts, and the generator is put there before it runs. So a chunk
+that runs again, in these or in other chunks, or a call that runs live later, sees the same numbers.
+What cannot be drawn chunk by chunk is drawn whole and cut (`noise.py`). On CUDA each call and chunk
+gets a seed of its own, drawn from the generator: reproducible, no two the same; and of what only
+the call itself knows how to draw each chunk keeps a state. That *pins* the chunks: later runs of
+the program have the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import sys
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from koila.program import Program, Run
 
 Cell = tuple[int, int | None]  # a call, and the first row of a chunk; None: all rows
+Spot = tuple[int, torch.Tensor]  # a row of a call, and the state in which its numbers start
 #: Where the files are that are not the user's.
 INSIDE = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
 
@@ -214,11 +218,12 @@ def bytes_kept() -> int:
 
 
 def bytes_whole(i: int, first_out: int) -> int:
-    """Bytes of a call's noise where it is drawn whole, and cut for the chunks."""
+    """Bytes of a call's noise where it is drawn whole, and cut for the chunks; -1: each chunk keeps
+    a state."""
     noises = noises_of(i, first_out)
-    if noises is None or is_by_chunks(noises, [1, 1]):
-        return 0
-    return sum(one.n_bytes for one in noises)
+    if noises is None:
+        return -1
+    return 0 if is_by_chunks(noises, [1, 1]) else sum(one.n_bytes for one in noises)
 
 
 def why_others(i: int, first_out: int) -> str:
@@ -351,7 +356,7 @@ def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
 
 
 class Draws:
-    """The draws of one program, kept with the program: a state, or a seed, for each cell."""
+    """The draws of one program, kept with the program."""
 
     def __init__(self, program: Program, grids: dict[int, list[Bounds]]) -> None:
         self.program = program
@@ -362,8 +367,11 @@ class Draws:
         self.starts: dict[int, torch.Tensor] = memo.setdefault("starts", {})
         #: Of the last run that was committed; `cells` are of this one.
         self.old_cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
+        #: A seed, or a state, where it is not found from where the call starts.
         self.cells: dict[Cell, torch.Tensor | int] = {}
-        self.ends: dict[tuple[int, Bounds | None], torch.Tensor] = memo.setdefault("ends", {})
+        self.spots: dict[int, list[Spot]] = {}  # where a call's last chunk started and ended
+        #: Digests of the states in which cells ended.
+        self.ends: dict[tuple[int, Bounds | None], bytes] = memo.setdefault("ends", {})
         self.new_starts: list[int] = []
         self.has_seeded = False
         self.run_of: dict[int, Run] = {}
@@ -399,14 +407,12 @@ class Draws:
             self.noises[i] = noises
         if generator.device.type != "cpu" and (run.is_body or not is_late):
             self._seed(i, run, generator)
-        elif not run.is_body:
-            self.cells[i, None] = self.starts[i]
-            if not is_late:
-                _advance(i, node.first_out, len(node.outs), generator)
-        elif noises is not None and not is_by_chunks(noises, self._sizes(run)):
-            self.whole[i] = [one.draw(generator) for one in noises]
-        else:
+        elif noises is None and run.is_body:
             self._find_chunks(i, run, is_late, generator)
+        elif noises is not None and run.is_body and not is_by_chunks(noises, self._sizes(run)):
+            self.whole[i] = [one.draw(generator) for one in noises]
+        elif not is_late:
+            _advance(i, node.first_out, len(node.outs), generator)
         if is_late:
             _set_state(generator, here)
 
@@ -424,32 +430,43 @@ class Draws:
     def _find_chunks(self, i: int, run: Run, is_late: bool, generator: torch.Generator) -> None:
         """Find where each chunk of a call starts; a call that is not late is drawn to its end."""
         bounds = self.grids[run.axis]
-        is_shared = i in self.noises and self.noises[i][0].place is None
         for start, stop in bounds:
             cell = self.old_cells.get((i, start))
             if cell is not None:
                 _set(generator, cell)
             self.cells[i, start] = _get_state(generator)
-            is_end = stop == bounds[-1][1]
-            if is_shared:  # one draw serves all rows
-                is_due = is_end and not is_late
-            else:
-                is_due = not is_late if is_end else (i, stop) not in self.old_cells
-            if is_due:
-                self._advance_chunk(i, run, stop - start, generator)
+            if not is_late if stop == bounds[-1][1] else (i, stop) not in self.old_cells:
+                self._draw_alone(i, stop - start)
 
-    def _advance_chunk(self, i: int, run: Run, n_rows: int, generator: torch.Generator) -> None:
-        if i in self.noises:
-            for one in self.noises[i]:
-                share = one.n_elements if one.place is None else one.n_elements // one.n_rows
-                advance = share if one.place is None else share * n_rows
-                noise.advance(one, advance, generator)
-            return
+    def _draw_alone(self, i: int, n_rows: int) -> None:
+        """Make a call for a chunk for its draws alone."""
         entries = [
             self.program.imports[number] for number in self.program.nodes[i].imports if number >= 0
         ]
         given = {entry.value: _stand_in(entry.value, entry.place, n_rows) for entry in entries}
         run_alone(i, n_rows, given, len(self.program.values), True)
+
+    def _go_to(self, i: int, row: int, generator: torch.Generator) -> None:
+        """Put the generator where the numbers for a row of a call start.
+
+        Chunks run in order, and again before the next ones: so that is where the last one started
+        or ended, or where the call starts.
+        """
+        (noise_of_call,) = self.noises[i]
+        if noise_of_call.place is None:  # one draw serves all rows
+            row = 0
+        at, state = max(
+            (spot for spot in ((0, self.starts[i]), *self.spots.get(i, ())) if spot[0] <= row),
+            key=lambda spot: spot[0],
+        )
+        if at < row:
+            own = torch.Generator()  # nobody else draws from it
+            own.set_state(state)
+            share = noise_of_call.n_elements // noise_of_call.n_rows
+            noise.advance(noise_of_call, share * (row - at), own)
+            state = own.get_state()
+        _set_state(generator, state)
+        self.spots[i] = [(row, state)]
 
     def call(
         self,
@@ -482,15 +499,21 @@ class Draws:
     ) -> Any:
         """Make a random call with the generator where the rows of `bounds` (None: all) start."""
         generator = generator_of(self._device(i))
-        _set(generator, self.cells[i, bounds[0] if bounds is not None else None])
+        cell = self.cells.get((i, bounds[0] if bounds is not None else None))
+        if cell is not None or bounds is None:
+            _set(generator, self.starts[i] if cell is None else cell)
+        else:
+            self._go_to(i, bounds[0], generator)
         given: list[torch.Tensor] = []
         noises = self.noises.get(i)  # what runs once may be given what lies otherwise, too
         if noises and not noise.fits(noises[0], args):
             given = [one.draw(generator, tuple(args[0].shape)) for one in noises]
         with noise.Given(given) if given else contextlib.nullcontext():
             result = func(*args, **kwargs)
-        if threading.active_count() > 1:
+        if threading.active_count() > 1:  # another may have drawn since
             self._check_alone(i, bounds, generator)
+        elif cell is None and bounds is not None and self.noises[i][0].place is not None:
+            self.spots[i].append((bounds[1], _get_state(generator)))
         return result
 
     def _check_alone(self, i: int, bounds: Bounds | None, generator: torch.Generator) -> None:
@@ -504,8 +527,10 @@ class Draws:
         """
         if generator.device.type != "cpu":
             return
-        end = _get_state(generator)
-        if torch.equal(self.ends.setdefault((i, bounds), end), end):
+        state = _get_state(generator)
+        text = ctypes.string_at(state.data_ptr(), state.nbytes)
+        end = hashlib.blake2b(text, digest_size=16).digest()
+        if self.ends.setdefault((i, bounds), end) == end:
             return
         raise KoilaError(
             f"{_core.node(i)[3]}: another thread drew random numbers while this call did, so its "
