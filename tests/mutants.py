@@ -135,16 +135,16 @@ MUTANTS = [
     Mutant(
         "bytes: a gradient that meets another takes no sum",
         "koila_c/core/sweep.c",
-        "return times(is_outside ? 1 : 2, size_of(sweep, value));",
-        "return times(1, size_of(sweep, value));",
-        "tests/test_core_c.py -k sweep",
+        "return is_expanded || shared != KL_ID_NONE ? zero : size_of(sweep, value);",
+        "return is_expanded || shared != KL_ID_NONE ? zero : zero;",
+        "tests/test_bytes.py",
     ),
     Mutant(
         "bytes: what a body leaves is held for ever",
         "koila_c/core/measure.c",
         "step->held -= storage->bytes;",
         "step->held += 0;",
-        "tests/test_memory_model.py",
+        "tests/test_bytes.py",
     ),
     Mutant(
         "draws: a chunk that runs again draws anew",

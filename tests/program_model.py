@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from koila.partials import REDUCTIONS
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, Node, Program, Run
-from model_kit import each_held, written_in
 
 
 class Model:
@@ -190,9 +192,11 @@ class Model:
         return [n for n in self._at[stage - 1] if n.mode == REDUCE and n.stage + 1 == stage]
 
     def _leaves(self, value: int, run: Run) -> bool:
-        if not run.is_body:
+        if run.is_body:
+            return self._is_read_elsewhere(value, run)
+        if value in self.kept or value in self.program.roots or self.program.is_hooked(value):
             return True
-        return self._is_read_elsewhere(value, run)
+        return any(node.mode != ONCE or node.stage != run.stage for node in self._readers[value])
 
 
 def _told(run: Run) -> tuple[Any, ...]:
@@ -209,13 +213,33 @@ def _told(run: Run) -> tuple[Any, ...]:
     return run.stage, run.axis, run.segment, *lists, *sets, run.has_gradient
 
 
-def _assert_built(program: Program) -> list[int]:
-    model = Model(program)
-    assert program.kept == model.kept
-    assert list(map(_told, program.runs)) == list(map(_told, model.runs))
-    return [len(program.nodes)]
+def written_in(program: Program, run: Run) -> set[int]:
+    """Values whose memory a node of the run writes: they are kept to the end of the run."""
+    storages = {
+        program.info(program.nodes[i].first_out).storage
+        for i in run.nodes
+        if program.nodes[i].writes
+    }
+    if not storages:
+        return set()
+    return {
+        v for i in run.nodes for v in program.nodes[i].outs if program.info(v).storage in storages
+    }
 
 
-def compared() -> contextlib.AbstractContextManager[list[int]]:
+@contextlib.contextmanager
+def compared() -> Iterator[list[int]]:
     """Hold each program that is made to the model; how many nodes each had."""
-    return each_held(_assert_built)
+    made: list[int] = []
+    original = Program.__init__
+
+    def init(program: Program, *args: Any, **kwargs: Any) -> None:
+        original(program, *args, **kwargs)
+        model = Model(program)
+        assert program.kept == model.kept
+        assert list(map(_told, program.runs)) == list(map(_told, model.runs))
+        made.append(len(program.nodes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "__init__", init)
+        yield made

@@ -12,13 +12,10 @@ from torch import Generator, Tensor, nn
 import koila
 from allocations import Allocations, measure
 from chunked import split
-from koila.memory import Estimate
-from limits import there
-from memory_model import write_moments
+from limits import made_up, there
 from oracle import eager
 from programs_kit import Program
 from programs_losses import labels, randn
-from sweep_model import Need
 from test_memory_limit import Prediction
 
 
@@ -249,13 +246,12 @@ def test_evaluation_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_of_many_chunks_count() -> None:
     """More chunks are not always less memory: the largest that fits lies between two bounds."""
-    need = Need(100.0, 10.0, 0, per_chunk=50.0)
-    estimate = Estimate(write_moments(need), 1000)
+    estimate = made_up(1000, 100.0, 10.0, 50.0)
     assert estimate.peak(1000)[0] == 100 + 10_000 + 50
     rows = estimate.largest_chunk(3000)
     assert estimate.peak(rows)[0] <= 3000 < estimate.peak(rows + 20)[0]
     assert estimate.largest_chunk(1000) == 0  # 1 row: 50,110 bytes; 70 rows, about the least: 1,550
     assert estimate.least()[0] == 64
-    plain = Estimate(write_moments(need._replace(per_chunk=0.0)), 1000)
+    plain = made_up(1000, 100.0, 10.0)
     assert plain.largest_chunk(3000) == 290
     assert plain.least()[0] == 1

@@ -118,33 +118,3 @@ class Prediction:
     def n_bytes(self) -> float:
         """The most that any of them says."""
         return max(map(sum, zip(self.memory.at_marks, self.needed, strict=True)), default=0.0)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_prediction(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of a step in chunks is what was predicted, within a few per cent."""
-    memory = Allocations()
-    prediction = Prediction(memory, monkeypatch)
-    with split(3, whole=program.whole, partly=program.partly):
-        _, peak = measure(program, program.rows(96), koila.lazy, memory)
-    assert (not prediction.needed) == bool(program.whole)
-    if program.whole:
-        return
-    assert 0.93 * peak <= prediction.n_bytes <= 1.25 * peak, (
-        f"{prediction.n_bytes:.0f} bytes were predicted, {peak} used"
-    )
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_prediction_of_a_whole_run(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of a step that fits whole is about what was predicted, and hardly ever more."""
-    memory = Allocations()
-    prediction = Prediction(memory, monkeypatch, is_whole=True)
-    with koila.config(memory_limit=2**40):
-        _, peak = measure(program, program.rows(96), koila.lazy, memory)
-    assert (not prediction.needed) == bool(program.whole)
-    if program.whole:
-        return
-    assert 0.89 * peak <= prediction.n_bytes <= 1.55 * peak, (
-        f"{prediction.n_bytes:.0f} bytes were predicted, {peak} used"
-    )

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from koila import plan, replay
-from koila.memory import Estimate
 from koila.program import Program
 from koila.rows import grid, largest
-from limits import there
-from memory_model import write_moments
+from limits import made_up, there
 from oracle import Lazy, eager
-from sweep_model import Need
 
 MIB = 2**20
 
@@ -64,7 +61,7 @@ def test_too_few_rows_for_eights() -> None:
 def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plan.Plan:
     """The plan for a program of `rows` rows, of which `most` fit at once."""
     bytes_per_row = 1000.0
-    estimate = Estimate(write_moments(Need(500.0, bytes_per_row, 0)), rows)
+    estimate = made_up(rows, 500.0, bytes_per_row)
     monkeypatch.setattr(plan.memory, "estimate", lambda program, is_graph: estimate)
     allowed = (500.0 + bytes_per_row * (most + 0.5)) / plan.CHUNK_SHARE
     monkeypatch.setattr(plan, "_allowed", lambda program, is_alone=False: allowed)

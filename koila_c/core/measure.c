@@ -81,6 +81,14 @@ result_of(const Step *step, KlValueId value)
     return step->sweep.sizes[value].n_elements > 1 ? whole(step, value) : 0;
 }
 
+/* Rows of the axis of a body. */
+static int64_t
+rows_of(const Step *step, const KlRun *body)
+{
+    KlAxisId axis = kl_tape_axis_find(step->tape, body->axis);
+    return axis != KL_ID_NONE && step->tape->axis_rows[axis] > 0 ? step->tape->axis_rows[axis] : 1;
+}
+
 static KlValueId
 export_of(const Step *step, const KlRun *run, uint32_t i)
 {
@@ -250,18 +258,23 @@ find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
 }
 
 /* The gradients that reach a run's inputs from other stages, and the leaves; those of what segments of its own
- * body hand on are a chunk's. */
-static void
+ * body hand on are a chunk's. Returns what of them comes chunk by chunk. */
+static double
 gather_gradients(Step *step, const KlRun *run, uint32_t body)
 {
+    double by_chunks = 0;
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
         StepValue *known = &step->values[value];
         if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
             known->is_gathering = true;
             step->held += gradient(step, value);
+            uint32_t import = step->program->imports.ids[run->imports.first + i];
+            bool is_cut = kl_place_is_rows(&step->stages->imports[import].place);
+            by_chunks += is_cut && kl_program_is_body(run) ? gradient(step, value) : 0;
         }
     }
+    return by_chunks;
 }
 
 /* -- forward ------------------------------------------------------------------------------------------ */
@@ -394,7 +407,8 @@ run_fused(Step *step, const KlStep *of)
     StandIns stand_ins = find_stand_ins(step, of);
     step->held_per_row = find_handed(step, of, &gradients);
     for (uint32_t r = 0; r < of->n_runs; r++) {
-        gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
+        double come = gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
+        step->held_per_row -= come / (double)rows_of(step, last); /* the sweep has a chunk's */
     }
     status = status == KL_OK ? run_others(step, of, false) : status;
     status = status == KL_OK ? sweep_forward(step, last, true) : status;
@@ -464,7 +478,7 @@ go_back_joint(Step *step, uint32_t i)
 {
     const KlRun *run = &step->program->runs[i];
     double kept, seeds;
-    gather_gradients(step, run, UINT32_MAX);
+    (void)gather_gradients(step, run, UINT32_MAX);
     find_combined(step, run, &kept, &seeds);
     if (!(is_joint_after(step, run) && step->stages->is_tail_linear)) {
         step->held_per_chunk += seeds; /* else what comes is only looked at */
@@ -486,29 +500,43 @@ go_back_joint(Step *step, uint32_t i)
     return status;
 }
 
+/* The gradients that came for what a body left. */
+static double
+left_gradients(const Step *step, const KlStep *of)
+{
+    double left = 0;
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        const KlRun *run = &step->program->runs[of->run + r];
+        for (uint32_t i = 0; i < run->exports.n; i++) {
+            KlValueId value = export_of(step, run, i);
+            bool is_left = step->values[value].is_gathering && parts_of(step, value) == NULL;
+            left += is_left ? gradient(step, value) : 0;
+        }
+    }
+    return left;
+}
+
 /* A body again, a chunk forward with its graph and back; the gradients for what it left go with that. */
 static KlStatus
 go_back_body(Step *step, const KlStep *of)
 {
     const KlRun *runs = &step->program->runs[of->run];
-    double gradients = 0;
+    double gradients = 0, left = left_gradients(step, of), come = 0;
     step->held_per_row = find_handed(step, of, &gradients);
     for (uint32_t r = 0; r < of->n_runs; r++) {
-        gather_gradients(step, &runs[r], of->run + 1);
+        come += gather_gradients(step, &runs[r], of->run + 1);
     }
+    /* A chunk's come as a chunk's go: before the first, or after all but the last. */
+    double less = fmin(come, left);
+    step->held -= less;
+    step->held_per_row += fmin(left - come, 0) / (double)rows_of(step, runs);
     KlStatus status = run_others(step, of, false);
     step->held_per_row += gradients;
     status = status == KL_OK ? sweep_forward(step, &runs[of->n_runs - 1], true) : status;
     status = status == KL_OK ? sweep_back(step) : status;
     status = status == KL_OK ? run_others(step, of, true) : status;
     step->held_per_row = 0;
-    for (uint32_t r = 0; r < of->n_runs; r++) {
-        for (uint32_t i = 0; i < runs[r].exports.n; i++) {
-            KlValueId value = export_of(step, &runs[r], i);
-            bool is_left = step->values[value].is_gathering && parts_of(step, value) == NULL;
-            step->held -= is_left ? gradient(step, value) : 0;
-        }
-    }
+    step->held += less - left;
     return status;
 }
 

@@ -196,6 +196,8 @@ typedef struct KlHeld {
     bool is_composed;  /* made of two calls: what is kept between them has a gradient of its own */
     bool is_of_terms;  /* a reduced loss, which lies in the memory of its terms */
     bool turns;        /* the gradient that it sends back is laid out otherwise */
+    bool expands;      /* it is the result's, expanded: of no memory of its own */
+    bool expands_part; /* the same of what a chunk leaves */
 } KlHeld;
 
 /* A reduction in chunks: what a chunk leaves, in multiples of the result; what the graph that combines them

@@ -122,6 +122,20 @@ is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is
     return false;
 }
 
+/* Whether what a joint makes is needed beyond it: else it goes with the joint's graph. */
+static bool
+is_read_beyond(const Build *build, KlValueId value, const KlRun *joint)
+{
+    bool is_read = build->program->is_kept[value] || build->is_root[value] ||
+                   build->tape->values[value].is_hooked;
+    for (uint32_t i = build->first_reader[value]; i < build->first_reader[value + 1]; i++) {
+        KlNodeId reader = build->readers[i];
+        is_read = is_read || build->tape->nodes[reader].mode != KL_MODE_ONCE ||
+                  build->program->stages.node_stage[reader] != joint->stage;
+    }
+    return is_read;
+}
+
 /* -- what is looked up -------------------------------------------------------------------------------- */
 
 static bool
@@ -261,9 +275,9 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
         if (program->stages.is_leaf[out]) {
             continue; /* it has its number; the node runs for another of its results */
         }
-        bool is_leaving = parts != 0
-                              ? k == 0
-                              : is_home && (!is_body || is_read_elsewhere(build, out, run, false));
+        bool is_read =
+            is_body ? is_read_elsewhere(build, out, run, false) : is_read_beyond(build, out, run);
+        bool is_leaving = parts != 0 ? k == 0 : is_home && is_read;
         bool is_inner =
             is_leaving && is_body && parts == 0 && !is_read_elsewhere(build, out, run, true);
         if (is_leaving) {

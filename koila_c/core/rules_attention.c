@@ -178,6 +178,19 @@ is_fused(const KlCall *call, double dropout, bool is_grouped)
     return is_fit;
 }
 
+/* Whether its first dims can be merged without a copy. */
+static bool
+is_batch_of_matrices(const KlMeta *meta)
+{
+    KlMeta batch = {.n_dims = 3, .shape = {1}};
+    for (int32_t dim = 0; dim < meta->n_dims - 2; dim++) {
+        batch.shape[0] *= meta->shape[dim];
+    }
+    batch.shape[1] = meta->shape[meta->n_dims - 2];
+    batch.shape[2] = meta->shape[meta->n_dims - 1];
+    return meta->is_strided && kl_rules_view_strides(meta, &batch);
+}
+
 void
 saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -192,11 +205,11 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
     int64_t n_queries = kl_meta_n_elements(out) / out->shape[out->n_dims - 1];
     bool is_half = query->dtype == KL_DTYPE_FLOAT16 || query->dtype == KL_DTYPE_BFLOAT16;
     KlDtype wide = is_half ? KL_DTYPE_FLOAT32 : query->dtype;
-    kl_rules_save(call, saves, QUERY);
-    kl_rules_save(call, saves, KEY);
-    kl_rules_save(call, saves, VALUE);
-    saves->outputs = 1;
     if (is_fused(call, dropout, is_grouped)) {
+        kl_rules_save(call, saves, QUERY);
+        kl_rules_save(call, saves, KEY);
+        kl_rules_save(call, saves, VALUE);
+        saves->outputs = 1;
         kl_rules_save_new(result, saves, n_queries, wide); /* log of the sums */
         if (mask != NULL && mask->dtype == KL_DTYPE_BOOL) {
             kl_rules_save_new(result, saves, kl_meta_n_elements(mask), query->dtype);
@@ -205,10 +218,16 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
         }
         return;
     }
-    /* Otherwise the matrix of weights is kept, and scaled copies of query and key. */
+    /* Otherwise the matrix of weights is kept, scaled copies of query and key, and the values, as they are where
+     * that is a batch of matrices. */
     int64_t n_weights = n_queries * key->shape[key->n_dims - 2];
-    int64_t n_copied = n_queries * query->shape[query->n_dims - 1] +
-                       n_weights / out->shape[out->n_dims - 2] *
-                           (key->shape[key->n_dims - 1] + out->shape[out->n_dims - 1]);
+    bool is_batch = is_batch_of_matrices(call->inputs[VALUE]);
+    int64_t n_values = is_batch ? 0 : out->shape[out->n_dims - 1];
+    int64_t n_copied =
+        n_queries * query->shape[query->n_dims - 1] +
+        n_weights / out->shape[out->n_dims - 2] * (key->shape[key->n_dims - 1] + n_values);
+    if (is_batch || !call->inputs[VALUE]->is_strided) {
+        kl_rules_save(call, saves, VALUE);
+    }
     kl_rules_save_new(result, saves, n_copied + n_weights * (dropout > 0.0 ? 3 : 1), wide);
 }

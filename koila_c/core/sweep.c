@@ -22,6 +22,8 @@ struct KlSweepValue {
     uint32_t n_users;  /* values whose gradient lies in its buffer */
     uint32_t n_coming; /* from outside: gradients that are still to come */
     bool is_inside;    /* made here */
+    bool is_second;    /* its gradient was there when another came */
+    bool is_expanded;  /* its gradient is a smaller one, expanded: of its own it takes no memory */
 };
 
 static const KlBytes zero = {0};
@@ -241,7 +243,7 @@ find_lifetimes(KlSweep *sweep)
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlSweepStorage *storage = storage_of(sweep, node->first_out + k);
             storage->last_use = at;
-            storage->is_held |= node->is_writing && k == 0;
+            storage->is_held |= node->is_writing && k == 0 && !sweep->span.is_live;
             state_of(sweep, node->first_out + k)->is_inside = true;
             if (is_saving && is_output_saved(node, k)) {
                 save(sweep, node->first_out + k, at);
@@ -376,7 +378,8 @@ drop_copies(KlSweep *sweep)
 static KlBytes
 terms_of(const KlSweep *sweep, const KlSweepNode *node)
 {
-    bool is_loss = node->held != NULL && node->held->is_of_terms && !node->is_open;
+    bool is_loss =
+        node->parts != NULL && node->held != NULL && node->held->is_of_terms && !node->is_open;
     KlBytes most = zero;
     for (uint32_t k = 0; is_loss && k < node->n_inputs; k++) {
         KlValueId value = inputs_of(sweep, node)[k];
@@ -410,10 +413,10 @@ note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
 static KlStatus
 make_room(const KlSweep *sweep, KlMoments *moments, KlError *error)
 {
-    return moments == NULL
-               ? KL_OK
-               : kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
-                                  moments->n + sweep->span.n_nodes + 1, sizeof(KlMoment), error);
+    return moments == NULL ? KL_OK
+                           : kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
+                                              moments->n + 2 * sweep->span.n_nodes + 1,
+                                              sizeof(KlMoment), error);
 }
 
 /* What a node makes, and while it runs; what was needed for the last time goes. */
@@ -422,11 +425,15 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
 {
     KlSweepNode *node = &sweep->nodes[sweep->span.nodes[at]];
     bool is_parts = parts_of(sweep, node) != NULL;
-    if (node->parts != NULL && (is_parts || sweep->span.is_live)) {
-        sweep->made = plus(sweep->made, terms_of(sweep, node));
+    KlBytes terms = is_parts || sweep->span.is_live ? terms_of(sweep, node) : zero;
+    if (is_parts) {
+        /* Parts with a graph are made again, and are there while it is gone back through. */
+        double left = sweep->span.has_graph ? node->parts->left : 0;
+        sweep->made = plus(sweep->made, plus(terms, times(left, size_of(sweep, node->first_out))));
     }
     for (uint32_t k = 0; k < node->n_outs && !is_parts; k++) {
-        hold(sweep, node->first_out + k, size_of(sweep, node->first_out + k));
+        KlBytes size = size_of(sweep, node->first_out + k);
+        hold(sweep, node->first_out + k, k == 0 ? plus(size, terms) : size);
     }
     if (!sweep->span.is_live && sweep->known.is_cloned[sweep->span.nodes[at]]) {
         /* To the end, as what is written. */
@@ -477,7 +484,8 @@ put(KlSweep *sweep, KlValueId value, KlValueId shared)
         return false;
     }
     state->buffer = shared != KL_ID_NONE ? state_of(sweep, shared)->buffer : value;
-    if (state_of(sweep, state->buffer)->n_users++ == 0) {
+    KlSweepValue *owner = state_of(sweep, state->buffer);
+    if (owner->n_users++ == 0 && !owner->is_expanded) {
         sweep->gradients = plus(sweep->gradients, size_of(sweep, state->buffer));
     }
     return true;
@@ -490,7 +498,8 @@ take(KlSweep *sweep, KlValueId value)
     KlSweepValue *state = state_of(sweep, value);
     KlValueId buffer = state->buffer;
     state->buffer = KL_ID_NONE;
-    if (buffer != KL_ID_NONE && --state_of(sweep, buffer)->n_users == 0) {
+    KlSweepValue *owner = buffer != KL_ID_NONE ? state_of(sweep, buffer) : NULL;
+    if (owner != NULL && --owner->n_users == 0 && !owner->is_expanded) {
         sweep->gradients = plus(sweep->gradients, times(-1, size_of(sweep, buffer)));
     }
 }
@@ -569,24 +578,60 @@ is_handed_on(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held, 
     return size.fixed == out.fixed && size.per_row == out.per_row;
 }
 
-/* The gradient of operand k is made; the bytes that adding it to another takes. */
+/* The gradient of operand k is made. Where one is there that it is added to, returns the bytes of the second. */
 static KlBytes
 make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
     KlValueId value = inputs_of(sweep, node)[k], shared = KL_ID_NONE;
     KlSweepValue *state = state_of(sweep, value);
-    bool is_outside = !state->is_inside;
-    if (!is_outside || is_gathered(sweep, node, k)) {
+    if (state->is_inside || is_gathered(sweep, node, k)) {
         bool is_shared =
             parts_of(sweep, node) == NULL && is_handed_on(sweep, node, held_by(sweep, node), k);
         shared = is_shared ? node->first_out : KL_ID_NONE;
     } else {
         state->n_coming--;
     }
-    if (put(sweep, value, shared)) {
+    const KlHeld *held = held_by(sweep, node);
+    bool is_part = parts_of(sweep, node) != NULL;
+    bool is_expanded =
+        state->is_inside && held != NULL && (is_part ? held->expands_part : held->expands);
+    state->is_second = state->buffer != KL_ID_NONE;
+    if (!state->is_second) {
+        state->is_expanded = is_expanded;
+        (void)put(sweep, value, is_expanded && !is_part ? node->first_out : shared);
         return zero;
     }
-    return times(is_outside ? 1 : 2, size_of(sweep, value)); /* the second one, and the sum */
+    return is_expanded || shared != KL_ID_NONE ? zero : size_of(sweep, value);
+}
+
+/* Adds what was made to what was there before: in place where nobody else holds that, else into memory of its own.
+ * Returns the bytes of sums that are not counted from here on; `has_sums`: whether there are any of the second. */
+static KlBytes
+add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
+{
+    KlBytes sums = zero;
+    *has_sums = false;
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        KlValueId value = inputs_of(sweep, node)[k];
+        KlSweepValue *state = is_wanted(sweep, value) ? state_of(sweep, value) : NULL;
+        if (state == NULL || !state->is_second) {
+            continue;
+        }
+        state->is_second = false;
+        bool is_alone = state_of(sweep, state->buffer)->n_users == 1 && !state->is_expanded;
+        if (is_alone || !state->is_inside) {
+            continue;
+        }
+        *has_sums = true;
+        if (state->buffer == value && !state->is_expanded) {
+            sums = plus(sums, size_of(sweep, value)); /* others have its own */
+            continue;
+        }
+        take(sweep, value);
+        state->is_expanded = false;
+        (void)put(sweep, value, KL_ID_NONE);
+    }
+    return sums;
 }
 
 /* Whether all of the gradient of an operand has come, and is added to one there is: that of other chunks, or of
@@ -595,7 +640,8 @@ static bool
 is_added(const KlSweep *sweep, KlValueId value)
 {
     const KlSweepValue *state = &sweep->values[value];
-    return is_wanted(sweep, value) && !state->is_inside && state->n_coming == 0 &&
+    bool is_chunks = sweep->span.is_body && size_of(sweep, value).per_row > 0; /* of its own */
+    return is_wanted(sweep, value) && !state->is_inside && state->n_coming == 0 && !is_chunks &&
            (!sweep->span.is_live || sweep->known.has_grad[value]);
 }
 
@@ -636,7 +682,7 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     for (uint32_t k = 0; k < node->n_outs && parts_of(sweep, node) == NULL; k++) {
         (void)put(sweep, node->first_out + k, KL_ID_NONE);
     }
-    KlBytes more = held != NULL ? in_flight(sweep, node, held) : zero;
+    KlBytes more = held != NULL ? in_flight(sweep, node, held) : zero, second = zero;
     if (node->has_bytes) {
         const KlNode *told = &sweep->tape->nodes[id];
         more = plus(more, by_rows(sweep, told, told->saves.bytes_backward));
@@ -646,19 +692,24 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     }
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         if (is_wanted(sweep, inputs_of(sweep, node)[k])) {
-            more = plus(more, make_gradient(sweep, node, k));
+            second = plus(second, make_gradient(sweep, node, k));
         }
     }
-    note(sweep, id, more, moments);
+    note(sweep, id, plus(more, second), moments);
     for (uint32_t k = 0; k < node->n_outs; k++) {
         take(sweep, node->first_out + k);
+    }
+    free_kept(sweep, at);
+    bool has_sums = false;
+    KlBytes sums = add_gradients(sweep, node, &has_sums);
+    if (has_sums || second.fixed + second.per_row > 0) {
+        note(sweep, id, plus(second, sums), moments);
     }
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         if (is_added(sweep, inputs_of(sweep, node)[k])) {
             take(sweep, inputs_of(sweep, node)[k]);
         }
     }
-    free_kept(sweep, at);
 }
 
 KlStatus

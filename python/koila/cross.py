@@ -212,6 +212,8 @@ class Cross:
         """Keep only the gradients that came: all that reads the value has run for the last time."""
         for key, alias in self.aliases.items():
             self.seeds[key] = _add(self.seeds.get(key), alias.grad)
+        if self.parts:
+            self.whole = None  # what they were combined to
         self.aliases.clear()
         self.chunks.clear()
         self.parts.clear()

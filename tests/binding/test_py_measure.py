@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +13,6 @@ import koila
 from koila import _core, draws, memory, outside
 from koila.memory import Estimate
 from koila.program import Program
-from memory_model import assert_measured, read_moments, write_moments
-from sweep_model import Need
 
 pytestmark = pytest.mark.sanitize
 
@@ -23,6 +22,11 @@ N_BYTES = ROWS * WIDTH * 4
 
 def program_of(x: Tensor, w: Tensor) -> Program:
     return Program([(koila.lazy(x) * w).exp().sum()])
+
+
+def moments_of(estimate: Estimate) -> list[tuple[float, float, float, int]]:
+    """Bytes that are fixed, of a row and of a chunk, and the node: KlMoment, sweep.h."""
+    return [(*bytes_of, node) for *bytes_of, node in struct.iter_unpack("dddI4x", estimate.moments)]
 
 
 def weight() -> Tensor:
@@ -43,10 +47,9 @@ def test_a_chunk_of_the_batch_is_a_view_or_a_copy(name: str) -> None:
     lay, is_view = LAYOUTS[name]
     x = lay(torch.ones(ROWS, WIDTH))
     staged = program_of(x, weight()[: x.shape[1]].detach().requires_grad_())
-    assert_measured(staged, False)
-    first = read_moments(memory.estimate(staged, False))[0]
+    _, per_row, _, _ = moments_of(memory.estimate(staged, False))[0]
     row = x.shape[1] * 4  # x * w, and with it a copy of x
-    assert first.per_row == (row if is_view else 2 * row)
+    assert per_row == (row if is_view else 2 * row)
 
 
 def test_a_gradient_from_before_is_added_to() -> None:
@@ -57,7 +60,6 @@ def test_a_gradient_from_before_is_added_to() -> None:
     kept = memory.estimate(staged, True).whole
     late.grad = torch.ones_like(late)
     assert memory.estimate(staged, True).whole == kept - late.nbytes
-    assert_measured(Program([loss]), True)
 
 
 def test_graphs_from_before_are_asked_for() -> None:
@@ -101,10 +103,20 @@ def test_what_is_drawn_whole_is_asked_for() -> None:
         staged.handle, (False, 1, False), set(), (10, 5), noise_of, outside.peak
     )
     assert asked == [(draw.id, draw.first_out)]
-    # the state before and after, the one kept, one before the draw, and one for each chunk
-    found = _core.peak(moments, ROWS, 2)[0] - _core.peak(moments, ROWS, ROWS)[0]
+    # the state before and after, the one kept, and the one before the draw
     assert _core.peak(moments, ROWS, ROWS)[1] == 2 * 10 + 5 + 10 + 10**6
-    assert found == 3 * 10 - 6 / ROWS * (_core.peak(moments, ROWS, ROWS)[0] - 10**6 - 45)
+
+
+@pytest.mark.parametrize(("n_bytes", "fixed", "per_chunk"), [(0, 55, 0.0), (-1, 35, 10.0)])
+def test_states_that_are_kept(n_bytes: int, fixed: int, per_chunk: int) -> None:
+    """Where a call starts, where its last chunk started and ended; or where each chunk starts."""
+    x = koila.lazy(torch.ones(ROWS, WIDTH))
+    staged = Program([(torch.dropout(x, 0.5, True) * weight()).sum()])
+    measured = _core.measure(
+        staged.handle, (False, 1, False), set(), (10, 5), lambda *_: n_bytes, outside.peak
+    )
+    for found, _, of_chunk, _ in moments_of(Estimate(*measured)):
+        assert found - fixed in (0, 4) and of_chunk == per_chunk  # 4: the sum is there
 
 
 def test_what_is_wrong_is_said() -> None:
@@ -131,9 +143,9 @@ def test_what_is_wrong_is_said() -> None:
 
 
 def test_moments_are_read_as_they_were_written() -> None:
-    needs = [Need(100.0, 10.0, 7, 1.0), Need(50.0, 20.0, 8)]
-    estimate = Estimate(write_moments(*needs), ROWS)
-    assert read_moments(estimate) == needs
+    needs = [(100.0, 10.0, 1.0, 7), (50.0, 20.0, 0.0, 8)]
+    estimate = Estimate(b"".join(struct.pack("dddI4x", *need) for need in needs), ROWS)
+    assert moments_of(estimate) == needs
     assert estimate.peak(2) == (124.0, 7)
     assert estimate.peak(8) == (210.0, 8)
     assert estimate.fixed(8) == 50

@@ -84,21 +84,21 @@ test_a_body(void)
     CHECK(is_moment(&s, 1, 0, 24) && is_moment(&s, 2, 0, 24) && is_moment(&s, 3, 0, 12));
     CHECK(kl_sweep_live(&s.sweep).per_row == 0);
     go(&s, true);
-    CHECK(s.moments.n == 4 && is_moment(&s, 2, 0, 24) && is_moment(&s, 3, 0, 24)); /* a is kept */
-    CHECK(kl_sweep_live(&s.sweep).per_row == 12 && kl_sweep_live(&s.sweep).fixed == 0);
+    CHECK(s.moments.n == 4 && is_moment(&s, 2, 0, 24) && is_moment(&s, 3, 4, 24)); /* a is kept */
+    CHECK(kl_sweep_live(&s.sweep).per_row == 12 && kl_sweep_live(&s.sweep).fixed == 4);
     CHECK(kl_sweep_back(&s.sweep, &s.moments, &s.p.error) == KL_OK && s.moments.n == 9);
-    CHECK(is_moment(&s, 4, 0, 24));  /* mean: a, and the gradient of b */
-    CHECK(is_moment(&s, 5, 0, 48));  /* sin: a, two gradients, one result in flight */
-    CHECK(is_moment(&s, 6, 0, 36));  /* exp: a, two gradients */
-    CHECK(is_moment(&s, 7, 48, 12)); /* linear: the gradients of w and h */
-    CHECK(is_moment(&s, 8, 0, 0) && kl_sweep_live(&s.sweep).per_row == 0);
+    CHECK(is_moment(&s, 4, 4, 12));  /* mean: the part, a; the gradient of b is one number */
+    CHECK(is_moment(&s, 5, 4, 36));  /* sin: a, its gradient, one result in flight */
+    CHECK(is_moment(&s, 6, 4, 36));  /* exp: a, two gradients */
+    CHECK(is_moment(&s, 7, 52, 12)); /* linear: the gradients of w and h */
+    CHECK(is_moment(&s, 8, 4, 0) && kl_sweep_live(&s.sweep).per_row == 0);
     CHECK(s.moments.moments[5].node == s.p.tape.values[b].node && s.sweep.freed == 0);
     CHECK(kl_sweep_forward(&s.sweep, NULL, &s.p.error) == KL_OK); /* only the most is wanted */
-    CHECK(s.sweep.most == 48 && s.moments.n == 9);
+    CHECK(s.sweep.most == 52 && s.moments.n == 9);
     finish(&s);
 }
 
-/* A value that is read twice gets two gradients, which are added up: both and the sum are there. */
+/* A value that is read twice gets two gradients, which are added up: in place where nobody else has the first. */
 static void
 test_gradients_that_meet(void)
 {
@@ -108,10 +108,31 @@ test_gradients_that_meet(void)
     build(&s, call1(&s.p, "mean", call2(&s.p, "add", a, b)));
     go(&s, true);
     CHECK(kl_sweep_live(&s.sweep).per_row == 24); /* a and b, which their own backward reads */
-    CHECK(kl_sweep_back(&s.sweep, &s.moments, &s.p.error) == KL_OK && s.moments.n == 11);
-    CHECK(is_moment(&s, 6, 0, 36)); /* add: its gradient is both operands' */
-    CHECK(is_moment(&s, 7, 0, 48)); /* relu: a, b, the shared gradient, that of h */
-    CHECK(is_moment(&s, 8, 0, 60)); /* exp: a, the shared one, that of h, the second, and the sum */
+    CHECK(kl_sweep_back(&s.sweep, &s.moments, &s.p.error) == KL_OK && s.moments.n == 12);
+    CHECK(is_moment(&s, 6, 4, 24)); /* add: its gradient, one number, is both operands' */
+    CHECK(is_moment(&s, 7, 4, 36)); /* relu: a, b, the gradient of h */
+    CHECK(is_moment(&s, 8, 4, 36)); /* exp: a, the gradient of h, the second one */
+    CHECK(is_moment(&s, 9, 4, 24)); /* a has gone */
+    finish(&s);
+}
+
+/* Where another value has the same gradient, the sum is a third. */
+static void
+test_a_gradient_that_is_shared(void)
+{
+    Staged s;
+    begin(&s);
+    KlValueId a = call1(&s.p, "exp", s.h), b = call2(&s.p, "add", a, s.h);
+    KlValueId c = call1(&s.p, "relu", call2(&s.p, "add", b, a));
+    build(&s, call1(&s.p, "mean", c));
+    go(&s, true);
+    CHECK(kl_sweep_live(&s.sweep).per_row == 24); /* a, c */
+    CHECK(kl_sweep_back(&s.sweep, &s.moments, &s.p.error) == KL_OK);
+    CHECK(s.moments.n == 15);
+    CHECK(is_moment(&s, 7, 4, 36));  /* relu: a, c, the gradient of what is added */
+    CHECK(is_moment(&s, 8, 4, 24));  /* add: it is that of b and of a */
+    CHECK(is_moment(&s, 9, 4, 24));  /* add: and, of b, that of h and once more of a */
+    CHECK(is_moment(&s, 10, 4, 36)); /* the sum */
     finish(&s);
 }
 
@@ -139,6 +160,7 @@ main(void)
 {
     test_a_body();
     test_gradients_that_meet();
+    test_a_gradient_that_is_shared();
     test_copies_and_clones();
     CHECK(kl_alloc_n_blocks() == 0);
     return check_result();
