@@ -42,8 +42,6 @@ WORSE: dict[str, tuple[str, float, float, float]] = {
     "bag_of_words-masked_mean": (GATHERED, 1, 1.3, 1),
     "checkpoint": (CHECKPOINT, 1.3, 1, 1),
     "clip": (GATHERED, 1, 1.3, 1),
-    "sim_clr": (CROSSED, 1, 2.0, 1.9),
-    "sup_con": (CROSSED, 1, 2.2, 2.2),
     "hard_triplet": (GATHERED, 1, 1.3, 1),
     "sparse_mixture": (CROSSED, 1, 1.6, 1),
     "attention_over_rows": (GATHERED, 1, 1.4, 1),
