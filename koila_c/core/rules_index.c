@@ -219,7 +219,8 @@ place_getitem(const KlCall *call, KlInferred *result, KlError *error)
 
 /* --- x[index] = value ------------------------------------------------------------------------------------ */
 
-/* x[mask] = number, the one use of a mask whose shapes do not depend on its values. */
+/* x[mask] = value, with the same value for all that the mask chooses: the one use of a mask whose shapes do
+ * not depend on its values. */
 static bool
 is_mask(const KlCall *call)
 {
@@ -236,11 +237,18 @@ check_mask(const KlCall *call, KlError *error)
     const KlMeta *target = call->inputs[0];
     const KlMeta *mask = call->inputs[call->args[1].u.items[0].input];
     const KlMeta *value = kl_rules_input(call, 2);
-    if (value != NULL && value->n_dims > 0) {
-        return KL_DECLINED;
-    }
     if (mask->n_dims == 0) {
         return KL_DECLINED;
+    }
+    if (value != NULL && value->n_dims > 0) {
+        int32_t before = target->n_dims - value->n_dims;
+        bool is_same = before >= mask->n_dims && value->dtype == target->dtype;
+        for (int32_t dim = 0; is_same && dim < value->n_dims; dim++) {
+            is_same = value->shape[dim] == 1 || value->shape[dim] == target->shape[before + dim];
+        }
+        if (!is_same) {
+            return KL_DECLINED;
+        }
     }
     bool is_fitting = mask->n_dims <= target->n_dims;
     for (int32_t dim = 0; is_fitting && dim < mask->n_dims; dim++) {
@@ -344,6 +352,12 @@ place_setitem(const KlCall *call, KlInferred *result, KlError *error)
             place.dim < call->inputs[mask]->n_dims || kl_place_is_rows(&call->inputs[mask]->place);
         if (reason == NULL && is_met) {
             reason = kl_rules_match(call, result, mask, &place);
+        }
+        const KlMeta *value = kl_rules_input(call, 2);
+        if (reason == NULL && value != NULL) {
+            KlPlace own = place;
+            own.dim -= call->inputs[0]->n_dims - value->n_dims;
+            reason = kl_rules_follow(call, result, call->args[2].input, &own);
         }
         result->outs[0].place = place;
         return reason == NULL ? KL_OK : kl_rules_once(result, reason);
