@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import koila
 from oracle import FlopCounter, make_batch, make_lazy
@@ -39,3 +40,28 @@ def test_nothing_runs_while_recorded(program: Program) -> None:
     with koila.config(chunks=3), counter:
         program.step(model, *make_lazy(koila.lazy, batch, program.dims_of(batch)))
     assert (counter.flops > 0) == (program.name in RUNS), f"{counter.flops} flops"
+
+
+def test_a_view_of_a_number_writes_nothing() -> None:
+    """A call that waits reads the indices, and a view of them is no reason to run it."""
+    x, labels = koila.lazy(torch.randn(12, 8), torch.randint(0, 4, (12,)), batch=0)
+    weight = torch.randn(8, 4, requires_grad=True)
+    counter = FlopCounter()
+    with koila.config(chunks=3), counter:
+        found = (labels >= 0).nonzero()
+        logits = torch.gather(x @ weight, 0, found.expand(-1, 4))
+        chosen = torch.gather(labels, 0, found.view(-1))
+        assert counter.flops == 0, "the model ran while it was recorded"
+        torch.nn.functional.cross_entropy(logits, chosen).backward()
+    assert counter.flops > 0
+
+
+def test_a_write_through_a_view_of_a_number_waits_for_its_readers() -> None:
+    """What was recorded before the write reads what was there then."""
+    x, labels = koila.lazy(torch.randn(12, 8), torch.randint(0, 4, (12,)), batch=0)
+    weight = torch.randn(8, 4, requires_grad=True)
+    with koila.config(chunks=3):
+        found = (labels >= 0).nonzero()
+        logits = torch.gather(x @ weight, 0, found.expand(-1, 4))
+        found.view(-1)[:] = 0
+        assert torch.equal(logits, x @ weight)

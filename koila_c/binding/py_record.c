@@ -288,17 +288,29 @@ is_read(const Tape *tape, PyObject *tensor)
     return false;
 }
 
+/* Whether a call that waits reads memory of a lazy that has its tensor. */
+static bool
+is_lazy_read(const Tape *tape, PyObject *lazy)
+{
+    const Value *value = kl_lazy_value(lazy);
+    return tape != NULL && !tape->is_running && value->real != NULL && is_read(tape, value->real);
+}
+
 /* A call may write a lazy that has its tensor: what waits and reads that memory runs before. */
 static int
 run_readers(PyObject *lazy, void *context)
 {
     Tape *tape = kl_tape_open_or_null();
-    const Value *value = kl_lazy_value(lazy);
     (void)context;
-    if (tape == NULL || tape->is_running || value->real == NULL || !is_read(tape, value->real)) {
-        return 0;
-    }
-    return kl_live_run(tape);
+    return is_lazy_read(tape, lazy) ? kl_live_run(tape) : 0;
+}
+
+static int
+look_for_readers(PyObject *lazy, void *context)
+{
+    bool *is_found = context;
+    *is_found = *is_found || is_lazy_read(kl_tape_open_or_null(), lazy);
+    return 0;
 }
 
 static int
@@ -370,6 +382,14 @@ draw_before(const Function *function)
     return moved == NULL ? -1 : 0;
 }
 
+/* Whether a call may write a tensor that it is given. A view of a number writes nothing. */
+static bool
+may_write(const Function *function, const PyObject *out)
+{
+    bool is_known = function->has_meta || (function->row != NULL && function->row->effects == 0);
+    return out != NULL || !is_known;
+}
+
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
  * its lazies, their numbers are enough: what else waits can still be cut. */
 static PyObject *
@@ -389,7 +409,7 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
             needs_graph = kl_call_visit(kwargs, has_gradient, NULL);
         }
     }
-    if (needs_graph < 0 || (!is_pure && run_before_write(args, out) < 0)) {
+    if (needs_graph < 0 || (may_write(function, out) && run_before_write(args, out) < 0)) {
         return NULL;
     }
     if (draw_before(function) < 0) {
@@ -477,11 +497,14 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     }
     if (!met.is_any_lazy) {
         PyObject *out = out_of(kwargs);
-        bool is_pure = function->has_meta && out == NULL;
-        if (draw_before(function) < 0 || (!is_pure && run_before_write(args, out) < 0)) {
+        bool is_watched = false; /* a view of what waiting calls read: writes through it are seen */
+        if (draw_before(function) < 0 ||
+            (may_write(function, out)
+                 ? run_before_write(args, out) < 0
+                 : !function->has_meta && kl_call_visit(args, look_for_readers, &is_watched) < 0)) {
             return NULL;
         }
-        return kl_live_call(func, args, kwargs, KL_LIVE_SETTLED);
+        return kl_live_call(func, args, kwargs, is_watched ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
     }
     if (!met.is_any_foreign && !is_in_a_run(met.tape)) {
         PyObject *results = NULL;
