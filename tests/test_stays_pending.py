@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import koila
-from oracle import FlopCounter, make_batch, make_lazy
+from oracle import FlopCounter, Lazy, eager, make_batch, make_lazy, plain
 from programs import PROGRAMS
 from programs_kit import Program
 
@@ -65,3 +67,33 @@ def test_a_write_through_a_view_of_a_number_waits_for_its_readers() -> None:
         logits = torch.gather(x @ weight, 0, found.expand(-1, 4))
         found.view(-1)[:] = 0
         assert torch.equal(logits, x @ weight)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 12])
+def test_a_write_without_a_row_into_labels_alone(chunks: int) -> None:
+    """Which pairs match is known of the labels: to write that needs no number of the model."""
+
+    def step(lazy: Lazy) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(12, 8, dtype=torch.float64, generator=generator)
+        labels = torch.randint(0, 4, (12,), generator=generator)
+        weight = torch.randn(8, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        x, labels = lazy(x, labels)
+        counter = FlopCounter()
+        with counter:
+            h = x @ weight
+            matches = (labels[:, None] == labels[None]).byte()
+            column, differs = matches[:, 0], matches ^ 1
+            scaled = h * matches.sum(1, keepdim=True)
+            matches.fill_diagonal_(0)
+            assert lazy is eager or chunks == 1 or counter.flops == 0, (
+                "the model ran while it was recorded"
+            )
+        loss = ((h @ h.T) * matches + differs).pow(2).mean() + (scaled * column[:, None]).mean()
+        loss.backward()
+        return loss, weight.grad, matches, column, differs, scaled
+
+    with koila.config(chunks=chunks):
+        seen = step(koila.lazy)
+    for value, expected in zip(seen, step(eager), strict=True):
+        torch.testing.assert_close(plain(value), plain(expected), rtol=1e-10, atol=1e-10)

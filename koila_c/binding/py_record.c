@@ -390,6 +390,47 @@ may_write(const Function *function, const PyObject *out)
     return out != NULL || !is_known;
 }
 
+/* Whether a tensor is all that a call is given beside numbers, and it writes that: fill_diagonal_(0). */
+static bool
+is_on_one(const Function *function, PyObject *args, PyObject *kwargs)
+{
+    Py_ssize_t n = 0, at = 0;
+    const char *name = PyUnicode_AsUTF8AndSize(function->name, &n);
+    PyObject *word = NULL, *given = NULL;
+    bool is_in_place = name != NULL && n > 1 && name[n - 1] == '_' && name[n - 2] != '_';
+    bool result = is_in_place && PyTuple_GET_SIZE(args) > 0;
+    for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(args); i++) {
+        given = PyTuple_GET_ITEM(args, i);
+        result = i == 0 ? kl_lazy_check(given)
+                        : PyLong_Check(given) || PyFloat_Check(given) || PyComplex_Check(given);
+    }
+    while (result && kwargs != NULL && kwargs != Py_None &&
+           PyDict_Next(kwargs, &at, &word, &given)) {
+        result = PyLong_Check(given) || PyFloat_Check(given) || PyComplex_Check(given);
+    }
+    PyErr_Clear(); /* of the name */
+    return result;
+}
+
+/* Whether a call that has no row writes one value, whose number is known now and has left the tape: it is
+ * written at once, and what is recorded can still be cut; -1. */
+static int
+is_of_number(const Function *function, PyObject *args, PyObject *kwargs)
+{
+    if (function->row != NULL || !is_on_one(function, args, kwargs)) {
+        return 0;
+    }
+    Value *value = kl_lazy_value(PyTuple_GET_ITEM(args, 0));
+    if (value->tape == NULL || value->tape != kl_tape_open_or_null() || value->tape->is_running) {
+        return 0;
+    }
+    const KlValue *known = &value->tape->core.values[value->id];
+    if (known->node == KL_ID_NONE || known->view_of != KL_ID_NONE || known->meta.requires_grad) {
+        return 0;
+    }
+    return kl_live_read(value) < 0 ? -1 : value->tape == NULL;
+}
+
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
  * its lazies, their numbers are enough: what else waits can still be cut. */
 static PyObject *
@@ -400,6 +441,12 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
         return NULL;
     }
     PyObject *out = out_of(kwargs);
+    int is_number = out == NULL ? is_of_number(function, args, kwargs) : 0;
+    if (is_number != 0) {
+        bool is_ready =
+            is_number > 0 && draw_before(function) >= 0 && run_before_write(args, NULL) >= 0;
+        return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_SETTLED) : NULL;
+    }
     bool is_pure = function->has_meta && out == NULL;
     int is_plain = is_pure ? 1 : is_into_plain_only(function, args, out);
     int needs_graph = is_plain < 0 ? -1 : !is_plain;
