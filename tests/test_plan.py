@@ -244,12 +244,57 @@ def test_a_refusal_names_what_is_held_whole() -> None:
         model(x).mean().backward()
     found = re.search(
         r"needs ([\d.]+) MiB .* of which ([\d.]+) MiB do not depend on the rows of a chunk: "
-        r"sort \((.*):\d+\), reading all rows at once, makes 12.0 MiB, and",
+        r"sort \((.*):\d+\) makes 12.0 MiB whole, and",
         str(caught.value),
     )
     assert found is not None, str(caught.value)
     assert 0.9 * float(found[1]) < float(found[2]) <= float(found[1])
     assert found[3] == __file__
+
+
+def test_a_refusal_names_the_call_whose_followers_are_large() -> None:
+    """Of two calls that need the whole batch the smaller one has the larger results after it."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        h = x.sort(0).values * x.mean()
+        few = x[torch.arange(63)]
+        return h.mean() + torch.outer(few[:, 0], torch.ones(40_000)).sin().mean()
+
+    x = koila.lazy(torch.randn(64, 128, requires_grad=True))
+    with (
+        koila.config(memory_limit=there() + 5 * MIB),
+        pytest.raises(koila.MemoryLimitError) as caught,
+    ):
+        model(x).backward()
+    assert re.search(
+        r": __getitem__ .*, with \d other calls?, makes [\d.]+ MiB whole, and", str(caught.value)
+    )
+
+
+def test_a_refusal_names_what_ran_whole_before() -> None:
+    """What a call that cannot be recorded made is held by the graph behind it."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad * 2
+
+    first = nn.Linear(64, 64)
+    x = koila.lazy(torch.randn(4096, 64))
+    with (
+        koila.config(memory_limit=there() + 3 * MIB),
+        pytest.raises(koila.MemoryLimitError) as caught,
+    ):
+        first(Twice.apply(first(x).tanh())).exp().mean().backward()
+    assert re.search(
+        rf"outside the program; Twice.apply \({__file__}:\d+\) made 2 calls with [\d.]+ MiB of "
+        "results run whole: it needs its arguments with their graph",
+        str(caught.value),
+    )
 
 
 def test_a_refusal_that_no_call_is_to_blame_for() -> None:

@@ -35,40 +35,6 @@ _logger = logging.getLogger("koila")
 _logged: set[str] = set()
 
 
-def _why(node: Node) -> str:
-    """Why a call that reads rows runs once, or nothing."""
-    _, row, reason, *_ = _core.node(node.id)
-    return reason or ("" if row else f"no row for {name_of_node(node)}")
-
-
-def _whole(program: Program) -> tuple[Whole, ...]:
-    """The calls that make values of the whole batch, each with those that follow from it alone; the
-    largest first."""
-    caused: dict[int, list[Node]] = {}  # by the call that reads rows
-    cause_of: dict[int, int] = {}  # of the values that they make
-    for node in program.nodes.values():
-        if node.mode != ONCE:
-            continue
-        reads = (program.imports[number].value for number in node.imports if number >= 0)
-        cause = next((cause_of[value] for value in reads if value in cause_of), None)
-        if program.joins_rows(node):
-            cause = node.id
-        if cause is not None:
-            caused.setdefault(cause, []).append(node)
-            cause_of.update(dict.fromkeys(node.outs, cause))
-    found = [
-        Whole(
-            name_of_node(nodes[0]),
-            where_of_node(nodes[0]),
-            _why(nodes[0]),
-            sum(map(program.bytes_made, nodes)),
-            len(nodes),
-        )
-        for nodes in caused.values()
-    ]
-    return tuple(sorted(found, key=lambda one: -one.n_bytes))
-
-
 def cause_of_whole(program: Program) -> Decision:
     """Why a program runs whole that has no body, or a write across stages."""
     if program.spread is not None:
@@ -76,7 +42,7 @@ def cause_of_whole(program: Program) -> Decision:
         made = sum(map(program.bytes_made, program.nodes.values()))
         whole_for = Whole(name_of_node(node), where_of_node(node), why, made, len(program.nodes))
         return Decision(why, whole=(whole_for,))
-    whole = _whole(program)
+    whole = plan.made_whole(program)
     why = "no call of it keeps rows apart" if whole else "nothing in it has rows"
     return Decision(why, whole=whole)
 
@@ -155,7 +121,7 @@ def log_whole(program: Program) -> None:
             "%s needs the whole batch (%s; %s), and %d of %d calls run whole with it: "
             "koila saves little memory here",
             name_of_node(joint),
-            _why(joint),
+            plan.why_once(joint),
             where,
             sum(node.mode == ONCE for node in program.nodes.values()),
             len(program.nodes),
@@ -200,7 +166,7 @@ def _describe(program: Program, value: int) -> str:
 
 
 def _line(program: Program, node: Node) -> str:
-    why = f"; {_why(node)}" if program.joins_rows(node) else ""
+    why = f"; {plan.why_once(node)}" if program.joins_rows(node) else ""
     others = draws.why_others(node.id, node.first_out) if node.is_random else ""
     why += f"; {others}" if others and node.mode != ONCE else ""
     mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"

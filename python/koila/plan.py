@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from koila import _core, budget, config, draws, memory, offload, steps, storages
+from koila import _core, budget, config, draws, memory, offload, reports, steps, storages
 from koila.errors import MemoryLimitError
-from koila.program import AS_IT_IS, Op, Program, Way, name_of_node, where_of_node
-from koila.reports import count, sizes
+from koila.program import AS_IT_IS, ONCE, Node, Op, Program, Way, name_of_node, where_of_node
+from koila.reports import Whole, sizes
 from koila.rows import Bounds, largest
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
@@ -172,6 +172,7 @@ class Needs:
         outside, others, free = _outside(program), "", ""
         if outside >= 2**20 / 10:
             others = f", as {outside / 2**20:.1f} MiB are held by tensors outside the program"
+            others += "".join(f"; {one}" for one in reports.ran_before()[:1])
             free = "free some of these, "
         needs, has = sizes(needed, left)
         return MemoryLimitError(
@@ -195,20 +196,47 @@ def ran_out(program: Program) -> MemoryLimitError:
     return needs.refusal(program)
 
 
+def why_once(node: Node) -> str:
+    """Why a call that reads rows runs once, or nothing."""
+    _, row, reason, *_ = _core.node(node.id)
+    return reason or ("" if row else f"no row for {name_of_node(node)}")
+
+
+def made_whole(program: Program) -> tuple[Whole, ...]:
+    """The calls that make values of the whole batch, each with those that follow from it alone; the
+    largest first."""
+    caused: dict[int, list[Node]] = {}  # by the call that reads rows
+    cause_of: dict[int, int] = {}  # of the values that they make
+    for node in program.nodes.values():
+        if node.mode != ONCE:
+            continue
+        reads = (program.imports[number].value for number in node.imports if number >= 0)
+        cause = next((cause_of[value] for value in reads if value in cause_of), None)
+        if program.joins_rows(node):
+            cause = node.id
+        if cause is not None:
+            caused.setdefault(cause, []).append(node)
+            cause_of.update(dict.fromkeys(node.outs, cause))
+    found = [
+        Whole(
+            name_of_node(nodes[0]),
+            where_of_node(nodes[0]),
+            why_once(nodes[0]),
+            sum(map(program.bytes_made, nodes)),
+            len(nodes),
+        )
+        for nodes in caused.values()
+    ]
+    return tuple(sorted(found, key=lambda one: -one.n_bytes))
+
+
 def _held_whole(program: Program, needed: float, fixed: float) -> str:
     """How much of a refused program's bytes smaller chunks do not make less, and for whom."""
     if 2 * fixed < needed:
         return ""
     share = f", of which {fixed / 2**20:.1f} MiB do not depend on the rows of a chunk"
-    joints = [node for node in program.nodes.values() if program.joins_rows(node)]
-    made = sum(map(program.bytes_made, joints))
-    if made == 0:
-        return share
-    first = max(joints, key=program.bytes_made)
-    others = f" and {count(len(joints) - 1, 'other call')}" if len(joints) > 1 else ""
-    named = f"{name_of_node(first)} ({where_of_node(first)}){others}"
-    verb = "make" if others else "makes"
-    return f"{share}: {named}, reading all rows at once, {verb} {made / 2**20:.1f} MiB"
+    whole = made_whole(program)[:1]
+    return share + "".join(f": {one.made('makes')}" for one in whole if one.n_bytes > 0)
 
 
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:

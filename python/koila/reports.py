@@ -53,8 +53,12 @@ class Whole:
         if not self.is_recorded:
             made = f"{count(self.n_calls, 'call')} with {size(self.n_bytes)} of results"
             return f"{self.call} ({self.line}) made {made} run whole: {self.why}"
+        return f"{self.made('made')}: {self.why}"
+
+    def made(self, verb: str) -> str:
+        """Which call made how much of the whole batch at once."""
         others = f", with {count(self.n_calls - 1, 'other call')}," if self.n_calls > 1 else ""
-        return f"{self.call} ({self.line}){others} made {size(self.n_bytes)} whole: {self.why}"
+        return f"{self.call} ({self.line}){others} {verb} {size(self.n_bytes)} whole"
 
 
 @dataclass(frozen=True)
@@ -409,6 +413,12 @@ def _undecided(
     why = reason or "it needs its arguments with their graph, and is not recorded"
     name = name_of(func)
     return Decision(f"for {name}", whole=(Whole(name, line, why, n_bytes, n_calls, False),))
+
+
+def ran_before() -> list[Whole]:
+    """What in this step could not be recorded and made all before it run whole, by its bytes."""
+    found = [one for ran in _state.programs for one in ran.whole if not one.is_recorded]
+    return sorted(found, key=lambda one: -one.n_bytes)
 
 
 class Asking:
