@@ -30,6 +30,7 @@ first_joined(const KlCall *call)
 static void
 set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
 {
+    bool is_known = out->n_dims == 4 && n_added == 0;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         KlMeta input = *call->inputs[i];
         for (int32_t k = 0; k < n_added; k++) {
@@ -40,6 +41,10 @@ set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
             kl_meta_set_contiguous(out);
             return;
         }
+        is_known = is_known && input.is_strided;
+    }
+    if (is_known) {
+        kl_rules_set_channels_last(out);
     }
 }
 
