@@ -49,7 +49,22 @@ def heads_first_by_hand(x: Tensor, w: Tensor) -> Tensor:
     return drop((q @ q.transpose(2, 3)).softmax(-1)) @ q
 
 
+def pictures(x: Tensor, w: Tensor) -> Tensor:
+    """Channels last, as models make pictures of tokens: (rows, 6, 2, 2)."""
+    return (x @ w).transpose(1, 2).reshape(x.shape[0], -1, 2, 2)
+
+
+def upsampled(x: Tensor) -> Tensor:
+    return F.interpolate(x, size=(4, 4), mode="bilinear")
+
+
 LAYOUTS: dict[str, Model] = {
+    "pictures": lambda x, w: drop(pictures(x, w)),
+    "pictures, larger": lambda x, w: drop(upsampled(pictures(x, w))),
+    "pictures, joined": lambda x, w: drop(torch.cat([upsampled(pictures(x, w))] * 2, 1)),
+    "pictures, stacked": lambda x, w: drop(torch.stack([upsampled(pictures(x, w))] * 2, 1)),
+    "pictures, rolled": lambda x, w: drop(upsampled(pictures(x, w)).roll(1, -1)),
+    "pictures, joined along a side": lambda x, w: drop(torch.cat([pictures(x, w)] * 2, -1).relu()),
     "rows first": lambda x, w: drop(x @ w),
     "time-major": lambda x, w: drop((x @ w).transpose(0, 1).contiguous()),
     "time-major view": lambda x, w: drop((x @ w).transpose(0, 1)),

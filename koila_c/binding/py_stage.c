@@ -177,6 +177,41 @@ error:
     return result;
 }
 
+/* New reference: a view in a chunk of one row, where the row's stride says nothing and torch gives it any.
+ * Kernels that look for a memory format lay out by it what they make, and dropout fills that in its
+ * order: so it is what it is in the whole. */
+static PyObject *
+lay_out(const Run *run, KlValueId value, PyObject *result)
+{
+    const KlNode *node = run->node;
+    const KlMeta *whole = &run->tape->core.values[value].meta;
+    const KlPlace *place = &whole->place;
+    if (run->rows != 1 || node->mode != KL_MODE_ROWS || node->row == NULL ||
+        node->row->kind != KL_ROW_VIEW || whole->n_dims < 4 || !whole->is_strided ||
+        !kl_place_is_rows(place) || place->outer != 1 || place->inner != 1) {
+        return Py_NewRef(result);
+    }
+    PyObject *given = PyObject_CallMethod(result, "stride", NULL);
+    PyObject *shape = given != NULL ? PyObject_GetAttrString(result, "shape") : NULL;
+    PyObject *strides = shape != NULL ? PySequence_List(given) : NULL;
+    PyObject *stride = strides != NULL ? PyLong_FromLongLong(whole->strides[place->dim]) : NULL;
+    PyObject *laid_out = NULL;
+    int is_same = -1;
+    if (stride != NULL) {
+        is_same = PyObject_RichCompareBool(PyList_GET_ITEM(strides, place->dim), stride, Py_EQ);
+    }
+    if (is_same > 0) {
+        laid_out = Py_NewRef(result);
+    } else if (is_same == 0 && PyList_SetItem(strides, place->dim, Py_NewRef(stride)) == 0) {
+        laid_out = PyObject_CallMethod(result, "as_strided", "OO", shape, strides);
+    }
+    Py_XDECREF(stride);
+    Py_XDECREF(strides);
+    Py_XDECREF(shape);
+    Py_XDECREF(given);
+    return laid_out;
+}
+
 /* A part of a reduction is none of the node's own outputs; all else is what inference said. */
 static int
 keep(const Run *run, KlValueId value, PyObject *result)
@@ -188,7 +223,8 @@ keep(const Run *run, KlValueId value, PyObject *result)
     if (!is_part && kl_promise_check(run->tape, id, value, result, rows) < 0) {
         return -1;
     }
-    return PyList_SetItem(run->env, value, Py_NewRef(result));
+    PyObject *kept = is_part ? Py_NewRef(result) : lay_out(run, value, result);
+    return kept == NULL ? -1 : PyList_SetItem(run->env, value, kept);
 }
 
 static int
