@@ -97,3 +97,29 @@ def test_a_write_without_a_row_into_labels_alone(chunks: int) -> None:
         seen = step(koila.lazy)
     for value, expected in zip(seen, step(eager), strict=True):
         torch.testing.assert_close(plain(value), plain(expected), rtol=1e-10, atol=1e-10)
+
+
+def test_a_product_for_each_group_of_rows() -> None:
+    """The experts of a mixture: torch's meta kernel knows them in bfloat16 alone."""
+
+    def step(lazy: Lazy, counter: FlopCounter) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(24, 16, generator=generator)
+        expert = torch.randint(0, 4, (24,), generator=generator)
+        weight = torch.randn(16, 16, generator=generator).requires_grad_()
+        experts = torch.randn(4, 16, 8, generator=generator).requires_grad_()
+        x, expert = lazy(x, expert)
+        with counter:
+            h = (x @ weight).tanh()
+            order = expert.argsort()
+            ends = torch.bincount(expert, minlength=4).cumsum(0).to(torch.int32)
+            made = torch.nn.functional.grouped_mm(h[order], experts, offs=ends).relu()
+            loss = made[order.argsort()].pow(2).mean() + h.mean()
+        loss.backward()
+        return loss, weight.grad, experts.grad
+
+    with koila.config(chunks=5):
+        seen = step(koila.lazy, counter := FlopCounter())
+    assert counter.flops == 0, "the model ran while it was recorded"
+    for value, expected in zip(seen, step(eager, FlopCounter()), strict=True):
+        torch.testing.assert_close(plain(value), plain(expected), rtol=1e-5, atol=1e-6)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from koila import _core
 
@@ -22,6 +23,9 @@ _DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
     | {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
+
+#: What the meta kernel knows in one dtype; the call takes others, and gives what it is given.
+_ASKED_IN = {"_grouped_mm": torch.bfloat16}
 
 _cache: dict[Any, _Answer | None] = {}
 _CACHE_MAX = 65536
@@ -131,9 +135,21 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     met: list[torch.Tensor] = []
     meta_args = _stand_in(args, met)
     meta_kwargs = _stand_in(kwargs, met)
+    given = met[0].dtype if met else None
+    asked_in = _ASKED_IN.get(getattr(func, "__name__", ""))
+    if asked_in is not None:
+        if any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values())):
+            raise _UnknownError
+        meta_args, meta_kwargs = _pytree.tree_map_only(
+            torch.Tensor,
+            lambda one: one.to(asked_in) if one.dtype == given else one,
+            (meta_args, meta_kwargs),
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = func(*meta_args, **meta_kwargs)
+    if asked_in is not None:
+        result = result.to(given)
     inputs = {tensor.untyped_storage()._cdata for tensor in met}
     if isinstance(result, torch.Tensor):
         return None, (_read_out(result, inputs, device),)
