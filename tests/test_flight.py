@@ -46,6 +46,7 @@ MORE = {
     "cosine_embedding_loss": (1.5, "composed of other calls"),
     "cosine_similarity": (10.0, "two operands that are both broadcast"),
     "cross_entropy_loss": (0.5, "chances for labels, of which some are smoothed"),
+    "div": (1.0, "complex numbers, which are conjugated"),
     "einsum": (2.5, "an operand that is broadcast"),
     "group_norm": (2.5, "two numbers for each row and channel, much beside a few pixels"),
     **dict.fromkeys(

@@ -207,7 +207,7 @@ def test_op_table() -> None:
     assert table["relu"]["call"] == "input"
     assert table["relu"]["light"] is True
     assert table["matmul"]["light"] is False
-    assert table["div"]["held"][1] == (0, 3, 3)  # for each operand, and any further one
+    assert table["div"]["held"][1] == (0, 2, 2)  # for each operand, and any further one
     assert table["div_"]["held"] == table["div"]["held"] != table["relu"]["held"]
 
 
