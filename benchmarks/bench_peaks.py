@@ -88,6 +88,13 @@ def distances(chunks: int | None) -> None:
     torch.cdist(TOWERS[0](x), TOWERS[1](y)).sub(1).relu().mean().backward()
 
 
+def differences(chunks: int | None) -> None:
+    """All distances, not by matrix products."""
+    x, y = lazily(chunks, LEFT, RIGHT)
+    mode = "donot_use_mm_for_euclid_dist"
+    torch.cdist(TOWERS[0](x), TOWERS[1](y), compute_mode=mode).sub(1).relu().mean().backward()
+
+
 torch.manual_seed(0)
 WORDS = Words(8192, 64, 8)
 IDS = torch.randint(8192, (64, 32))
@@ -105,6 +112,7 @@ STEPS: dict[str, tuple[Step, nn.Module]] = {
     "contrastive": (contrastive, TOWERS),
     "contrastive, one way": (one_way, TOWERS),
     "distances": (distances, TOWERS),
+    "distances, one by one": (differences, TOWERS),
 }
 CHUNKS = (1, 2, 4, 8)
 

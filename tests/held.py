@@ -44,6 +44,7 @@ class Parts(NamedTuple):
     seeds: float
     keeps: Amount | None
     held: Held | None
+    of_row: bool  # not of the result, but of a row of the first operand
 
 
 NONE = Amount()
@@ -62,8 +63,8 @@ def _held(told: _core._Held) -> Held:
 ROWS = {row["name"]: _held(row["held"]) for row in _core.op_table()}
 #: In the order of KlReduce, and last the statistics of batch_norm, which only chunks need.
 PARTS = [
-    Parts(left, combined, seeds, keeps and Amount(*keeps), held and _held(held))
-    for left, combined, seeds, keeps, held in _core.parts_table()
+    Parts(left, combined, seeds, keeps and Amount(*keeps), held and _held(held), of_row)
+    for left, combined, seeds, keeps, held, of_row in _core.parts_table()
 ]
 
 

@@ -165,7 +165,7 @@ MUTANTS = [
         "python/koila/replay.py",
         "seed = self.cross[value].total_gradient()\n            if value in roots:",
         "seed = None\n            if value in roots:",
-        f"{PROGRAMS} -k info_nce",
+        f"{PROGRAMS} -k standardised",
     ),
     Mutant(
         "statistics: committed twice",

@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from koila import _core
+from koila.partials import REDUCTIONS, Call
 from opchunks import (
     Place,
     assert_same,
@@ -108,8 +109,29 @@ def describe(name: str, args: Any, kwargs: Any, places: Any = None, *, brief: bo
     return f"{name}({', '.join(words)}) places={places}"
 
 
-#: Rows that are recorded as two calls where they couple rows; samples have the second of them.
-IN_TWO_CALLS = ("batch_norm",)
+#: Rows that are recorded as two calls where they couple rows; samples may have the second of them.
+IN_TWO_CALLS = ("batch_norm", "softmax", "log_softmax")
+
+
+def check_classes(
+    name: str, func: Any, args: Any, kwargs: Any, said: Any, rows: int, whole: torch.Tensor
+) -> None:
+    """Assert that the parts of chunks of classes, which are no calls of it, give the loss."""
+    signature = next(row["call"] for row in _core.op_table() if row["name"] == name)
+    reduction = REDUCTIONS["CLASSES"]
+
+    def call_at(start: int) -> Callable[..., Call]:
+        return lambda *args, **kwargs: Call(func, args, kwargs, signature, whole.dtype, start, rows)
+
+    for sizes in partitions(rows):
+        parts: list[list[torch.Tensor]] = [[] for _ in range(reduction.n_parts)]
+        start = 0
+        for n in sizes:
+            call = run_chunk(call_at(start), args, kwargs, said, rows, start, start + n)
+            for of, part in zip(parts, reduction.partials(range(len(parts)), call), strict=True):
+                of.append(part)
+            start += n
+        assert_same(reduction.combine(parts, call), whole, f"{name}: in chunks of {sizes}")
 
 
 class Kept:
@@ -282,6 +304,9 @@ class Checker:
             assert said["reason"], text
             assert not said["rewrites"] and not any(said["in_places"]), text
             self.reasons[name, said["reason"]] += 1
+            return
+        if said["reduce"] == "CLASSES":
+            check_classes(name, func, args, kwargs, said, rows, outs[0])
             return
         is_random = name in RANDOM_VALUES or said["random"]
         for sizes in partitions(rows):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from koila.partials import REDUCTIONS
-from koila.program import ONCE, REDUCE, REDUCTION_NAMES, Node, Program, Run
+from koila.program import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Node, Program, Run
 
 
 class Model:
@@ -90,12 +90,16 @@ class Model:
         if value in self.kept or value in self.program.roots:
             return True
         for reader in self._readers[value]:
-            if reader.mode == ONCE:
+            if reader.mode == ONCE or self._gathers(reader, value):
                 return True
             is_here = self._is_here(reader, run, is_beside_body)
             if not is_here and not (self._is_data_value(value) and reader.mode != ONCE):
                 return True
         return False
+
+    def _gathers(self, node: Node, value: int) -> bool:
+        of_value = (n for n in node.imports if n >= 0 and self.imports[n].value == value)
+        return any(is_gathered(self.program, node, number) for number in of_value)
 
     def _is_data_value(self, value: int) -> bool:
         node = self.node_of(value)
@@ -118,7 +122,8 @@ class Model:
             chosen[node.id] = self._parts_at(node, stage)
             for number in self._numbers(node, stage):
                 maker = self.node_of(self.imports[number].value)
-                if maker is not None and maker.is_data:
+                is_here = not is_gathered(self.program, node, number)
+                if maker is not None and maker.is_data and is_here:
                     stack.append(maker)
         run.nodes = sorted(chosen)
         run.parts = {i: parts for i, parts in chosen.items() if self.nodes[i].mode == REDUCE}
@@ -153,7 +158,8 @@ class Model:
                 last_reader.setdefault(value, position)
             for number in self._numbers(self.nodes[i], run.stage):
                 value = self.imports[number].value
-                if value in inside:
+                is_here = not is_gathered(self.program, self.nodes[i], number)
+                if value in inside and is_here:
                     last_reader[value] = position
                 else:
                     imports[number] = None
@@ -211,6 +217,16 @@ def _told(run: Run) -> tuple[Any, ...]:
     )
     sets = [set(values) for values in run.drops], set(run.shadows)
     return run.stage, run.axis, run.segment, *lists, *sets, run.has_gradient
+
+
+def is_gathered(program: Program, node: Node, number: int) -> bool:
+    """Whether chunks of a node are given an import whole, which chunks make."""
+    value, place, _ = program.imports[number]
+    maker = program.node_of(value)
+    is_by_rows = node.mode != ONCE and not node.is_open
+    is_made_by_rows = maker is not None and maker.mode == ROWS
+    has_rows = program.info(value).place is not None
+    return is_by_rows and is_made_by_rows and has_rows and place is None
 
 
 def written_in(program: Program, run: Run) -> set[int]:

@@ -312,25 +312,21 @@ def rooted_images(model: nn.Module, x: Tensor) -> Tensor:
 
 
 #: Why a part of a program runs whole.
-PAIRS = "products of rows and rows"
 TWICE = "gradients of gradients run at once"
 
 JOINT_STEPS = [
-    Program("info_nce", Mlp, two_views, info_nce_step, joint="rows against rows", partly=PAIRS),
+    Program("info_nce", Mlp, two_views, info_nce_step, joint="rows against rows"),
     Program(
         "info_nce_dropout",
         DropoutMlp,
         two_views,
         info_nce_step,
         joint="rows against rows",
-        partly=PAIRS,
         draws=IN_ORDER,
     ),
-    Program("clip", Clip, two_views, clip_step, joint="rows against rows", partly=PAIRS),
-    Program("sim_clr", Mlp, two_views, sim_clr_step, joint="cat of two batches", partly=PAIRS),
-    Program(
-        "sup_con", Mlp, two_views_and_labels, sup_con_step, joint="cat of two batches", partly=PAIRS
-    ),
+    Program("clip", Clip, two_views, clip_step, joint="rows against rows"),
+    Program("sim_clr", Mlp, two_views, sim_clr_step, joint="cat of two batches"),
+    Program("sup_con", Mlp, two_views_and_labels, sup_con_step, joint="cat of two batches"),
     Program("barlow", Mlp, two_views, barlow_step, joint="standardised over the batch"),
     Program("hard_triplet", Mlp, vectors_and_labels, hard_triplet_step, joint="mined pairs"),
     Program("pairwise", Mlp, vectors_and_labels, pairwise_step, joint="all pairs"),
@@ -343,7 +339,6 @@ JOINT_STEPS = [
         vectors_and_labels,
         attention_over_rows_step,
         joint="rows",
-        partly=PAIRS,
     ),
     Program("shuffled", Mlp, vectors_and_labels, shuffled_step, joint="roll and flip"),
     Program("reused", Mlp, vectors_and_labels, reused_step, joint="log of a mean"),

@@ -180,8 +180,7 @@ def test_every_request_may_fail(name: str, chunks: int) -> None:
         assert_seen(got, want, what, exact_bits=chunks == 1)
         return failed
 
-    partly = "products of rows and rows" if name == "two_joints" else ""
-    with split(chunks, partly=partly):
+    with split(chunks):
         in_a_thread(lambda: run(name, koila.lazy))  # what is kept for good
         gc.collect()
         n_blocks = koila._core.n_blocks()

@@ -142,7 +142,7 @@ def filled_first(x: Tensor, w: Tensor) -> Any:
     return s.mean(), s @ w
 
 
-@PROGRAMS.add_but(partly="a product of rows by rows")
+@PROGRAMS.add
 def the_batch_is_also_a_length(x: Tensor, w: Tensor) -> Any:
     h = x @ w
     s, mask = h.new_ones(N_ROWS, N_ROWS), h.new_ones(N_ROWS, N_ROWS).tril()

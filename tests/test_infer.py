@@ -106,7 +106,7 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
     # broadcasting
     ("bias", "add", (f(4, 3), f(3)), [ROWS0, None], "ROWS", ROWS0, []),
     ("plain of batch size", "add", (f(4, 3), f(4, 3)), [ROWS0, None], "ROWS", ROWS0, []),
-    ("rows against columns", "sub", (f(4, 1), f(1, 4)), [ROWS0, (0, 1, 1, 1)], "ONCE", None, []),
+    ("rows against columns", "sub", (f(4, 1), f(1, 4)), [ROWS0, (0, 1, 1, 1)], "ROWS", ROWS0, []),
     ("two orders", "mul", (f(8), f(8)), [(0, 0, 1, 2), (0, 0, 2, 1)], "ONCE", None, []),
     ("one row is broadcast", "add", (f(1, 3), f(5, 3)), [ROWS0, None], "ONCE", None, []),
     ("one row beside one row", "add", (f(1, 3), f(1, 3)), [ROWS0, None], "ROWS", ROWS0, []),
@@ -232,8 +232,8 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
         "__getitem__",
         (f(4, 5), (slice(None), i(4))),
         [ROWS0, ROWS0],
-        "ONCE",
-        None,
+        "ROWS",
+        ROWS0,
         [],
     ),
     (

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.sanitize
 PROGRAMS = Programs()
 
 
-@PROGRAMS.add_but(partly="a product of rows by rows")
+@PROGRAMS.add
 def a_mask_of_rows_on_columns(x: Tensor, w: Tensor) -> Any:
     """The batch is both dims of `s`, and the mask counts the one that is not cut."""
     s = ((x @ w) @ x.T).T
@@ -40,7 +40,7 @@ def a_mask_of_its_own(x: Tensor, w: Tensor) -> Any:
     return s, s.mean()
 
 
-@PROGRAMS.add_but(partly="a product of rows by rows")
+@PROGRAMS.add
 def the_mask_of_the_value_itself(x: Tensor, w: Tensor) -> Any:
     s = ((x @ w) @ x.T).T
     s[s > 0] = 0.5
@@ -48,14 +48,14 @@ def the_mask_of_the_value_itself(x: Tensor, w: Tensor) -> Any:
     return s
 
 
-@PROGRAMS.add_but(partly="a product of rows by rows")
+@PROGRAMS.add
 def one_entry_of_the_batch(x: Tensor, w: Tensor) -> Any:
     s = ((x @ w) @ x.T).T
     s[(x > 0).any(-1)] = x[0, 0]
     return s
 
 
-@PROGRAMS.add_but(partly="a product of rows by rows")
+@PROGRAMS.add
 def other_indices(x: Tensor, labels: Tensor, w: Tensor) -> Any:
     rows = torch.arange(N_ROWS)
     made = []
@@ -66,7 +66,7 @@ def other_indices(x: Tensor, labels: Tensor, w: Tensor) -> Any:
     return made
 
 
-@PROGRAMS.add_but(partly="a product of rows by rows")
+@PROGRAMS.add
 def other_writes(x: Tensor, labels: Tensor, w: Tensor) -> Any:
     s, t, u = (((x @ w) @ x.T).T for _ in range(3))
     s.masked_fill_((x > 0).any(-1), 0.5).masked_fill_((x > 0).any(-1)[:, None], 0.25)

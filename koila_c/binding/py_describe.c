@@ -153,6 +153,7 @@ describe_call(PyObject *dict, const KlInferred *result, const KlSaves *saves)
         [KL_REDUCE_CROSS_ENTROPY] = "CROSS_ENTROPY",
         [KL_REDUCE_LOSS] = "LOSS",
         [KL_REDUCE_COUNT] = "COUNT",
+        [KL_REDUCE_CLASSES] = "CLASSES",
     };
     PyObject *alias_input = result->alias_input == KL_ID_NONE
                                 ? Py_NewRef(Py_None)

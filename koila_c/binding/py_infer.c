@@ -360,11 +360,12 @@ core_parts_table(PyObject *module, PyObject *unused)
     (void)module;
     (void)unused;
     PyObject *table = PyList_New(0);
-    for (int reduce = KL_REDUCE_NONE; table != NULL && reduce <= KL_REDUCE_COUNT + 1; reduce++) {
-        bool is_last = reduce > KL_REDUCE_COUNT;
+    for (int reduce = KL_REDUCE_NONE; table != NULL && reduce <= KL_REDUCE_CLASSES + 1; reduce++) {
+        bool is_last = reduce > KL_REDUCE_CLASSES;
         const KlParts *parts = kl_ops_parts(is_last ? KL_REDUCE_NONE : (KlReduce)reduce, is_last);
-        PyObject *entry = Py_BuildValue("(dddNN)", parts->left, parts->combined, parts->seeds,
-                                        amount_object(parts->keeps), held_object(parts->held));
+        PyObject *entry = Py_BuildValue("(dddNNN)", parts->left, parts->combined, parts->seeds,
+                                        amount_object(parts->keeps), held_object(parts->held),
+                                        PyBool_FromLong(parts->of_row));
         if (kl_py_append_new(table, entry) < 0) {
             Py_CLEAR(table);
         }

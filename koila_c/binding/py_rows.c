@@ -180,7 +180,15 @@ run_once(KlSplit *split, const char *reason)
     split->is_open = false;
 }
 
-/* Where the same value is given twice with different places, a slot could not tell which is meant. */
+static bool
+is_named(const Recording *recording, uint32_t input)
+{
+    uint32_t arg = recording->bound.input_origins[input].arg;
+    return recording->bound.origins[arg].position >= PyTuple_GET_SIZE(recording->args);
+}
+
+/* Where the same value is given twice with different places, and by name, a slot could not tell which is meant:
+ * positional arguments alone come in the order of the signature. */
 static void
 refuse_two_roles(Recording *recording)
 {
@@ -189,7 +197,8 @@ refuse_two_roles(Recording *recording)
         for (uint32_t k = 0; k < i; k++) {
             if (recording->inputs[i] == recording->inputs[k] &&
                 recording->inputs[i] != KL_ID_NONE &&
-                !kl_place_is_equal(&split->places[i], &split->places[k])) {
+                !kl_place_is_equal(&split->places[i], &split->places[k]) &&
+                is_named(recording, k)) {
                 run_once(split, "one tensor is given twice, once by rows and once whole");
             }
         }

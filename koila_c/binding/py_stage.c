@@ -16,6 +16,7 @@ typedef struct Run {
     PyObject *cut;       /* callable(tensor, import number): rows of a value made in this run */
     long long rows;      /* of the chunk; -1: whole */
     const KlNode *node;  /* the one that runs */
+    uint32_t next;       /* its input after the one that was asked for last */
     PyObject *scratch;   /* list: what must live while a call runs */
     PyObject *cloned;    /* set: the nodes that write a clone */
     PyObject
@@ -23,7 +24,8 @@ typedef struct Run {
     PyObject *forked; /* what that gave for the node that runs, or NULL */
 } Run;
 
-/* A call's slot says which value; the node's input with that value says how it is read. */
+/* A call's slot says which value; the node's input with that value says how it is read: one that is given twice
+ * has its inputs in the order of the slots. */
 static PyObject *
 run_value(void *env, KlValueId value)
 {
@@ -33,15 +35,20 @@ run_value(void *env, KlValueId value)
     if (run->forked != NULL && inputs[0].value == value) {
         return PyTuple_GET_ITEM(run->forked, 0);
     }
-    for (uint32_t k = 0; k < run->node->n_inputs; k++) {
+    uint32_t first = run->next;
+    for (uint32_t i = 0; i < run->node->n_inputs; i++) {
+        uint32_t k = (first + i) % run->node->n_inputs;
         if (inputs[k].value != value) {
             continue;
         }
+        run->next = k + 1;
         if (run->program == NULL) {
             break;
         }
         uint32_t number = run->program->stages.import_of[run->node->first_input + k];
-        if (made == Py_None) {
+        bool is_gathered =
+            kl_stage_is_gathered(&run->tape->core, &run->program->stages, run->node, k);
+        if (made == Py_None || is_gathered) {
             PyObject *given = PyList_GET_ITEM(run->imports, number);
             return given != Py_None ? given : NULL;
         }
@@ -135,6 +142,7 @@ static PyObject *
 call_node(Run *run, KlNodeId id)
 {
     const KlPyNode *call = &run->tape->nodes[id];
+    run->next = 0;
     PyObject *args = kl_call_decode(run->tape, id, run_value, run);
     PyObject *result = NULL;
     if (args == NULL || (run->rows >= 0 && apply_rewrites(run, args) < 0)) {

@@ -168,10 +168,111 @@ settle_grads(const KlCall *call, KlInferred *result)
     return KL_OK;
 }
 
+/* What a place rule starts from: the inputs of `call` as they are, along `axis`. */
+static void
+begin_split(const KlCall *call, KlAxisId axis, KlInferred *result)
+{
+    result->split = (KlSplit){.mode = KL_MODE_ROWS, .axis = axis, .places = result->split.places};
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        result->split.places[i] = call->inputs[i]->place;
+    }
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        result->outs[i].place = KL_PLACE_WHOLE;
+    }
+}
+
+enum { GATHERED_MAX = 8 }; /* inputs of a call of which some may be gathered */
+
+/* Run a call along the rows of input `kept`, with the others given whole: *gathered*, for the rule sees them as
+ * plain tensors. What the rule would cut must lie as its own rows do: then it is cut. Whether it can be so. */
+static bool
+is_gathering(const KlCall *call, uint32_t kept, KlInferred *result)
+{
+    KlMeta whole[GATHERED_MAX];
+    const KlMeta *inputs[GATHERED_MAX];
+    KlCall seen = *call;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        inputs[i] = call->inputs[i];
+        if (i != kept && kl_place_is_rows(&inputs[i]->place)) {
+            whole[i] = *inputs[i];
+            whole[i].place = KL_PLACE_WHOLE;
+            inputs[i] = &whole[i];
+        }
+    }
+    seen.inputs = inputs;
+    begin_split(&seen, call->inputs[kept]->place.axis, result);
+    const KlSplit *split = &result->split;
+    KlError ignored;
+    if (call->row->place(&seen, result, &ignored) != KL_OK || split->mode == KL_MODE_ONCE ||
+        split->is_open || split->row_ranges != 0) {
+        return false;
+    }
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        if (kl_place_is_rows(&call->inputs[i]->place) && kl_place_is_rows(&split->places[i]) &&
+            !kl_place_is_equal(&call->inputs[i]->place, &split->places[i])) {
+            return false;
+        }
+    }
+    bool has_rows = true;
+    for (uint32_t i = 0; i < result->n_outs && split->mode == KL_MODE_ROWS; i++) {
+        has_rows = has_rows && kl_place_is_rows(&result->outs[i].place);
+    }
+    return has_rows;
+}
+
+/* Rows meet rows in a call that cannot go along all of them: it goes along those of one input, of which the rows
+ * come outermost in the result, and gathers the others. Whether there is such an input. */
+static bool
+gather_others(const KlCall *call, KlInferred *result)
+{
+    KlRowKind kind = call->row->kind;
+    bool is_write = kind == KL_ROW_INPLACE;
+    if (call->n_inputs > GATHERED_MAX || !(is_write || kind == KL_ROW_OP) ||
+        (!is_write && (result->alias != KL_ALIAS_NONE || result->effects != 0))) {
+        return false;
+    }
+    uint32_t best = KL_ID_NONE, n_rows = 0;
+    int32_t best_dim = 0;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        n_rows += kl_place_is_rows(&call->inputs[i]->place);
+    }
+    for (uint32_t i = 0; i < (is_write ? 1 : call->n_inputs) && n_rows > 1; i++) {
+        const KlPlace *place = &call->inputs[i]->place;
+        if (kl_place_is_rows(place) && call->axis_rows[place->axis] > 0 &&
+            is_gathering(call, i, result)) {
+            const KlPlace *out = &result->outs[0].place;
+            int32_t dim = kl_place_is_rows(out) ? out->dim : KL_DIMS_MAX;
+            best = best == KL_ID_NONE || dim < best_dim ? i : best;
+            best_dim = best == i ? dim : best_dim;
+        }
+    }
+    return best != KL_ID_NONE && is_gathering(call, best, result);
+}
+
+/* One rule for all inputs with rows, along their one axis. */
+static KlStatus
+place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *result, KlError *error)
+{
+    begin_split(call, axis, result);
+    if (is_mixed) {
+        return kl_rules_once(result, "two different batches meet");
+    }
+    if (call->axis_rows[axis] <= 0) {
+        return kl_rules_once(result, "the batch has no rows");
+    }
+    KlStatus status = call->row->place(call, result, error);
+    if (status == KL_OK && result->split.mode == KL_MODE_ROWS && !result->split.is_open &&
+        has_whole_gradient(result)) {
+        status = kl_rules_once(result, "its result has no rows, and gets one gradient");
+    }
+    return status;
+}
+
 static KlStatus
 settle_places(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlSplit *split = &result->split;
+    KlAxisId axis = KL_ID_NONE;
     bool is_mixed = false;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         const KlMeta *input = call->inputs[i];
@@ -184,33 +285,21 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
             return kl_error_set(error, KL_ERROR_INTERNAL,
                                 "the place of input %u does not fit its shape", i);
         }
-        is_mixed = is_mixed || (split->axis != KL_ID_NONE && split->axis != place->axis);
-        split->axis = place->axis;
+        is_mixed = is_mixed || (axis != KL_ID_NONE && axis != place->axis);
+        axis = place->axis;
     }
-    if (split->axis == KL_ID_NONE) {
+    if (axis == KL_ID_NONE) {
         return KL_OK;
     }
-    if (is_mixed) {
-        split->axis = KL_ID_NONE;
-        return kl_rules_once(result, "two different batches meet");
-    }
-    if (call->axis_rows[split->axis] <= 0) {
-        return kl_rules_once(result, "the batch has no rows");
-    }
-    split->mode = KL_MODE_ROWS;
-    for (uint32_t i = 0; i < call->n_inputs; i++) {
-        split->places[i] = call->inputs[i]->place;
-    }
-    KlStatus status = call->row->place(call, result, error);
-    if (status == KL_OK && split->mode == KL_MODE_ROWS && !split->is_open &&
-        has_whole_gradient(result)) {
-        status = kl_rules_once(result, "its result has no rows, and gets one gradient");
+    KlStatus status = place_all_rows(call, axis, is_mixed, result, error);
+    if (status == KL_OK && split->mode == KL_MODE_ONCE && !gather_others(call, result)) {
+        status = place_all_rows(call, axis, is_mixed, result, error);
     }
     if (status == KL_OK && split->mode == KL_MODE_ONCE) {
-        split->axis = KL_ID_NONE;
-        split->n_rewrites = 0;
-        split->is_open = false;
-        split->row_ranges = 0;
+        *split = (KlSplit){.mode = KL_MODE_ONCE,
+                           .axis = KL_ID_NONE,
+                           .reason = split->reason,
+                           .places = split->places};
         for (uint32_t i = 0; i < call->n_inputs; i++) {
             split->places[i] = KL_PLACE_WHOLE;
         }

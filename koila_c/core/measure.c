@@ -9,10 +9,13 @@
 typedef struct StepValue {
     uint32_t body;     /* the first segment, plus one, of the body whose segment made it last */
     bool is_gathering; /* its gradient gathers */
-    bool is_cut;       /* something reads it by rows */
-    bool is_inner;     /* segments of one body alone read it */
-    bool is_offloaded; /* it is kept beside its device */
-    bool is_held;      /* what a body left, of all chunks */
+    bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
+    bool is_whole;           /* its chunks are put together, for bodies */
+    bool is_beside;          /* likewise, beside the chunks */
+    bool is_cut;             /* something reads it by rows */
+    bool is_inner;           /* segments of one body alone read it */
+    bool is_offloaded;       /* it is kept beside its device */
+    bool is_held;            /* what a body left, of all chunks */
 } StepValue;
 
 typedef struct StepStorage {
@@ -74,10 +77,14 @@ parts_of(const Step *step, KlValueId value)
                                         : NULL;
 }
 
-/* Bytes of a reduction's result; single numbers do not count. */
+/* Bytes of a reduction's result, of which what it leaves are multiples; single numbers do not count. */
 static double
 result_of(const Step *step, KlValueId value)
 {
+    const KlSweepNode *node = &step->sweep.nodes[step->tape->values[value].node];
+    if (node->parts != NULL && node->parts->of_row) {
+        return step->sweep.sizes[step->sweep.inputs[node->first_input]].per_row;
+    }
     return step->sweep.sizes[value].n_elements > 1 ? whole(step, value) : 0;
 }
 
@@ -106,6 +113,16 @@ is_joint_after(const Step *step, const KlRun *run)
 {
     return !kl_program_is_body(run) && step->stages->last_body != KL_STAGE_NONE &&
            run->stage > step->stages->last_body;
+}
+
+/* Whether a body reads an import whole, of a value that is made by rows. */
+static bool
+is_gathered(const Step *step, const KlRun *run, uint32_t i)
+{
+    const KlImport *import =
+        &step->stages->imports[step->program->imports.ids[run->imports.first + i]];
+    return kl_program_is_body(run) && !kl_place_is_rows(&import->place) &&
+           kl_place_is_rows(&step->tape->values[import->value].meta.place);
 }
 
 /* -- moments ------------------------------------------------------------------------------------------ */
@@ -145,13 +162,38 @@ note_end(Step *step, double more)
     return n > 0 ? note(step, (KlMoment){.fixed = more, .node = (KlNodeId)(n - 1)}) : KL_OK;
 }
 
+/* What a body reads whole is put together from the chunks, which lie in that from then on; not those in whose
+ * memory other values are. */
+static KlStatus
+put_together(Step *step, const KlRun *run)
+{
+    KlStatus status = KL_OK;
+    for (uint32_t i = 0; i < run->imports.n && status == KL_OK; i++) {
+        KlValueId id = import_of(step, run, i);
+        StepValue *value = &step->values[id];
+        if (value->is_whole || !value->is_held || !is_gathered(step, run, i)) {
+            continue;
+        }
+        KlNodeId node = step->program->nodes.ids[run->nodes.first];
+        status = note(step, (KlMoment){.fixed = whole(step, id), .node = node});
+        value->is_whole = true;
+        value->is_beside = step->storages[storage_of(step, id)].n_held > 1;
+        step->held += value->is_beside ? whole(step, id) : 0;
+    }
+    return status;
+}
+
 static KlStatus
 sweep_forward(Step *step, const KlRun *run, bool is_graph)
 {
+    KlStatus status = put_together(step, run);
+    if (status != KL_OK) {
+        return status;
+    }
     size_t first = step->moments->n;
     KlSpan span = kl_sweep_span(step->program, run, is_graph);
     kl_sweep_open(&step->sweep, &span);
-    KlStatus status = kl_sweep_forward(&step->sweep, step->moments, step->error);
+    status = kl_sweep_forward(&step->sweep, step->moments, step->error);
     add_held(step, first);
     return status;
 }
@@ -232,6 +274,8 @@ release_value(Step *step, KlValueId value)
     }
     const KlParts *parts = parts_of(step, value);
     step->values[value].is_held = false;
+    step->held -= step->values[value].is_beside ? whole(step, value) : 0;
+    step->values[value].is_beside = false;
     if (parts != NULL) {
         step->held_per_chunk -= parts->left * result_of(step, value);
     } else if (is_part(step, value)) {
@@ -266,7 +310,12 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body)
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
         StepValue *known = &step->values[value];
-        if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
+        if (is_gathered(step, run, i)) {
+            step->held += !known->is_gathering_whole && needs_gradient(step, value)
+                              ? gradient(step, value)
+                              : 0;
+            known->is_gathering_whole = true;
+        } else if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
             known->is_gathering = true;
             step->held += gradient(step, value);
             uint32_t import = step->program->imports.ids[run->imports.first + i];
@@ -500,16 +549,18 @@ go_back_joint(Step *step, uint32_t i)
     return status;
 }
 
-/* The gradients that came for what a body left. */
+/* The gradients that came for what a body left: chunk by chunk, or for what others were given whole. */
 static double
-left_gradients(const Step *step, const KlStep *of)
+left_gradients(const Step *step, const KlStep *of, bool is_whole)
 {
     double left = 0;
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = export_of(step, run, i);
-            bool is_left = step->values[value].is_gathering && parts_of(step, value) == NULL;
+            const StepValue *known = &step->values[value];
+            bool is_left = is_whole ? known->is_gathering_whole && needs_gradient(step, value)
+                                    : known->is_gathering && parts_of(step, value) == NULL;
             left += is_left ? gradient(step, value) : 0;
         }
     }
@@ -521,7 +572,7 @@ static KlStatus
 go_back_body(Step *step, const KlStep *of)
 {
     const KlRun *runs = &step->program->runs[of->run];
-    double gradients = 0, left = left_gradients(step, of), come = 0;
+    double gradients = 0, left = left_gradients(step, of, false), come = 0;
     step->held_per_row = find_handed(step, of, &gradients);
     for (uint32_t r = 0; r < of->n_runs; r++) {
         come += gather_gradients(step, &runs[r], of->run + 1);
@@ -536,7 +587,7 @@ go_back_body(Step *step, const KlStep *of)
     status = status == KL_OK ? sweep_back(step) : status;
     status = status == KL_OK ? run_others(step, of, true) : status;
     step->held_per_row = 0;
-    step->held += less - left;
+    step->held += less - left - left_gradients(step, of, true);
     return status;
 }
 

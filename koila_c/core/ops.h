@@ -86,6 +86,8 @@ typedef enum {
     KL_REDUCE_CROSS_ENTROPY, /* nll: part 0 weighted sum; part 1 weight, reads labels only */
     KL_REDUCE_LOSS,          /* mse, l1, bce ...: the op as 'sum', combined as its reduction says */
     KL_REDUCE_COUNT,         /* count_nonzero */
+    KL_REDUCE_CLASSES, /* cross-entropy whose classes are the rows: maxima, sums of exponentials, the
+                          scores of the labels, and the labels' weights */
 } KlReduce;
 
 /* An int of the call that is scale * rows and must follow the chunk. */
@@ -200,13 +202,15 @@ typedef struct KlHeld {
     bool expands_part; /* the same of what a chunk leaves */
 } KlHeld;
 
-/* A reduction in chunks: what a chunk leaves, in multiples of the result; what the graph that combines them
+/* A reduction in chunks: what a chunk leaves, in multiples of the result, or of a row of the first operand where
+ * that is `of_row`; what the graph that combines them
  * keeps of each, and their gradients; and where it is not computed by its call, what a chunk keeps for
  * backward and holds in flight; else NULL. */
 typedef struct KlParts {
     double left, combined, seeds;
     const KlAmount *keeps;
     const KlHeld *held;
+    bool of_row;
 } KlParts;
 
 struct KlRow {

@@ -96,6 +96,19 @@ is_in_run(const Build *build, KlNodeId id, const KlRun *run)
            run->segment == (stages->node_stage[id] == run->stage ? stages->segment[id] : 0);
 }
 
+/* Whether a node is given a value whole, put together from all chunks. */
+static bool
+gathers(const Build *build, KlNodeId id, KlValueId value)
+{
+    const KlNode *node = &build->tape->nodes[id];
+    bool is_gathered = false;
+    for (uint32_t k = 0; k < node->n_inputs && !is_gathered; k++) {
+        is_gathered = build->tape->inputs[node->first_input + k].value == value &&
+                      kl_stage_is_gathered(build->tape, &build->program->stages, node, k);
+    }
+    return is_gathered;
+}
+
 /* Whether something beside the run reads a value, or beside all segments of its body; light work on data is
  * run again. */
 static bool
@@ -109,7 +122,7 @@ is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is
     bool is_data = maker != KL_ID_NONE && program->stages.is_data[maker];
     for (uint32_t i = build->first_reader[value]; i < build->first_reader[value + 1]; i++) {
         KlNodeId reader = build->readers[i];
-        if (build->tape->nodes[reader].mode == KL_MODE_ONCE) {
+        if (build->tape->nodes[reader].mode == KL_MODE_ONCE || gathers(build, reader, value)) {
             return true;
         }
         bool is_here = is_beside_body ? is_at_stage(&program->stages, reader, run->stage) &&
@@ -251,7 +264,8 @@ note_reads(Build *build, const KlRun *run, KlNodeId id, uint32_t position)
         if (value == KL_ID_NONE) {
             continue;
         }
-        if (build->made_in[value] == number_of(build)) {
+        bool is_gathered = kl_stage_is_gathered(build->tape, &build->program->stages, node, k);
+        if (build->made_in[value] == number_of(build) && !is_gathered) {
             build->last_use[value] = position;
         } else if (build->given_in[import] != number_of(build)) {
             build->given_in[import] = number_of(build);
@@ -476,7 +490,8 @@ take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
              k++) {
             KlValueId value = build->tape->inputs[node->first_input + k].value;
             KlNodeId maker = value != KL_ID_NONE ? maker_of(build, value) : KL_ID_NONE;
-            if (maker != KL_ID_NONE && build->program->stages.is_data[maker]) {
+            if (maker != KL_ID_NONE && build->program->stages.is_data[maker] &&
+                !kl_stage_is_gathered(build->tape, &build->program->stages, node, k)) {
                 status = push(build, stack, maker);
             }
         }

@@ -104,6 +104,28 @@ dtype_nll(const KlCall *call, KlInferred *result, KlError *error)
     return kl_meta_dtype_is_float(call->inputs[INPUT]->dtype) ? KL_OK : KL_DECLINED;
 }
 
+/* The rows are the classes: each label finds its score in one chunk, and the exponentials of a term's scores are
+ * summed over all chunks. */
+static KlStatus
+place_classes(const KlCall *call, KlInferred *result)
+{
+    const KlMeta *weight = kl_rules_input(call, WEIGHT);
+    const KlPlace *place = &call->inputs[INPUT]->place;
+    double smoothing = 0.0;
+    KlStatus status = call->n_args > 5 ? kl_rules_float(call, 5, 0.0, &smoothing) : KL_OK;
+    if (place->outer != 1 || place->inner != 1 ||
+        !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET]) ||
+        (smoothing > 0.0 && weight != NULL)) {
+        return kl_rules_once(result, "the rows are classes");
+    }
+    for (uint32_t i = TARGET; i < call->n_inputs; i++) {
+        if (kl_place_is_rows(&call->inputs[i]->place)) {
+            return kl_rules_once(result, "the rows are classes, and labels or weights");
+        }
+    }
+    return status == KL_OK ? kl_rules_reduce(result, KL_REDUCE_CLASSES) : status;
+}
+
 KlStatus
 place_nll(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -111,6 +133,9 @@ place_nll(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *input = call->inputs[INPUT];
     bool is_reduced = false;
     KlStatus status = kl_rules_reduction(call, &is_reduced);
+    if (kl_place_is_rows(&input->place) && input->place.dim == 1) {
+        return place_classes(call, result);
+    }
     KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_CROSS_ENTROPY : KL_REDUCE_NONE,
                        .reason = "the rows are classes, or their weights"};
     bool is_numbers = has_class_numbers(input, call->inputs[TARGET]);

@@ -246,56 +246,24 @@ shape_bilinear(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_mm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    const KlWiring wiring = {
-        .inputs = {letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, LETTER_COLUMN, 0)},
-        .outs = {letters(LETTER_ROW, LETTER_COLUMN, 0)},
-        .reduce = KL_REDUCE_SUM};
-    return kl_rules_wire(call, result, &wiring);
-}
-
-KlStatus
-place_bmm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    const KlWiring wiring = {
-        .inputs = {letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, LETTER_COLUMN)},
-        .outs = {letters(1, LETTER_ROW, LETTER_COLUMN)},
-        .reduce = KL_REDUCE_SUM};
-    return kl_rules_wire(call, result, &wiring);
-}
-
-KlStatus
-place_mv(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    const KlWiring wiring = {
-        .inputs = {letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, 0, 0)},
-        .outs = {letters(LETTER_ROW, 0, 0)},
-        .reduce = KL_REDUCE_SUM};
-    return kl_rules_wire(call, result, &wiring);
-}
-
-KlStatus
-place_dot(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    const KlWiring wiring = {.inputs = {letters(LETTER_SUM, 0, 0), letters(LETTER_SUM, 0, 0)},
-                             .reduce = KL_REDUCE_SUM};
-    return kl_rules_wire(call, result, &wiring);
-}
-
-KlStatus
-place_outer(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    const KlWiring wiring = {.inputs = {letters(LETTER_ROW, 0, 0), letters(LETTER_COLUMN, 0, 0)},
-                             .outs = {letters(LETTER_ROW, LETTER_COLUMN, 0)}};
-    return kl_rules_wire(call, result, &wiring);
-}
+#define PLACE_PRODUCT(word, left, right, out, reduction)                                           \
+    KL_PLACE(word)                                                                                 \
+    {                                                                                              \
+        (void)error;                                                                               \
+        const KlWiring wiring = {.inputs = {left, right}, .outs = {out}, .reduce = reduction};     \
+        return kl_rules_wire(call, result, &wiring);                                               \
+    }
+PLACE_PRODUCT(mm, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, LETTER_COLUMN, 0),
+              letters(LETTER_ROW, LETTER_COLUMN, 0), KL_REDUCE_SUM)
+PLACE_PRODUCT(bmm, letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, LETTER_COLUMN),
+              letters(1, LETTER_ROW, LETTER_COLUMN), KL_REDUCE_SUM)
+PLACE_PRODUCT(mv, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, 0, 0),
+              letters(LETTER_ROW, 0, 0), KL_REDUCE_SUM)
+PLACE_PRODUCT(dot, letters(LETTER_SUM, 0, 0), letters(LETTER_SUM, 0, 0), letters(0, 0, 0),
+              KL_REDUCE_SUM)
+PLACE_PRODUCT(outer, letters(LETTER_ROW, 0, 0), letters(LETTER_COLUMN, 0, 0),
+              letters(LETTER_ROW, LETTER_COLUMN, 0), KL_REDUCE_NONE)
+#undef PLACE_PRODUCT
 
 /* input + left * right */
 static KlStatus
@@ -309,45 +277,23 @@ wire_added(const KlCall *call, KlInferred *result, KlLabels left, KlLabels right
     return kl_rules_wire(call, result, &wiring);
 }
 
-KlStatus
-place_addmm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return wire_added(call, result, letters(LETTER_ROW, LETTER_SUM, 0),
-                      letters(LETTER_SUM, LETTER_COLUMN, 0), letters(LETTER_ROW, LETTER_COLUMN, 0));
-}
-
-KlStatus
-place_addmv(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return wire_added(call, result, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, 0, 0),
-                      letters(LETTER_ROW, 0, 0));
-}
-
-KlStatus
-place_addr(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return wire_added(call, result, letters(LETTER_ROW, 0, 0), letters(LETTER_COLUMN, 0, 0),
-                      letters(LETTER_ROW, LETTER_COLUMN, 0));
-}
-
-KlStatus
-place_baddbmm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return wire_added(call, result, letters(1, LETTER_ROW, LETTER_SUM),
-                      letters(1, LETTER_SUM, LETTER_COLUMN), letters(1, LETTER_ROW, LETTER_COLUMN));
-}
-
-KlStatus
-place_addbmm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return wire_added(call, result, letters(1, LETTER_ROW, LETTER_SUM),
-                      letters(1, LETTER_SUM, LETTER_COLUMN), letters(LETTER_ROW, LETTER_COLUMN, 0));
-}
+#define PLACE_ADDED(word, left, right, out)                                                        \
+    KL_PLACE(word)                                                                                 \
+    {                                                                                              \
+        (void)error;                                                                               \
+        return wire_added(call, result, left, right, out);                                         \
+    }
+PLACE_ADDED(addmm, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, LETTER_COLUMN, 0),
+            letters(LETTER_ROW, LETTER_COLUMN, 0))
+PLACE_ADDED(addmv, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, 0, 0),
+            letters(LETTER_ROW, 0, 0))
+PLACE_ADDED(addr, letters(LETTER_ROW, 0, 0), letters(LETTER_COLUMN, 0, 0),
+            letters(LETTER_ROW, LETTER_COLUMN, 0))
+PLACE_ADDED(baddbmm, letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, LETTER_COLUMN),
+            letters(1, LETTER_ROW, LETTER_COLUMN))
+PLACE_ADDED(addbmm, letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, LETTER_COLUMN),
+            letters(LETTER_ROW, LETTER_COLUMN, 0))
+#undef PLACE_ADDED
 
 KlStatus
 place_linear(const KlCall *call, KlInferred *result, KlError *error)

@@ -68,65 +68,20 @@ reduce_by(const KlCall *call, KlInferred *result, KlReduce reduce)
     return is_kept(call, result) ? move_first(call, result) : kl_rules_reduce(result, reduce);
 }
 
-KlStatus
-place_sum(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_SUM);
-}
-
-KlStatus
-place_mean(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_MEAN);
-}
-
-KlStatus
-place_var(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_VAR);
-}
-
-KlStatus
-place_amax(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_AMAX);
-}
-
-KlStatus
-place_logsumexp(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_LOGSUMEXP);
-}
-
-KlStatus
-place_prod(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_PROD);
-}
-
-KlStatus
-place_all(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_ALL);
-}
-
-KlStatus
-place_any(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_ANY);
-}
-
-KlStatus
-place_count(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return reduce_by(call, result, KL_REDUCE_COUNT);
-}
+/* Reductions that are split, by their dims. */
+#define PLACE_REDUCED(word, reduce)                                                                \
+    KL_PLACE(word)                                                                                 \
+    {                                                                                              \
+        (void)error;                                                                               \
+        return reduce_by(call, result, reduce);                                                    \
+    }
+PLACE_REDUCED(sum, KL_REDUCE_SUM)
+PLACE_REDUCED(mean, KL_REDUCE_MEAN)
+PLACE_REDUCED(var, KL_REDUCE_VAR)
+PLACE_REDUCED(amax, KL_REDUCE_AMAX)
+PLACE_REDUCED(logsumexp, KL_REDUCE_LOGSUMEXP)
+PLACE_REDUCED(prod, KL_REDUCE_PROD)
+PLACE_REDUCED(all, KL_REDUCE_ALL)
+PLACE_REDUCED(any, KL_REDUCE_ANY)
+PLACE_REDUCED(count, KL_REDUCE_COUNT)
+#undef PLACE_REDUCED

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-/* --- softmax, log_softmax: input, dim, dtype -------------------------------------------------- */
+/* --- softmax, log_softmax: input, dim, dtype; logs, most: of a dim of the rows, see koila/meets.py */
 
 KlStatus
 shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
@@ -49,9 +49,16 @@ place_softmax(const KlCall *call, KlInferred *result, KlError *error)
         return status;
     }
     KlLabels labels = kl_rules_letters(n_dims);
-    labels.of[dim] = 0;
+    const KlMeta *input = call->inputs[0];
+    bool is_over_rows = kl_place_is_rows(&input->place) && input->place.dim == dim;
+    bool is_wide = input->dtype == KL_DTYPE_FLOAT32 || input->dtype == KL_DTYPE_FLOAT64;
+    bool is_met = call->n_args > 4 && kl_rules_is_given(call, 3) && kl_rules_is_given(call, 4);
+    if (is_over_rows && is_wide && !is_met && !kl_rules_is_given(call, 2)) {
+        return KL_DECLINED; /* recorded again, with the sums of exponentials as a call before it */
+    }
+    labels.of[dim] = is_met ? labels.of[dim] : 0;
     const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "softmax over the batch"};
+        .inputs = {labels, labels, labels}, .outs = {labels}, .reason = "softmax over the batch"};
     return kl_rules_wire(call, result, &wiring);
 }
 

@@ -29,7 +29,7 @@ typedef struct Build {
     uint32_t *last_read; /* [n_values] the last unit that reads it from outside, going forward */
     bool *is_inner;      /* [n_values] only segments of one body read it, and let it go */
     bool *is_gone;       /* [n_values] it was let go */
-    bool *is_read_whole; /* [n_values] a joint reads it, put together from its chunks */
+    bool *is_read_whole; /* [n_values] it is read put together from its chunks */
 } Build;
 
 static KlStatus
@@ -129,12 +129,12 @@ find_crossing(Build *build)
              r++) {
             const KlRun *run = &program->runs[r];
             for (uint32_t i = 0; i < run->imports.n; i++) {
-                KlValueId value =
-                    program->stages.imports[program->imports.ids[run->imports.first + i]].value;
+                const KlImport *import =
+                    &program->stages.imports[program->imports.ids[run->imports.first + i]];
+                KlValueId value = import->value;
                 bool is_crossing = build->maker[value] != NOWHERE && build->maker[value] != u;
                 build->last_read[value] = is_crossing ? u : build->last_read[value];
-                build->is_read_whole[value] =
-                    build->is_read_whole[value] || (is_crossing && !build->units[u].is_body);
+                build->is_read_whole[value] |= is_crossing && !kl_place_is_rows(&import->place);
             }
             for (uint32_t i = 0; i < run->combined.n; i++) {
                 KlNodeId id = program->combined.ids[run->combined.first + i];

@@ -10,6 +10,8 @@ uint32_t
 kl_stage_n_parts(KlReduce reduce)
 {
     switch (reduce) {
+    case KL_REDUCE_CLASSES:
+        return 4;
     case KL_REDUCE_VAR: /* count, mean, squared deviations */
         return 3;
     case KL_REDUCE_MEAN: /* a sum and the number of its terms, or how often a maximum is reached */
@@ -50,6 +52,18 @@ static const KlInput *
 inputs_of(const KlTape *tape, const KlNode *node)
 {
     return &tape->inputs[node->first_input];
+}
+
+bool
+kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t k)
+{
+    const KlInput *input = &inputs_of(tape, node)[k];
+    if (input->value == KL_ID_NONE || node->mode == KL_MODE_ONCE || node->is_open ||
+        kl_place_is_rows(&input->place) || stages->is_leaf[input->value]) {
+        return false;
+    }
+    const KlValue *value = &tape->values[input->value];
+    return kl_place_is_rows(&value->meta.place) && tape->nodes[value->node].mode == KL_MODE_ROWS;
 }
 
 /* -- what is needed ---------------------------------------------------------------------------------- */
@@ -144,18 +158,18 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     return true;
 }
 
-/* The body a node by rows belongs to, looking at inputs first .. n_inputs-1. */
+/* The first body from `stage` on that a node by rows can be in. */
 static uint32_t
-body_of(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t first)
+body_of(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t stage)
 {
-    uint32_t stage = 3;
-    for (uint32_t k = first; k < node->n_inputs; k++) {
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
         KlValueId value = inputs_of(tape, node)[k].value;
         if (value == KL_ID_NONE || stages->is_leaf[value]) {
             continue;
         }
         uint32_t at = stages->value_stage[value];
         uint32_t body = kl_stage_is_body(at) ? at : at + 1;
+        body += kl_stage_is_body(at) && kl_stage_is_gathered(tape, stages, node, k) ? 2 : 0;
         stage = body > stage ? body : stage;
     }
     return stage;
@@ -184,7 +198,8 @@ is_late_part_data(const KlTape *tape, const KlStages *stages, const KlNode *node
 {
     for (uint32_t k = 1; k < node->n_inputs; k++) {
         KlValueId value = inputs_of(tape, node)[k].value;
-        if (value != KL_ID_NONE && !is_data_value(tape, stages, value)) {
+        if (value != KL_ID_NONE &&
+            (!is_data_value(tape, stages, value) || stages->value_stage[value] > KL_STAGE_DATA)) {
             return false;
         }
     }
@@ -234,7 +249,8 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
         at = after = joint_after_aside(tape, node, aside, joint_of(tape, stages, node));
     } else {
         stages->is_data[id] = is_data_node(tape, stages, node);
-        at = stages->is_data[id] ? KL_STAGE_DATA : body_of(tape, stages, node, 0);
+        uint32_t first = stages->is_data[id] ? KL_STAGE_DATA : KL_STAGE_DATA + 2;
+        at = node->is_open ? first : body_of(tape, stages, node, first);
         after = node->mode == KL_MODE_REDUCE ? at + 1 : at;
     }
     if (node->mode == KL_MODE_REDUCE) {

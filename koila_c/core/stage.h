@@ -6,7 +6,8 @@
  *     2  joint   ...   3  body: the first that needs parameters   4  joint   5 ...
  * A node that runs by rows belongs to the body after the last joint it reads; a reduction leaves partials
  * in that body and is a value at the next joint; a node that runs once waits for all chunks of what it
- * reads. Light work of stage 1 is run again where a later body needs it, rather than kept. */
+ * reads. What a node by rows reads whole, of all chunks, is *gathered*: the node is in the body after that.
+ * Light work on data is run again where a later body needs it, rather than kept. */
 #ifndef KL_STAGE_H
 #define KL_STAGE_H
 
@@ -75,6 +76,10 @@ kl_stage_has_gradient(const KlTape *tape, const KlStages *stages, const KlNode *
     }
     return false;
 }
+
+/* Whether a node by rows is given its `k`-th input whole although chunks make it: *gathered*, a body later. */
+bool kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *node,
+                          uint32_t k);
 
 /* Parts that a reduction leaves for each chunk, and whether combining them saves them for backward: bit i for part i. */
 uint32_t kl_stage_n_parts(KlReduce reduce);

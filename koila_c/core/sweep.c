@@ -81,7 +81,8 @@ size_of(const KlSweep *sweep, KlValueId value)
     if (size->cut_in == sweep->number) {
         return (KlBytes){0, whole / (double)sweep->rows};
     }
-    return size->per_row > 0 ? (KlBytes){0, size->per_row} : (KlBytes){whole, 0};
+    bool has_rows = size->per_row > 0 && size->gathered_in != sweep->number;
+    return has_rows ? (KlBytes){0, size->per_row} : (KlBytes){whole, 0};
 }
 
 static const KlSweepNode *
@@ -204,7 +205,7 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
 
 /* -- lifetimes ---------------------------------------------------------------------------------------- */
 
-/* Whole values (plain tensors) of which a chunk is given its rows. */
+/* Whole values (plain tensors) of which a chunk is given its rows, and values by rows that it is given whole. */
 static void
 find_cut(KlSweep *sweep)
 {
@@ -216,8 +217,11 @@ find_cut(KlSweep *sweep)
     for (uint32_t i = 0; i < span->n_imports && span->is_body && sweep->rows > 0; i++) {
         const KlImport *import = &sweep->program->stages.imports[span->imports[i]];
         const KlValue *value = &sweep->tape->values[import->value];
-        if (kl_place_is_rows(&import->place) && !kl_place_is_rows(&value->meta.place)) {
+        bool has_rows = kl_place_is_rows(&value->meta.place);
+        if (kl_place_is_rows(&import->place) && !has_rows) {
             sweep->sizes[import->value].cut_in = sweep->number;
+        } else if (!kl_place_is_rows(&import->place) && has_rows) {
+            sweep->sizes[import->value].gathered_in = sweep->number;
         }
     }
 }

@@ -48,6 +48,8 @@ typedef struct KlSize {
     int64_t n_elements; /* of all rows */
     double per_row;     /* bytes; 0: it is whole */
     KlStorageId storage;
+    uint32_t
+        gathered_in; /* the last sweep in which chunks are given all of it though it has rows */
     uint32_t cut_in; /* the last sweep in which a chunk is given rows of it though it is whole */
     uint8_t itemsize;
     bool needs_gradient;

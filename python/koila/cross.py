@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from koila.tail import Watch
 
 Key = tuple[Any, ...]
+_GATHERED: Key = ("gathered",)
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,6 +108,7 @@ class Cross:
         self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
         self.aliases: dict[Key, torch.Tensor] = {}
         self.seeds: dict[Key, torch.Tensor | None] = {}
+        self.gathered: torch.Tensor | None = None  # the chunks, put together for bodies
         self.is_offloaded = False  # its chunks are kept beside its device
         #: Its gradient is sent back already: what comes now is only looked at.
         self.watch: Watch | None = None
@@ -163,6 +165,21 @@ class Cross:
         with torch.set_grad_enabled(is_graph):
             return rows.gather(parts, self.info.place, self.info.strides)
 
+    def gather(self, is_graph: bool) -> torch.Tensor:
+        """What a chunk of a later body is given where it reads all rows: put together once, and its
+        gradient is summed over the chunks that read it."""
+        if self.whole is not None:
+            return self.read_whole(is_graph)
+        if self.gathered is None:
+            assert self.info.place is not None
+            numbers, place = sorted(self.chunks), self.info.place
+            chunks = [self.chunks[c] for c in numbers]
+            self.gathered = rows.gather(chunks, place, self.info.strides)
+            if len(chunks) > 1 and rows.is_cut_in_place(self.gathered, place):
+                sizes = [chunk.shape[place[1]] for chunk in chunks]
+                self.chunks = dict(zip(numbers, self.gathered.split(sizes, place[1]), strict=True))
+        return self._alias(_GATHERED, self.gathered, is_graph)
+
     def read_rows(
         self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
     ) -> torch.Tensor:
@@ -194,11 +211,20 @@ class Cross:
         alias = self.aliases.get(("chunk", chunk))
         known = self.seeds.get(("chunk", chunk))
         grad = _add(known, alias.grad if alias is not None else None)
-        whole = self.seeds.get(("whole",))
-        if whole is not None and self.info.place is not None:
-            part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
-            grad = _add(grad, part)
+        gathered = self.aliases.get(_GATHERED)
+        of_new = gathered.grad if gathered is not None else None
+        of_gathered = _add(self.seeds.get(_GATHERED), of_new)
+        for whole in (self.seeds.get(("whole",)), of_gathered):
+            if whole is not None and self.info.place is not None:
+                part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
+                grad = _add(grad, part)
         return grad
+
+    def drop_seeds(self, chunk: int, is_last: bool) -> None:
+        """A chunk has gone back; after the last one nobody asks for gradients any more."""
+        self.seeds.pop(("chunk", chunk), None)
+        if is_last:
+            self.seeds.pop(_GATHERED, None)
 
     def settle(self, chunk: int) -> list[torch.Tensor]:
         """Keep only the gradient that came to a chunk that was read; returns the alias of it."""
@@ -217,6 +243,7 @@ class Cross:
         self.aliases.clear()
         self.chunks.clear()
         self.parts.clear()
+        self.gathered = None
 
     def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
         """Take the gradient of what a body left off its chunks, put together."""

@@ -18,6 +18,7 @@ from koila import (
     explain,
     handlers,
     hooks,
+    meets,
     meta,
     norms,
     numbers,
@@ -235,6 +236,10 @@ def register_all() -> None:
         "batch_norm",
         tuple,
     )
+    _core.register(meets.shares, OP, "softmax", None, False, False, False, "var_mean", tuple)
+    for call in (meets.softmax, meets.log_softmax):
+        name = call.__name__
+        _core.register(call, OP, name, meets.run_whole, False, False, False, name, tuple)
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
         if name in handlers.HANDLERS:

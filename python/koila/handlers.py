@@ -17,6 +17,7 @@ from koila import (
     engine,
     explain,
     hooks,
+    meets,
     meta,
     norms,
     plan,
@@ -496,6 +497,8 @@ HANDLERS: dict[str, Handler] = {
 DECLINED: dict[str, Handler] = {
     "__getitem__": select,
     "batch_norm": norms.record,
+    "softmax": meets.record,
+    "log_softmax": meets.record,
     "masked_select": masked_select,
     "rrelu": rrelu,
     "poisson": poisson,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from koila import norms
+from koila import meets, norms
 
 # Names numpy uses, which torch takes for its own.
 NUMPY_NAMES = {
@@ -66,6 +66,8 @@ class Call:
     kwargs: dict[str, Any]
     signature: str  # the row's, from _core.op_table()
     dtype: torch.dtype  # of the first output
+    start: int = 0  # the first row of the chunk
+    n_rows: int = 0  # of all chunks
 
     @functools.cached_property
     def words(self) -> dict[str, Any]:
@@ -329,14 +331,35 @@ class LogSumExp(Reduction):
         return torch.exp(x - self.finite(most)).sum(over, keepdim=keepdim)
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
-        maxima, sums = parts
+        logs, most = self.joined(*parts)
+        return (logs + most).to(call.dtype)
+
+    def joined(
+        self, maxima: list[torch.Tensor], sums: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logarithm of the sum of exponentials of what lies below the largest, and that."""
         most = self.finite(torch.stack(maxima).amax(0))
         scaled = [
             # a chunk of nothing but -inf has the sum 0 whatever its scale
             s * torch.exp(torch.where(m == -torch.inf, 0.0, self.finite(m) - most))
             for m, s in zip(maxima, sums, strict=True)
         ]
-        return (total(scaled).log() + most).to(call.dtype)
+        return total(scaled).log(), most
+
+
+class Shares(LogSumExp):
+    """What a softmax over the batch is made of."""
+
+    n_parts = 3  # as of the call it is laid out as
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        x, dim = call.word("input"), call.word("dim")
+        most = x.detach().amax(dim, True)
+        made = most, meets.sums(x, self.finite(most), dim), count(1)
+        return tuple(made[part] for part in parts)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        return self.joined(*parts[:2])
 
 
 class Norm(Reduction):
@@ -437,6 +460,68 @@ class CrossEntropy(Loss):
         return weights
 
 
+class Classes(LogSumExp):
+    """Cross-entropy and nll whose classes are the rows, as of a matrix of pairs turned over.
+
+    Beside maxima and sums of exponentials: the scores of the labels that lie in the chunk, smoothed
+    by those of all classes; and, of the first chunk, how much each label weighs, and whether it
+    counts.
+    """
+
+    n_parts = 4
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        x = call.word("input").to(call.wide)
+        most = x.detach().amax(1)
+        if self.is_nll(call):
+            sums = most.new_zeros(most.shape)
+        else:
+            sums = torch.exp(x - self.finite(most).unsqueeze(1)).sum(1)
+        made = most, sums, self.scores(call, x), self.weights(call)
+        return tuple(made[part] for part in parts)
+
+    @staticmethod
+    def is_nll(call: Call) -> bool:
+        return call.func.__name__.startswith("nll")
+
+    @staticmethod
+    def scores(call: Call, x: torch.Tensor) -> torch.Tensor:
+        at = call.word("target") - call.start
+        is_here = (at >= 0) & (at < x.shape[1])
+        found: torch.Tensor = x.gather(1, torch.where(is_here, at, 0).unsqueeze(1)).squeeze(1)
+        found = torch.where(is_here, found, 0)
+        smoothing: float = call.word("label_smoothing", 0.0)
+        if not smoothing:
+            return found
+        return (1 - smoothing) * found + x.sum(1) * (smoothing / call.n_rows)
+
+    @staticmethod
+    def weights(call: Call) -> torch.Tensor:
+        target: torch.Tensor = call.word("target")
+        if call.start > 0:
+            return target.new_zeros((), dtype=call.wide)
+        counts: torch.Tensor = target != call.word("ignore_index", -100)
+        given: torch.Tensor | None = call.word("weight")
+        weights = counts.to(call.wide)
+        if given is not None:
+            weights = given.to(call.wide)[torch.where(counts, target, 0)] * weights
+        return torch.stack([weights, counts.to(call.wide)])
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        weights, counts = parts[3][0]
+        losses = -total(parts[2])
+        if not self.is_nll(call):
+            # log_softmax() of a row with inf is nan all over, and so is its gradient
+            logs, most = self.joined(*parts[:2])
+            losses = losses + most + logs * torch.where(logs == torch.inf, torch.nan, 1.0)
+        losses = torch.where(counts == 0, 0.0, losses * weights)
+        reduction = call.word("reduction", NONE)
+        if reduction == NONE:
+            return losses.to(call.dtype)
+        loss = losses.sum()
+        return (loss / weights.sum() if reduction == MEAN else loss).to(call.dtype)
+
+
 REDUCTIONS: dict[str, Reduction] = {
     "SUM": Sum(),
     "COUNT": Sum(),
@@ -450,4 +535,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "ANY": Again(torch.any),
     "LOSS": Loss(),
     "CROSS_ENTROPY": CrossEntropy(),
+    "CLASSES": Classes(),
 }
+#: Of calls that only chunks make.
+OF_CALLS: dict[Callable[..., Any], Reduction] = {meets.shares: Shares()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from koila import _core
-from koila.partials import REDUCTIONS, Call, Reduction
+from koila.partials import OF_CALLS, REDUCTIONS, Call, Reduction
 from koila.program import REDUCTION_NAMES as NAMES
 from koila.program import Node, Program
 
@@ -20,7 +20,7 @@ def _signatures() -> dict[str, str]:
 
 
 def reduction_of(node: Node) -> Reduction:
-    return REDUCTIONS[NAMES[node.reduce]]
+    return OF_CALLS.get(_core.node(node.id)[0]) or REDUCTIONS[NAMES[node.reduce]]
 
 
 def n_parts(node: Node) -> int:
@@ -38,10 +38,13 @@ def _call(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    start: int = 0,
 ) -> Call:
     row = _core.node(node.id)[1]
     assert row is not None  # only a row says that a call is a reduction
-    return Call(func, args, kwargs, _signatures()[row], program.info(node.first_out).dtype)
+    dtype = program.info(node.first_out).dtype
+    n_rows = _core.node(node.id)[4]
+    return Call(func, args, kwargs, _signatures()[row], dtype, start, n_rows)
 
 
 def run_parts(
@@ -51,9 +54,10 @@ def run_parts(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    start: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The partials of one chunk, those numbered `parts`."""
-    call = _call(program, node, func, args, kwargs)
+    """The partials of one chunk, which begins at row `start`; those numbered `parts`."""
+    call = _call(program, node, func, args, kwargs, start)
     return reduction_of(node).partials(parts, call)
 
 

@@ -22,6 +22,7 @@ from koila import (
     draws,
     explain,
     hooks,
+    meets,
     norms,
     plan,
     reductions,
@@ -116,7 +117,7 @@ class Replay:
         if entry.is_range:
             return cross.read_whole(False).narrow(0, 0, bounds[1] - bounds[0])
         if entry.place is None:
-            return cross.read_whole(is_graph)
+            return cross.gather(is_graph)
         return cross.read_rows(entry.place, self.grids[run.axis], chunk, is_graph)
 
     def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
@@ -163,10 +164,13 @@ class Replay:
             if i in run.parts and self._is_plain(node, run):
                 results = func(*args, **kwargs)
                 return tuple(results) if isinstance(results, tuple | list) else (results,)
-            if node.mode == ROWS and func is norms.batch_norm:
-                return self._normalize(node, run, args)
+            if node.mode == ROWS and func in meets.N_OWN:
+                return self._go_on(node, run, func, args)
             if i in run.parts:
-                return reductions.run_parts(self.program, node, run.parts[i], func, args, kwargs)
+                start = bounds[0] if bounds else 0
+                return reductions.run_parts(
+                    self.program, node, run.parts[i], func, args, kwargs, start
+                )
             return self._settle_view(node, func(*args, **kwargs), args)
 
         def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,18 +198,20 @@ class Replay:
         )
         return env
 
-    def _normalize(self, node: Node, run: Run, args: tuple[Any, ...]) -> Any:
-        """batch_norm on a chunk: its running statistics are written at the commit, once."""
+    def _go_on(self, node: Node, run: Run, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A call on a chunk that is given what all rows have met in. The running statistics of
+        batch_norm are written at the commit, once."""
         is_alone = self.is_forward and len(self.grids[run.axis]) == 1
         if is_alone:  # one forward without a graph: torch's own call, which writes them
-            return torch.batch_norm(*args[:9])
-        if args[3] is not None and node.id not in self.statistics:
+            return func(*args[: meets.N_OWN[func]])
+        is_norm = func is norms.batch_norm
+        if is_norm and args[3] is not None and node.id not in self.statistics:
             shape = self.program.info(node.first_out).shape
             var, mean = args[9].detach(), args[10].detach()
             n_terms = math.prod(shape) // shape[1]
             running = args[3], args[4], args[6]
             self.statistics[node.id] = norms.Statistics(*running, var, mean, n_terms)
-        return norms.batch_norm(*args)
+        return func(*args)
 
     def _is_plain(self, node: Node, run: Run) -> bool:
         """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
@@ -398,7 +404,7 @@ class Replay:
                 self._back_through(run, chunk)
             self._let_go_of_chunk(chunk, made, handed)
             for value in self.program.left_by(step.runs):
-                self.cross[value].seeds.pop(("chunk", chunk), None)
+                self.cross[value].drop_seeds(chunk, chunk + 1 == len(self.grids[last.axis]))
 
     def _let_go_of_chunk(self, chunk: int, made: set[int], handed: set[int]) -> None:
         """Segments have gone back: what was `made` for them goes, and all gradients for what one

@@ -1,0 +1,96 @@
+"""Softmax over the batch by rows: all rows meet in their largest, and in the logarithm of a sum of
+exponentials of what lies below it; each chunk goes on with those.
+
+Recorded are two calls, as for batch normalization (norms.py): what rows meet in, a reduction that
+only chunks need, and the softmax, which whole is torch's own call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from koila import _core, norms
+
+
+class _Sums(torch.autograd.Function):
+    """Sums of exponentials of what lies below `most`: only the input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
+        ctx.save_for_backward(x, most)
+        return torch.sub(x, most).exp_().sum(dim, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        x, most = ctx.saved_tensors
+        return torch.sub(x, most).exp_().mul_(gradients[0]), None, None
+
+
+def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
+    made: Tensor = _Sums.apply(x, most, dim)  # type: ignore[no-untyped-call]
+    return made
+
+
+def shares(x: Tensor, dim: list[int], *, correction: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """What rows meet in: the logarithm, and the largest. It is called in chunks alone, where its
+    parts are made by `sums`; its results are laid out as those of torch.var_mean."""
+    raise NotImplementedError
+
+
+def _below(x: Tensor, logs: Tensor, most: Tensor) -> Tensor:
+    """The logarithms of shares. Beside inf nothing is a number, nor its gradient."""
+    return x - most.detach() - logs * torch.where(logs == torch.inf, torch.nan, 1.0)
+
+
+def softmax(
+    x: Tensor,
+    dim: int,
+    dtype: None = None,
+    logs: Tensor | None = None,
+    most: Tensor | None = None,
+) -> Tensor:
+    """Whole, where nobody summed up, torch's own call."""
+    if logs is None or most is None:
+        return torch.softmax(x, dim)
+    return torch.exp(_below(x, logs, most))
+
+
+def log_softmax(
+    x: Tensor,
+    dim: int,
+    dtype: None = None,
+    logs: Tensor | None = None,
+    most: Tensor | None = None,
+) -> Tensor:
+    """Likewise."""
+    return torch.log_softmax(x, dim) if logs is None or most is None else _below(x, logs, most)
+
+
+#: What is given what all rows have met in, and how many words torch's own call has.
+N_OWN: dict[Callable[..., Any], int] = {softmax: 3, log_softmax: 3, norms.batch_norm: 9}
+_HALVES = (torch.float16, torch.bfloat16)
+_BY_NAME = {"softmax": softmax, "log_softmax": log_softmax}
+
+
+def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a softmax over the batch as two calls."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if type(args[0]) is not _core.LazyTensor or dim is None:
+        return NotImplemented
+    x = args[0].float() if args[0].dtype in _HALVES else args[0]  # as autocast has it
+    call: Any = handle_torch_function
+    logs, most = call(shares, (x,), x, [dim], correction=0, keepdim=True)
+    if not _core.set_for_chunks(most):
+        return NotImplemented
+    return call(_BY_NAME[func.__name__], (x,), x, dim, None, logs, most)
+
+
+def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What cannot be recorded after all is torch's own call, and runs at once."""
+    del kwargs
+    return _core.live(func, args[:3], {}, False)

@@ -1,0 +1,165 @@
+"""Calls over the batch in which all rows meet, and after which each goes on by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import koila
+from chunked import split
+from oracle import eager
+from test_pairs import N_ROWS, Loss, assert_near, joints, step
+
+assert joints  # a fixture
+
+
+def softmax(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return (torch.softmax(a, 0) * b).square().sum()
+
+
+def log_softmax(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return (F.log_softmax(a, dim=0) * b).tanh().mean()
+
+
+def of_pairs(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """Both ways of one matrix."""
+    scores = a @ b.T
+    return -(scores.log_softmax(0) * scores.softmax(1)).sum() / len(a)
+
+
+def turned_over(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """The rows are the last dim."""
+    return -(a @ b.T).T.log_softmax(-1).exp().mul(y).sum(1).log().mean()
+
+
+def pooled(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """Attention pools the batch."""
+    return (a[:, :1].softmax(0) * b).sum(0).square().sum()
+
+
+def twice(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """One meeting after another."""
+    return a.softmax(0).mul(3).softmax(0).square().mean() + b.log_softmax(0).mean()
+
+
+def in_blocks(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """The batch is one digit of the dim."""
+    return (torch.stack([a, b], 1).flatten(0, 1).softmax(0) ** 2).sum()
+
+
+def spread(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return ((a - a.mean(0)) / (a.std(0) + 0.1)).tanh().mean() + b.var(0).log().sum()
+
+
+def normalized(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return (F.normalize(a, dim=0) @ F.normalize(b, dim=0).T).exp().mean()
+
+
+def partition(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    scores = a @ b.T
+    return (scores - scores.logsumexp(0)).square().mean()
+
+
+MEETING: list[Loss] = [
+    softmax,
+    log_softmax,
+    of_pairs,
+    turned_over,
+    pooled,
+    twice,
+    in_blocks,
+    spread,
+    normalized,
+    partition,
+]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+@pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)
+def test_by_rows(loss: Loss, chunks: int, joints: list[str]) -> None:
+    want = step(loss, eager)
+    with split(chunks):
+        got = step(loss, koila.lazy)
+    if chunks == 1:
+        assert all(map(torch.equal, got, want))
+    assert_near(got, want)
+    assert not joints
+
+
+@pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)
+def test_of_several_batches(loss: Loss) -> None:
+    with split(3):
+        got = step(loss, koila.lazy, is_one=False)
+    assert_near(got, step(loss, eager))
+
+
+Over = Callable[..., Tensor]
+
+
+@pytest.mark.parametrize("over", [torch.softmax, torch.log_softmax, Tensor.softmax])
+@pytest.mark.parametrize("filled", [float("-inf"), float("inf"), float("nan"), 1e12])
+@pytest.mark.parametrize("n_filled", [1, 2, N_ROWS])
+def test_no_numbers(over: Over, filled: float, n_filled: int, joints: list[str]) -> None:
+    """A column of which some entries, or all, are no numbers, forward and back."""
+
+    def found(lazy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(N_ROWS, 3, dtype=torch.float64)
+        x[:n_filled, 1] = filled
+        weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        shares = over(lazy(x) * weight, dim=0)
+        loss = (shares * torch.arange(3)).sum()
+        loss.backward()
+        assert weight.grad is not None
+        return [torch.tensor(shares.tolist()), torch.tensor(loss.item()), weight.grad]
+
+    want = found(eager)
+    noise = 1e-14 * filled if abs(filled) < float("inf") else 1e-12  # a gradient adds up to nothing
+    for chunks in (3, N_ROWS):
+        with split(chunks):
+            got = found(koila.lazy)
+        for left, right, atol in zip(got, want, (1e-12, 1e-12, noise), strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-10, atol=atol, equal_nan=True)
+    assert not joints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_of_other_types(dtype: torch.dtype, is_cast: bool) -> None:
+    """In one chunk torch's own bits, in several nearly; under autocast too."""
+
+    def found(lazy: Any) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(N_ROWS, 8, dtype=dtype)
+        weight = torch.randn(8, 8, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            shares = (lazy(x) @ weight).softmax(0)
+        (shares.float() ** 2).sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    want = found(eager)
+    with koila.config(chunks=1):
+        assert torch.equal(found(koila.lazy), want)
+    is_half = dtype == torch.bfloat16 or is_cast
+    with koila.config(chunks=3):
+        torch.testing.assert_close(
+            found(koila.lazy), want, rtol=0.05 if is_half else 1e-4, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_without_gradients(chunks: int, joints: list[str]) -> None:
+    """Read in one chunk it is torch's own call, bit for bit."""
+    torch.manual_seed(0)
+    x = torch.randn(N_ROWS, 4, dtype=torch.float64)
+    with torch.no_grad(), split(chunks if chunks > 1 else None):
+        got = torch.tensor((koila.lazy(x) * 2).softmax(0).tolist())
+    want = (x * 2).softmax(0)
+    assert torch.equal(got, want.float()) if chunks == 1 else not joints
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
