@@ -9,6 +9,7 @@ import contextlib
 from collections import defaultdict
 from typing import Any
 
+from koila import _core
 from koila.partials import REDUCTIONS
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, Node, Program, Run
 from model_kit import each_held, written_in
@@ -22,6 +23,7 @@ class Model:
         self.nodes, self.imports = program.nodes, program.imports
         self.info, self.node_of = program.info, program.node_of
         self.kept = self._find_kept()
+        self.drops: dict[int, list[tuple[int, ...]]] = {}  # by the run, after each of its nodes
         self._readers: dict[int, list[Node]] = defaultdict(list)
         self._at: dict[int, list[Node]] = defaultdict(list)  # by stage
         for node in self.nodes.values():
@@ -183,7 +185,7 @@ class Model:
         for value, position in last_reader.items():
             if value not in kept:
                 drops[position].append(value)
-        run.drops = [tuple(drops[position]) for position in range(len(run.nodes))]
+        self.drops[id(run)] = [tuple(drops[position]) for position in range(len(run.nodes))]
 
     def _combined_at(self, stage: int) -> list[Node]:
         """Reductions whose partials become values at this joint."""
@@ -195,7 +197,7 @@ class Model:
         return self._is_read_elsewhere(value, run)
 
 
-def _told(run: Run) -> tuple[Any, ...]:
+def _told(run: Run, drops: list[tuple[int, ...]]) -> tuple[Any, ...]:
     """A run, without the order of what has none: values that die after one node, sizes."""
     lists = (
         run.nodes,
@@ -205,14 +207,15 @@ def _told(run: Run) -> tuple[Any, ...]:
         run.inner,
         [node.id for node in run.combined],
     )
-    sets = [set(values) for values in run.drops], set(run.shadows)
+    sets = [set(values) for values in drops], set(run.shadows)
     return run.stage, run.axis, run.segment, *lists, *sets, run.has_gradient
 
 
 def _assert_built(program: Program) -> list[int]:
     model = Model(program)
     assert program.kept == model.kept
-    assert list(map(_told, program.runs)) == list(map(_told, model.runs))
+    told = map(_told, program.runs, _core.told(program.handle, "drops"))
+    assert list(told) == [_told(run, model.drops[id(run)]) for run in model.runs]
     return [len(program.nodes)]
 
 

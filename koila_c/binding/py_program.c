@@ -176,22 +176,37 @@ drops_object(const KlProgram *program, const KlRun *run)
     return drops;
 }
 
-/* [(stage, axis or -1, segment, nodes, parts, imports, exports, inner, drops, combined, shadows, has gradient)] */
+/* (stage, axis or -1, segment, nodes, parts, imports, exports, inner, combined, shadows, has gradient) */
+static PyObject *
+run_object(const KlProgram *program, const KlRun *run)
+{
+    return Py_BuildValue(
+        "(IiINNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis, run->segment,
+        slice_object(&program->nodes, run->nodes), parts_object(program, run),
+        slice_object(&program->imports, run->imports),
+        slice_object(&program->exports, run->exports), slice_object(&program->inner, run->inner),
+        slice_object(&program->combined, run->combined),
+        slice_object(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
+}
+
 static PyObject *
 describe_runs(const KlProgram *program)
 {
     PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < program->n_runs; i++) {
-        const KlRun *run = &program->runs[i];
-        PyObject *item = Py_BuildValue(
-            "(IiINNNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis,
-            run->segment, slice_object(&program->nodes, run->nodes), parts_object(program, run),
-            slice_object(&program->imports, run->imports),
-            slice_object(&program->exports, run->exports),
-            slice_object(&program->inner, run->inner), drops_object(program, run),
-            slice_object(&program->combined, run->combined),
-            slice_object(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
-        if (append_stolen(list, item) < 0) {
+    for (size_t i = 0; list != NULL && i < program->n_staged; i++) {
+        if (append_stolen(list, run_object(program, &program->runs[i])) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *
+describe_drops(const KlProgram *program)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < program->n_staged; i++) {
+        if (append_stolen(list, drops_object(program, &program->runs[i])) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -439,19 +454,242 @@ kl_program_of(PyObject *handle, const Tape *tape)
     return program;
 }
 
+/* What staging alone tells of the nodes of a program. */
+typedef struct Traits {
+    size_t n_nodes;
+    bool has_writes, has_effects, is_drawing;
+} Traits;
+
+static Traits
+traits_of(const KlTape *core, const KlStages *stages)
+{
+    Traits traits = {0};
+    for (size_t i = 0; i < stages->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        if (stages->node_stage[i] == KL_STAGE_NONE) {
+            continue;
+        }
+        traits.n_nodes++;
+        traits.has_writes = traits.has_writes || node->writes != 0;
+        traits.has_effects = traits.has_effects || node->leaf_writes != 0;
+        traits.is_drawing = traits.is_drawing || node->is_random;
+    }
+    return traits;
+}
+
+/* {axis: rows} of the axes that bodies run over */
+static PyObject *
+axes_object(const KlTape *core, const KlProgram *program)
+{
+    PyObject *axes = PyDict_New();
+    for (size_t i = 0; axes != NULL && i < program->n_runs; i++) {
+        const KlRun *run = &program->runs[i];
+        if (!kl_program_is_body(run)) {
+            continue;
+        }
+        PyObject *axis = PyLong_FromUnsignedLong(run->axis);
+        PyObject *rows = PyLong_FromLongLong(core->axis_rows[kl_tape_axis_find(core, run->axis)]);
+        if (axis == NULL || rows == NULL || PyDict_SetItem(axes, axis, rows) < 0) {
+            Py_CLEAR(axes);
+        }
+        Py_XDECREF(axis);
+        Py_XDECREF(rows);
+    }
+    return axes;
+}
+
 static PyObject *
 describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached, PyObject *shared,
          PyObject *handle)
 {
     const KlStages *stages = &program->stages;
+    Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
-        "{s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:O,s:I,s:N,s:O,s:N,s:O}", "handle", handle, "nodes",
-        describe_nodes(tape, stages), "imports", describe_imports(stages), "values",
-        describe_values(stages), "runs", describe_runs(program), "kept", describe_kept(program),
-        "roots", ids_object(roots), "wanted", ids_object(reached), "shared", shared, "n_stages",
-        stages->n_stages, "last_body", stage_object(stages->last_body), "is_tail_linear",
-        stages->is_tail_linear ? Py_True : Py_False, "tail_node", stage_object(stages->tail_node),
-        "is_all", is_all_staged(&tape->core, stages) ? Py_True : Py_False);
+        "(ONNONnnnINONOOOO)", handle, ids_object(roots), ids_object(reached), shared,
+        axes_object(&tape->core, program), (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values,
+        (Py_ssize_t)stages->n_imports, stages->n_stages, stage_object(stages->last_body),
+        stages->is_tail_linear ? Py_True : Py_False, stage_object(stages->tail_node),
+        is_all_staged(&tape->core, stages) ? Py_True : Py_False,
+        traits.has_writes ? Py_True : Py_False, traits.has_effects ? Py_True : Py_False,
+        traits.is_drawing ? Py_True : Py_False);
+}
+
+/* told(program, what) -> a list of what a program has: "nodes", "imports", "values", "runs", "drops" or "kept". */
+PyObject *
+kl_program_told(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *handle = NULL;
+    const char *what = NULL;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "Os:told", &handle, &what)) {
+        return NULL;
+    }
+    const KlProgram *program = kl_program_of(handle, tape);
+    if (program == NULL) {
+        return NULL;
+    }
+    switch (what[0]) {
+    case 'n':
+        return describe_nodes(tape, &program->stages);
+    case 'i':
+        return describe_imports(&program->stages);
+    case 'v':
+        return describe_values(&program->stages);
+    case 'r':
+        return describe_runs(program);
+    case 'd':
+        return describe_drops(program);
+    default:
+        return describe_kept(program);
+    }
+}
+
+/* maker(program, value) -> (the node that makes a value in this program or None, is it a leaf, does a gradient
+ * flow to it, is it kept) */
+PyObject *
+kl_program_maker(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *handle = NULL;
+    unsigned int id = 0;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "OO&:maker", &handle, kl_py_id, &id)) {
+        return NULL;
+    }
+    const KlProgram *program = kl_program_of(handle, tape);
+    if (program == NULL) {
+        return NULL;
+    }
+    const KlStages *stages = &program->stages;
+    if (id >= stages->n_values) {
+        return PyErr_Format(PyExc_IndexError, "maker: there is no value %u", id);
+    }
+    KlNodeId node = tape->core.values[id].node;
+    bool is_made =
+        node != KL_ID_NONE && !stages->is_leaf[id] && stages->node_stage[node] != KL_STAGE_NONE;
+    return Py_BuildValue("(NOOO)", is_made ? node_object(tape, stages, node) : Py_NewRef(Py_None),
+                         stages->is_leaf[id] ? Py_True : Py_False,
+                         stages->needs_gradient[id] ? Py_True : Py_False,
+                         program->is_kept[id] ? Py_True : Py_False);
+}
+
+/* staged(program, node) -> what told() has of a node */
+PyObject *
+kl_program_staged(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *handle = NULL;
+    unsigned int id = 0;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "OO&:staged", &handle, kl_py_id, &id)) {
+        return NULL;
+    }
+    const KlProgram *program = kl_program_of(handle, tape);
+    if (program == NULL) {
+        return NULL;
+    }
+    if (id >= program->stages.n_nodes || program->stages.node_stage[id] == KL_STAGE_NONE) {
+        return PyErr_Format(PyExc_KeyError, "staged: node %u is not in the program", id);
+    }
+    return node_object(tape, &program->stages, id);
+}
+
+/* Whether a call runs once although it reads rows of a batch. */
+static bool
+joins_rows(const KlTape *core, const KlNode *node)
+{
+    for (uint32_t k = 0; k < node->n_inputs && node->mode == KL_MODE_ONCE; k++) {
+        KlValueId value = core->inputs[node->first_input + k].value;
+        if (value != KL_ID_NONE && kl_place_is_rows(&core->values[value].meta.place) &&
+            kl_meta_n_elements(&core->values[value].meta) != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* amounts(program) -> (bytes that its calls make, of these by calls that run once, bytes of rows that enter, how
+ * many calls run once, the first that does so although it reads rows, or None) */
+PyObject *
+kl_program_amounts(PyObject *module, PyObject *handle)
+{
+    (void)module;
+    const Tape *tape = kl_tape_open();
+    const KlProgram *program = tape != NULL ? kl_program_of(handle, tape) : NULL;
+    if (program == NULL) {
+        return NULL;
+    }
+    const KlTape *core = &tape->core;
+    long long made = 0, once = 0, entered = 0, n_once = 0;
+    uint32_t joint = KL_STAGE_NONE;
+    for (size_t i = 0; i < program->stages.n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        if (program->stages.node_stage[i] == KL_STAGE_NONE) {
+            continue;
+        }
+        long long bytes = 0;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            const KlValue *out = &core->values[node->first_out + k];
+            bytes += out->view_of == KL_ID_NONE ? kl_meta_n_bytes(&out->meta) : 0;
+        }
+        made += bytes;
+        once += node->mode == KL_MODE_ONCE ? bytes : 0;
+        n_once += node->mode == KL_MODE_ONCE;
+        joint = joint == KL_STAGE_NONE && joins_rows(core, node) ? (uint32_t)i : joint;
+    }
+    for (size_t i = 0; i < program->stages.n_imports; i++) {
+        const KlMeta *meta = &core->values[program->stages.imports[i].value].meta;
+        entered += kl_place_is_rows(&meta->place) ? kl_meta_n_bytes(meta) : 0;
+    }
+    return Py_BuildValue("(LLLLN)", made, once, entered, n_once, stage_object(joint));
+}
+
+static int
+append_if_there(PyObject *list, PyObject *tensor)
+{
+    return tensor != NULL ? PyList_Append(list, tensor) : 0;
+}
+
+/* entered(program) -> [tensor]: what enters a program. */
+PyObject *
+kl_program_entered(PyObject *module, PyObject *handle)
+{
+    (void)module;
+    const Tape *tape = kl_tape_open();
+    const KlProgram *program = tape != NULL ? kl_program_of(handle, tape) : NULL;
+    PyObject *list = program != NULL ? PyList_New(0) : NULL;
+    for (size_t i = 0; list != NULL && i < program->stages.n_imports; i++) {
+        const KlPyValue *entry = &tape->values[program->stages.imports[i].value];
+        if (append_if_there(list, entry->real) < 0 || append_if_there(list, entry->number) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* devices(program) -> {device}: where its values are made. */
+PyObject *
+kl_program_devices(PyObject *module, PyObject *handle)
+{
+    (void)module;
+    const Tape *tape = kl_tape_open();
+    const KlProgram *program = tape != NULL ? kl_program_of(handle, tape) : NULL;
+    bool is_made[UINT8_MAX + 1] = {false};
+    for (size_t i = 0; program != NULL && i < program->stages.n_nodes; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        bool is_staged = program->stages.node_stage[i] != KL_STAGE_NONE;
+        for (uint32_t k = 0; k < node->n_outs && is_staged; k++) {
+            is_made[tape->core.values[node->first_out + k].meta.device] = true;
+        }
+    }
+    PyObject *devices = program != NULL ? PySet_New(NULL) : NULL;
+    for (Py_ssize_t i = 0; devices != NULL && i <= UINT8_MAX; i++) {
+        if (is_made[i] && PySet_Add(devices, PyList_GET_ITEM(kl_py.devices, i)) < 0) {
+            Py_CLEAR(devices);
+        }
+    }
+    return devices;
 }
 
 /* What of a program only the binding knows; on failure nothing is left of it. */
@@ -475,7 +713,7 @@ ask(const Tape *tape, KlAsked *asked, bool **flags, uint32_t **n_handles)
     return 0;
 }
 
-/* stage(roots, is_known_only, n_segments) -> dict: the program that computes every value the user can reach, or only
+/* stage(roots, is_known_only, n_segments) -> _Staged, see _core.pyi: the program that computes every value the user can reach, or only
  * those that have no gradient in their history, and differentiates the roots: lazies, or numbers of values. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)

@@ -19,19 +19,27 @@ _NodeSaves = tuple[int, int, int, bool, int, int, int]
 # Where an argument is in a call, by position or by keyword
 _Where = int | str
 
-@type_check_only
-class _Staged(TypedDict):
-    nodes: list[_StagedNode]
-    imports: list[tuple[int, _Place | None, bool]]  # value, place, whether it counts the rows
-    values: list[tuple[int, bool, bool]]  # stage, is leaf, needs gradient
-    roots: list[int]
-    wanted: list[int]
-    shared: list[tuple[int, int]]  # storages of several lazies, and of how many
-    n_stages: int
-    last_body: int | None
-    is_tail_linear: bool
-    tail_node: int | None
-    is_all: bool
+# handle, roots, wanted, (storages of several lazies, how many), rows by axis, how many nodes,
+# values, imports and stages, last body, is tail linear, tail node, is all, has writes, has effects,
+# is drawing
+_Staged = tuple[
+    object,
+    list[int],
+    list[int],
+    list[tuple[int, int]],
+    dict[int, int],
+    int,
+    int,
+    int,
+    int,
+    int | None,
+    bool,
+    int | None,
+    bool,
+    bool,
+    bool,
+    bool,
+]
 
 # Multiples of the result, of the first operand, and of a byte for each element of the larger.
 _Amount = tuple[float, float, float]
@@ -191,6 +199,12 @@ def memo() -> dict[str, Any]: ...
 def stage(
     roots: list[torch.Tensor | int], is_known_only: bool, n_segments: int = 1, /
 ) -> _Staged: ...
+def told(program: object, what: str, /) -> list[Any]: ...
+def staged(program: object, node: int, /) -> _StagedNode: ...
+def maker(program: object, value: int, /) -> tuple[_StagedNode | None, bool, bool, bool]: ...
+def amounts(program: object, /) -> tuple[int, int, int, int, int | None]: ...
+def entered(program: object, /) -> list[torch.Tensor]: ...
+def devices(program: object, /) -> set[torch.device]: ...
 def schedule(
     program: object, homes: tuple[bool, int, bool], /
 ) -> list[tuple[int, int, int, tuple[int, ...]]]: ...

@@ -119,23 +119,16 @@ def _devices(program: Program) -> list[torch.device]:
 
     A batch may still be on the CPU when it is made lazy, and be moved by a call of the program.
     """
-    made = {program.info(v).device for node in program.nodes.values() for v in node.outs}
-    others = sorted((d for d in made if d.type != "cpu"), key=str)
+    others = sorted((d for d in program.devices if d.type != "cpu"), key=str)
     return others or [torch.device("cpu")]
 
 
 def _held(program: Program) -> list[torch.Tensor]:
     """What of the tensors that are there is the step's: what entered, its gradients, optimizer
     state."""
-    held: list[torch.Tensor] = []
-    for entry in program.imports:
-        info = program.info(entry.value)
-        for tensor in (info.real, info.number):
-            if tensor is not None:
-                held.append(tensor)
-        if info.real is not None and info.real.is_leaf and info.real.grad is not None:
-            held.append(info.real.grad)
-    return held + budget.optimizer_state()
+    leaves = (tensor for tensor in program.entered if tensor.is_leaf)
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return program.entered + grads + budget.optimizer_state()
 
 
 def _allowed(program: Program, is_alone: bool = False) -> float:
@@ -370,7 +363,7 @@ def _fit(
 
 def _shape_of(program: Program, is_graph: bool, estimate: memory.Estimate) -> Shape:
     sizes = tuple(sorted(program.axes.values()))
-    return sizes, len(program.nodes), is_graph, estimate.whole
+    return sizes, program.n_nodes, is_graph, estimate.whole
 
 
 def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bounds]) -> Plan | Needs:
@@ -438,11 +431,11 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
     is_apart = is_known_only or is_read
     if not program.has_body and not is_apart:
         return None
-    is_pinning = any(
+    is_pinning = program.is_drawing and any(
         node.is_random and draws.is_pinning(node.id, node.first_out)
         for run in program.runs
         if run.is_body
-        for node in map(program.nodes.__getitem__, run.nodes)
+        for node in map(program.node, run.nodes)
     )
     if is_apart and not is_pinning:
         planned = plan(program, False)

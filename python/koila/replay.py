@@ -83,7 +83,7 @@ class Replay:
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for node in self.program.nodes.values():
+        for node in self.program.nodes.values() if self.program.has_effects else ():
             for k, number in enumerate(node.imports):
                 if node.leaf_writes >> k & 1 and number >= 0:
                     value = self.program.imports[number].value
@@ -143,8 +143,8 @@ class Replay:
         stand_ins: dict[int, Cross] | None = None,
     ) -> list[Any]:
         """Run the nodes of a stage on one chunk (a joint: once); the values made, by number."""
-        env: list[Any] = [None] * len(self.program.values)
-        imports: list[Any] = [None] * len(self.program.imports)
+        env: list[Any] = [None] * self.program.n_values
+        imports: list[Any] = [None] * self.program.n_imports
         for number in run.imports:
             imports[number] = self._given(number, run, chunk, is_graph, stand_ins)
         for number in run.shadows:
@@ -157,7 +157,7 @@ class Replay:
         def run_other(
             i: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            node = self.program.nodes[i]
+            node = self.program.node(i)
             if node.is_random:
                 return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
             if i in run.parts and self._is_plain(node, run):
@@ -523,7 +523,8 @@ class Replay:
 
     def _commit(self) -> None:
         done: set[int] = _core.memo().setdefault("effects", set())
-        fresh = [n for n in self.program.nodes.values() if n.leaf_writes and n.id not in done]
+        nodes = self.program.nodes.values() if self.program.has_effects else ()
+        fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
         written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
         for i in sorted(self.statistics.keys() - done):
             self.statistics[i].write()
@@ -583,7 +584,7 @@ def _stage(
         reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
         return None
     program = Program(roots, is_known_only)
-    if not program.nodes:
+    if not program.n_nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
     if program.spread is not None or (roots and not program.has_body):
