@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -131,10 +132,11 @@ def _held(program: Program) -> list[torch.Tensor]:
     return program.entered + grads + budget.optimizer_state()
 
 
-def _allowed(program: Program, is_alone: bool = False) -> float:
-    """The least that any device has: what the program needs is summed over all."""
+def _allowed(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:
+    """The least that any device has: what the program needs, at most, is summed over all."""
     held = _held(program)
-    return float(min(budget.free_bytes(device, held, is_alone) for device in _devices(program)))
+    devices = _devices(program)
+    return float(min(budget.free_bytes(device, held, is_alone, needed) for device in devices))
 
 
 def _outside(program: Program) -> float:
@@ -322,7 +324,7 @@ def _fit(
 ) -> Plan | Needs:
     """The plan for a program; or what it needs, if that is more than there is. As a last resort it
     may have what is kept back for a first step of libraries."""
-    left, slack = _allowed(program), budget.slack()
+    left, slack = _allowed(program, needed=estimate.whole), budget.slack()
     allowed = left + slack if is_last else left
     pinned = [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
     if pinned:
