@@ -34,7 +34,7 @@ class _Step:
         self.program = program
         self.is_graph = is_graph
         self.sizes = Sizes(program)
-        self.held = 2.0 * _STATE  # the generator's, before and after
+        self.held = 2.0 * _STATE * program.is_drawing  # the generator's, before and after
         self.held_per_chunk = 0.0
         self._hold_states()
         self.moments: list[Need] = []

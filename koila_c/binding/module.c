@@ -179,7 +179,8 @@ static PyMethodDef functions[] = {
      "their history) and differentiates the roots (lazies, or numbers of values)."},
     {"told", kl_program_told, METH_VARARGS,
      "told($module, program, what, /)\n--\n\n"
-     "A list of the \"nodes\", \"imports\", \"values\", \"runs\", \"drops\" or \"kept\" of a "
+     "A list of the \"nodes\", those that run \"once\", \"imports\", \"values\", \"runs\", "
+     "\"drops\" or \"kept\" of a "
      "program."},
     {"staged", kl_program_staged, METH_VARARGS,
      "staged($module, program, node, /)\n--\n\nOne of the nodes that told() has."},

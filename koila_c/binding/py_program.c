@@ -63,11 +63,12 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 }
 
 static PyObject *
-describe_nodes(const Tape *tape, const KlStages *stages)
+describe_nodes(const Tape *tape, const KlStages *stages, bool is_once)
 {
     PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < tape->core.n_nodes; i++) {
-        if (stages->node_stage[i] != KL_STAGE_NONE &&
+    for (size_t i = 0; list != NULL && i < stages->n_nodes; i++) {
+        bool is_told = !is_once || tape->core.nodes[i].mode == KL_MODE_ONCE;
+        if (is_told && stages->node_stage[i] != KL_STAGE_NONE &&
             append_stolen(list, node_object(tape, stages, (KlNodeId)i)) < 0) {
             Py_CLEAR(list);
         }
@@ -514,7 +515,7 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
         traits.is_drawing ? Py_True : Py_False);
 }
 
-/* told(program, what) -> a list of what a program has: "nodes", "imports", "values", "runs", "drops" or "kept". */
+/* told(program, what) -> a list of what a program has: "nodes", "once" (the nodes that run once), "imports", "values", "runs", "drops" or "kept". */
 PyObject *
 kl_program_told(PyObject *module, PyObject *args)
 {
@@ -531,7 +532,9 @@ kl_program_told(PyObject *module, PyObject *args)
     }
     switch (what[0]) {
     case 'n':
-        return describe_nodes(tape, &program->stages);
+        return describe_nodes(tape, &program->stages, false);
+    case 'o':
+        return describe_nodes(tape, &program->stages, true);
     case 'i':
         return describe_imports(&program->stages);
     case 'v':

@@ -180,6 +180,19 @@ class Cross:
         part = rows.cut(self.whole.detach(), place, grid[-1][1], grid[chunk])
         return self._alias(key, part, is_graph)
 
+    def cut_all(
+        self, place: Place, grid: Sequence[Bounds], is_graph: bool
+    ) -> Sequence[torch.Tensor] | None:
+        """All chunks of what is there whole, where they take no memory and no gradient; else
+        None."""
+        if self.whole is None or self._is_differentiated(self.whole, is_graph):
+            return None
+        if len(grid) == 1 or not rows.is_cut_in_place(self.whole, place):
+            return None
+        _, dim, _, inner = place
+        sizes = [(stop - start) * inner for start, stop in grid]
+        return torch.split(self.whole.detach(), sizes, dim)
+
     def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
         """parts[part][chunk]"""
         chunks, n_parts = sorted(self.parts), len(self.parts[0])

@@ -46,9 +46,7 @@ def _whole(program: Program) -> tuple[Whole, ...]:
     largest first."""
     caused: dict[int, list[Node]] = {}  # by the call that reads rows
     cause_of: dict[int, int] = {}  # of the values that they make
-    for node in program.nodes.values():
-        if node.mode != ONCE:
-            continue
+    for node in program.once():
         reads = (program.imports[number].value for number in node.imports if number >= 0)
         cause = next((cause_of[value] for value in reads if value in cause_of), None)
         if program.joins_rows(node):

@@ -193,11 +193,16 @@ class Program:
         self._info: dict[int, Info] = {}
         self._made: dict[int, Made] = {}
         self._nodes: dict[int, Node] = {}
+        self.signatures: dict[int, str] = {}  # of reductions, as far as they were asked for
 
     @functools.cached_property
     def nodes(self) -> dict[int, Node]:
         """All its calls; `node` is one of them."""
         return {node.id: node for node in map(Node._make, _core.told(self.handle, "nodes"))}
+
+    def once(self) -> list[Node]:
+        """Its calls that run once."""
+        return [Node._make(entry) for entry in _core.told(self.handle, "once")]
 
     @functools.cached_property
     def imports(self) -> list[Import]:

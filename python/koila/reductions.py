@@ -39,9 +39,12 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Call:
-    row = _core.node(node.id)[1]
-    assert row is not None  # only a row says that a call is a reduction
-    return Call(func, args, kwargs, _signatures()[row], program.info(node.first_out).dtype)
+    signature = program.signatures.get(node.id)
+    if signature is None:
+        row = _core.node(node.id)[1]
+        assert row is not None  # only a row says that a call is a reduction
+        signature = program.signatures[node.id] = _signatures()[row]
+    return Call(func, args, kwargs, signature, program.info(node.first_out).dtype)
 
 
 def run_parts(

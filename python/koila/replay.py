@@ -48,6 +48,30 @@ def _without_graphs(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tenso
     }
 
 
+class _Reads:
+    """What the chunks of a body are given of tensors that entered the program: found once, and not
+    for each chunk."""
+
+    def __init__(self, replay: Replay, run: Run, is_graph: bool) -> None:
+        self.common: list[Any] = [None] * replay.program.n_imports
+        self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # by chunk
+        self.others: list[int] = []  # what the program made
+        grid = replay.grids[run.axis]
+        for number in run.imports:
+            value, place, is_range = replay.program.imports[number]
+            cross = replay.cross_of(value)
+            cut = None
+            if replay.program.is_leaf(value) and not is_range:
+                if place is None:
+                    self.common[number] = cross.read_whole(is_graph)
+                    continue
+                cut = cross.cut_all(place, grid, is_graph)
+            if cut is None:
+                self.others.append(number)
+            else:
+                self.pieces.append((number, cut))
+
+
 class Replay:
     """One step: a program, its grid, and what crosses from stage to stage."""
 
@@ -71,6 +95,8 @@ class Replay:
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
+        self.reads: dict[tuple[int, bool], _Reads] = {}  # of the runs of one step of the schedule
+        self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         self.scratch = self._copy_statistics()
         self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
         self.draws = draws.Draws(program, self.grids)
@@ -122,11 +148,14 @@ class Replay:
     def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
         """A tensor with the sizes of a value that is not there yet."""
         value, place, _ = self.program.imports[number]
-        shape = self.program.info(value).shape
+        shape, rows = self.program.info(value).shape, -1
         if place is not None:
             start, stop = self.grids[run.axis][chunk]
-            shape = chunk_shape(shape, place, stop - start)
-        return self.zeros(value, shape)
+            rows = stop - start
+        if (number, rows) not in self.zeros_of:
+            shape = shape if place is None else chunk_shape(shape, place, rows)
+            self.zeros_of[number, rows] = self.zeros(value, shape)
+        return self.zeros_of[number, rows]
 
     def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Stand in for a value, with no memory to speak of."""
@@ -144,8 +173,18 @@ class Replay:
     ) -> list[Any]:
         """Run the nodes of a stage on one chunk (a joint: once); the values made, by number."""
         env: list[Any] = [None] * self.program.n_values
-        imports: list[Any] = [None] * self.program.n_imports
-        for number in run.imports:
+        numbers = run.imports
+        if run.is_body and stand_ins is None:
+            key = run.number, is_graph
+            if key not in self.reads:
+                self.reads[key] = _Reads(self, run, is_graph)
+            reads = self.reads[key]
+            imports, numbers = reads.common.copy(), reads.others
+            for number, pieces in reads.pieces:
+                imports[number] = pieces[chunk]
+        else:
+            imports = [None] * self.program.n_imports
+        for number in numbers:
             imports[number] = self._given(number, run, chunk, is_graph, stand_ins)
         for number in run.shadows:
             imports[number] = self._shadow(number, run, chunk)
@@ -324,6 +363,8 @@ class Replay:
 
     def _settle(self, run: Run, chunk: int) -> None:
         """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
+        if not self.planned.way.is_offloaded:
+            return
         for number in run.imports:
             cross = self.cross.get(self.program.imports[number].value)
             if cross is not None and cross.is_offloaded:
@@ -482,6 +523,7 @@ class Replay:
         self.draws.prepare()
         for step in self.steps:
             self._DO[step.op](self, step)
+            self.reads.clear()
 
     def differentiate(
         self, gradients: list[torch.Tensor]
