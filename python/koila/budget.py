@@ -135,6 +135,8 @@ def is_bound() -> bool:
 
 def _left_to_process() -> Iterator[int]:
     """Bytes that each of the process's own limits still allows."""
+    if not is_bound():
+        return
     status = _status()
     for limit, name in zip(_limits(), ("VmData", "VmSize"), strict=True):
         if limit != resource.RLIM_INFINITY and name in status:

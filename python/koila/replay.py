@@ -618,13 +618,18 @@ def _attempt(
         return _core.drawing(go) if program.is_drawing else go()
 
 
+def _is_whole() -> bool:
+    """Whether that is known without staging, and why."""
+    is_whole = plan.is_whole()
+    if is_whole:
+        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
+    return is_whole
+
+
 def _stage(
     roots: list[torch.Tensor], is_known_only: bool = False
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
-    if plan.is_whole():
-        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
-        return None
     program = Program(roots, is_known_only)
     if not program.n_nodes:
         return program, plan.Plan(0)
@@ -664,7 +669,7 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
 
 def _read(is_known_only: bool) -> bool:
     settle_outdated()
-    staged = _stage([], is_known_only)
+    staged = None if _is_whole() else _stage([], is_known_only)
     if staged is not None:
         if staged[1].n_chunks == 0:
             return True
@@ -741,6 +746,9 @@ def _differentiate(
             "backward: a tensor was changed in place after the value that is differentiated was "
             "computed with it; change it after backward()"
         )
+    if all(map(_core.is_pending_here, lazies)) and _is_whole():
+        _core.forget_left()
+        return NotImplemented
     filled = []
     for root, gradient in zip(roots, gradients, strict=True):
         if gradient is None:
