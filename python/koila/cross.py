@@ -129,10 +129,12 @@ class Cross:
     # -- what a reading stage is given ------------------------------------------------------------
 
     def _is_differentiated(self, tensor: torch.Tensor, is_graph: bool) -> bool:
+        if not (is_graph and self.needs_gradient):
+            return False
         # On the CPU beside a GPU it is a number of terms: its gradient would have to be waited for.
         is_count = tensor.device != self.info.device
         is_continuous = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        return is_graph and self.needs_gradient and is_continuous and not is_count
+        return is_continuous and not is_count
 
     def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
         if not self._is_differentiated(tensor, is_graph):
@@ -153,6 +155,8 @@ class Cross:
     def read_whole(self, is_graph: bool) -> torch.Tensor:
         if self.is_graph and self.whole is not None:
             return self.whole
+        if self.whole is not None and self.watch is None:
+            return self._alias(("whole",), self.whole, is_graph)
         if self.whole is not None:
             return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
         assert self.info.place is not None

@@ -249,8 +249,7 @@ class Replay:
     def _is_plain(self, node: Node, run: Run) -> bool:
         """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
         together from parts, its last bit could be another."""
-        is_one = len(self.grids[run.axis]) == 1
-        return self.is_forward and is_one and node.stage == run.stage
+        return self.is_forward and len(self.grids[run.axis]) == 1 and node.stage == run.stage
 
     def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
         """What was recorded as a copy must be one, and what was recorded as a view too: a write
@@ -334,7 +333,8 @@ class Replay:
 
     def _joint(self, step: Step) -> None:
         (run,) = step.runs
-        self.graphs[run.stage] = self.run_joint(run, not self.is_forward)
+        is_empty = not run.nodes and not run.combined
+        self.graphs[run.stage] = {} if is_empty else self.run_joint(run, not self.is_forward)
 
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, torch.Tensor]:
         """Run a joint; returns the tensors that carry its graph, by value."""
