@@ -19,7 +19,7 @@ import held
 from held import Parts
 from koila import draws, memory, outside
 from koila.program import Program, Run
-from model_kit import as_written, each_held, is_fused, read_last, tail_runs
+from model_kit import as_written, each_held, is_fused, kept_of, read_last, tail_runs
 from sizes_model import Sizes
 from sweep_model import Need, Sweep
 
@@ -34,6 +34,7 @@ class _Step:
         self.program = program
         self.is_graph = is_graph
         self.sizes = Sizes(program)
+        self.kept = kept_of(program)
         self.held = 2.0 * _STATE * program.is_drawing  # the generator's, before and after
         self.held_per_chunk = 0.0
         self._hold_states()
@@ -171,7 +172,7 @@ class _Step:
 
     def _forget(self, values: set[int]) -> None:
         """In a run without a graph a value goes when it was read for the last time."""
-        self._change_left(sorted(values - self.program.kept), False)
+        self._change_left(sorted(values - self.kept), False)
 
     def _run(self, run: Run) -> None:
         if not run.is_body:
@@ -200,7 +201,7 @@ class _Step:
 
     def _let_go(self, run: Run) -> None:
         """Before a body runs back, what it left for others goes, but for the gradients."""
-        self._change_left([v for v in run.exports if v not in self.program.kept], False)
+        self._change_left([v for v in run.exports if v not in self.kept], False)
 
     def _joint_back(self, run: Run) -> None:
         sweep, live = self.graphs.pop(run.stage)

@@ -12,6 +12,11 @@ import random_writes
 from koila.program import Node, Program, Run
 
 
+def kept_of(program: Program) -> set[int]:
+    """Values that must be there whole at the end, for the wanted ones to be had from them."""
+    return {value for value in range(program.n_values) if program.made(value).is_kept}
+
+
 def tail_runs(program: Program) -> list[Run]:
     """The joints after the last body through which the gradient comes."""
     assert program.last_body is not None

@@ -12,7 +12,7 @@ from typing import Any
 from koila import _core
 from koila.partials import REDUCTIONS
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, Node, Program, Run
-from model_kit import each_held, written_in
+from model_kit import each_held, kept_of, written_in
 
 
 class Model:
@@ -213,7 +213,7 @@ def _told(run: Run, drops: list[tuple[int, ...]]) -> tuple[Any, ...]:
 
 def _assert_built(program: Program) -> list[int]:
     model = Model(program)
-    assert program.kept == model.kept
+    assert kept_of(program) == model.kept
     told = map(_told, program.runs, _core.told(program.handle, "drops"))
     assert list(told) == [_told(run, model.drops[id(run)]) for run in model.runs]
     return [len(program.nodes)]

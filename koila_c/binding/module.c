@@ -179,22 +179,13 @@ static PyMethodDef functions[] = {
      "their history) and differentiates the roots (lazies, or numbers of values)."},
     {"told", kl_program_told, METH_VARARGS,
      "told($module, program, what, /)\n--\n\n"
-     "A list of the \"nodes\", those that run \"once\", \"imports\", \"values\", \"runs\", "
-     "\"drops\" or \"kept\" of a "
+     "A list of the \"nodes\", those that run \"once\", \"imports\", \"drops\" or \"runs\" of a "
      "program."},
     {"staged", kl_program_staged, METH_VARARGS,
      "staged($module, program, node, /)\n--\n\nOne of the nodes that told() has."},
     {"maker", kl_program_maker, METH_VARARGS,
      "maker($module, program, value, /)\n--\n\n"
      "(the node that makes a value or None, is it a leaf, needs it a gradient, is it kept)."},
-    {"amounts", kl_program_amounts, METH_O,
-     "amounts($module, program, /)\n--\n\n"
-     "(bytes made, of these by calls that run once, bytes of rows that enter, calls that run once, "
-     "the first of those that reads rows or None)."},
-    {"entered", kl_program_entered, METH_O,
-     "entered($module, program, /)\n--\n\nThe tensors that enter a program."},
-    {"devices", kl_program_devices, METH_O,
-     "devices($module, program, /)\n--\n\nWhere the values of a program are made."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, program, run, env, imports, rows, is_grad_off, run_other, cut, cloned, clone, "
      "/)\n--\n\n"

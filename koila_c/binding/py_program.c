@@ -91,22 +91,6 @@ describe_imports(const KlStages *stages)
     return list;
 }
 
-/* (value stage, is leaf, needs gradient) of each value */
-static PyObject *
-describe_values(const KlStages *stages)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < stages->n_values; i++) {
-        PyObject *item =
-            Py_BuildValue("(IOO)", stages->value_stage[i], stages->is_leaf[i] ? Py_True : Py_False,
-                          stages->needs_gradient[i] ? Py_True : Py_False);
-        if (append_stolen(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
 /* [ids] of a part of an array of the program */
 static PyObject *
 slice_object(const KlIds *ids, KlSlice slice)
@@ -123,37 +107,19 @@ slice_object(const KlIds *ids, KlSlice slice)
     return list;
 }
 
-/* (i, ...) of the bits that are set */
-static PyObject *
-bits_object(uint32_t bits)
-{
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list != NULL && i < 32; i++) {
-        if ((bits >> i & 1) != 0 && append_stolen(list, PyLong_FromLong(i)) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    PyObject *tuple = list != NULL ? PyList_AsTuple(list) : NULL;
-    Py_XDECREF(list);
-    return tuple;
-}
-
-/* {node: (part, ...)} of the reductions that leave parts in a run */
+/* {node: bits} of the reductions that leave parts in a run, bit p for part p */
 static PyObject *
 parts_object(const KlProgram *program, const KlRun *run)
 {
     PyObject *parts = PyDict_New();
     for (uint32_t i = 0; parts != NULL && i < run->nodes.n; i++) {
         uint32_t bits = program->parts.ids[run->nodes.first + i];
-        if (bits == 0) {
-            continue;
-        }
         PyObject *id = PyLong_FromUnsignedLong(program->nodes.ids[run->nodes.first + i]);
-        PyObject *numbers = bits_object(bits);
-        if (id == NULL || numbers == NULL || PyDict_SetItem(parts, id, numbers) < 0) {
+        PyObject *found = PyLong_FromUnsignedLong(bits);
+        if (id == NULL || found == NULL || (bits != 0 && PyDict_SetItem(parts, id, found) < 0)) {
             Py_CLEAR(parts);
         }
-        Py_XDECREF(numbers);
+        Py_XDECREF(found);
         Py_XDECREF(id);
     }
     return parts;
@@ -191,35 +157,11 @@ run_object(const KlProgram *program, const KlRun *run)
 }
 
 static PyObject *
-describe_runs(const KlProgram *program)
+describe_runs(const KlProgram *program, PyObject *(*object_of)(const KlProgram *, const KlRun *))
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < program->n_staged; i++) {
-        if (append_stolen(list, run_object(program, &program->runs[i])) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-static PyObject *
-describe_drops(const KlProgram *program)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < program->n_staged; i++) {
-        if (append_stolen(list, drops_object(program, &program->runs[i])) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-static PyObject *
-describe_kept(const KlProgram *program)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < program->stages.n_values; i++) {
-        if (program->is_kept[i] && append_stolen(list, PyLong_FromSize_t(i)) < 0) {
+        if (append_stolen(list, object_of(program, &program->runs[i])) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -459,6 +401,9 @@ kl_program_of(PyObject *handle, const Tape *tape)
 typedef struct Traits {
     size_t n_nodes;
     bool has_writes, has_effects, is_drawing;
+    bool is_on[UINT8_MAX + 1]; /* by device: a value is made there */
+    long long made, entered;   /* bytes that calls make; of rows that enter */
+    long long once, n_once;    /* bytes that calls make which run once; how many such calls */
 } Traits;
 
 static Traits
@@ -474,8 +419,49 @@ traits_of(const KlTape *core, const KlStages *stages)
         traits.has_writes = traits.has_writes || node->writes != 0;
         traits.has_effects = traits.has_effects || node->leaf_writes != 0;
         traits.is_drawing = traits.is_drawing || node->is_random;
+        long long bytes = 0;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            const KlValue *out = &core->values[node->first_out + k];
+            traits.is_on[out->meta.device] = true;
+            bytes += out->view_of == KL_ID_NONE ? kl_meta_n_bytes(&out->meta) : 0;
+        }
+        traits.made += bytes;
+        traits.once += node->mode == KL_MODE_ONCE ? bytes : 0;
+        traits.n_once += node->mode == KL_MODE_ONCE;
+    }
+    for (size_t i = 0; i < stages->n_imports; i++) {
+        const KlMeta *meta = &core->values[stages->imports[i].value].meta;
+        traits.entered += kl_place_is_rows(&meta->place) ? kl_meta_n_bytes(meta) : 0;
     }
     return traits;
+}
+
+/* {device} where values are made */
+static PyObject *
+devices_object(const Traits *traits)
+{
+    PyObject *devices = PySet_New(NULL);
+    for (Py_ssize_t i = 0; devices != NULL && i <= UINT8_MAX; i++) {
+        if (traits->is_on[i] && PySet_Add(devices, PyList_GET_ITEM(kl_py.devices, i)) < 0) {
+            Py_CLEAR(devices);
+        }
+    }
+    return devices;
+}
+
+/* [tensor] that enter a program: real ones, and numbers of values */
+static PyObject *
+entered_object(const Tape *tape, const KlStages *stages)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < stages->n_imports; i++) {
+        const KlPyValue *entry = &tape->values[stages->imports[i].value];
+        if ((entry->real != NULL && PyList_Append(list, entry->real) < 0) ||
+            (entry->number != NULL && PyList_Append(list, entry->number) < 0)) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
 }
 
 /* {axis: rows} of the axes that bodies run over */
@@ -506,16 +492,19 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
     const KlStages *stages = &program->stages;
     Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
-        "(ONNONnnnINONOOOO)", handle, ids_object(roots), ids_object(reached), shared,
-        axes_object(&tape->core, program), (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values,
-        (Py_ssize_t)stages->n_imports, stages->n_stages, stage_object(stages->last_body),
+        "(ONNONNNnnnINONOOOO(LLLL))", handle, ids_object(roots), ids_object(reached), shared,
+        axes_object(&tape->core, program), entered_object(tape, stages), devices_object(&traits),
+        (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values, (Py_ssize_t)stages->n_imports,
+        stages->n_stages, stage_object(stages->last_body),
         stages->is_tail_linear ? Py_True : Py_False, stage_object(stages->tail_node),
         is_all_staged(&tape->core, stages) ? Py_True : Py_False,
         traits.has_writes ? Py_True : Py_False, traits.has_effects ? Py_True : Py_False,
-        traits.is_drawing ? Py_True : Py_False);
+        traits.is_drawing ? Py_True : Py_False, traits.made, traits.once, traits.entered,
+        traits.n_once);
 }
 
-/* told(program, what) -> a list of what a program has: "nodes", "once" (the nodes that run once), "imports", "values", "runs", "drops" or "kept". */
+/* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "drops"
+ * or "runs". */
 PyObject *
 kl_program_told(PyObject *module, PyObject *args)
 {
@@ -530,22 +519,20 @@ kl_program_told(PyObject *module, PyObject *args)
     if (program == NULL) {
         return NULL;
     }
-    switch (what[0]) {
-    case 'n':
-        return describe_nodes(tape, &program->stages, false);
-    case 'o':
-        return describe_nodes(tape, &program->stages, true);
-    case 'i':
-        return describe_imports(&program->stages);
-    case 'v':
-        return describe_values(&program->stages);
-    case 'r':
-        return describe_runs(program);
-    case 'd':
-        return describe_drops(program);
-    default:
-        return describe_kept(program);
-    }
+    bool is_once = what[0] == 'o';
+    return is_once || what[0] == 'n' ? describe_nodes(tape, &program->stages, is_once)
+           : what[0] == 'i' ? describe_imports(&program->stages)
+                            : describe_runs(program, what[0] == 'd' ? drops_object : run_object);
+}
+
+/* The program of a handle and the number beside it; NULL on failure. */
+static const KlProgram *
+read_number(const Tape *tape, PyObject *args, unsigned int *number)
+{
+    PyObject *handle = NULL;
+    return tape != NULL && PyArg_ParseTuple(args, "OO&", &handle, kl_py_id, number)
+               ? kl_program_of(handle, tape)
+               : NULL;
 }
 
 /* maker(program, value) -> (the node that makes a value in this program or None, is it a leaf, does a gradient
@@ -554,20 +541,14 @@ PyObject *
 kl_program_maker(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *handle = NULL;
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "OO&:maker", &handle, kl_py_id, &id)) {
-        return NULL;
-    }
-    const KlProgram *program = kl_program_of(handle, tape);
-    if (program == NULL) {
-        return NULL;
+    const KlProgram *program = read_number(tape, args, &id);
+    if (program == NULL || id >= program->stages.n_values) {
+        return program == NULL ? NULL
+                               : PyErr_Format(PyExc_IndexError, "maker: there is no value %u", id);
     }
     const KlStages *stages = &program->stages;
-    if (id >= stages->n_values) {
-        return PyErr_Format(PyExc_IndexError, "maker: there is no value %u", id);
-    }
     KlNodeId node = tape->core.values[id].node;
     bool is_made =
         node != KL_ID_NONE && !stages->is_leaf[id] && stages->node_stage[node] != KL_STAGE_NONE;
@@ -582,117 +563,15 @@ PyObject *
 kl_program_staged(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *handle = NULL;
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "OO&:staged", &handle, kl_py_id, &id)) {
-        return NULL;
+    const KlProgram *program = read_number(tape, args, &id);
+    bool is_in = program != NULL && id < program->stages.n_nodes &&
+                 program->stages.node_stage[id] != KL_STAGE_NONE;
+    if (program != NULL && !is_in) {
+        PyErr_Format(PyExc_KeyError, "staged: node %u is not in the program", id);
     }
-    const KlProgram *program = kl_program_of(handle, tape);
-    if (program == NULL) {
-        return NULL;
-    }
-    if (id >= program->stages.n_nodes || program->stages.node_stage[id] == KL_STAGE_NONE) {
-        return PyErr_Format(PyExc_KeyError, "staged: node %u is not in the program", id);
-    }
-    return node_object(tape, &program->stages, id);
-}
-
-/* Whether a call runs once although it reads rows of a batch. */
-static bool
-joins_rows(const KlTape *core, const KlNode *node)
-{
-    for (uint32_t k = 0; k < node->n_inputs && node->mode == KL_MODE_ONCE; k++) {
-        KlValueId value = core->inputs[node->first_input + k].value;
-        if (value != KL_ID_NONE && kl_place_is_rows(&core->values[value].meta.place) &&
-            kl_meta_n_elements(&core->values[value].meta) != 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* amounts(program) -> (bytes that its calls make, of these by calls that run once, bytes of rows that enter, how
- * many calls run once, the first that does so although it reads rows, or None) */
-PyObject *
-kl_program_amounts(PyObject *module, PyObject *handle)
-{
-    (void)module;
-    const Tape *tape = kl_tape_open();
-    const KlProgram *program = tape != NULL ? kl_program_of(handle, tape) : NULL;
-    if (program == NULL) {
-        return NULL;
-    }
-    const KlTape *core = &tape->core;
-    long long made = 0, once = 0, entered = 0, n_once = 0;
-    uint32_t joint = KL_STAGE_NONE;
-    for (size_t i = 0; i < program->stages.n_nodes; i++) {
-        const KlNode *node = &core->nodes[i];
-        if (program->stages.node_stage[i] == KL_STAGE_NONE) {
-            continue;
-        }
-        long long bytes = 0;
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            const KlValue *out = &core->values[node->first_out + k];
-            bytes += out->view_of == KL_ID_NONE ? kl_meta_n_bytes(&out->meta) : 0;
-        }
-        made += bytes;
-        once += node->mode == KL_MODE_ONCE ? bytes : 0;
-        n_once += node->mode == KL_MODE_ONCE;
-        joint = joint == KL_STAGE_NONE && joins_rows(core, node) ? (uint32_t)i : joint;
-    }
-    for (size_t i = 0; i < program->stages.n_imports; i++) {
-        const KlMeta *meta = &core->values[program->stages.imports[i].value].meta;
-        entered += kl_place_is_rows(&meta->place) ? kl_meta_n_bytes(meta) : 0;
-    }
-    return Py_BuildValue("(LLLLN)", made, once, entered, n_once, stage_object(joint));
-}
-
-static int
-append_if_there(PyObject *list, PyObject *tensor)
-{
-    return tensor != NULL ? PyList_Append(list, tensor) : 0;
-}
-
-/* entered(program) -> [tensor]: what enters a program. */
-PyObject *
-kl_program_entered(PyObject *module, PyObject *handle)
-{
-    (void)module;
-    const Tape *tape = kl_tape_open();
-    const KlProgram *program = tape != NULL ? kl_program_of(handle, tape) : NULL;
-    PyObject *list = program != NULL ? PyList_New(0) : NULL;
-    for (size_t i = 0; list != NULL && i < program->stages.n_imports; i++) {
-        const KlPyValue *entry = &tape->values[program->stages.imports[i].value];
-        if (append_if_there(list, entry->real) < 0 || append_if_there(list, entry->number) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-/* devices(program) -> {device}: where its values are made. */
-PyObject *
-kl_program_devices(PyObject *module, PyObject *handle)
-{
-    (void)module;
-    const Tape *tape = kl_tape_open();
-    const KlProgram *program = tape != NULL ? kl_program_of(handle, tape) : NULL;
-    bool is_made[UINT8_MAX + 1] = {false};
-    for (size_t i = 0; program != NULL && i < program->stages.n_nodes; i++) {
-        const KlNode *node = &tape->core.nodes[i];
-        bool is_staged = program->stages.node_stage[i] != KL_STAGE_NONE;
-        for (uint32_t k = 0; k < node->n_outs && is_staged; k++) {
-            is_made[tape->core.values[node->first_out + k].meta.device] = true;
-        }
-    }
-    PyObject *devices = program != NULL ? PySet_New(NULL) : NULL;
-    for (Py_ssize_t i = 0; devices != NULL && i <= UINT8_MAX; i++) {
-        if (is_made[i] && PySet_Add(devices, PyList_GET_ITEM(kl_py.devices, i)) < 0) {
-            Py_CLEAR(devices);
-        }
-    }
-    return devices;
+    return is_in ? node_object(tape, &program->stages, id) : NULL;
 }
 
 /* What of a program only the binding knows; on failure nothing is left of it. */
@@ -716,8 +595,9 @@ ask(const Tape *tape, KlAsked *asked, bool **flags, uint32_t **n_handles)
     return 0;
 }
 
-/* stage(roots, is_known_only, n_segments) -> _Staged, see _core.pyi: the program that computes every value the user can reach, or only
- * those that have no gradient in their history, and differentiates the roots: lazies, or numbers of values. */
+/* stage(roots, is_known_only, n_segments) -> _Staged, see _core.pyi: the program that computes every value the
+ * user can reach, or only those that have no gradient in their history, and differentiates the roots: lazies, or
+ * numbers of values. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)
 {

@@ -19,15 +19,18 @@ _NodeSaves = tuple[int, int, int, bool, int, int, int]
 # Where an argument is in a call, by position or by keyword
 _Where = int | str
 
-# handle, roots, wanted, (storages of several lazies, how many), rows by axis, how many nodes,
-# values, imports and stages, last body, is tail linear, tail node, is all, has writes, has effects,
-# is drawing
+# handle, roots, wanted, (storages of several lazies, how many), rows by axis, tensors that enter,
+# devices where values are made, how many nodes, values, imports and stages, last body, is tail
+# linear, tail node, is all, has writes, has effects, is drawing,
+# (bytes made, of these by calls that run once, bytes of rows that enter, calls that run once)
 _Staged = tuple[
     object,
     list[int],
     list[int],
     list[tuple[int, int]],
     dict[int, int],
+    list[torch.Tensor],
+    set[torch.device],
     int,
     int,
     int,
@@ -39,6 +42,7 @@ _Staged = tuple[
     bool,
     bool,
     bool,
+    tuple[int, int, int, int],
 ]
 
 # Multiples of the result, of the first operand, and of a byte for each element of the larger.
@@ -202,9 +206,6 @@ def stage(
 def told(program: object, what: str, /) -> list[Any]: ...
 def staged(program: object, node: int, /) -> _StagedNode: ...
 def maker(program: object, value: int, /) -> tuple[_StagedNode | None, bool, bool, bool]: ...
-def amounts(program: object, /) -> tuple[int, int, int, int, int | None]: ...
-def entered(program: object, /) -> list[torch.Tensor]: ...
-def devices(program: object, /) -> set[torch.device]: ...
 def schedule(
     program: object, homes: tuple[bool, int, bool], /
 ) -> list[tuple[int, int, int, tuple[int, ...]]]: ...

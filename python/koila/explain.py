@@ -142,8 +142,10 @@ def log_whole(program: Program) -> None:
         node, why = program.spread
         where = where_of_node(node)
         _log(where, "%s makes the program run whole (%s): %s", name_of_node(node), where, why)
-    elif amounts.joint is not None and 2 * amounts.once > max(amounts.entered, amounts.made):
-        joint = program.node(amounts.joint)
+    elif 2 * amounts.once > max(amounts.entered, amounts.made):
+        joint = next(filter(program.joins_rows, program.once()), None)
+        if joint is None:
+            return
         where = where_of_node(joint)
         _log(
             where,

@@ -82,7 +82,6 @@ class Amounts(NamedTuple):
     once: int  # of these, by calls that run once
     entered: int  # of rows that enter it
     n_once: int
-    joint: int | None  # the first call that runs once although it reads rows
 
 
 class Info(NamedTuple):
@@ -179,14 +178,17 @@ class Program:
         self.n_sharing: dict[int, int] = dict(staged[3])  # lazies of a storage, if several
         #: Rows of each axis that a body runs over.
         self.axes: dict[int, int] = staged[4]
-        self.n_nodes, self.n_values, self.n_imports, self.n_stages = staged[5:9]
-        self.last_body: int | None = staged[9]
-        self.is_tail_linear: bool = staged[10]
-        self.tail_node: int | None = staged[11]
-        self.is_all: bool = staged[12]  # every call that waits is in it
-        self.has_writes: bool = staged[13]
-        self.has_effects: bool = staged[14]  # it writes statistics
-        self.is_drawing: bool = staged[15]
+        self.entered: list[torch.Tensor] = staged[5]
+        self.devices: set[torch.device] = staged[6]  # where its values are made
+        self.n_nodes, self.n_values, self.n_imports, self.n_stages = staged[7:11]
+        self.last_body: int | None = staged[11]
+        self.is_tail_linear: bool = staged[12]
+        self.tail_node: int | None = staged[13]
+        self.is_all: bool = staged[14]  # every call that waits is in it
+        self.has_writes: bool = staged[15]
+        self.has_effects: bool = staged[16]  # it writes statistics
+        self.is_drawing: bool = staged[17]
+        self.amounts = Amounts(*staged[18])
         self.is_known_only = is_known_only
         self.n_segments = n_segments
         self._cloned: set[int] = set()
@@ -213,28 +215,9 @@ class Program:
         return [self._run(i, *entry) for i, entry in enumerate(_core.told(self.handle, "runs"))]
 
     @functools.cached_property
-    def kept(self) -> set[int]:
-        """Values that must be there whole at the end, for the wanted ones to be had from them."""
-        return set(_core.told(self.handle, "kept"))
-
-    @functools.cached_property
     def wanted(self) -> list[int]:
         """The values whose numbers the user gets."""
         return [value for value in self._reached if self.node_of(value) is not None]
-
-    @functools.cached_property
-    def entered(self) -> list[torch.Tensor]:
-        """The tensors that enter it."""
-        return _core.entered(self.handle)
-
-    @functools.cached_property
-    def devices(self) -> set[torch.device]:
-        """Where its values are made."""
-        return _core.devices(self.handle)
-
-    @functools.cached_property
-    def amounts(self) -> Amounts:
-        return Amounts(*_core.amounts(self.handle))
 
     @functools.cached_property
     def spread(self) -> tuple[Node, str] | None:
@@ -254,7 +237,7 @@ class Program:
         axis: int,
         segment: int,
         nodes: list[int],
-        parts: dict[int, tuple[int, ...]],
+        parts: dict[int, int],
         imports: list[int],
         exports: list[int],
         inner: list[int],
@@ -263,7 +246,8 @@ class Program:
         has_gradient: bool,
     ) -> Run:
         made = [self.node(i) for i in combined]
-        lists = nodes, parts, imports, exports, inner, made, shadows
+        numbers = {i: tuple(p for p in range(32) if bits >> p & 1) for i, bits in parts.items()}
+        lists = nodes, numbers, imports, exports, inner, made, shadows
         return Run(number, stage, axis, segment, *lists, has_gradient)
 
     def node(self, i: int) -> Node:
