@@ -24,6 +24,9 @@ class Program:
     y: Tensor
     loss: Loss
     by_hand: Callable[[Program, int], Tensor]
+    n_steps: int = 1  # in one measurement
+    is_limited: bool = False  # the planner chooses the chunks, under a limit
+    is_exact: bool = True  # by hand the gradients are those of the whole batch
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -119,12 +122,45 @@ def contrastive(rows: int) -> Program:
     return Program("contrastive", encoder(32, 64), x, y, contrast, two_passes)
 
 
-# Rows for which a step takes some 0.3 s on two cores.
+def batch_norm(rows: int) -> Program:
+    """Eight layers with batch normalization. The loop by hand normalizes each chunk by itself, as
+    gradient accumulation does: other gradients, but the least work that chunks can be."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1)]
+    for _ in range(7):
+        layers += [nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)]
+    layers += [nn.BatchNorm2d(64), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    x, y = torch.randn(rows, 3, 16, 16), torch.randint(10, (rows,))
+    return Program("BatchNorm", model, x, y, classify, accumulate, is_exact=False)
+
+
+def tiny(rows: int) -> Program:
+    """Six calls that take torch no time to speak of."""
+    model = nn.Sequential(
+        *(nn.Linear(8, 8), nn.ReLU()),
+        *(nn.Linear(8, 8), nn.ReLU()),
+        nn.Linear(8, 8),
+    )
+    x, y = torch.randn(rows, 8), torch.randint(8, (rows,))
+    return Program("tiny", model, x, y, classify, accumulate, n_steps=50)
+
+
+def deep(rows: int) -> Program:
+    """Some 900 small calls."""
+    model = GPT(100, length=64, width=64, n_heads=4, n_blocks=52)
+    x, y = torch.randint(100, (2, rows, 64))
+    return Program("deep", model, x, y, continue_text, accumulate, is_limited=True)
+
+
+# Rows for which a step takes some 0.3 s on two cores; of the last two, what koila adds shows.
 PROGRAMS = {
     "MLP": (mlp, 1024),
     "CNN": (cnn, 48),
     "GPT": (gpt, 32),
     "contrastive": (contrastive, 64),
+    "BatchNorm": (batch_norm, 48),
+    "tiny": (tiny, 32),
+    "deep": (deep, 16),
 }
 
 

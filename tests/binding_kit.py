@@ -102,3 +102,10 @@ def in_a_child(work: Callable[[], Any]) -> None:
     _, status = os.waitpid(pid, 0)
     if status != 0:
         raise AssertionError(f"the child ended with status {status}\n{text}")
+
+
+def staged_as(roots: Any, is_known_only: bool, n_segments: int = 1) -> dict[str, Any]:
+    """What is told of a program, by name."""
+    handle, roots, wanted, *rest = _core.stage(roots, is_known_only, n_segments)
+    told = {name: _core.told(handle, name) for name in ("nodes", "imports", "runs", "drops")}
+    return {"handle": handle, "roots": roots, "wanted": wanted, "rest": rest, **told}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from koila import _core
 from koila.partials import REDUCTIONS
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Node, Program, Run
 
@@ -24,6 +25,7 @@ class Model:
         self.nodes, self.imports = program.nodes, program.imports
         self.info, self.node_of = program.info, program.node_of
         self.kept = self._find_kept()
+        self.drops: dict[int, list[tuple[int, ...]]] = {}  # by the run, after each of its nodes
         self._readers: dict[int, list[Node]] = defaultdict(list)
         self._at: dict[int, list[Node]] = defaultdict(list)  # by stage
         for node in self.nodes.values():
@@ -191,7 +193,7 @@ class Model:
         for value, position in last_reader.items():
             if value not in kept:
                 drops[position].append(value)
-        run.drops = [tuple(drops[position]) for position in range(len(run.nodes))]
+        self.drops[id(run)] = [tuple(drops[position]) for position in range(len(run.nodes))]
 
     def _combined_at(self, stage: int) -> list[Node]:
         """Reductions whose partials become values at this joint."""
@@ -205,7 +207,7 @@ class Model:
         return any(node.mode != ONCE or node.stage != run.stage for node in self._readers[value])
 
 
-def _told(run: Run) -> tuple[Any, ...]:
+def _told(run: Run, drops: list[tuple[int, ...]]) -> tuple[Any, ...]:
     """A run, without the order of what has none: values that die after one node, sizes."""
     lists = (
         run.nodes,
@@ -215,7 +217,7 @@ def _told(run: Run) -> tuple[Any, ...]:
         run.inner,
         [node.id for node in run.combined],
     )
-    sets = [set(values) for values in run.drops], set(run.shadows)
+    sets = [set(values) for values in drops], set(run.shadows)
     return run.stage, run.axis, run.segment, *lists, *sets, run.has_gradient
 
 
@@ -252,8 +254,10 @@ def compared() -> Iterator[list[int]]:
     def init(program: Program, *args: Any, **kwargs: Any) -> None:
         original(program, *args, **kwargs)
         model = Model(program)
-        assert program.kept == model.kept
-        assert list(map(_told, program.runs)) == list(map(_told, model.runs))
+        kept = {value for value in range(program.n_values) if program.made(value).is_kept}
+        assert kept == model.kept
+        told = map(_told, program.runs, _core.told(program.handle, "drops"))
+        assert list(told) == [_told(run, model.drops[id(run)]) for run in model.runs]
         made.append(len(program.nodes))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -336,6 +336,22 @@ def test_limit_less_what_is_held(system: Path) -> None:
     assert budget.free_bytes(CPU, held) == 8 * GIB
 
 
+def test_the_heap_is_left_alone_where_several_times_as_much_is_free(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that goes back at each free comes in new pages: half of the time of small calls."""
+    fixed: list[bool] = []
+    monkeypatch.setattr(budget, "fix_malloc", lambda: fixed.append(True))
+    with koila.config(memory_limit=GIB):
+        budget.free_bytes(CPU, [])
+    with koila.config(memory_limit=100 * GIB):
+        budget.free_bytes(CPU, [], needed=GIB)
+    assert not fixed
+    with koila.config(memory_limit=3 * GIB):
+        budget.free_bytes(CPU, [])
+    assert fixed
+
+
 def test_limit_is_never_more_than_is_free(system: Path) -> None:
     with koila.config(memory_limit="1TiB"):
         assert budget.free_bytes(CPU, []) == 8 * GIB

@@ -64,7 +64,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plan.Plan:
     estimate = made_up(rows, 500.0, bytes_per_row)
     monkeypatch.setattr(plan.memory, "estimate", lambda program, is_graph: estimate)
     allowed = (500.0 + bytes_per_row * (most + 0.5)) / plan.CHUNK_SHARE
-    monkeypatch.setattr(plan, "_allowed", lambda program, is_alone=False: allowed)
+    monkeypatch.setattr(plan, "_allowed", lambda program, **how: allowed)
     x = koila.lazy(torch.ones(rows, 2))
     return plan.plan(Program([(x * torch.ones(2, requires_grad=True)).sum()]), True)
 

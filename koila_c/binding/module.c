@@ -176,7 +176,16 @@ static PyMethodDef functions[] = {
     {"stage", kl_program_stage, METH_VARARGS,
      "stage($module, roots, is_known_only, n_segments=1, /)\n--\n\n"
      "The staged program that makes every reachable value (or only those without a gradient in "
-     "their history) and differentiates the roots (lazies, or numbers of values), as a dict."},
+     "their history) and differentiates the roots (lazies, or numbers of values)."},
+    {"told", kl_program_told, METH_VARARGS,
+     "told($module, program, what, /)\n--\n\n"
+     "A list of the \"nodes\", those that run \"once\", \"imports\", \"drops\" or \"runs\" of a "
+     "program."},
+    {"staged", kl_program_staged, METH_VARARGS,
+     "staged($module, program, node, /)\n--\n\nOne of the nodes that told() has."},
+    {"maker", kl_program_maker, METH_VARARGS,
+     "maker($module, program, value, /)\n--\n\n"
+     "(the node that makes a value or None, is it a leaf, needs it a gradient, is it kept)."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, program, run, env, imports, rows, is_grad_off, run_other, cut, cloned, clone, "
      "/)\n--\n\n"

@@ -567,6 +567,9 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
 PyObject *kl_program_gradient_part(PyObject *module, PyObject *args);
+PyObject *kl_program_told(PyObject *module, PyObject *args);
+PyObject *kl_program_maker(PyObject *module, PyObject *args);
+PyObject *kl_program_staged(PyObject *module, PyObject *args);
 PyObject *kl_schedule_of(PyObject *module, PyObject *args); /* py_schedule.c */
 /* A converter: (is_graph, keep_every, is_offloaded) to a KlHomes. */
 int kl_schedule_homes(PyObject *object, void *homes);

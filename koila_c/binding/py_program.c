@@ -63,11 +63,12 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 }
 
 static PyObject *
-describe_nodes(const Tape *tape, const KlStages *stages)
+describe_nodes(const Tape *tape, const KlStages *stages, bool is_once)
 {
     PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < tape->core.n_nodes; i++) {
-        if (stages->node_stage[i] != KL_STAGE_NONE &&
+    for (size_t i = 0; list != NULL && i < stages->n_nodes; i++) {
+        bool is_told = !is_once || tape->core.nodes[i].mode == KL_MODE_ONCE;
+        if (is_told && stages->node_stage[i] != KL_STAGE_NONE &&
             append_stolen(list, node_object(tape, stages, (KlNodeId)i)) < 0) {
             Py_CLEAR(list);
         }
@@ -83,22 +84,6 @@ describe_imports(const KlStages *stages)
         const KlImport *import = &stages->imports[i];
         PyObject *item = Py_BuildValue("(INO)", import->value, place_object(&import->place),
                                        import->is_range ? Py_True : Py_False);
-        if (append_stolen(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-/* (value stage, is leaf, needs gradient) of each value */
-static PyObject *
-describe_values(const KlStages *stages)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < stages->n_values; i++) {
-        PyObject *item =
-            Py_BuildValue("(IOO)", stages->value_stage[i], stages->is_leaf[i] ? Py_True : Py_False,
-                          stages->needs_gradient[i] ? Py_True : Py_False);
         if (append_stolen(list, item) < 0) {
             Py_CLEAR(list);
         }
@@ -122,37 +107,19 @@ slice_object(const KlIds *ids, KlSlice slice)
     return list;
 }
 
-/* (i, ...) of the bits that are set */
-static PyObject *
-bits_object(uint32_t bits)
-{
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list != NULL && i < 32; i++) {
-        if ((bits >> i & 1) != 0 && append_stolen(list, PyLong_FromLong(i)) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    PyObject *tuple = list != NULL ? PyList_AsTuple(list) : NULL;
-    Py_XDECREF(list);
-    return tuple;
-}
-
-/* {node: (part, ...)} of the reductions that leave parts in a run */
+/* {node: bits} of the reductions that leave parts in a run, bit p for part p */
 static PyObject *
 parts_object(const KlProgram *program, const KlRun *run)
 {
     PyObject *parts = PyDict_New();
     for (uint32_t i = 0; parts != NULL && i < run->nodes.n; i++) {
         uint32_t bits = program->parts.ids[run->nodes.first + i];
-        if (bits == 0) {
-            continue;
-        }
         PyObject *id = PyLong_FromUnsignedLong(program->nodes.ids[run->nodes.first + i]);
-        PyObject *numbers = bits_object(bits);
-        if (id == NULL || numbers == NULL || PyDict_SetItem(parts, id, numbers) < 0) {
+        PyObject *found = PyLong_FromUnsignedLong(bits);
+        if (id == NULL || found == NULL || (bits != 0 && PyDict_SetItem(parts, id, found) < 0)) {
             Py_CLEAR(parts);
         }
-        Py_XDECREF(numbers);
+        Py_XDECREF(found);
         Py_XDECREF(id);
     }
     return parts;
@@ -176,34 +143,25 @@ drops_object(const KlProgram *program, const KlRun *run)
     return drops;
 }
 
-/* [(stage, axis or -1, segment, nodes, parts, imports, exports, inner, drops, combined, shadows, has gradient)] */
+/* (stage, axis or -1, segment, nodes, parts, imports, exports, inner, combined, shadows, has gradient) */
 static PyObject *
-describe_runs(const KlProgram *program)
+run_object(const KlProgram *program, const KlRun *run)
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < program->n_runs; i++) {
-        const KlRun *run = &program->runs[i];
-        PyObject *item = Py_BuildValue(
-            "(IiINNNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis,
-            run->segment, slice_object(&program->nodes, run->nodes), parts_object(program, run),
-            slice_object(&program->imports, run->imports),
-            slice_object(&program->exports, run->exports),
-            slice_object(&program->inner, run->inner), drops_object(program, run),
-            slice_object(&program->combined, run->combined),
-            slice_object(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
-        if (append_stolen(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
+    return Py_BuildValue(
+        "(IiINNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis, run->segment,
+        slice_object(&program->nodes, run->nodes), parts_object(program, run),
+        slice_object(&program->imports, run->imports),
+        slice_object(&program->exports, run->exports), slice_object(&program->inner, run->inner),
+        slice_object(&program->combined, run->combined),
+        slice_object(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
 }
 
 static PyObject *
-describe_kept(const KlProgram *program)
+describe_runs(const KlProgram *program, PyObject *(*object_of)(const KlProgram *, const KlRun *))
 {
     PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < program->stages.n_values; i++) {
-        if (program->is_kept[i] && append_stolen(list, PyLong_FromSize_t(i)) < 0) {
+    for (size_t i = 0; list != NULL && i < program->n_staged; i++) {
+        if (append_stolen(list, object_of(program, &program->runs[i])) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -439,19 +397,181 @@ kl_program_of(PyObject *handle, const Tape *tape)
     return program;
 }
 
+/* What staging alone tells of the nodes of a program. */
+typedef struct Traits {
+    size_t n_nodes;
+    bool has_writes, has_effects, is_drawing;
+    bool is_on[UINT8_MAX + 1]; /* by device: a value is made there */
+    long long made, entered;   /* bytes that calls make; of rows that enter */
+    long long once, n_once;    /* bytes that calls make which run once; how many such calls */
+} Traits;
+
+static Traits
+traits_of(const KlTape *core, const KlStages *stages)
+{
+    Traits traits = {0};
+    for (size_t i = 0; i < stages->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        if (stages->node_stage[i] == KL_STAGE_NONE) {
+            continue;
+        }
+        traits.n_nodes++;
+        traits.has_writes = traits.has_writes || node->writes != 0;
+        traits.has_effects = traits.has_effects || node->leaf_writes != 0;
+        traits.is_drawing = traits.is_drawing || node->is_random;
+        long long bytes = 0;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            const KlValue *out = &core->values[node->first_out + k];
+            traits.is_on[out->meta.device] = true;
+            bytes += out->view_of == KL_ID_NONE ? kl_meta_n_bytes(&out->meta) : 0;
+        }
+        traits.made += bytes;
+        traits.once += node->mode == KL_MODE_ONCE ? bytes : 0;
+        traits.n_once += node->mode == KL_MODE_ONCE;
+    }
+    for (size_t i = 0; i < stages->n_imports; i++) {
+        const KlMeta *meta = &core->values[stages->imports[i].value].meta;
+        traits.entered += kl_place_is_rows(&meta->place) ? kl_meta_n_bytes(meta) : 0;
+    }
+    return traits;
+}
+
+/* {device} where values are made */
+static PyObject *
+devices_object(const Traits *traits)
+{
+    PyObject *devices = PySet_New(NULL);
+    for (Py_ssize_t i = 0; devices != NULL && i <= UINT8_MAX; i++) {
+        if (traits->is_on[i] && PySet_Add(devices, PyList_GET_ITEM(kl_py.devices, i)) < 0) {
+            Py_CLEAR(devices);
+        }
+    }
+    return devices;
+}
+
+/* [tensor] that enter a program: real ones, and numbers of values */
+static PyObject *
+entered_object(const Tape *tape, const KlStages *stages)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < stages->n_imports; i++) {
+        const KlPyValue *entry = &tape->values[stages->imports[i].value];
+        if ((entry->real != NULL && PyList_Append(list, entry->real) < 0) ||
+            (entry->number != NULL && PyList_Append(list, entry->number) < 0)) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* {axis: rows} of the axes that bodies run over */
+static PyObject *
+axes_object(const KlTape *core, const KlProgram *program)
+{
+    PyObject *axes = PyDict_New();
+    for (size_t i = 0; axes != NULL && i < program->n_runs; i++) {
+        const KlRun *run = &program->runs[i];
+        if (!kl_program_is_body(run)) {
+            continue;
+        }
+        PyObject *axis = PyLong_FromUnsignedLong(run->axis);
+        PyObject *rows = PyLong_FromLongLong(core->axis_rows[kl_tape_axis_find(core, run->axis)]);
+        if (axis == NULL || rows == NULL || PyDict_SetItem(axes, axis, rows) < 0) {
+            Py_CLEAR(axes);
+        }
+        Py_XDECREF(axis);
+        Py_XDECREF(rows);
+    }
+    return axes;
+}
+
 static PyObject *
 describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached, PyObject *shared,
          PyObject *handle)
 {
     const KlStages *stages = &program->stages;
+    Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
-        "{s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:O,s:I,s:N,s:O,s:N,s:O}", "handle", handle, "nodes",
-        describe_nodes(tape, stages), "imports", describe_imports(stages), "values",
-        describe_values(stages), "runs", describe_runs(program), "kept", describe_kept(program),
-        "roots", ids_object(roots), "wanted", ids_object(reached), "shared", shared, "n_stages",
-        stages->n_stages, "last_body", stage_object(stages->last_body), "is_tail_linear",
-        stages->is_tail_linear ? Py_True : Py_False, "tail_node", stage_object(stages->tail_node),
-        "is_all", is_all_staged(&tape->core, stages) ? Py_True : Py_False);
+        "(ONNONNNnnnINONOOOO(LLLL))", handle, ids_object(roots), ids_object(reached), shared,
+        axes_object(&tape->core, program), entered_object(tape, stages), devices_object(&traits),
+        (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values, (Py_ssize_t)stages->n_imports,
+        stages->n_stages, stage_object(stages->last_body),
+        stages->is_tail_linear ? Py_True : Py_False, stage_object(stages->tail_node),
+        is_all_staged(&tape->core, stages) ? Py_True : Py_False,
+        traits.has_writes ? Py_True : Py_False, traits.has_effects ? Py_True : Py_False,
+        traits.is_drawing ? Py_True : Py_False, traits.made, traits.once, traits.entered,
+        traits.n_once);
+}
+
+/* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "drops"
+ * or "runs". */
+PyObject *
+kl_program_told(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *handle = NULL;
+    const char *what = NULL;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "Os:told", &handle, &what)) {
+        return NULL;
+    }
+    const KlProgram *program = kl_program_of(handle, tape);
+    if (program == NULL) {
+        return NULL;
+    }
+    bool is_once = what[0] == 'o';
+    return is_once || what[0] == 'n' ? describe_nodes(tape, &program->stages, is_once)
+           : what[0] == 'i' ? describe_imports(&program->stages)
+                            : describe_runs(program, what[0] == 'd' ? drops_object : run_object);
+}
+
+/* The program of a handle and the number beside it; NULL on failure. */
+static const KlProgram *
+read_number(const Tape *tape, PyObject *args, unsigned int *number)
+{
+    PyObject *handle = NULL;
+    return tape != NULL && PyArg_ParseTuple(args, "OO&", &handle, kl_py_id, number)
+               ? kl_program_of(handle, tape)
+               : NULL;
+}
+
+/* maker(program, value) -> (the node that makes a value in this program or None, is it a leaf, does a gradient
+ * flow to it, is it kept) */
+PyObject *
+kl_program_maker(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    const Tape *tape = kl_tape_open();
+    const KlProgram *program = read_number(tape, args, &id);
+    if (program == NULL || id >= program->stages.n_values) {
+        return program == NULL ? NULL
+                               : PyErr_Format(PyExc_IndexError, "maker: there is no value %u", id);
+    }
+    const KlStages *stages = &program->stages;
+    KlNodeId node = tape->core.values[id].node;
+    bool is_made =
+        node != KL_ID_NONE && !stages->is_leaf[id] && stages->node_stage[node] != KL_STAGE_NONE;
+    return Py_BuildValue("(NOOO)", is_made ? node_object(tape, stages, node) : Py_NewRef(Py_None),
+                         stages->is_leaf[id] ? Py_True : Py_False,
+                         stages->needs_gradient[id] ? Py_True : Py_False,
+                         program->is_kept[id] ? Py_True : Py_False);
+}
+
+/* staged(program, node) -> what told() has of a node */
+PyObject *
+kl_program_staged(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned int id = 0;
+    const Tape *tape = kl_tape_open();
+    const KlProgram *program = read_number(tape, args, &id);
+    bool is_in = program != NULL && id < program->stages.n_nodes &&
+                 program->stages.node_stage[id] != KL_STAGE_NONE;
+    if (program != NULL && !is_in) {
+        PyErr_Format(PyExc_KeyError, "staged: node %u is not in the program", id);
+    }
+    return is_in ? node_object(tape, &program->stages, id) : NULL;
 }
 
 /* What of a program only the binding knows; on failure nothing is left of it. */
@@ -475,8 +595,9 @@ ask(const Tape *tape, KlAsked *asked, bool **flags, uint32_t **n_handles)
     return 0;
 }
 
-/* stage(roots, is_known_only, n_segments) -> dict: the program that computes every value the user can reach, or only
- * those that have no gradient in their history, and differentiates the roots: lazies, or numbers of values. */
+/* stage(roots, is_known_only, n_segments) -> _Staged, see _core.pyi: the program that computes every value the
+ * user can reach, or only those that have no gradient in their history, and differentiates the roots: lazies, or
+ * numbers of values. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)
 {

@@ -19,19 +19,31 @@ _NodeSaves = tuple[int, int, int, bool, int, int, int]
 # Where an argument is in a call, by position or by keyword
 _Where = int | str
 
-@type_check_only
-class _Staged(TypedDict):
-    nodes: list[_StagedNode]
-    imports: list[tuple[int, _Place | None, bool]]  # value, place, whether it counts the rows
-    values: list[tuple[int, bool, bool]]  # stage, is leaf, needs gradient
-    roots: list[int]
-    wanted: list[int]
-    shared: list[tuple[int, int]]  # storages of several lazies, and of how many
-    n_stages: int
-    last_body: int | None
-    is_tail_linear: bool
-    tail_node: int | None
-    is_all: bool
+# handle, roots, wanted, (storages of several lazies, how many), rows by axis, tensors that enter,
+# devices where values are made, how many nodes, values, imports and stages, last body, is tail
+# linear, tail node, is all, has writes, has effects, is drawing,
+# (bytes made, of these by calls that run once, bytes of rows that enter, calls that run once)
+_Staged = tuple[
+    object,
+    list[int],
+    list[int],
+    list[tuple[int, int]],
+    dict[int, int],
+    list[torch.Tensor],
+    set[torch.device],
+    int,
+    int,
+    int,
+    int,
+    int | None,
+    bool,
+    int | None,
+    bool,
+    bool,
+    bool,
+    bool,
+    tuple[int, int, int, int],
+]
 
 # Multiples of the result, of the first operand, and of a byte for each element of the larger.
 _Amount = tuple[float, float, float]
@@ -191,6 +203,9 @@ def memo() -> dict[str, Any]: ...
 def stage(
     roots: list[torch.Tensor | int], is_known_only: bool, n_segments: int = 1, /
 ) -> _Staged: ...
+def told(program: object, what: str, /) -> list[Any]: ...
+def staged(program: object, node: int, /) -> _StagedNode: ...
+def maker(program: object, value: int, /) -> tuple[_StagedNode | None, bool, bool, bool]: ...
 def schedule(
     program: object, homes: tuple[bool, int, bool], /
 ) -> list[tuple[int, int, int, tuple[int, ...]]]: ...

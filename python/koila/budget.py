@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import time
@@ -108,8 +109,13 @@ def _left_in_groups() -> Iterator[int]:
         yield limit - max(0, used - cache)
 
 
+#: A heap that fragments may take some times what its tensors do. Where that is free, it may: memory
+#: that goes back at each free comes in new pages, which are half of the time of small calls.
+_HEAP_SHARE = 4
+
+
 def fix_malloc() -> None:
-    """Under a limit on the CPU, make freed memory go back at once."""
+    """Where memory on the CPU is short, make what is freed go back at once."""
     global _fixed
     if not _fixed:
         _fixed = True
@@ -129,6 +135,8 @@ def is_bound() -> bool:
 
 def _left_to_process() -> Iterator[int]:
     """Bytes that each of the process's own limits still allows."""
+    if not is_bound():
+        return
     status = _status()
     for limit, name in zip(_limits(), ("VmData", "VmSize"), strict=True):
         if limit != resource.RLIM_INFINITY and name in status:
@@ -283,7 +291,12 @@ def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
     return max(0, taken(device, held) - _storage_bytes(t for t in held if t.device == device))
 
 
-def free_bytes(device: torch.device, held: Iterable[torch.Tensor], is_alone: bool = False) -> int:
+def free_bytes(
+    device: torch.device,
+    held: Iterable[torch.Tensor],
+    is_alone: bool = False,
+    needed: float = math.inf,
+) -> int:
     """Bytes that a step may add on `device`.
 
     Args:
@@ -291,12 +304,17 @@ def free_bytes(device: torch.device, held: Iterable[torch.Tensor], is_alone: boo
         held: what the step itself holds already, of the tensors that are counted against
             `config(memory_limit=)`.
         is_alone: as if there were no others.
+        needed: what it would add at most, if that is known: of memory that is free many times over,
+            what was free a moment ago is believed.
     """
     limit = config.get("memory_limit")
-    free = free_on_cuda(device) if device.type == "cuda" else free_on_cpu()
+    if math.isfinite(needed) and _is_plenty(needed):
+        free = int(_quick[0])
+    else:
+        free = free_on_cuda(device) if device.type == "cuda" else free_on_cpu()
     if limit is None:
         return free
-    if device.type == "cpu":
+    if device.type == "cpu" and free < _HEAP_SHARE * min(limit, needed):
         fix_malloc()
     if is_alone:
         return max(0, min(free, limit - _storage_bytes(t for t in held if t.device == device)))
@@ -315,21 +333,24 @@ def _free_anywhere() -> float:
     return free
 
 
-def is_ample(n_bytes: int) -> bool:
-    """Whether a program whose values take `n_bytes` certainly fits, gradients and all.
+def _is_plenty(n_bytes: float) -> bool:
+    """Whether 64 times as much is free, or was half a second ago under the same limits.
 
-    Reading what is free takes a tenth of a millisecond: too long for each step of a small model. So
-    what was free half a second ago, under the same limits, is believed where it is 64 times the
-    program: the rest would have to be taken in between for that to be wrong. A program that is not
-    so small runs for longer than it takes to ask again.
+    Reading what is free takes a tenth of a millisecond and more: too long for each step of a small
+    model. The rest would have to be taken in between for what is believed to be wrong. A program
+    that is not so small runs for longer than it takes to ask again.
     """
     global _quick
     now, limits = time.monotonic(), _limits()
     is_recent = _quick[1] >= 0 and now - _quick[1] <= _QUICK_SECONDS and limits == _quick[2]
-    if is_recent and 64 * n_bytes <= _quick[0]:
-        return True
-    _quick = (_free_anywhere(), now, limits)
-    return 4 * n_bytes <= _quick[0]
+    if not is_recent or 64 * n_bytes > _quick[0]:
+        _quick = (_free_anywhere(), now, limits)
+    return 64 * n_bytes <= _quick[0]
+
+
+def is_ample(n_bytes: int) -> bool:
+    """Whether a program whose values take `n_bytes` certainly fits, gradients and all."""
+    return _is_plenty(n_bytes) or 4 * n_bytes <= _quick[0]
 
 
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -131,10 +131,12 @@ class Cross:
     # -- what a reading stage is given ------------------------------------------------------------
 
     def _is_differentiated(self, tensor: torch.Tensor, is_graph: bool) -> bool:
+        if not (is_graph and self.needs_gradient):
+            return False
         # On the CPU beside a GPU it is a number of terms: its gradient would have to be waited for.
         is_count = tensor.device != self.info.device
         is_continuous = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        return is_graph and self.needs_gradient and is_continuous and not is_count
+        return is_continuous and not is_count
 
     def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
         if not self._is_differentiated(tensor, is_graph):
@@ -155,6 +157,8 @@ class Cross:
     def read_whole(self, is_graph: bool) -> torch.Tensor:
         if self.is_graph and self.whole is not None:
             return self.whole
+        if self.whole is not None and self.watch is None:
+            return self._alias(("whole",), self.whole, is_graph)
         if self.whole is not None:
             return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
         assert self.info.place is not None
@@ -196,6 +200,19 @@ class Cross:
             return self.aliases[key]
         part = rows.cut(self.whole.detach(), place, grid[-1][1], grid[chunk])
         return self._alias(key, part, is_graph)
+
+    def cut_all(
+        self, place: Place, grid: Sequence[Bounds], is_graph: bool
+    ) -> Sequence[torch.Tensor] | None:
+        """All chunks of what is there whole, where they take no memory and no gradient; else
+        None."""
+        if self.whole is None or self._is_differentiated(self.whole, is_graph):
+            return None
+        if len(grid) == 1 or not rows.is_cut_in_place(self.whole, place):
+            return None
+        _, dim, _, inner = place
+        sizes = [(stop - start) * inner for start, stop in grid]
+        return torch.split(self.whole.detach(), sizes, dim)
 
     def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
         """parts[part][chunk]"""

@@ -379,13 +379,15 @@ class Draws:
         self.whole: dict[int, list[torch.Tensor]] = {}  # noise that is cut for each chunk
 
     def _device(self, i: int) -> torch.device:
-        return self.program.info(self.program.nodes[i].first_out).device
+        return self.program.info(self.program.node(i).first_out).device
 
     def prepare(self) -> None:
         """Move the generator past every draw that has not been made yet, and keep its states."""
         check_undisturbed()
+        if not self.program.is_drawing:
+            return
         for run in self.program.runs:
-            self.run_of.update((i, run) for i in run.nodes if self.program.nodes[i].is_random)
+            self.run_of.update((i, run) for i in run.nodes if self.program.node(i).is_random)
         for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
             self.before[device] = _get_state(generator_of(device))
         for i in sorted(self.run_of):
@@ -401,7 +403,7 @@ class Draws:
         else:
             self.starts[i] = here
             self.new_starts.append(i)
-        node = self.program.nodes[i]
+        node = self.program.node(i)
         noises = noises_of(i, node.first_out)
         if noises is not None:
             self.noises[i] = noises
@@ -441,10 +443,10 @@ class Draws:
     def _draw_alone(self, i: int, n_rows: int) -> None:
         """Make a call for a chunk for its draws alone."""
         entries = [
-            self.program.imports[number] for number in self.program.nodes[i].imports if number >= 0
+            self.program.imports[number] for number in self.program.node(i).imports if number >= 0
         ]
         given = {entry.value: _stand_in(entry.value, entry.place, n_rows) for entry in entries}
-        run_alone(i, n_rows, given, len(self.program.values), True)
+        run_alone(i, n_rows, given, self.program.n_values, True)
 
     def _go_to(self, i: int, row: int, generator: torch.Generator) -> None:
         """Put the generator where the numbers for a row of a call start.

@@ -39,10 +39,10 @@ def cause_of_whole(program: Program) -> Decision:
     """Why a program runs whole that has no body, or a write across stages."""
     if program.spread is not None:
         node, why = program.spread
-        made = sum(map(program.bytes_made, program.nodes.values()))
-        whole_for = Whole(name_of_node(node), where_of_node(node), why, made, len(program.nodes))
+        made, n_calls = program.amounts.made, program.n_nodes
+        whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
         return Decision(why, whole=(whole_for,))
-    whole = plan.made_whole(program)
+    whole = plan.made_whole(program) if program.amounts.n_once > 0 else ()
     why = "no call of it keeps rows apart" if whole else "nothing in it has rows"
     return Decision(why, whole=whole)
 
@@ -88,8 +88,8 @@ def told(
     return ProgramReport(
         reports.asked(),
         draws.user_line(),
-        len(program.nodes),
-        sum(program.bytes_made(node) for node in program.nodes.values()),
+        program.n_nodes,
+        program.amounts.made,
         n_chunks,
         n_rows,
         n_tries,
@@ -105,16 +105,15 @@ def told(
 
 def log_whole(program: Program) -> None:
     """Say once, with the line, where a joint leaves most of a program's memory whole."""
-    sizes = {node.id: program.bytes_made(node) for node in program.nodes.values()}
-    whole = sum(sizes[node.id] for node in program.nodes.values() if node.mode == ONCE)
-    entered = (program.info(entry.value) for entry in program.imports)
-    batch = sum(math.prod(i.shape) * i.dtype.itemsize for i in entered if i.place is not None)
-    joint = next((n for n in program.nodes.values() if program.joins_rows(n)), None)
+    amounts = program.amounts
     if program.spread is not None:
         node, why = program.spread
         where = where_of_node(node)
         _log(where, "%s makes the program run whole (%s): %s", name_of_node(node), where, why)
-    elif joint is not None and 2 * whole > max(batch, sum(sizes.values())):
+    elif 2 * amounts.once > max(amounts.entered, amounts.made):
+        joint = next(filter(program.joins_rows, program.once()), None)
+        if joint is None:
+            return
         where = where_of_node(joint)
         _log(
             where,
@@ -123,8 +122,8 @@ def log_whole(program: Program) -> None:
             name_of_node(joint),
             plan.why_once(joint),
             where,
-            sum(node.mode == ONCE for node in program.nodes.values()),
-            len(program.nodes),
+            amounts.n_once,
+            program.n_nodes,
         )
 
 
@@ -296,12 +295,12 @@ def explain(*losses: Any) -> Explanation:
         return Explanation(f"nothing is pending: the program has run\n{reports.report()}")
     program = Program(roots)
     runs = _runs(program)
-    lines = [f"program of {count(len(program.nodes), 'call')} in {count(len(runs), 'stage')}"]
+    lines = [f"program of {count(program.n_nodes, 'call')} in {count(len(runs), 'stage')}"]
     spread = program.spread
     if spread is not None:
         lines.append(f"it runs whole: {spread[1]}\n" + _line(program, spread[0]))
     elif program.last_body is not None and not program.is_tail_linear:
-        tail = program.nodes.get(program.tail_node) if program.tail_node is not None else None
+        tail = program.node(program.tail_node) if program.tail_node is not None else None
         name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
     if program.axes and spread is None:
@@ -313,7 +312,7 @@ def explain(*losses: Any) -> Explanation:
     for number, run in enumerate(_runs(program), 1):
         lines.append(_head(program, steps, run, number))
         lines += [f"    {n.id:4d} combine the partials" for n in run.combined if n.mode == REDUCE]
-        lines += [_line(program, program.nodes[i]) for i in run.nodes]
+        lines += [_line(program, program.node(i)) for i in run.nodes]
     return Explanation("\n".join(lines))
 
 

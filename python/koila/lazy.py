@@ -148,6 +148,19 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
     return dim % tensor.dim()
 
 
+def _plain_dims(objs: tuple[Any, ...], batch: Any) -> list[int] | None:
+    """The dims of the rows where that takes no search: of plain tensors that agree on their number.
+    None: what was given has to be gone through, or is wrong."""
+    if type(batch) not in (int, _Default) or any(type(obj) is not torch.Tensor for obj in objs):
+        return None
+    dims = [batch % obj.dim() if -obj.dim() <= batch < obj.dim() else _WHOLE for obj in objs]
+    pairs = list(zip(objs, dims, strict=True))
+    if any(dim == _WHOLE and obj.dim() > 0 for obj, dim in pairs):
+        return None
+    n_rows = {obj.size(dim) for obj, dim in pairs if dim != _WHOLE}
+    return dims if objs and len(n_rows) <= 1 else None
+
+
 def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor:
     """What is lazy already, where its rows are as is asked for; else the tensor that it stands for,
     which is to be made lazy anew."""
@@ -165,6 +178,25 @@ def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor
         "cannot change; give batch= where the batch enters the program, or make its number lazy: "
         f"koila.lazy(copy.deepcopy(x.detach()), batch={batch})"
     )
+
+
+def _warn_in_worker() -> None:
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None and worker.id == 0 and not _state.is_warned:  # one speaks for all
+        _state.is_warned = True
+        warnings.warn(
+            "koila.lazy: called in a worker of a DataLoader, from which tensors come back plain: "
+            "what is made of them runs whole; call lazy() on the batch in the training loop",
+            stacklevel=3,
+        )
+
+
+def _begin() -> int:
+    """Another batch begins; its axis."""
+    settle_outdated()
+    replay.flush_known("lazy() of another batch")
+    reports.begin_batch()
+    return _core.new_axis()
 
 
 def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
@@ -200,6 +232,15 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     patches.refresh()
     whole = objs[0] if len(objs) == 1 else objs
     rows: dict[str, int] = {}
+    dims = _plain_dims(objs, batch)
+    if dims is not None:
+        _warn_in_worker()
+        axis = _begin()
+        made = tuple(
+            _core.input(obj, dim, axis, 0 if dim == _WHOLE else obj.size(dim))
+            for obj, dim in zip(objs, dims, strict=True)
+        )
+        return made[0] if len(objs) == 1 else made
 
     n_tensors = 0
 
@@ -220,21 +261,11 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
             stacklevel=2,
         )
         return whole
-    worker = torch.utils.data.get_worker_info()
-    if worker is not None and worker.id == 0 and not _state.is_warned:  # one speaks for all
-        _state.is_warned = True
-        warnings.warn(
-            "koila.lazy: called in a worker of a DataLoader, from which tensors come back plain: "
-            "what is made of them runs whole; call lazy() on the batch in the training loop",
-            stacklevel=2,
-        )
+    _warn_in_worker()
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
-    settle_outdated()
-    replay.flush_known("lazy() of another batch")
-    reports.begin_batch()
-    axis = _core.new_axis()
+    axis = _begin()
 
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
         dim = _dim_of(tensor, leaf_batch, path)

@@ -46,7 +46,7 @@ class Estimate:
 
 def estimate(program: Program, is_graph: bool, way: Way = AS_IT_IS) -> Estimate:
     """What a program needs that is run in a way, and its backward, beyond what is there already."""
-    states = _STATE, draws.bytes_kept()
+    states = _STATE * program.is_drawing, draws.bytes_kept()
     noise_of, peak_of = draws.bytes_whole, outside.peak
     return Estimate(
         *_core.measure(

@@ -48,7 +48,7 @@ class Numbers:
         return self._is_spent(value) or not self.program.info(value).requires_grad
 
     def _number(self, value: int) -> torch.Tensor:
-        if value in self.program.kept:
+        if self.program.made(value).is_kept:
             return self._of_kept(value)
         number = self._of_storage(value)
         is_new = self._is_spent(value) and not number.requires_grad

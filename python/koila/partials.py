@@ -12,7 +12,6 @@ halves overflows nor many small chunks round worse than one large one.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +48,6 @@ def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
     return words, len(words) if n_positional is None else n_positional, others
 
 
-@dataclasses.dataclass(frozen=True)
 class Call:
     """One call of a torch function: a recorded one, or the same on a chunk.
 
@@ -61,23 +59,31 @@ class Call:
     tensor([2., 2., 2.])
     """
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    signature: str  # the row's, from _core.op_table()
-    dtype: torch.dtype  # of the first output
-    start: int = 0  # the first row of the chunk
-    n_rows: int = 0  # of all chunks
-
-    @functools.cached_property
-    def words(self) -> dict[str, Any]:
-        """The arguments that were given, by the signature's words."""
-        names, _, others = parse(self.signature)
-        found = dict(zip(names, self.args, strict=False))
-        for name, value in self.kwargs.items():
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature: str,
+        dtype: torch.dtype,
+        start: int = 0,
+        n_rows: int = 0,
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.signature = signature  # the row's, from _core.op_table()
+        self.dtype = dtype  # of the first output
+        self.wide = widened(dtype)  # to accumulate in
+        self.start = start  # the first row of the chunk
+        self.n_rows = n_rows  # of all chunks
+        #: The arguments that were given, by the signature's words.
+        self.words: dict[str, Any] = {}
+        names, _, others = parse(signature)
+        self.words.update(zip(names, args, strict=False))
+        for name, value in kwargs.items():
             known = name if name in names else others.get(name, NUMPY_NAMES.get(name, name))
-            found[known] = value
-        return found
+            self.words[known] = value
 
     def word(self, name: str, fallback: Any = None) -> Any:
         return self.words.get(name, fallback)
@@ -93,11 +99,6 @@ class Call:
             args.append(words.pop(name))
         result: torch.Tensor = self.func(*args, **words)
         return result
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype to accumulate in."""
-        return widened(self.dtype)
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

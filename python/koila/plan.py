@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -11,7 +12,7 @@ import torch
 
 from koila import _core, budget, config, draws, memory, offload, reports, steps, storages
 from koila.errors import MemoryLimitError
-from koila.program import AS_IT_IS, ONCE, Node, Op, Program, Way, name_of_node, where_of_node
+from koila.program import AS_IT_IS, Node, Op, Program, Way, name_of_node, where_of_node
 from koila.reports import Whole, sizes
 from koila.rows import Bounds, largest
 
@@ -119,29 +120,23 @@ def _devices(program: Program) -> list[torch.device]:
 
     A batch may still be on the CPU when it is made lazy, and be moved by a call of the program.
     """
-    made = {program.info(v).device for node in program.nodes.values() for v in node.outs}
-    others = sorted((d for d in made if d.type != "cpu"), key=str)
+    others = sorted((d for d in program.devices if d.type != "cpu"), key=str)
     return others or [torch.device("cpu")]
 
 
 def _held(program: Program) -> list[torch.Tensor]:
     """What of the tensors that are there is the step's: what entered, its gradients, optimizer
     state."""
-    held: list[torch.Tensor] = []
-    for entry in program.imports:
-        info = program.info(entry.value)
-        for tensor in (info.real, info.number):
-            if tensor is not None:
-                held.append(tensor)
-        if info.real is not None and info.real.is_leaf and info.real.grad is not None:
-            held.append(info.real.grad)
-    return held + budget.optimizer_state()
+    leaves = (tensor for tensor in program.entered if tensor.is_leaf)
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return program.entered + grads + budget.optimizer_state()
 
 
-def _allowed(program: Program, is_alone: bool = False) -> float:
-    """The least that any device has: what the program needs is summed over all."""
+def _allowed(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:
+    """The least that any device has: what the program needs, at most, is summed over all."""
     held = _held(program)
-    return float(min(budget.free_bytes(device, held, is_alone) for device in _devices(program)))
+    devices = _devices(program)
+    return float(min(budget.free_bytes(device, held, is_alone, needed) for device in devices))
 
 
 def _outside(program: Program) -> float:
@@ -207,9 +202,7 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
     largest first."""
     caused: dict[int, list[Node]] = {}  # by the call that reads rows
     cause_of: dict[int, int] = {}  # of the values that they make
-    for node in program.nodes.values():
-        if node.mode != ONCE:
-            continue
+    for node in program.once():
         reads = (program.imports[number].value for number in node.imports if number >= 0)
         cause = next((cause_of[value] for value in reads if value in cause_of), None)
         if program.joins_rows(node):
@@ -357,7 +350,7 @@ def _fit(
 ) -> Plan | Needs:
     """The plan for a program; or what it needs, if that is more than there is. As a last resort it
     may have what is kept back for a first step of libraries."""
-    left, slack = _allowed(program), budget.slack()
+    left, slack = _allowed(program, needed=estimate.whole), budget.slack()
     allowed = left + slack if is_last else left
     pinned = [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
     if pinned:
@@ -398,7 +391,7 @@ def _fit(
 
 def _shape_of(program: Program, is_graph: bool, estimate: memory.Estimate) -> Shape:
     sizes = tuple(sorted(program.axes.values()))
-    return sizes, len(program.nodes), is_graph, estimate.whole
+    return sizes, program.n_nodes, is_graph, estimate.whole
 
 
 def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bounds]) -> Plan | Needs:
@@ -466,11 +459,11 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
     is_apart = is_known_only or is_read
     if not program.has_body and not is_apart:
         return None
-    is_pinning = any(
+    is_pinning = program.is_drawing and any(
         node.is_random and draws.is_pinning(node.id, node.first_out)
         for run in program.runs
         if run.is_body
-        for node in map(program.nodes.__getitem__, run.nodes)
+        for node in map(program.node, run.nodes)
     )
     if is_apart and not is_pinning:
         planned = plan(program, False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -39,7 +40,10 @@ class Node(NamedTuple):
     is_open: bool  # made by sizes alone: of its inputs no number is read
     is_for_chunks: bool  # only chunks run it: live, the call after it does that itself
     imports: tuple[int, ...]
-    outs: range
+
+    @property
+    def outs(self) -> range:
+        return range(self.first_out, self.first_out + self.n_outs)
 
 
 def name_of_node(node: Node) -> str:
@@ -60,6 +64,24 @@ class Import(NamedTuple):
     value: int
     place: Place | None
     is_range: bool
+
+
+class Made(NamedTuple):
+    """What a program has to do with a value."""
+
+    node: Node | None  # that makes it; None for a leaf
+    is_leaf: bool
+    needs_gradient: bool
+    is_kept: bool  # it must be there whole at the end, for the wanted ones to be had from it
+
+
+class Amounts(NamedTuple):
+    """Bytes of a program, for all rows; views share theirs."""
+
+    made: int  # by its calls
+    once: int  # of these, by calls that run once
+    entered: int  # of rows that enter it
+    n_once: int
 
 
 class Info(NamedTuple):
@@ -92,7 +114,6 @@ class Run:
     imports: list[int] = field(default_factory=list)  # what is read from outside
     exports: list[int] = field(default_factory=list)  # values that leave it
     inner: list[int] = field(default_factory=list)  # of these, for other segments of its body alone
-    drops: list[tuple[int, ...]] = field(default_factory=list)  # values that die after each node
     combined: list[Node] = field(default_factory=list)  # their partials become values here
     shadows: list[int] = field(default_factory=list)  # imports of which only sizes are read
     has_gradient: bool = False
@@ -141,7 +162,8 @@ class Step(NamedTuple):
 
 
 class Program:
-    """What the thread's tape holds now, staged for a goal."""
+    """What the thread's tape holds now, staged for a goal: a handle, of which the core is asked for
+    what is needed."""
 
     def __init__(
         self,
@@ -149,29 +171,65 @@ class Program:
         is_known_only: bool = False,
         n_segments: int = 1,
     ) -> None:
-        staged: Any = _core.stage(list(roots), is_known_only, n_segments)
-        self.handle: object = staged["handle"]
-        nodes = (Node._make((*node, range(node[6], node[6] + node[7]))) for node in staged["nodes"])
-        self.nodes = {node.id: node for node in nodes}
-        self.imports = [Import(*entry) for entry in staged["imports"]]
-        self.values: list[tuple[int, bool, bool]] = staged["values"]
-        self.roots: list[int] = staged["roots"]
+        staged = _core.stage(list(roots), is_known_only, n_segments)
+        self.handle: object = staged[0]
+        self.roots: list[int] = staged[1]
+        self._reached: list[int] = staged[2]
+        self.n_sharing: dict[int, int] = dict(staged[3])  # lazies of a storage, if several
+        #: Rows of each axis that a body runs over.
+        self.axes: dict[int, int] = staged[4]
+        self.entered: list[torch.Tensor] = staged[5]
+        self.devices: set[torch.device] = staged[6]  # where its values are made
+        self.n_nodes, self.n_values, self.n_imports, self.n_stages = staged[7:11]
+        self.last_body: int | None = staged[11]
+        self.is_tail_linear: bool = staged[12]
+        self.tail_node: int | None = staged[13]
+        self.is_all: bool = staged[14]  # every call that waits is in it
+        self.has_writes: bool = staged[15]
+        self.has_effects: bool = staged[16]  # it writes statistics
+        self.is_drawing: bool = staged[17]
+        self.amounts = Amounts(*staged[18])
         self.is_known_only = is_known_only
         self.n_segments = n_segments
-        self.wanted: list[int] = [v for v in staged["wanted"] if self.node_of(v) is not None]
-        self.last_body: int | None = staged["last_body"]
-        self.is_tail_linear: bool = staged["is_tail_linear"]
-        self.tail_node: int | None = staged["tail_node"]
-        self.n_stages: int = staged["n_stages"]
-        self.is_all: bool = staged["is_all"]  # every call that waits is in it
-        self.cloned: set[int] = set()  # writes that are run on a clone
+        self._cloned: set[int] = set()
         self._info: dict[int, Info] = {}
-        self.n_sharing: dict[int, int] = dict(staged["shared"])  # lazies of a storage, if several
-        #: Values that must be there whole at the end, for the wanted ones to be had from them.
-        self.kept: set[int] = set(staged["kept"])
-        self.runs = [self._run(number, *entry) for number, entry in enumerate(staged["runs"])]
-        #: A call that cannot run by stages, and why: the program runs whole.
-        self.spread = self._find_spread()
+        self._made: dict[int, Made] = {}
+        self._nodes: dict[int, Node] = {}
+        #: Of reductions, as far as they were asked for: the row's, and the rows of all chunks.
+        self.signatures: dict[int, tuple[str, int]] = {}
+
+    @functools.cached_property
+    def nodes(self) -> dict[int, Node]:
+        """All its calls; `node` is one of them."""
+        return {node.id: node for node in map(Node._make, _core.told(self.handle, "nodes"))}
+
+    def once(self) -> list[Node]:
+        """Its calls that run once."""
+        return [Node._make(entry) for entry in _core.told(self.handle, "once")]
+
+    @functools.cached_property
+    def imports(self) -> list[Import]:
+        return [Import(*entry) for entry in _core.told(self.handle, "imports")]
+
+    @functools.cached_property
+    def runs(self) -> list[Run]:
+        return [self._run(i, *entry) for i, entry in enumerate(_core.told(self.handle, "runs"))]
+
+    @functools.cached_property
+    def wanted(self) -> list[int]:
+        """The values whose numbers the user gets."""
+        return [value for value in self._reached if self.node_of(value) is not None]
+
+    @functools.cached_property
+    def spread(self) -> tuple[Node, str] | None:
+        """A call that cannot run by stages, and why: the program runs whole."""
+        return self._find_spread()
+
+    @property
+    def cloned(self) -> set[int]:
+        """Writes that are run on a clone."""
+        _ = self.spread
+        return self._cloned
 
     def _run(
         self,
@@ -180,26 +238,40 @@ class Program:
         axis: int,
         segment: int,
         nodes: list[int],
-        parts: dict[int, tuple[int, ...]],
+        parts: dict[int, int],
         imports: list[int],
         exports: list[int],
         inner: list[int],
-        drops: list[tuple[int, ...]],
         combined: list[int],
         shadows: list[int],
         has_gradient: bool,
     ) -> Run:
-        made = [self.nodes[i] for i in combined]
-        lists = nodes, parts, imports, exports, inner, drops, made, shadows
+        made = [self.node(i) for i in combined]
+        numbers = {i: tuple(p for p in range(32) if bits >> p & 1) for i, bits in parts.items()}
+        lists = nodes, numbers, imports, exports, inner, made, shadows
         return Run(number, stage, axis, segment, *lists, has_gradient)
+
+    def node(self, i: int) -> Node:
+        """A call of it."""
+        if i not in self._nodes:
+            self._nodes[i] = Node._make(_core.staged(self.handle, i))
+        return self._nodes[i]
+
+    def made(self, value: int) -> Made:
+        if value not in self._made:
+            node, *traits = _core.maker(self.handle, value)
+            self._made[value] = Made(None if node is None else Node._make(node), *traits)
+        return self._made[value]
 
     def node_of(self, value: int) -> Node | None:
         """The node that makes a value in this program; None for a leaf."""
-        if self.is_leaf(value):
-            return None
-        if not hasattr(self, "_maker"):
-            self._maker = {v: node for node in self.nodes.values() for v in node.outs}
-        return self._maker.get(value)
+        return self.made(value).node
+
+    def is_leaf(self, value: int) -> bool:
+        return self.made(value).is_leaf
+
+    def needs_gradient(self, value: int) -> bool:
+        return self.made(value).needs_gradient and self.info(value).requires_grad
 
     def joins_rows(self, node: Node) -> bool:
         """Whether a call runs once although it reads rows of a batch."""
@@ -212,12 +284,6 @@ class Program:
         infos = [self.info(v) for v in node.outs]
         return sum(math.prod(i.shape) * i.dtype.itemsize for i in infos if i.view is None)
 
-    def is_leaf(self, value: int) -> bool:
-        return self.values[value][1]
-
-    def needs_gradient(self, value: int) -> bool:
-        return self.values[value][2] and self.info(value).requires_grad
-
     def is_hooked(self, value: int) -> bool:
         """Whether something looks at the whole gradient of a value."""
         return self.needs_gradient(value) and hooks.is_on(value)
@@ -228,12 +294,8 @@ class Program:
         return self._info[value]
 
     @property
-    def is_drawing(self) -> bool:
-        return any(node.is_random for node in self.nodes.values())
-
-    @property
     def has_body(self) -> bool:
-        return any(run.is_body for run in self.runs)
+        return bool(self.axes)
 
     def ends(self) -> list[int]:
         """The values a backward may start from: wanted, and nothing goes on from them."""
@@ -245,11 +307,6 @@ class Program:
             if number >= 0
         }
         return [v for v in self.wanted if self.info(v).requires_grad and v not in inner]
-
-    @property
-    def axes(self) -> dict[int, int]:
-        """Rows of each axis that a body runs over."""
-        return {run.axis: _core.node(run.nodes[-1])[4] for run in self.runs if run.is_body}
 
     def in_segments(self, n_segments: int) -> Program:
         """The same program with its bodies cut into so many segments."""
@@ -276,21 +333,20 @@ class Program:
         return [value for run in runs for value in run.exports if value not in run.inner]
 
     def _find_spread(self) -> tuple[Node, str] | None:
-        node = self._spread_writes()
+        node = self._spread_writes() if self.has_writes else None
         if node is not None:
             return node, "memory that several stages use is written where no stage can"
-        for node in self.nodes.values():
+        for node in self.nodes.values() if self.is_drawing else ():
             if node.is_random and draws.is_uncounted(node.id, node.first_out):
                 return node, "how the memory lies that it draws for is known only when it has run"
         return None
 
     def _spread_writes(self) -> Node | None:
-        """A write that cannot run by stages; or None, and `cloned` are those that write a clone.
+        """A write that cannot run by stages; or None, and `_cloned` are those that write a clone.
 
         A run may write what it made, and nothing else: what other stages made, or read as it was
         before, stays as it is, and the calls that come after read the clone.
         """
-        self.cloned = set()
         for run in self.runs:
             writes = [i for i in run.nodes if self.nodes[i].writes]
             if not writes:
@@ -311,7 +367,7 @@ class Program:
                     continue
                 if self._is_handed_out(storage) or (run.is_body and self._is_across(node)):
                     return node
-                self.cloned.add(i)
+                self._cloned.add(i)
                 since[storage] = i
         return None
 

@@ -40,11 +40,13 @@ def _call(
     kwargs: dict[str, Any],
     start: int = 0,
 ) -> Call:
-    row = _core.node(node.id)[1]
-    assert row is not None  # only a row says that a call is a reduction
-    dtype = program.info(node.first_out).dtype
-    n_rows = _core.node(node.id)[4]
-    return Call(func, args, kwargs, _signatures()[row], dtype, start, n_rows)
+    known = program.signatures.get(node.id)
+    if known is None:
+        _, row, _, _, n_rows, *_ = _core.node(node.id)
+        assert row is not None  # only a row says that a call is a reduction
+        known = program.signatures[node.id] = _signatures()[row], n_rows
+    signature, n_rows = known
+    return Call(func, args, kwargs, signature, program.info(node.first_out).dtype, start, n_rows)
 
 
 def run_parts(

@@ -49,6 +49,30 @@ def _without_graphs(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tenso
     }
 
 
+class _Reads:
+    """What the chunks of a body are given of tensors that entered the program: found once, and not
+    for each chunk."""
+
+    def __init__(self, replay: Replay, run: Run, is_graph: bool) -> None:
+        self.common: list[Any] = [None] * replay.program.n_imports
+        self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # by chunk
+        self.others: list[int] = []  # what the program made
+        grid = replay.grids[run.axis]
+        for number in run.imports:
+            value, place, is_range = replay.program.imports[number]
+            cross = replay.cross_of(value)
+            cut = None
+            if replay.program.is_leaf(value) and not is_range:
+                if place is None:
+                    self.common[number] = cross.read_whole(is_graph)
+                    continue
+                cut = cross.cut_all(place, grid, is_graph)
+            if cut is None:
+                self.others.append(number)
+            else:
+                self.pieces.append((number, cut))
+
+
 class Replay:
     """One step: a program, its grid, and what crosses from stage to stage."""
 
@@ -72,6 +96,8 @@ class Replay:
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
+        self.reads: dict[tuple[int, bool], _Reads] = {}  # of the runs of one step of the schedule
+        self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         self.scratch = self._copy_statistics()
         self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
         self.draws = draws.Draws(program, self.grids)
@@ -84,7 +110,7 @@ class Replay:
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for node in self.program.nodes.values():
+        for node in self.program.nodes.values() if self.program.has_effects else ():
             for k, number in enumerate(node.imports):
                 if node.leaf_writes >> k & 1 and number >= 0:
                     value = self.program.imports[number].value
@@ -123,11 +149,14 @@ class Replay:
     def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
         """A tensor with the sizes of a value that is not there yet."""
         value, place, _ = self.program.imports[number]
-        shape = self.program.info(value).shape
+        shape, rows = self.program.info(value).shape, -1
         if place is not None:
             start, stop = self.grids[run.axis][chunk]
-            shape = chunk_shape(shape, place, stop - start)
-        return self.zeros(value, shape)
+            rows = stop - start
+        if (number, rows) not in self.zeros_of:
+            shape = shape if place is None else chunk_shape(shape, place, rows)
+            self.zeros_of[number, rows] = self.zeros(value, shape)
+        return self.zeros_of[number, rows]
 
     def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Stand in for a value, with no memory to speak of."""
@@ -144,9 +173,19 @@ class Replay:
         stand_ins: dict[int, Cross] | None = None,
     ) -> list[Any]:
         """Run the nodes of a stage on one chunk (a joint: once); the values made, by number."""
-        env: list[Any] = [None] * len(self.program.values)
-        imports: list[Any] = [None] * len(self.program.imports)
-        for number in run.imports:
+        env: list[Any] = [None] * self.program.n_values
+        numbers = run.imports
+        if run.is_body and stand_ins is None:
+            key = run.number, is_graph
+            if key not in self.reads:
+                self.reads[key] = _Reads(self, run, is_graph)
+            reads = self.reads[key]
+            imports, numbers = reads.common.copy(), reads.others
+            for number, pieces in reads.pieces:
+                imports[number] = pieces[chunk]
+        else:
+            imports = [None] * self.program.n_imports
+        for number in numbers:
             imports[number] = self._given(number, run, chunk, is_graph, stand_ins)
         for number in run.shadows:
             imports[number] = self._shadow(number, run, chunk)
@@ -158,7 +197,7 @@ class Replay:
         def run_other(
             i: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            node = self.program.nodes[i]
+            node = self.program.node(i)
             if node.is_random:
                 return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
             if i in run.parts and self._is_plain(node, run):
@@ -216,8 +255,7 @@ class Replay:
     def _is_plain(self, node: Node, run: Run) -> bool:
         """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
         together from parts, its last bit could be another."""
-        is_one = len(self.grids[run.axis]) == 1
-        return self.is_forward and is_one and node.stage == run.stage
+        return self.is_forward and len(self.grids[run.axis]) == 1 and node.stage == run.stage
 
     def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
         """What was recorded as a copy must be one, and what was recorded as a view too: a write
@@ -301,7 +339,8 @@ class Replay:
 
     def _joint(self, step: Step) -> None:
         (run,) = step.runs
-        self.graphs[run.stage] = self.run_joint(run, not self.is_forward)
+        is_empty = not run.nodes and not run.combined
+        self.graphs[run.stage] = {} if is_empty else self.run_joint(run, not self.is_forward)
 
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, torch.Tensor]:
         """Run a joint; returns the tensors that carry its graph, by value."""
@@ -330,6 +369,8 @@ class Replay:
 
     def _settle(self, run: Run, chunk: int) -> None:
         """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
+        if not self.planned.way.is_offloaded:
+            return
         for number in run.imports:
             cross = self.cross.get(self.program.imports[number].value)
             if cross is not None and cross.is_offloaded:
@@ -488,6 +529,7 @@ class Replay:
         self.draws.prepare()
         for step in self.steps:
             self._DO[step.op](self, step)
+            self.reads.clear()
 
     def differentiate(
         self, gradients: list[torch.Tensor]
@@ -529,7 +571,8 @@ class Replay:
 
     def _commit(self) -> None:
         done: set[int] = _core.memo().setdefault("effects", set())
-        fresh = [n for n in self.program.nodes.values() if n.leaf_writes and n.id not in done]
+        nodes = self.program.nodes.values() if self.program.has_effects else ()
+        fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
         written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
         for i in sorted(self.statistics.keys() - done):
             self.statistics[i].write()
@@ -581,15 +624,20 @@ def _attempt(
         return _core.drawing(go) if program.is_drawing else go()
 
 
+def _is_whole() -> bool:
+    """Whether that is known without staging, and why."""
+    is_whole = plan.is_whole()
+    if is_whole:
+        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
+    return is_whole
+
+
 def _stage(
     roots: list[torch.Tensor], is_known_only: bool = False
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
-    if plan.is_whole():
-        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
-        return None
     program = Program(roots, is_known_only)
-    if not program.nodes:
+    if not program.n_nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
     if program.spread is not None or (roots and not program.has_body):
@@ -627,7 +675,7 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
 
 def _read(is_known_only: bool) -> bool:
     settle_outdated()
-    staged = _stage([], is_known_only)
+    staged = None if _is_whole() else _stage([], is_known_only)
     if staged is not None:
         if staged[1].n_chunks == 0:
             return True
@@ -704,6 +752,9 @@ def _differentiate(
             "backward: a tensor was changed in place after the value that is differentiated was "
             "computed with it; change it after backward()"
         )
+    if all(map(_core.is_pending_here, lazies)) and _is_whole():
+        _core.forget_left()
+        return NotImplemented
     filled = []
     for root, gradient in zip(roots, gradients, strict=True):
         if gradient is None:

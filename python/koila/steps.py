@@ -24,13 +24,13 @@ def whole(program: Program, so_far: float) -> float | None:
     Returns:
         None: nobody knows, until the step has been seen to its end.
     """
-    more = _known.get(len(program.nodes))
+    more = _known.get(program.n_nodes)
     return None if more is None else more * so_far
 
 
 def note_read(program: Program, so_far: float) -> None:
     """A number was read in the midst of a step, and the graph of what ran was not kept."""
-    _core.memo().setdefault("read", {}).setdefault(len(program.nodes), so_far)
+    _core.memo().setdefault("read", {}).setdefault(program.n_nodes, so_far)
 
 
 def note_end(n_bytes: float | None) -> None:

@@ -200,7 +200,7 @@ def check(replay: Replay, axis: int, roots: dict[int, torch.Tensor]) -> None:
         found = cross.watch.found
         place = cross.info.place
         sent: dict[Key, torch.Tensor | None]
-        if replay.program.nodes[_maker(replay, value)].mode == REDUCE:
+        if replay.program.node(_maker(replay, value)).mode == REDUCE:
             sent = cross.seeds
         else:
             sent = {("chunk", c): cross.seed(grid, c) for c in range(len(grid))}

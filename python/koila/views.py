@@ -35,7 +35,7 @@ def take(
                 shape = chunk_shape(shape, info.place, n_rows)
             zero = torch.zeros((), dtype=info.dtype, device=info.device)
             given[other] = zero.expand(shape)
-    env = draws.run_alone(node, n_rows, given, len(program.values), not is_graph)
+    env = draws.run_alone(node, n_rows, given, program.n_values, not is_graph)
     result: torch.Tensor = env[out]
     if result.untyped_storage()._cdata != memory.untyped_storage()._cdata:
         raise NotInChunksError(f"{_core.node(node)[3]}: the memory is laid out otherwise")

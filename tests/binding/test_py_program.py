@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from binding_kit import batch, in_a_thread, is_pending, pending
+from binding_kit import batch, in_a_thread, is_pending, pending, staged_as
 from chunked import split
 from koila import _core
 from koila.program import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Info, Program
 
 core: Any = _core
-KEYS = "nodes imports values roots wanted n_stages last_body is_tail_linear tail_node"
 
 
 def weight() -> Tensor:
@@ -27,8 +26,7 @@ def weight() -> Tensor:
 
 
 def test_nothing_is_staged_of_nothing() -> None:
-    staged = core.stage([], False)
-    assert set(staged) >= set(KEYS.split())
+    staged = staged_as([], False)
     assert staged["nodes"] == staged["roots"] == staged["wanted"] == []
 
 
@@ -52,7 +50,7 @@ def test_a_root_of_another_thread_is_refused() -> None:
 
 def told(roots: list[Any], is_known_only: bool) -> dict[str, Any]:
     """What is told of a program, but for the handle, which is another object each time."""
-    return {key: told for key, told in core.stage(roots, is_known_only).items() if key != "handle"}
+    return {key: told for key, told in staged_as(roots, is_known_only).items() if key != "handle"}
 
 
 def test_a_part_of_a_joint() -> None:
@@ -60,9 +58,9 @@ def test_a_part_of_a_joint() -> None:
     x, w = koila.lazy(batch()), weight()
     first, second = (x * w).mean(), (x * w).exp().mean()
     loss = first * 2 + second * (x.detach().sum() + 1)
-    staged = core.stage([loss], False)
+    staged = staged_as([loss], False)
     handle, last = staged["handle"], len(staged["runs"]) - 1
-    _, _, _, nodes, _, _, exports, _, _, combined, *_ = staged["runs"][last]
+    _, _, _, nodes, _, _, exports, _, combined, *_ = staged["runs"][last]
     firsts = {node[0]: node[6] for node in staged["nodes"]}
     values = [firsts[node] for node in combined]
     number, some, imports, left, given = core.gradient_part(handle, last, values)
@@ -149,7 +147,7 @@ def test_what_is_wanted() -> None:
     del _dead
     F.dropout(x * w, 0.5)
     later = kept.sin()
-    staged = core.stage([], False)
+    staged = staged_as([], False)
     names = {core.node(node[0])[1] for node in staged["nodes"]}
     assert names == {"mul", "dropout", "sin"}
     assert len(staged["wanted"]) == 2
@@ -161,11 +159,11 @@ def test_known_only_leaves_what_has_a_gradient() -> None:
     x, w = koila.lazy(batch()), weight()
     _hidden = F.dropout(x * w, 0.5)
     plain = x * 2
-    staged = core.stage([], True)
+    staged = staged_as([], True)
     assert [core.node(node[0])[1] for node in staged["nodes"]] == ["mul"]
     assert len(staged["wanted"]) == 1
     drawn = F.dropout(plain, 0.5)
-    staged = core.stage([], True)
+    staged = staged_as([], True)
     names = [core.node(node[0])[1] for node in staged["nodes"]]
     assert names.count("dropout") == 2
     assert drawn.shape == _hidden.shape

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from binding_kit import batch, is_pending
+from binding_kit import batch, is_pending, staged_as
 from chunked import split
 from koila import _core, program
 
@@ -170,7 +170,7 @@ def test_wrong_arguments(args: Any) -> None:
 def of_another_tape() -> object:
     """The handle of a longer program."""
     lazy = koila.lazy(batch()) * 2 * 3 * 4
-    handle: object = core.stage([], False)["handle"]
+    handle: object = core.stage([], False)[0]
     del lazy
     core.forget()
     return handle
@@ -194,7 +194,7 @@ def test_malformed_programs(name: str) -> None:
     of_another = {"program": other}, ValueError, "not of this tape"
     changed, error, words = MALFORMED.get(name, of_another)
     lazy = koila.lazy(batch()) * 2
-    staged = core.stage([], False)
+    staged = staged_as([], False)
     given: dict[str, Any] = {
         "program": staged["handle"],
         "run": len(staged["runs"]) - 1,
