@@ -31,7 +31,7 @@ OUTSIDE = "what backward takes through graphs of plain calls is said to stay to 
 #: What is said of these is further off than 3 % and `SLACK`: how far at most, whole and in chunks.
 OFF: dict[str, tuple[str, float, float]] = {
     "densenet-ce": (CONVOLUTION, -0.05, 0.0),
-    "bag_of_words-ce": (CUT, 0.0, -0.05),
+    "bag_of_words-ce": (CUT, 0.0, -0.12),
     "text_cnn-ce": (CONVOLUTION, -0.18, -0.16),
     "encoder-ce": (COMPOSED, 0.08, 0.0),
     "encoder_time-ce": (COMPOSED, 0.08, 0.0),
@@ -54,13 +54,13 @@ OFF: dict[str, tuple[str, float, float]] = {
     "mlp-median": (CUT, 0.0, 0.11),
     "clip": (CUT, 0.0, 0.19),
     "hard_triplet": (CUT, 0.07, 0.0),
-    "sparse_mixture": (OUTSIDE, 0.15, 0.24),
+    "sparse_mixture": (OUTSIDE, 0.15, 0.26),
     "attention_over_rows": (CUT, 0.0, 0.21),
-    "shuffled": (CUT, 0.23, 0.1),
+    "shuffled": (CUT, 0.23, 0.12),
     "reused": (CUT, 0.0, 0.09),
-    "quantise": (OUTSIDE, 0.36, 0.16),
+    "quantise": (OUTSIDE, 0.36, 0.19),
     "critic": (OUTSIDE, 0.0, 0.12),
-    "instance_norm": (CONVOLUTION, -0.12, 0.14),
+    "instance_norm": (CONVOLUTION, -0.12, 0.15),
     "recurrent": (COMPOSED, 0.05, 0.07),
     "states": (COMPOSED, 0.12, 0.1),
 }

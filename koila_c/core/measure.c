@@ -12,7 +12,6 @@ typedef struct StepValue {
     bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
     bool is_whole;           /* its chunks are put together, for bodies */
     bool is_beside;          /* likewise, beside the chunks */
-    bool is_cut;             /* something reads it by rows */
     bool is_inner;           /* segments of one body alone read it */
     bool is_offloaded;       /* it is kept beside its device */
     bool is_held;            /* what a body left, of all chunks */
@@ -123,6 +122,15 @@ is_gathered(const Step *step, const KlRun *run, uint32_t i)
         &step->stages->imports[step->program->imports.ids[run->imports.first + i]];
     return kl_program_is_body(run) && !kl_place_is_rows(&import->place) &&
            kl_place_is_rows(&step->tape->values[import->value].meta.place);
+}
+
+/* Whether a body makes a value chunk by chunk. */
+static bool
+is_made_by_rows(const Step *step, KlValueId value)
+{
+    const KlValue *v = &step->tape->values[value];
+    return !step->stages->is_leaf[value] && kl_place_is_rows(&v->meta.place) &&
+           kl_stage_is_body(step->stages->node_stage[v->node]);
 }
 
 /* -- moments ------------------------------------------------------------------------------------------ */
@@ -320,7 +328,9 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body)
             step->held += gradient(step, value);
             uint32_t import = step->program->imports.ids[run->imports.first + i];
             bool is_cut = kl_place_is_rows(&step->stages->imports[import].place);
-            by_chunks += is_cut && kl_program_is_body(run) ? gradient(step, value) : 0;
+            bool is_there_by_rows =
+                is_cut && kl_program_is_body(run) && is_made_by_rows(step, value);
+            by_chunks += is_there_by_rows ? gradient(step, value) : 0;
         }
     }
     return by_chunks;
@@ -537,9 +547,8 @@ go_back_joint(Step *step, uint32_t i)
     kl_sweep_open(&step->sweep, &span);
     KlStatus status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
     for (uint32_t k = 0; k < run->exports.n; k++) {
-        KlValueId value = export_of(step, run, k);
-        if (step->values[value].is_gathering && step->values[value].is_cut) {
-            kl_sweep_seed(&step->sweep, value);
+        if (step->values[export_of(step, run, k)].is_gathering) {
+            kl_sweep_seed(&step->sweep, export_of(step, run, k));
         }
     }
     status = status == KL_OK ? sweep_back(step) : status;
@@ -639,17 +648,15 @@ walk(Step *step)
 
 /* -- what comes at the end ---------------------------------------------------------------------------- */
 
-/* Gradients of leaves that were cut are put together; those of half precision cast. Then torch goes on through
- * graphs that were there before. */
+/* Gradients of half precision are cast. Then torch goes on through graphs that were there before. */
 static KlStatus
 deliver(Step *step)
 {
     double more = step->outside->bytes_graphs;
     for (size_t v = 0; v < step->stages->n_values; v++) {
         KlValueId value = (KlValueId)v;
-        bool is_cut = kl_place_is_rows(&step->tape->values[v].meta.place);
         bool is_leaf = step->values[v].is_gathering && step->stages->is_leaf[v];
-        if (is_leaf && (is_cut || gradient(step, value) > whole(step, value))) {
+        if (is_leaf && gradient(step, value) > whole(step, value)) {
             more += whole(step, value);
         }
     }
@@ -763,10 +770,6 @@ release(Step *step)
 static void
 look_up(Step *step, KlMeasured *measured)
 {
-    for (size_t i = 0; i < step->stages->n_imports; i++) {
-        const KlImport *import = &step->stages->imports[i];
-        step->values[import->value].is_cut |= kl_place_is_rows(&import->place);
-    }
     for (size_t i = 0; i < step->program->n_staged; i++) {
         const KlRun *run = &step->program->runs[i];
         for (uint32_t k = 0; k < run->inner.n; k++) {

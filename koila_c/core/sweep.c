@@ -511,6 +511,7 @@ take(KlSweep *sweep, KlValueId value)
 void
 kl_sweep_seed(KlSweep *sweep, KlValueId value)
 {
+    state_of(sweep, value)->is_expanded = true;
     (void)put(sweep, value, KL_ID_NONE);
     state_of(sweep, value)->n_users++;
 }

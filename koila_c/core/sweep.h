@@ -108,7 +108,7 @@ KlStatus kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error);
 /* What is live now: after forward, what is kept for backward, or leaves. */
 KlBytes kl_sweep_live(const KlSweep *sweep);
 
-/* The gradient of `value` is there when going back starts, and to its end. */
+/* The gradient of `value` is there when going back starts, and to its end; who calls this counts it. */
 void kl_sweep_seed(KlSweep *sweep, KlValueId value);
 
 /* The same of going back through the graph that forward left. */

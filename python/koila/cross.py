@@ -108,6 +108,9 @@ class Cross:
         self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
         self.aliases: dict[Key, torch.Tensor] = {}
         self.seeds: dict[Key, torch.Tensor | None] = {}
+        #: Gradients of what was read by rows, of all chunks that went back; and which these are.
+        self.totals: dict[Place, torch.Tensor] = {}
+        self.taken: set[Key] = set()
         self.gathered: torch.Tensor | None = None  # the chunks, put together for bodies
         self.is_offloaded = False  # its chunks are kept beside its device
         #: Its gradient is sent back already: what comes now is only looked at.
@@ -243,6 +246,23 @@ class Cross:
         if is_last:
             self.seeds.pop(_GATHERED, None)
 
+    def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
+        """A chunk has gone back: its gradient goes to its place in that of the whole value; returns
+        the alias of it."""
+        key = ("rows", place, chunk)
+        alias = self.aliases.pop(key, None) if len(grid) > 1 else None
+        if alias is None:
+            return []
+        if alias.grad is not None:
+            grad, info = alias.grad, self.info
+            if place not in self.totals:
+                strides = self._strides()
+                self.totals[place] = rows.zeros(info.shape, strides, grad.dtype, grad.device)
+            total, n_rows = self.totals[place], grid[-1][1]
+            rows.put(total, place, n_rows, grid[chunk], grad, key in self.taken)
+            self.taken.add(key)
+        return [alias]
+
     def settle(self, chunk: int) -> list[torch.Tensor]:
         """Keep only the gradient that came to a chunk that was read; returns the alias of it."""
         alias = self.aliases.pop(("chunk", chunk), None)
@@ -293,19 +313,11 @@ class Cross:
         total = alias.grad if alias is not None else None
         if self.seeds.get(("whole",)) is not None:
             total = _add(total, self.seeds[("whole",)])
-        by_place: dict[Place, dict[int, torch.Tensor]] = {}
         for key, alias in self.aliases.items():
-            if key[0] == "rows":
-                by_place.setdefault(key[1], {})[key[2]] = alias
-        for place, chunks in by_place.items():
-            grads = [chunks[c].grad for c in sorted(chunks)]
-            if all(grad is None for grad in grads):
-                continue
-            filled = [
-                torch.zeros_like(chunks[c]) if grad is None else grad
-                for c, grad in zip(sorted(chunks), grads, strict=True)
-            ]
-            total = _add(total, rows.gather(filled, place, self._strides()))
+            if key[0] == "rows":  # of the only chunk
+                total = _add(total, alias.grad)
+        for of_rows in self.totals.values():
+            total = _add(total, of_rows)
         return total
 
     def _strides(self) -> Sequence[int] | None:

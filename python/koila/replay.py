@@ -419,7 +419,7 @@ class Replay:
             for run in reversed(others):
                 self._back_through(run, chunk)
             inner = {value for run in others for value in run.inner}
-            self._let_go_of_chunk(chunk, inner, handed)
+            self._let_go_of_chunk(step.runs, chunk, inner, handed)
             for value in handed:  # what later segments sent back has gone back
                 self.cross[value].seeds.pop(("chunk", chunk), None)
         for value in self.program.left_by(step.runs):
@@ -443,15 +443,23 @@ class Replay:
             self._back_through(last, chunk)
             for run in reversed(others):
                 self._back_through(run, chunk)
-            self._let_go_of_chunk(chunk, made, handed)
+            self._let_go_of_chunk(step.runs, chunk, made, handed)
             for value in self.program.left_by(step.runs):
                 self.cross[value].drop_seeds(chunk, chunk + 1 == len(self.grids[last.axis]))
 
-    def _let_go_of_chunk(self, chunk: int, made: set[int], handed: set[int]) -> None:
+    def _let_go_of_chunk(
+        self, runs: Sequence[Run], chunk: int, made: set[int], handed: set[int]
+    ) -> None:
         """Segments have gone back: what was `made` for them goes, and all gradients for what one
-        `handed` to another."""
+        `handed` to another; those for rows of what is there whole go to their places."""
         gone = [self.cross[value].aliases.pop(("chunk", chunk), None) for value in handed]
         self._forget(alias for alias in gone if alias is not None)
+        for run in runs:
+            for number in run.imports:
+                value, place, _ = self.program.imports[number]
+                cross = self.cross.get(value) if place is not None else None
+                if cross is not None and place is not None:
+                    self._forget(cross.take_rows(place, self.grids[run.axis], chunk))
         for value in made:
             self.cross[value].chunks.pop(chunk, None)
 

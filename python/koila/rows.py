@@ -121,6 +121,23 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
     return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
 
 
+def put(
+    tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds, part: torch.Tensor, is_more: bool
+) -> None:
+    """Write the rows in `bounds` of a whole tensor, which has `rows` of them; or add to them."""
+    _, dim, outer, inner = place
+    start, stop = bounds
+    if outer == 1:
+        to = tensor.narrow(dim, start * inner, (stop - start) * inner)
+    else:
+        to = tensor.unflatten(dim, (outer, rows, inner)).narrow(dim + 1, start, stop - start)
+        part = part.unflatten(dim, (outer, stop - start, inner))
+    if is_more:
+        to.add_(part)
+    else:
+        to.copy_(part)
+
+
 def gather(
     parts: Sequence[torch.Tensor], place: Place, strides: Sequence[int] | None = None
 ) -> torch.Tensor:
