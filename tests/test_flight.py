@@ -72,7 +72,7 @@ MORE_FORWARD = {
         "all any bilinear clone contiguous flatten logsumexp masked_fill pad ravel stack".split(),
         0.5,
     ),
-    **dict.fromkeys("acosh addmm clamp div xlogy".split(), 1.0),
+    **dict.fromkeys("__getitem__ acosh addmm clamp div xlogy".split(), 1.0),
     **dict.fromkeys("Tensor_where avg_pool2d cdist conv1d conv2d einsum".split(), 1.5),
     **dict.fromkeys("feature_alpha_dropout group_norm".split(), 1.5),
     **dict.fromkeys("log_sigmoid max_pool2d max_pool2d_with_indices".split(), 1.5),

@@ -187,7 +187,6 @@ PROGRAMS = [
 N_ROWS = {"convolutions_autocast": 192, "experts": 512, "gated": 192, "gram": 2048, "states": 512}
 # Gradients of weights, or what each chunk leaves, are more.
 REFUSED = {
-    ("gram", 0.4): "rows at a time, the least, needs",
     ("scan", 0.4): "one row at a time needs",
     ("scan", 0.7): "one row at a time needs",
 }
