@@ -123,7 +123,7 @@ has_gradient(const KlCall *call, const KlInferred *result)
         bool is_blocked = i < 64 && (result->inputs_no_grad >> i & 1) != 0;
         has_grad = call->inputs[i]->requires_grad && !is_blocked;
     }
-    return has_grad && call->is_grad_enabled && call->row->saves != saves_no_grad;
+    return has_grad && call->is_grad_enabled && !call->row->keeps.has_no_gradient;
 }
 
 /* Whether a call that rows lent no more than a shape or a dtype is differentiated: every chunk would make the
@@ -153,7 +153,7 @@ settle_grads(const KlCall *call, KlInferred *result)
             kl_meta_dtype_is_float(out->dtype) || kl_meta_dtype_is_complex(out->dtype);
         out->device = result->device;
         if (result->alias == KL_ALIAS_NONE ||
-            (result->alias == KL_ALIAS_VIEW && call->row->saves == saves_no_grad)) {
+            (result->alias == KL_ALIAS_VIEW && call->row->keeps.has_no_gradient)) {
             out->requires_grad = has_grad && is_differentiable && !is_blocked;
             continue;
         }

@@ -10,6 +10,7 @@
  * not in a macro further in, because some (bool) are macros themselves. */
 enum {
 #define OP(name_, ...) KL_OP_##name_,
+#define BOTH(name_, ...) KL_OP_##name_, KL_OP_##name_##_,
 #define VIEW(name_, ...) KL_OP_##name_,
 #define INPLACE(name_, ...) KL_OP_##name_,
 #define RANDOM(name_, ...) KL_OP_##name_,
@@ -26,13 +27,49 @@ enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1, EFFECTS_STATS = 3 << 3 /* words 3 and
 #define EACH(n) {n, n, n}
 #define BACK(n) HOLDS(.back_outs = EACH(n))
 
+/* What torch keeps for backward where words of the signature say it (derivatives.yaml): an input is kept only
+ * where the gradient that needs it is wanted. Cells that are not here are functions. */
+enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
+#define KEEPS(...) kl_rules_keep, .keeps = {__VA_ARGS__}
+#define saves_nothing KEEPS(.words = 0)
+#define saves_no_grad KEEPS(.has_no_gradient = true)
+#define saves_addcdiv KEEPS(.words = W2, .for_grad = {[2] = W1})
+#define saves_both KEEPS(.words = W0 | W1)
+#define saves_copysign KEEPS(.for_grad = {[0] = W0}, .outputs = 1)
+#define saves_cummax KEEPS(.words = W0, .outputs = 2) /* the value for its shape, and the indices */
+#define saves_div KEEPS(.words = W1, .for_grad = {[1] = W0})
+#define saves_factors KEEPS(.for_grad = {[1] = W2, [2] = W1}) /* each for the other's gradient */
+#define saves_gather KEEPS(.words = W0 | W2)                  /* the value too, for its shape */
+#define saves_hypot KEEPS(.for_grad = {W0, W1}, .outputs = 1)
+#define saves_index_add KEEPS(.for_grad = {[3] = W2 | W3}) /* the source for its shape */
+#define saves_index_copy KEEPS(.words = W2, .for_grad = {[3] = W3})
+#define saves_indices KEEPS(.outputs = 2)
+#define saves_input KEEPS(.words = W0)
+#define saves_input_output KEEPS(.words = W0, .outputs = 1)
+#define saves_inputs KEEPS(.words = W0 | W1 | W2)
+#define saves_lerp KEEPS(.for_grad = {W2, W2, W0 | W1})
+#define saves_lerp_written KEEPS(.words = W2, .for_grad = {[2] = W0 | W1})
+#define saves_other KEEPS(.for_grad = {W1, W0}) /* each operand for the other's gradient */
+#define saves_output KEEPS(.outputs = 1)
+#define saves_remainder KEEPS(.for_grad = {[1] = W0 | W1})
+#define saves_scatter_add KEEPS(.for_grad = {[3] = W2})
+#define saves_word1 KEEPS(.words = W1)
+#define saves_word2 KEEPS(.words = W2)
+
 /* The last cell that is looked at is the row's own, or where it has none the NULL behind it. */
 #define CELLS(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, held_cell, ...)        \
     .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell, .place = place_##place_cell,         \
     .saves = saves_##saves_cell, .effects = EFFECTS_##effects_cell, .held = held_cell
+#define CELLS_WRITTEN(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, ...)           \
+    CELLS(shape_cell, dtype_cell, place_cell, saves_cell, ARG0, __VA_ARGS__)
 
 #define OP(name_, call_, ...)                                                                      \
     {.name = #name_, .call = call_, .kind = KL_ROW_OP, CELLS(__VA_ARGS__, NULL, )},
+#define BOTH(name_, call_, ...)                                                                    \
+    OP(name_, call_, __VA_ARGS__){.name = #name_ "_",                                              \
+                                  .call = call_,                                                   \
+                                  .kind = KL_ROW_INPLACE,                                          \
+                                  CELLS_WRITTEN(__VA_ARGS__, NULL, )},
 #define VIEW(name_, call_, ...)                                                                    \
     {.name = #name_, .call = call_, .kind = KL_ROW_VIEW, CELLS(__VA_ARGS__, NULL, )},
 #define INPLACE(name_, call_, ...)                                                                 \
@@ -52,6 +89,7 @@ static const struct {
     const KlRow *row;
 } aliases[] = {
 #define OP(...)
+#define BOTH(...)
 #define VIEW(...)
 #define INPLACE(...)
 #define RANDOM(...)
@@ -78,7 +116,7 @@ kl_ops_is_light(const KlRow *row)
 bool
 kl_ops_is_detached(const KlRow *row)
 {
-    return row->kind == KL_ROW_VIEW && row->saves == saves_no_grad;
+    return row->kind == KL_ROW_VIEW && row->keeps.has_no_gradient;
 }
 
 const KlRow *
@@ -102,14 +140,6 @@ static const KlHeld nothing = {0};
 const KlHeld *
 kl_ops_held(const KlRow *row)
 {
-    size_t n = strlen(row->name) - 1;
-    for (uint32_t i = 0; row->kind == KL_ROW_INPLACE && row->held == NULL && i < kl_ops_n_rows;
-         i++) {
-        const char *name = kl_ops_rows[i].name;
-        if (strncmp(name, row->name, n) == 0 && name[n] == '\0') {
-            row = &kl_ops_rows[i];
-        }
-    }
     return row->held != NULL ? row->held : &nothing;
 }
 

@@ -213,6 +213,14 @@ typedef struct KlParts {
     bool of_row;
 } KlParts;
 
+/* What torch keeps for backward, as words of the signature: bit i is word i. */
+typedef struct KlKeeps {
+    uint8_t words;        /* kept whichever gradient is wanted */
+    uint8_t for_grad[4];  /* [i] kept where the gradient of word i is wanted */
+    uint8_t outputs;      /* bit i: output i */
+    bool has_no_gradient; /* no output requires grad */
+} KlKeeps;
+
 struct KlRow {
     const char *name; /* torch's own spelling */
     const char *call; /* the C-level function's signature: "x, dim=None, keepdim=False" */
@@ -220,7 +228,8 @@ struct KlRow {
     KlShapeRule shape;
     KlDtypeRule dtype;
     KlPlaceRule place;
-    KlSavesRule saves;
+    KlSavesRule saves; /* kl_rules_keep: what `keeps` says */
+    KlKeeps keeps;
     KlEffects effects;
     const KlHeld *held; /* NULL: operands, results and gradients are all there is */
 };
@@ -232,7 +241,7 @@ extern const uint32_t kl_ops_n_rows;
 /* The row of that name or alias, or NULL. Linear: for set-up, not for recording. */
 const KlRow *kl_ops_find(const char *name);
 
-/* What a row holds in flight; a write holds what the call without it does. Linear for a write. */
+/* What a row holds in flight. */
 const KlHeld *kl_ops_held(const KlRow *row);
 
 /* What a reduction leaves and holds; `is_for_chunks`: the statistics of batch_norm. */

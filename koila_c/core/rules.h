@@ -333,49 +333,14 @@ KL_PLACE(take_along_dim);
 KL_PLACE(unflatten);
 KL_PLACE(vector_norm);
 
-/* rules_saves.c; *_copy: an in-place op that keeps its old value as a copy */
-KL_SAVES(nothing);
-KL_SAVES(no_grad); /* no output has a gradient: infer.c looks for this word */
-KL_SAVES(addcdiv);
-KL_SAVES(addcmul);
-KL_SAVES(both); /* words 0 and 1 */
-KL_SAVES(both_copy);
-KL_SAVES(copy);
-KL_SAVES(copysign);
-KL_SAVES(copysign_copy);
-KL_SAVES(cummax);
-KL_SAVES(div);
-KL_SAVES(div_copy);
-KL_SAVES(gather);
-KL_SAVES(hypot);
-KL_SAVES(hypot_copy);
+/* rules_saves.c: what more than words say; those of words are in ops.c */
+void kl_rules_keep(const KlCall *call, const KlInferred *result, KlSaves *saves);
 KL_SAVES(index);
-KL_SAVES(index_add);
-KL_SAVES(index_copy);
-KL_SAVES(indices); /* output 1 */
-KL_SAVES(input);
-KL_SAVES(input_output);
-KL_SAVES(inputs);
-KL_SAVES(inputs_copy);
-KL_SAVES(lerp);
-KL_SAVES(lerp_copy);
 KL_SAVES(log_sigmoid);
 KL_SAVES(max);
-KL_SAVES(median);
-KL_SAVES(other); /* each operand where the other's gradient is wanted */
-KL_SAVES(other_copy);
-KL_SAVES(output);
-KL_SAVES(output_copy);
 KL_SAVES(pow);
-KL_SAVES(pow_copy);
-KL_SAVES(remainder);
-KL_SAVES(remainder_copy);
-KL_SAVES(scatter_add);
 KL_SAVES(softmax);
 KL_SAVES(take_along_dim);
-KL_SAVES(where);
-KL_SAVES(word1);
-KL_SAVES(word2);
 
 #include "rules_nn.h"
 

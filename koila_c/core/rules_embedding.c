@@ -50,13 +50,6 @@ place_embedding(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-void
-saves_embedding(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    (void)result;
-    kl_rules_save(call, saves, 1);
-}
-
 /* input (n, d), indices, max_norm, norm_type: rows of the table that are looked up are shrunk in
  * place */
 KlStatus

@@ -250,7 +250,11 @@ saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
     KlMeta left = *call->inputs[0];
     KlMeta right = *call->inputs[1];
     if (left.n_dims <= 2 && right.n_dims <= 2) {
-        saves_other(call, result, saves);
+        for (uint32_t arg = 0; arg < 2; arg++) {
+            if (kl_rules_needs_grad(call, arg)) {
+                kl_rules_save(call, saves, 1 - arg);
+            }
+        }
         return;
     }
     squeeze_pair(&left, &right);
@@ -273,18 +277,6 @@ saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
     int32_t n_out = n_batch(&left) > n_batch(&right) ? n_batch(&left) : n_batch(&right);
     save_expanded(call, result, saves, 0, &left, right.requires_grad, n_out);
     save_expanded(call, result, saves, 1, &right, left.requires_grad, n_out);
-}
-
-void
-saves_addmm(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    (void)result;
-    if (kl_rules_needs_grad(call, 2)) {
-        kl_rules_save(call, saves, 1);
-    }
-    if (kl_rules_needs_grad(call, 1)) {
-        kl_rules_save(call, saves, 2);
-    }
 }
 
 void

@@ -759,20 +759,8 @@ find_sizes(KlSweep *sweep)
     }
 }
 
-/* What the call of a node holds. A write's is looked for once. */
-static const KlHeld *
-held_by_call(const KlHeld **of_writes, const KlRow *row)
-{
-    if (row == NULL || row->held != NULL || row->kind != KL_ROW_INPLACE) {
-        return row != NULL ? row->held : NULL;
-    }
-    const KlHeld **held = &of_writes[row - kl_ops_rows];
-    *held = *held != NULL ? *held : kl_ops_held(row);
-    return *held;
-}
-
 static void
-find_node(KlSweep *sweep, KlNodeId id, const KlHeld **of_writes)
+find_node(KlSweep *sweep, KlNodeId id)
 {
     const KlNode *told = &sweep->tape->nodes[id];
     const KlSaves *saves = &told->saves;
@@ -782,7 +770,7 @@ find_node(KlSweep *sweep, KlNodeId id, const KlHeld **of_writes)
                           .n_inputs = told->n_inputs,
                           .first_out = told->first_out,
                           .n_outs = told->n_outs,
-                          .held = held_by_call(of_writes, told->row),
+                          .held = told->row != NULL ? told->row->held : NULL,
                           .saved_inputs = told->row != NULL ? saves->inputs : UINT64_MAX,
                           .saved_outputs = told->row != NULL ? saves->outputs : UINT64_MAX,
                           .has_bytes = saves->bytes_extra != 0 || saves->bytes_fixed != 0 ||
@@ -815,9 +803,8 @@ kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, cons
     sweep->values = kl_alloc_zeroed(stages->n_values, sizeof(KlSweepValue));
     sweep->nodes = kl_alloc_resize(NULL, stages->n_nodes, sizeof(KlSweepNode));
     sweep->inputs = kl_alloc_resize(NULL, tape->n_inputs, sizeof(KlValueId));
-    const KlHeld **of_writes = kl_alloc_zeroed(kl_ops_n_rows, sizeof(*of_writes)); /* [rows] */
     bool is_there = sweep->sizes != NULL && sweep->storages != NULL && sweep->values != NULL &&
-                    sweep->nodes != NULL && sweep->inputs != NULL && of_writes != NULL;
+                    sweep->nodes != NULL && sweep->inputs != NULL;
     if (is_there) {
         find_sizes(sweep);
     } else {
@@ -825,10 +812,9 @@ kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, cons
     }
     for (size_t i = 0; is_there && i < stages->n_nodes; i++) {
         if (stages->node_stage[i] != KL_STAGE_NONE) {
-            find_node(sweep, (KlNodeId)i, of_writes);
+            find_node(sweep, (KlNodeId)i);
         }
     }
-    kl_alloc_free(of_writes);
     return is_there ? KL_OK
                     : kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
                                    stages->n_nodes);
