@@ -93,8 +93,8 @@ MUTANTS = [
     Mutant(
         "place: a cumulative sum goes by rows",
         "koila_c/core/ops_move.def",
-        "cumsum,            to_sum,       along,             nothing, ",
-        "cumsum,            to_sum,       rowwise,           nothing, ",
+        "cumulate(1),       to_sum,       along,             nothing, ",
+        "cumulate(1),       to_sum,       rowwise,           nothing, ",
         "tests/test_ops.py tests/test_infer.py -k cumsum",
     ),
     Mutant(

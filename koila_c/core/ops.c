@@ -56,6 +56,21 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define saves_word1 KEEPS(.words = W1)
 #define saves_word2 KEEPS(.words = W2)
 
+/* Cells that are given something by the row: conv(2) is the rule shape_conv() and n_spatial 2. */
+#define shape_adaptive_pool(n_, outs_) shape_adaptive_pool, .n_spatial = n_, .n_outs = outs_
+#define shape_avg_pool(n_) shape_avg_pool, .n_spatial = n_, .n_outs = 1
+#define shape_conv(n_) shape_conv, .n_spatial = n_
+#define shape_conv_transpose(n_) shape_conv_transpose, .n_spatial = n_
+#define shape_cumulate(outs_) shape_cumulate, .n_outs = outs_
+#define shape_linear_between(n_) shape_linear_between, .n_spatial = n_
+#define shape_max_pool(n_, outs_) shape_max_pool, .n_spatial = n_, .n_outs = outs_
+#define shape_nearest(n_) shape_nearest, .n_spatial = n_
+#define shape_sort(outs_) shape_sort, .n_outs = outs_
+#define shape_std(outs_) shape_std, .n_outs = outs_
+#define dtype_cast(to_) dtype_cast, .dtype_to = KL_DTYPE_##to_
+#define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
+#define place_spatial(n_) place_spatial, .n_mixed = n_
+
 /* The last cell that is looked at is the row's own, or where it has none the NULL behind it. */
 #define CELLS(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, held_cell, ...)        \
     .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell, .place = place_##place_cell,         \

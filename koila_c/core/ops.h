@@ -231,6 +231,12 @@ struct KlRow {
     KlSavesRule saves; /* kl_rules_keep: what `keeps` says */
     KlKeeps keeps;
     KlEffects effects;
+    /* What the cells are given, as conv(2) is: */
+    uint8_t n_spatial; /* dims at the end that hold positions */
+    uint8_t n_outs;    /* outputs, where a shape rule makes one or two */
+    uint8_t n_mixed;   /* dims at the end that cannot hold the rows */
+    KlDtype dtype_to;
+    KlReduce reduce;
     const KlHeld *held; /* NULL: operands, results and gradients are all there is */
 };
 

@@ -108,6 +108,8 @@ kl_rules_rows(const KlCall *call, const KlInferred *result)
 KlStatus kl_rules_once(KlInferred *result, const char *reason);
 /* The rows are reduced away: outputs are WHOLE. Returns KL_OK. */
 KlStatus kl_rules_reduce(KlInferred *result, KlReduce reduce);
+/* So, unless the rows went along dim_map. Returns KL_OK. */
+KlStatus kl_rules_reduce_moved(const KlCall *call, KlInferred *result, KlReduce reduce);
 
 /* Size of the dim that holds the digit: outer * rows * inner. */
 static inline int64_t
@@ -220,11 +222,8 @@ KL_SHAPE(median);
 KL_SHAPE(mode);
 KL_SHAPE(prod);
 KL_SHAPE(std);
-KL_SHAPE(std_mean);
 KL_SHAPE(vector_norm);
-KL_SHAPE(argsort);
-KL_SHAPE(cummax);
-KL_SHAPE(cumsum);
+KL_SHAPE(cumulate);
 KL_SHAPE(sort);
 KL_SHAPE(topk);
 
@@ -277,35 +276,18 @@ KL_DTYPE(where);
 KL_DTYPE(where_method);
 
 /* rules_like.c: casts that need no copy give the input itself */
-KL_DTYPE(bfloat16);
-KL_DTYPE(boolean);
-KL_DTYPE(float16);
-KL_DTYPE(float32);
-KL_DTYPE(float64);
-KL_DTYPE(int16);
-KL_DTYPE(int32);
-KL_DTYPE(int64);
-KL_DTYPE(int8);
+KL_DTYPE(cast);
 KL_DTYPE(like);
 KL_DTYPE(to);
 KL_DTYPE(to_dense);
 KL_DTYPE(type);
 KL_DTYPE(type_as);
-KL_DTYPE(uint8);
 
 /* rules_place.c */
-KL_PLACE(rowwise); /* every row by itself, inputs aligned by broadcasting from the right */
-KL_PLACE(moved);   /* the rows go with dim_map; taken apart: ONCE */
-KL_PLACE(along);   /* the same, for ops that mix a dim */
-KL_PLACE(all);
-KL_PLACE(amax);
-KL_PLACE(any);
-KL_PLACE(count);
-KL_PLACE(logsumexp);
-KL_PLACE(mean);
-KL_PLACE(prod);
-KL_PLACE(sum);
-KL_PLACE(var);
+KL_PLACE(rowwise);  /* every row by itself, inputs aligned by broadcasting from the right */
+KL_PLACE(moved);    /* the rows go with dim_map; taken apart: ONCE */
+KL_PLACE(along);    /* the same, for ops that mix a dim */
+KL_PLACE(reduced);  /* the same, for a reduction that is split */
 KL_PLACE(constant); /* reads no row, only sizes */
 
 /* beside the shape rule of the same op */

@@ -138,9 +138,10 @@ size_out(const Conv *conv, bool is_transposed, int32_t i, int64_t size, int64_t 
 }
 
 static KlStatus
-shape_conv(const KlCall *call, bool is_transposed, int32_t n, KlInferred *result, KlError *error)
+convolve(const KlCall *call, bool is_transposed, KlInferred *result, KlError *error)
 {
     Conv conv;
+    const int32_t n = call->row->n_spatial;
     KlStatus status = read_conv(call, is_transposed, n, &conv);
     if (status == KL_OK) {
         status = check_operands(call, is_transposed, &conv, error);
@@ -175,39 +176,15 @@ shape_conv(const KlCall *call, bool is_transposed, int32_t n, KlInferred *result
 }
 
 KlStatus
-shape_conv1d(const KlCall *call, KlInferred *result, KlError *error)
+shape_conv(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return shape_conv(call, false, 1, result, error);
+    return convolve(call, false, result, error);
 }
 
 KlStatus
-shape_conv2d(const KlCall *call, KlInferred *result, KlError *error)
+shape_conv_transpose(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return shape_conv(call, false, 2, result, error);
-}
-
-KlStatus
-shape_conv3d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_conv(call, false, 3, result, error);
-}
-
-KlStatus
-shape_conv_transpose1d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_conv(call, true, 1, result, error);
-}
-
-KlStatus
-shape_conv_transpose2d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_conv(call, true, 2, result, error);
-}
-
-KlStatus
-shape_conv_transpose3d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_conv(call, true, 3, result, error);
+    return convolve(call, true, result, error);
 }
 
 KlStatus

@@ -154,23 +154,12 @@ cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
     return KL_OK;
 }
 
-#define DTYPE_CAST(word, dtype)                                                                    \
-    KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)                  \
-    {                                                                                              \
-        (void)error;                                                                               \
-        return cast_to(call, result, dtype, false);                                                \
-    }
-
-DTYPE_CAST(float16, KL_DTYPE_FLOAT16)
-DTYPE_CAST(bfloat16, KL_DTYPE_BFLOAT16)
-DTYPE_CAST(float32, KL_DTYPE_FLOAT32)
-DTYPE_CAST(float64, KL_DTYPE_FLOAT64)
-DTYPE_CAST(int8, KL_DTYPE_INT8)
-DTYPE_CAST(uint8, KL_DTYPE_UINT8)
-DTYPE_CAST(int16, KL_DTYPE_INT16)
-DTYPE_CAST(int32, KL_DTYPE_INT32)
-DTYPE_CAST(int64, KL_DTYPE_INT64)
-DTYPE_CAST(boolean, KL_DTYPE_BOOL)
+KlStatus
+dtype_cast(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return cast_to(call, result, call->row->dtype_to, false);
+}
 
 /* to(dtype, non_blocking, copy), to(device, dtype, non_blocking, copy), to(other, non_blocking, copy);
  * to(0) is the first accelerator, which is not known by its number. */

@@ -102,39 +102,19 @@ KL_SAVES(matmul);
 
 /* --- images (rules_conv.c, rules_pool.c, rules_resize.c, rules_patch.c) ----------------------- */
 
-KL_SHAPE(adaptive_avg_pool1d);
-KL_SHAPE(adaptive_avg_pool2d);
-KL_SHAPE(adaptive_avg_pool3d);
-KL_SHAPE(adaptive_max_pool1d);
-KL_SHAPE(adaptive_max_pool2d);
-KL_SHAPE(adaptive_max_pool3d);
+KL_SHAPE(adaptive_pool);
 KL_SHAPE(affine_grid);
-KL_SHAPE(avg_pool1d);
-KL_SHAPE(avg_pool2d);
-KL_SHAPE(avg_pool3d);
+KL_SHAPE(avg_pool);
 KL_SHAPE(channel_shuffle);
 KL_SHAPE(col2im);
 KL_SHAPE(constant_pad);
-KL_SHAPE(conv1d);
-KL_SHAPE(conv2d);
-KL_SHAPE(conv3d);
-KL_SHAPE(conv_transpose1d);
-KL_SHAPE(conv_transpose2d);
-KL_SHAPE(conv_transpose3d);
+KL_SHAPE(conv);
+KL_SHAPE(conv_transpose);
 KL_SHAPE(grid_sampler);
 KL_SHAPE(im2col);
-KL_SHAPE(linear1d);
-KL_SHAPE(linear2d);
-KL_SHAPE(linear3d);
-KL_SHAPE(max_pool1d);
-KL_SHAPE(max_pool1d_pair);
-KL_SHAPE(max_pool2d);
-KL_SHAPE(max_pool2d_pair);
-KL_SHAPE(max_pool3d);
-KL_SHAPE(max_pool3d_pair);
-KL_SHAPE(nearest1d);
-KL_SHAPE(nearest2d);
-KL_SHAPE(nearest3d);
+KL_SHAPE(linear_between); /* linear, bilinear, bicubic */
+KL_SHAPE(max_pool);
+KL_SHAPE(nearest);
 KL_SHAPE(pad);
 KL_SHAPE(pixel_shuffle);
 KL_SHAPE(pixel_unshuffle);
@@ -146,12 +126,8 @@ KL_PLACE(conv);
 KL_PLACE(grid_sampler);
 KL_PLACE(im2col);
 KL_PLACE(pad);
-KL_PLACE(spatial1); /* all dims but the last one, two, three keep their rows */
-KL_PLACE(spatial2);
-KL_PLACE(spatial3);
-KL_SAVES(adaptive_avg_pool1d);
-KL_SAVES(adaptive_avg_pool2d);
-KL_SAVES(adaptive_avg_pool3d);
+KL_PLACE(spatial); /* all dims but the last n_mixed may hold the rows */
+KL_SAVES(adaptive_avg_pool);
 KL_SAVES(conv);
 KL_SAVES(conv_transpose);
 KL_SAVES(max_pool);

@@ -62,26 +62,15 @@ place_along(const KlCall *call, KlInferred *result, KlError *error)
                                  : kl_rules_once(result, "every row depends on the others");
 }
 
-static KlStatus
-reduce_by(const KlCall *call, KlInferred *result, KlReduce reduce)
+KlStatus
+kl_rules_reduce_moved(const KlCall *call, KlInferred *result, KlReduce reduce)
 {
     return is_kept(call, result) ? move_first(call, result) : kl_rules_reduce(result, reduce);
 }
 
-/* Reductions that are split, by their dims. */
-#define PLACE_REDUCED(word, reduce)                                                                \
-    KL_PLACE(word)                                                                                 \
-    {                                                                                              \
-        (void)error;                                                                               \
-        return reduce_by(call, result, reduce);                                                    \
-    }
-PLACE_REDUCED(sum, KL_REDUCE_SUM)
-PLACE_REDUCED(mean, KL_REDUCE_MEAN)
-PLACE_REDUCED(var, KL_REDUCE_VAR)
-PLACE_REDUCED(amax, KL_REDUCE_AMAX)
-PLACE_REDUCED(logsumexp, KL_REDUCE_LOGSUMEXP)
-PLACE_REDUCED(prod, KL_REDUCE_PROD)
-PLACE_REDUCED(all, KL_REDUCE_ALL)
-PLACE_REDUCED(any, KL_REDUCE_ANY)
-PLACE_REDUCED(count, KL_REDUCE_COUNT)
-#undef PLACE_REDUCED
+KlStatus
+place_reduced(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    return kl_rules_reduce_moved(call, result, call->row->reduce);
+}

@@ -57,11 +57,11 @@ size_out(const Pool *pool, int32_t i, int64_t size)
     return is_outside ? out - 1 : out;
 }
 
-/* `n_outs` outputs of that shape, the second (indices) of the same strides. */
+/* Outputs of that shape, the second (indices) of the same strides. */
 static KlStatus
-make_outs(const KlCall *call, KlInferred *result, const KlMeta *like, uint32_t n_outs,
-          KlError *error)
+make_outs(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *error)
 {
+    const uint32_t n_outs = call->row->n_outs;
     KlStatus status = kl_infer_reserve_outs(result, n_outs, error);
     for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
         result->outs[i].n_dims = like->n_dims;
@@ -87,10 +87,10 @@ get_input(const KlCall *call, int32_t n, const KlMeta **input)
 }
 
 static KlStatus
-shape_pool(const KlCall *call, int32_t n, bool has_dilation, uint32_t n_outs, KlInferred *result,
-           KlError *error)
+pool_windows(const KlCall *call, bool has_dilation, KlInferred *result, KlError *error)
 {
     const KlMeta *input = NULL;
+    const int32_t n = call->row->n_spatial;
     Pool pool = {.n = n, .has_dilation = has_dilation};
     KlStatus status = read_pool(call, &pool);
     if (status == KL_OK) {
@@ -111,13 +111,14 @@ shape_pool(const KlCall *call, int32_t n, bool has_dilation, uint32_t n_outs, Kl
             return KL_DECLINED; /* avg_pool3d does not count the padding */
         }
     }
-    return make_outs(call, result, &out, n_outs, error);
+    return make_outs(call, result, &out, error);
 }
 
-static KlStatus
-shape_adaptive(const KlCall *call, int32_t n, uint32_t n_outs, KlInferred *result, KlError *error)
+KlStatus
+shape_adaptive_pool(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = NULL;
+    const int32_t n = call->row->n_spatial;
     int64_t sizes[SPATIAL_MAX] = {0};
     KlStatus status = kl_rules_spatial_each(call, 1, n, sizes);
     if (status == KL_OK) {
@@ -135,103 +136,25 @@ shape_adaptive(const KlCall *call, int32_t n, uint32_t n_outs, KlInferred *resul
         is_mean = is_mean && sizes[i] == 1;
         out.shape[input->n_dims - n + i] = sizes[i];
     }
-    status = make_outs(call, result, &out, n_outs, error);
+    status = make_outs(call, result, &out, error);
     /* four dims of which three are pooled are no images: no memory format is theirs */
     bool is_volume = n == 3 && input->n_dims == n + 1;
-    if (status == KL_OK && (is_volume || (n_outs == 1 && is_mean))) {
+    if (status == KL_OK && (is_volume || (result->n_outs == 1 && is_mean))) {
         kl_rules_settle_plain(call, result);
     }
     return status;
 }
 
 KlStatus
-shape_avg_pool1d(const KlCall *call, KlInferred *result, KlError *error)
+shape_avg_pool(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return shape_pool(call, 1, false, 1, result, error);
+    return pool_windows(call, false, result, error);
 }
 
 KlStatus
-shape_avg_pool2d(const KlCall *call, KlInferred *result, KlError *error)
+shape_max_pool(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return shape_pool(call, 2, false, 1, result, error);
-}
-
-KlStatus
-shape_avg_pool3d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pool(call, 3, false, 1, result, error);
-}
-
-KlStatus
-shape_max_pool1d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pool(call, 1, true, 1, result, error);
-}
-
-KlStatus
-shape_max_pool2d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pool(call, 2, true, 1, result, error);
-}
-
-KlStatus
-shape_max_pool3d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pool(call, 3, true, 1, result, error);
-}
-
-KlStatus
-shape_max_pool1d_pair(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pool(call, 1, true, 2, result, error);
-}
-
-KlStatus
-shape_max_pool2d_pair(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pool(call, 2, true, 2, result, error);
-}
-
-KlStatus
-shape_max_pool3d_pair(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_pool(call, 3, true, 2, result, error);
-}
-
-KlStatus
-shape_adaptive_avg_pool1d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_adaptive(call, 1, 1, result, error);
-}
-
-KlStatus
-shape_adaptive_avg_pool2d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_adaptive(call, 2, 1, result, error);
-}
-
-KlStatus
-shape_adaptive_avg_pool3d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_adaptive(call, 3, 1, result, error);
-}
-
-KlStatus
-shape_adaptive_max_pool1d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_adaptive(call, 1, 2, result, error);
-}
-
-KlStatus
-shape_adaptive_max_pool2d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_adaptive(call, 2, 2, result, error);
-}
-
-KlStatus
-shape_adaptive_max_pool3d(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return shape_adaptive(call, 3, 2, result, error);
+    return pool_windows(call, true, result, error);
 }
 
 KlStatus
@@ -242,34 +165,15 @@ dtype_with_indices(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* A dim keeps its letter where the op treats its entries one by one: not in the last n. */
-static KlStatus
-wire_spatial(const KlCall *call, KlInferred *result, int32_t n, const char *reason)
+/* A dim keeps its letter where the op treats its entries one by one: not in the last ones. */
+KlStatus
+place_spatial(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - n);
-    const KlWiring wiring = {.inputs = {lead}, .outs = {lead, lead}, .reason = reason};
+    (void)error;
+    KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - call->row->n_mixed);
+    const KlWiring wiring = {
+        .inputs = {lead}, .outs = {lead, lead}, .reason = "the rows are positions of a window"};
     return kl_rules_wire(call, result, &wiring);
-}
-
-KlStatus
-place_spatial1(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return wire_spatial(call, result, 1, "the rows are positions of a window");
-}
-
-KlStatus
-place_spatial2(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return wire_spatial(call, result, 2, "the rows are positions of a window");
-}
-
-KlStatus
-place_spatial3(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return wire_spatial(call, result, 3, "the rows are positions of a window");
 }
 
 void
@@ -284,31 +188,13 @@ saves_max_pool(const KlCall *call, const KlInferred *result, KlSaves *saves)
 }
 
 /* Down to one entry it is a mean, which keeps nothing. */
-static void
-save_unless_mean(const KlCall *call, const KlInferred *result, KlSaves *saves, int32_t n)
+void
+saves_adaptive_avg_pool(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     const KlMeta *out = &result->outs[0];
-    for (int32_t dim = out->n_dims - n; dim < out->n_dims; dim++) {
+    for (int32_t dim = out->n_dims - call->row->n_spatial; dim < out->n_dims; dim++) {
         if (out->shape[dim] != 1) {
             kl_rules_save(call, saves, 0);
         }
     }
-}
-
-void
-saves_adaptive_avg_pool1d(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    save_unless_mean(call, result, saves, 1);
-}
-
-void
-saves_adaptive_avg_pool2d(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    save_unless_mean(call, result, saves, 2);
-}
-
-void
-saves_adaptive_avg_pool3d(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    save_unless_mean(call, result, saves, 3);
 }

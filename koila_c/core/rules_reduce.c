@@ -71,8 +71,8 @@ shape_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* std(x), std(x, unbiased), std(x, dim, unbiased, keepdim), std(x, dim, *, correction, keepdim) */
-static KlStatus
-reduce_std(const KlCall *call, KlInferred *result, uint32_t n_outs, KlError *error)
+KlStatus
+shape_std(const KlCall *call, KlInferred *result, KlError *error)
 {
     uint32_t dims = 0;
     bool is_kept = false;
@@ -86,19 +86,8 @@ reduce_std(const KlCall *call, KlInferred *result, uint32_t n_outs, KlError *err
         status = kl_rules_bool(call, 3, false, &is_kept);
     }
     dims = is_unbiased_alone ? UINT32_MAX : dims;
-    return status == KL_OK ? reduce_dims(call, result, dims, is_kept, n_outs, error) : status;
-}
-
-KlStatus
-shape_std(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return reduce_std(call, result, 1, error);
-}
-
-KlStatus
-shape_std_mean(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return reduce_std(call, result, 2, error);
+    return status == KL_OK ? reduce_dims(call, result, dims, is_kept, call->row->n_outs, error)
+                           : status;
 }
 
 /* One dim that may be missing: then all of them. An empty dim has no largest entry. */
@@ -170,7 +159,7 @@ place_max(const KlCall *call, KlInferred *result, KlError *error)
         return place_rowwise(call, result, error);
     }
     return kl_rules_is_given(call, 1) ? place_along(call, result, error)
-                                      : place_amax(call, result, error);
+                                      : kl_rules_reduce_moved(call, result, KL_REDUCE_AMAX);
 }
 
 /* One dim, the last if none is named: values and indices. */
@@ -249,52 +238,29 @@ along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs,
     return status;
 }
 
+/* cumsum, and cummax with its indices */
 KlStatus
-shape_cumsum(const KlCall *call, KlInferred *result, KlError *error)
+shape_cumulate(const KlCall *call, KlInferred *result, KlError *error)
 {
     if (!kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
-    KlStatus status = along_dim(call, result, 1, 1, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
-}
-
-KlStatus
-shape_cummax(const KlCall *call, KlInferred *result, KlError *error)
-{
-    if (!kl_rules_is_given(call, 1)) {
-        return KL_DECLINED;
-    }
-    KlStatus status = along_dim(call, result, 1, 2, error);
-    for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
+    KlStatus status = along_dim(call, result, 1, call->row->n_outs, error);
+    for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
         kl_meta_set_contiguous(&result->outs[i]);
     }
     return status;
 }
 
-static KlStatus
-sort_like(const KlCall *call, KlInferred *result, uint32_t n_outs, KlError *error)
-{
-    KlStatus status = along_dim(call, result, 1, n_outs, error);
-    for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
-        kl_rules_preserve(&result->outs[i], call->inputs[0]);
-    }
-    return status;
-}
-
+/* sort, and argsort without the values */
 KlStatus
 shape_sort(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return sort_like(call, result, 2, error);
-}
-
-KlStatus
-shape_argsort(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return sort_like(call, result, 1, error);
+    KlStatus status = along_dim(call, result, 1, call->row->n_outs, error);
+    for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
+        kl_rules_preserve(&result->outs[i], call->inputs[0]);
+    }
+    return status;
 }
 
 KlStatus

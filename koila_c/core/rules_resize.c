@@ -34,12 +34,12 @@ read_sizes(const KlCall *call, uint32_t arg_scales, int32_t n, const KlMeta *inp
 }
 
 static KlStatus
-shape_upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlError *error)
+upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlError *error)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     int64_t sizes[SPATIAL_MAX] = {0};
-    int32_t n = input == NULL ? 0 : input->n_dims - 2;
-    if (n < 1 || n > SPATIAL_MAX || kl_meta_n_elements(input) == 0) {
+    const int32_t n = call->row->n_spatial;
+    if (input == NULL || input->n_dims != n + 2 || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
     KlStatus status = read_sizes(call, arg_scales, n, input, sizes);
@@ -60,22 +60,17 @@ shape_upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlEr
     return status;
 }
 
-/* Of an input that has n spatial dims; others are declined. */
-#define SHAPE_UPSAMPLE(word, n, arg_scales)                                                        \
-    KL_SHAPE(word)                                                                                 \
-    {                                                                                              \
-        const KlMeta *input = kl_rules_input(call, 0);                                             \
-        return input == NULL || input->n_dims != (n) + 2                                           \
-                   ? KL_DECLINED                                                                   \
-                   : shape_upsample(call, arg_scales, result, error);                              \
-    }
-SHAPE_UPSAMPLE(nearest1d, 1, 2)
-SHAPE_UPSAMPLE(nearest2d, 2, 2)
-SHAPE_UPSAMPLE(nearest3d, 3, 2)
-SHAPE_UPSAMPLE(linear1d, 1, 3)
-SHAPE_UPSAMPLE(linear2d, 2, 3)
-SHAPE_UPSAMPLE(linear3d, 3, 3)
-#undef SHAPE_UPSAMPLE
+KlStatus
+shape_nearest(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return upsample(call, 2, result, error);
+}
+
+KlStatus
+shape_linear_between(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return upsample(call, 3, result, error);
+}
 
 /* --- padding: input, pad, mode, value --------------------------------------------------------- */
 
