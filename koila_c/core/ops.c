@@ -67,6 +67,17 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define shape_nearest(n_) shape_nearest, .n_spatial = n_
 #define shape_sort(outs_) shape_sort, .n_outs = outs_
 #define shape_std(outs_) shape_std, .n_outs = outs_
+#define dtype_compare_ordered dtype_compare, .kinds = KL_KINDS_ORDERED
+#define dtype_promote_bits dtype_promote, .kinds = KL_KINDS_BITS
+#define dtype_promote_number dtype_promote, .kinds = KL_KINDS_REAL
+#define dtype_promote_ordered dtype_promote, .kinds = KL_KINDS_ORDERED
+#define dtype_promote_shift dtype_promote, .kinds = KL_KINDS_INT
+#define dtype_same_bits dtype_same, .kinds = KL_KINDS_BITS
+#define dtype_same_float dtype_same, .kinds = KL_KINDS_FLOAT
+#define dtype_same_number dtype_same, .kinds = KL_KINDS_NUMBER
+#define dtype_same_ordered dtype_same, .kinds = KL_KINDS_ORDERED
+#define dtype_same_real dtype_same, .kinds = KL_KINDS_REAL
+#define dtype_to_float_real dtype_to_float, .kinds = KL_KINDS_ORDERED
 #define dtype_cast(to_) dtype_cast, .dtype_to = KL_DTYPE_##to_
 #define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
 #define place_spatial(n_) place_spatial, .n_mixed = n_

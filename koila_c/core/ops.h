@@ -213,6 +213,19 @@ typedef struct KlParts {
     bool of_row;
 } KlParts;
 
+/* Sets of dtypes, by their kinds. */
+typedef enum {
+    KL_KINDS_ALL = 0,
+    KL_KINDS_BOOL = 1,
+    KL_KINDS_INT = 2,
+    KL_KINDS_FLOAT = 4,
+    KL_KINDS_COMPLEX = 8,
+    KL_KINDS_BITS = KL_KINDS_BOOL | KL_KINDS_INT,
+    KL_KINDS_REAL = KL_KINDS_INT | KL_KINDS_FLOAT,
+    KL_KINDS_ORDERED = KL_KINDS_BOOL | KL_KINDS_REAL,
+    KL_KINDS_NUMBER = KL_KINDS_REAL | KL_KINDS_COMPLEX,
+} KlKinds;
+
 /* What torch keeps for backward, as words of the signature: bit i is word i. */
 typedef struct KlKeeps {
     uint8_t words;        /* kept whichever gradient is wanted */
@@ -236,6 +249,7 @@ struct KlRow {
     uint8_t n_outs;    /* outputs, where a shape rule makes one or two */
     uint8_t n_mixed;   /* dims at the end that cannot hold the rows */
     KlDtype dtype_to;
+    KlKinds kinds; /* of dtypes that a dtype rule takes */
     KlReduce reduce;
     const KlHeld *held; /* NULL: operands, results and gradients are all there is */
 };

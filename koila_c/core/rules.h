@@ -237,29 +237,19 @@ KL_SHAPE(scatter);
 KL_SHAPE(setitem);
 KL_SHAPE(take_along_dim);
 
-/* rules_dtype.c: "same" is the first input's; what torch refuses is declined */
+/* rules_dtype.c: "same" is the first input's; what torch refuses is declined. Words for
+ * the same of some kinds of dtypes only, such as same_float, are in ops.c. */
 KL_DTYPE(same);
-KL_DTYPE(same_bits);    /* ints and bool */
-KL_DTYPE(same_float);   /* floats only */
-KL_DTYPE(same_number);  /* all but bool */
-KL_DTYPE(same_ordered); /* all but complex */
-KL_DTYPE(same_real);    /* ints and floats */
-KL_DTYPE(abs);          /* complex gives real */
+KL_DTYPE(abs); /* complex gives real */
 KL_DTYPE(square);
-KL_DTYPE(to_float); /* ints become the default dtype */
-KL_DTYPE(to_float_real);
-KL_DTYPE(promote); /* torch's promotion of words 0 and 1 */
-KL_DTYPE(promote_bits);
+KL_DTYPE(to_float);      /* ints become the default dtype */
+KL_DTYPE(promote);       /* torch's promotion of words 0 and 1 */
 KL_DTYPE(promote_float); /* and ints become the default dtype */
-KL_DTYPE(promote_number);
-KL_DTYPE(promote_ordered);
-KL_DTYPE(promote_shift);
 KL_DTYPE(promote_sub);
 KL_DTYPE(all_float); /* all tensors of one type, float or complex */
 KL_DTYPE(all_same);
 KL_DTYPE(clamp);
 KL_DTYPE(compare);
-KL_DTYPE(compare_ordered);
 KL_DTYPE(div);
 KL_DTYPE(each);  /* output i that of input i */
 KL_DTYPE(index); /* int64 */

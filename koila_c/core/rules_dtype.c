@@ -12,6 +12,16 @@ real_of(KlDtype dtype)
     return dtype == KL_DTYPE_COMPLEX128 ? KL_DTYPE_FLOAT64 : dtype;
 }
 
+static bool
+is_among(KlDtype dtype, KlKinds kinds)
+{
+    KlKinds kind = dtype == KL_DTYPE_BOOL            ? KL_KINDS_BOOL
+                   : kl_rules_is_integral(dtype)     ? KL_KINDS_INT
+                   : kl_meta_dtype_is_complex(dtype) ? KL_KINDS_COMPLEX
+                                                     : KL_KINDS_FLOAT;
+    return kinds == KL_KINDS_ALL || (kinds & kind) != 0;
+}
+
 static KlStatus
 set_float(const KlCall *call, KlInferred *result, KlDtype dtype)
 {
@@ -24,47 +34,7 @@ dtype_same(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     kl_rules_set_dtypes(result, call->inputs[0]->dtype);
-    return KL_OK;
-}
-
-KlStatus
-dtype_same_float(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    if (!kl_meta_dtype_is_float(call->inputs[0]->dtype)) {
-        return KL_DECLINED;
-    }
-    return dtype_same(call, result, error);
-}
-
-KlStatus
-dtype_same_real(const KlCall *call, KlInferred *result, KlError *error)
-{
-    if (kl_meta_dtype_is_complex(call->inputs[0]->dtype) ||
-        call->inputs[0]->dtype == KL_DTYPE_BOOL) {
-        return KL_DECLINED;
-    }
-    return dtype_same(call, result, error);
-}
-
-KlStatus
-dtype_same_number(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return call->inputs[0]->dtype == KL_DTYPE_BOOL ? KL_DECLINED : dtype_same(call, result, error);
-}
-
-KlStatus
-dtype_same_ordered(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return kl_meta_dtype_is_complex(call->inputs[0]->dtype) ? KL_DECLINED
-                                                            : dtype_same(call, result, error);
-}
-
-KlStatus
-dtype_same_bits(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return kl_rules_is_integral(call->inputs[0]->dtype) ? dtype_same(call, result, error)
-                                                        : KL_DECLINED;
+    return is_among(call->inputs[0]->dtype, call->row->kinds) ? KL_OK : KL_DECLINED;
 }
 
 KlStatus
@@ -88,27 +58,24 @@ KlStatus
 dtype_to_float(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
-    return set_float(call, result, call->inputs[0]->dtype);
+    KlDtype dtype = call->inputs[0]->dtype;
+    return is_among(dtype, call->row->kinds) ? set_float(call, result, dtype) : KL_DECLINED;
 }
 
-KlStatus
-dtype_to_float_real(const KlCall *call, KlInferred *result, KlError *error)
+static KlStatus
+promote_among(const KlCall *call, KlInferred *result, KlKinds kinds)
 {
-    (void)error;
-    if (kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
-        return KL_DECLINED;
-    }
-    return set_float(call, result, call->inputs[0]->dtype);
+    KlDtype dtype = KL_DTYPE_OTHER;
+    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
+    kl_rules_set_dtypes(result, dtype);
+    return status == KL_OK && !is_among(dtype, kinds) ? KL_DECLINED : status;
 }
 
 KlStatus
 dtype_promote(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
-    KlDtype dtype = KL_DTYPE_OTHER;
-    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
-    kl_rules_set_dtypes(result, dtype);
-    return status;
+    return promote_among(call, result, call->row->kinds);
 }
 
 /* sub refuses bools, as bitwise arithmetic in disguise */
@@ -124,64 +91,6 @@ dtype_promote_sub(const KlCall *call, KlInferred *result, KlError *error)
     return dtype_promote(call, result, error);
 }
 
-static KlStatus
-promote_if(const KlCall *call, KlInferred *result, bool (*is_legal)(KlDtype dtype))
-{
-    KlDtype dtype = KL_DTYPE_OTHER;
-    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
-    if (status != KL_OK || !is_legal(dtype)) {
-        return KL_DECLINED;
-    }
-    kl_rules_set_dtypes(result, dtype);
-    return KL_OK;
-}
-
-static bool
-is_ordered(KlDtype dtype)
-{
-    return !kl_meta_dtype_is_complex(dtype);
-}
-
-static bool
-is_ordered_number(KlDtype dtype)
-{
-    return is_ordered(dtype) && dtype != KL_DTYPE_BOOL;
-}
-
-static bool
-is_int_number(KlDtype dtype)
-{
-    return kl_rules_is_integral(dtype) && dtype != KL_DTYPE_BOOL;
-}
-
-KlStatus
-dtype_promote_ordered(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return promote_if(call, result, is_ordered);
-}
-
-KlStatus
-dtype_promote_number(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return promote_if(call, result, is_ordered_number);
-}
-
-KlStatus
-dtype_promote_bits(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return promote_if(call, result, kl_rules_is_integral);
-}
-
-KlStatus
-dtype_promote_shift(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    return promote_if(call, result, is_int_number);
-}
-
 KlStatus
 dtype_promote_float(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -194,7 +103,7 @@ dtype_promote_float(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 dtype_div(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return kl_rules_is_given(call, 2) ? dtype_promote_number(call, result, error)
+    return kl_rules_is_given(call, 2) ? promote_among(call, result, KL_KINDS_REAL)
                                       : dtype_promote_float(call, result, error);
 }
 
@@ -211,19 +120,7 @@ dtype_to_bool(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 dtype_compare(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlDtype dtype = KL_DTYPE_OTHER;
-    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
-    return status == KL_OK ? dtype_to_bool(call, result, error) : status;
-}
-
-KlStatus
-dtype_compare_ordered(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlDtype dtype = KL_DTYPE_OTHER;
-    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
-    if (status == KL_OK && kl_meta_dtype_is_complex(dtype)) {
-        return KL_DECLINED;
-    }
+    KlStatus status = dtype_promote(call, result, error);
     return status == KL_OK ? dtype_to_bool(call, result, error) : status;
 }
 

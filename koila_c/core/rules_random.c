@@ -115,7 +115,7 @@ shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 dtype_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlStatus status = dtype_same_float(call, result, error);
+    KlStatus status = dtype_same(call, result, error);
     result->outs[1].dtype = KL_DTYPE_BOOL;
     return status;
 }
