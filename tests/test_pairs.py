@@ -310,6 +310,21 @@ def test_infinite_columns(filled: float, n_filled: int) -> None:
             torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("wrong", [-1, N_ROWS])
+@pytest.mark.parametrize("is_nll", [False, True])
+def test_label_without_class(is_nll: bool, wrong: int) -> None:
+    """No chunk finds such a label among its rows; torch's own call refuses it."""
+
+    def loss(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        scores, target = (a @ b.T).T, torch.arange(len(a))
+        target[4] = wrong
+        return F.nll_loss(scores, target) if is_nll else F.cross_entropy(scores, target)
+
+    for chunks in (1, 3, N_ROWS):
+        with koila.config(chunks=chunks), pytest.raises(IndexError, match=f"Target {wrong} is out"):
+            step(loss, koila.lazy)
+
+
 def test_of_two_sizes() -> None:
     """Batches of other sizes meet, each in chunks of its own."""
 

@@ -502,6 +502,12 @@ class Classes(LogSumExp):
         if call.start > 0:
             return target.new_zeros((), dtype=call.wide)
         counts: torch.Tensor = target != call.word("ignore_index", -100)
+        # No chunk looks for a label that no class has.
+        is_wrong = counts & ((target < 0) | (target >= call.n_rows))
+        if target.device.type != "cpu":
+            torch._assert_async(~is_wrong.any(), "a target is out of bounds")
+        elif bool(is_wrong.any()):
+            raise IndexError(f"Target {int(target[is_wrong][0])} is out of bounds.")
         given: torch.Tensor | None = call.word("weight")
         weights = counts.to(call.wide)
         if given is not None:
