@@ -163,3 +163,31 @@ def test_without_gradients(chunks: int, joints: list[str]) -> None:
     want = (x * 2).softmax(0)
     assert torch.equal(got, want.float()) if chunks == 1 else not joints
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("over", [torch.softmax, torch.log_softmax])
+def test_all_by_name(over: Over) -> None:
+    """Its input is a word too."""
+    x = torch.randn(N_ROWS, 4, dtype=torch.float64)
+    for chunks in (1, 3):
+        with split(chunks):
+            got = over(input=koila.lazy(x), dim=0).tolist()
+        torch.testing.assert_close(torch.tensor(got), over(x, 0).float(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_batch_of_one_row() -> None:
+    """There is one chunk however many are asked for, and a number is read before backward."""
+
+    def found(lazy: Any) -> list[Tensor]:
+        numbers: list[float] = []
+
+        def loss(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+            shares = a.softmax(0)
+            numbers.append(shares.sum().item())
+            return (shares * b).sum() + (a @ b.T).log_softmax(0).sum()
+
+        return [*step(loss, lazy, 1), torch.tensor(numbers)]
+
+    want = found(eager)
+    with koila.config(chunks=2):
+        assert_near(found(koila.lazy), want)

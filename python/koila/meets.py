@@ -37,8 +37,8 @@ def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
 
 
 def shares(x: Tensor, dim: list[int], *, correction: int, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """What rows meet in: the logarithm, and the largest. It is called in chunks alone, where its
-    parts are made by `sums`; its results are laid out as those of torch.var_mean."""
+    """What rows meet in: the logarithm, and the largest. It is called in chunks alone, be it one,
+    where its parts are made by `sums`; its results are laid out as those of torch.var_mean."""
     raise NotImplementedError
 
 
@@ -79,10 +79,11 @@ _BY_NAME = {"softmax": softmax, "log_softmax": log_softmax}
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a softmax over the batch as two calls."""
+    x = kwargs.get("input", args[0] if args else None)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if type(args[0]) is not _core.LazyTensor or dim is None:
+    if type(x) is not _core.LazyTensor or dim is None:
         return NotImplemented
-    x = args[0].float() if args[0].dtype in _HALVES else args[0]  # as autocast has it
+    x = x.float() if x.dtype in _HALVES else x  # as autocast has it
     call: Any = handle_torch_function
     logs, most = call(shares, (x,), x, [dim], correction=0, keepdim=True)
     if not _core.set_for_chunks(most):

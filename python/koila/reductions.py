@@ -23,6 +23,11 @@ def reduction_of(node: Node) -> Reduction:
     return OF_CALLS.get(_core.node(node.id)[0]) or REDUCTIONS[NAMES[node.reduce]]
 
 
+def is_of_chunks(node: Node) -> bool:
+    """Whether it is made of parts or not at all."""
+    return _core.node(node.id)[0] in OF_CALLS
+
+
 def n_parts(node: Node) -> int:
     return reduction_of(node).n_parts
 

@@ -255,7 +255,8 @@ class Replay:
     def _is_plain(self, node: Node, run: Run) -> bool:
         """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
         together from parts, its last bit could be another."""
-        return self.is_forward and len(self.grids[run.axis]) == 1 and node.stage == run.stage
+        is_one = self.is_forward and len(self.grids[run.axis]) == 1 and node.stage == run.stage
+        return is_one and not reductions.is_of_chunks(node)
 
     def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
         """What was recorded as a copy must be one, and what was recorded as a view too: a write
