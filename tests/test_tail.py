@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import koila
 from chunked import split
 from koila import tail
 from koila.program import Op, Program, Step, Way
+from oracle import eager
 
 N_ROWS = 7
 
@@ -119,3 +122,26 @@ def test_of_narrow_types(dtype: torch.dtype) -> None:
         w = torch.rand(4, 3).to(dtype).requires_grad_()
         with split(3):
             loss(torch.tanh(koila.lazy(x) @ w)).backward()
+
+
+@pytest.mark.parametrize("chunks", [2, 7])
+def test_counted_before_and_made_after(chunks: int) -> None:
+    """A loss that no gradient goes through is made after the last chunk went back; its labels were
+    counted long before."""
+    y = torch.randint(3, (N_ROWS,))
+
+    def gradient(lazy: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        x = torch.rand(N_ROWS, 4, dtype=torch.float64)
+        w = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+        rows, labels = lazy(x, y)
+        h = rows @ w
+        loss = h.square().mean() + cross_entropy(h.detach().cumsum(0), labels)
+        loss.backward()
+        assert w.grad is not None
+        return [copy.deepcopy(loss.detach()), w.grad]
+
+    want = gradient(eager)
+    with split(chunks):
+        got = gradient(koila.lazy)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-14)

@@ -123,6 +123,13 @@ def _storages(replay: Replay) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in strided}
 
 
+def _is_there(replay: Replay, value: int) -> bool:
+    """Whether a value was made before the tail; of a reduction after it the labels may have been
+    counted."""
+    cross = replay.cross.get(value)
+    return cross is not None and (cross.whole is not None or bool(cross.chunks))
+
+
 def _run(replay: Replay, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch.Tensor | None]:
     """Run the joints of the tail; the roots, None for one that is made before the tail.
 
@@ -137,7 +144,7 @@ def _run(replay: Replay, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
             continue
         part = program.gradient_part(run, made)
         for value in {program.imports[number].value for number in part.imports}:
-            if not (value in made or value in replay.cross or program.is_leaf(value)):
+            if not (value in made or _is_there(replay, value) or program.is_leaf(value)):
                 info = program.info(value)
                 made[value] = Cross(info, False, replay.fresh, replay.zeros(value, info.shape))
                 kept.is_from_them = True  # it may be, and torch's word would not tell
