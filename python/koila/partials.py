@@ -489,7 +489,10 @@ class Classes(LogSumExp):
     def scores(call: Call, x: torch.Tensor) -> torch.Tensor:
         at = call.word("target") - call.start
         is_here = (at >= 0) & (at < x.shape[1])
-        found: torch.Tensor = x.gather(1, torch.where(is_here, at, 0).unsqueeze(1)).squeeze(1)
+        # gather() would keep the scores, which may be written next, as after torch's own call.
+        numbers = [torch.arange(n, device=at.device) for n in at.shape]
+        terms = torch.meshgrid(*numbers, indexing="ij")
+        found: torch.Tensor = x.movedim(1, -1)[(*terms, torch.where(is_here, at, 0))]
         found = torch.where(is_here, found, 0)
         smoothing: float = call.word("label_smoothing", 0.0)
         if not smoothing:
