@@ -219,4 +219,4 @@ def test_what_draws_by_chunks_keeps_its_chunks(monkeypatch: pytest.MonkeyPatch) 
     assert report is not None
     assert [ran.n_chunks for ran in report.programs] == [2, 2]
     with pytest.raises(koila.MemoryLimitError, match="128 rows at a time"):
-        early(2**19)
+        early(2**17)
