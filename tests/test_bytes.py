@@ -54,7 +54,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "mlp-median": (CUT, 0.0, 0.11),
     "clip": (CUT, 0.0, 0.19),
     "hard_triplet": (CUT, 0.07, 0.0),
-    "sparse_mixture": (OUTSIDE, 0.15, 0.26),
+    "sparse_mixture": (OUTSIDE, 0.18, 0.26),
     "attention_over_rows": (CUT, 0.0, 0.21),
     "shuffled": (CUT, 0.23, 0.12),
     "reused": (CUT, 0.0, 0.09),
