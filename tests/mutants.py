@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "cut: a chunk begins a row too early",
         "python/koila/rows.py",
-        "part = tensor.narrow(dim, start * inner, (stop - start) * inner)",
-        "part = tensor.narrow(dim, max(0, start - 1) * inner, (stop - start) * inner)",
+        "return tensor.narrow(dim, start * inner, (stop - start) * inner)",
+        "return tensor.narrow(dim, max(0, start - 1) * inner, (stop - start) * inner)",
         f"{PROGRAMS} -k mlp-ce",
     ),
     Mutant(

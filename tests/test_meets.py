@@ -13,7 +13,7 @@ from torch import Tensor
 import koila
 from chunked import split
 from oracle import eager
-from test_pairs import N_ROWS, Loss, assert_near, joints, step
+from test_pairs import N_ROWS, Loss, assert_by_rows, assert_near, joints, step
 
 assert joints  # a fixture
 
@@ -82,13 +82,7 @@ MEETING: list[Loss] = [
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)
 def test_by_rows(loss: Loss, chunks: int, joints: list[str]) -> None:
-    want = step(loss, eager)
-    with split(chunks):
-        got = step(loss, koila.lazy)
-    if chunks == 1:
-        assert all(map(torch.equal, got, want))
-    assert_near(got, want)
-    assert not joints
+    assert_by_rows(loss, chunks, joints)
 
 
 @pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)

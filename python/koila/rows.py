@@ -108,30 +108,35 @@ def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:
     return outer == 1 and not _goes_on(tensor, dim)
 
 
-def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:
-    """Take the rows in `bounds` of a whole tensor, which has `rows` of them."""
+def _part(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:
+    """A view of some rows; where they are not outermost in their dim, of its three digits."""
     _, dim, outer, inner = place
     start, stop = bounds
-    if start == 0 and stop == rows:
-        return tensor
     if outer == 1:
-        part = tensor.narrow(dim, start * inner, (stop - start) * inner)
-        return part if is_cut_in_place(tensor, place) else in_order_of(part, tensor)
+        return tensor.narrow(dim, start * inner, (stop - start) * inner)
     digits: torch.Tensor = tensor.unflatten(dim, (outer, rows, inner))
-    return digits.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
+    return digits.narrow(dim + 1, start, stop - start)
+
+
+def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:
+    """Take the rows in `bounds` of a whole tensor, which has `rows` of them."""
+    _, dim, outer, _ = place
+    if bounds == (0, rows):
+        return tensor
+    part = _part(tensor, place, rows, bounds)
+    if outer == 1:
+        return part if is_cut_in_place(tensor, place) else in_order_of(part, tensor)
+    return part.flatten(dim, dim + 2)
 
 
 def put(
     tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds, part: torch.Tensor, is_more: bool
 ) -> None:
     """Write the rows in `bounds` of a whole tensor, which has `rows` of them; or add to them."""
-    _, dim, outer, inner = place
-    start, stop = bounds
-    if outer == 1:
-        to = tensor.narrow(dim, start * inner, (stop - start) * inner)
-    else:
-        to = tensor.unflatten(dim, (outer, rows, inner)).narrow(dim + 1, start, stop - start)
-        part = part.unflatten(dim, (outer, stop - start, inner))
+    to = _part(tensor, place, rows, bounds)
+    _, dim, outer, _ = place
+    if outer > 1:
+        part = part.unflatten(dim, to.shape[dim : dim + 3])
     if is_more:
         to.add_(part)
     else:
