@@ -26,12 +26,13 @@ CONVOLUTION = "float64 convolutions of what does not lie in order copy it"
 COMPOSED = "calls that torch composes of others: what is laid out as needed is said to be copied"
 LOSSES = "a gradient that losses of several terms hand on to more than one of them"
 CUT = "what joints put together is counted from the start, and gradients come chunk by chunk"
+WORKSPACE = "what a bag of words, or an instance norm, works in on its way back"
 OUTSIDE = "what backward takes through graphs of plain calls is said to stay to the end"
 
 #: What is said of these is further off than 3 % and `SLACK`: how far at most, whole and in chunks.
 OFF: dict[str, tuple[str, float, float]] = {
     "densenet-ce": (CONVOLUTION, -0.05, 0.0),
-    "bag_of_words-ce": (CUT, 0.0, -0.12),
+    "bag_of_words-ce": (WORKSPACE, 0.0, -0.12),
     "text_cnn-ce": (CONVOLUTION, -0.18, -0.16),
     "encoder-ce": (COMPOSED, 0.08, 0.0),
     "encoder_time-ce": (COMPOSED, 0.08, 0.0),
@@ -60,7 +61,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "reused": (CUT, 0.0, 0.09),
     "quantise": (OUTSIDE, 0.36, 0.19),
     "critic": (OUTSIDE, 0.0, 0.12),
-    "instance_norm": (CONVOLUTION, -0.12, 0.15),
+    "instance_norm": (WORKSPACE, -0.12, 0.15),
     "recurrent": (COMPOSED, 0.05, 0.07),
     "states": (COMPOSED, 0.12, 0.1),
 }

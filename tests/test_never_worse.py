@@ -29,8 +29,8 @@ TARGET = 2 * 2**20
 PAIRED = {"attention_over_rows", "clip", "hard_triplet", "info_nce", "info_nce_dropout"}
 PAIRED |= {"pairwise", "sim_clr", "sup_con"}
 
-GATHERED = "the gradient of a joint's input is put together beside its parts"
-CROSSED = "values that cross from joint to joint, and what they are made of, live to the end"
+GATHERED = "what a joint gave and its gradient are whole beside what its backward works in"
+CROSSED = "what crosses from joint to joint lives to the end"
 HEAD = "what an unrecorded call leaves is given a gradient beside its parts"
 CHECKPOINT = "in one chunk a checkpoint's body runs with its graph"
 

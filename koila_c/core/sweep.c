@@ -23,7 +23,8 @@ struct KlSweepValue {
     uint32_t n_coming; /* from outside: gradients that are still to come */
     bool is_inside;    /* made here */
     bool is_second;    /* its gradient was there when another came */
-    bool is_expanded;  /* its gradient is a smaller one, expanded: of its own it takes no memory */
+    bool
+        is_expanded; /* its gradient takes no memory that counts: a smaller one, expanded, or a seed */
 };
 
 static const KlBytes zero = {0};
