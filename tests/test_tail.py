@@ -68,9 +68,9 @@ def test_a_wrong_verdict_is_told(name: str, chunks: int, monkeypatch: pytest.Mon
         last = next(step.runs for step in steps if step.op == Op.BACK)
         at = next(i for i, step in enumerate(steps) if step.op == Op.SEED and step.runs == last)
         assert [step.op for step in steps[at : at + 3]] == [Op.SEED, Op.RELEASE, Op.BACK]
-        steps[at : at + 3] = [Step(Op.CHECK, last, ())]
+        steps[at : at + 3] = [Step(Op.CHECK, last, (), ())]
         is_last = [step.op == Op.FORWARD and step.runs == last for step in steps]
-        steps[is_last.index(True)] = Step(Op.FUSED, last, ())
+        steps[is_last.index(True)] = Step(Op.FUSED, last, (), ())
         return steps
 
     monkeypatch.setattr(Program, "schedule", lies)

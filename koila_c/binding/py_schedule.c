@@ -4,19 +4,18 @@
 #include "schedule.h"
 
 static PyObject *
-step_object(const KlSchedule *schedule, const KlStep *step)
+values_in(const KlSchedule *schedule, KlSlice slice)
 {
-    PyObject *values = PyTuple_New(step->values.n);
-    for (uint32_t i = 0; values != NULL && i < step->values.n; i++) {
-        PyObject *id = PyLong_FromUnsignedLong(schedule->values.ids[step->values.first + i]);
+    PyObject *values = PyTuple_New(slice.n);
+    for (uint32_t i = 0; values != NULL && i < slice.n; i++) {
+        PyObject *id = PyLong_FromUnsignedLong(schedule->values.ids[slice.first + i]);
         if (id == NULL) {
             Py_CLEAR(values);
             break;
         }
         PyTuple_SET_ITEM(values, i, id);
     }
-    return values != NULL ? Py_BuildValue("(iIIN)", (int)step->op, step->run, step->n_runs, values)
-                          : NULL;
+    return values;
 }
 
 int
@@ -34,7 +33,8 @@ kl_schedule_homes(PyObject *object, void *homes)
     return 1;
 }
 
-/* schedule(program, (is_graph, keep_every, is_offloaded)) -> [(op, first run, runs, values)], see KlStep. */
+/* schedule(program, (is_graph, keep_every, is_offloaded)) -> [(op, first run, runs, values, whole)], see
+ * KlStep. */
 PyObject *
 kl_schedule_of(PyObject *module, PyObject *args)
 {
@@ -57,7 +57,11 @@ kl_schedule_of(PyObject *module, PyObject *args)
     }
     PyObject *list = PyList_New((Py_ssize_t)schedule.n_steps);
     for (size_t i = 0; list != NULL && i < schedule.n_steps; i++) {
-        PyObject *item = step_object(&schedule, &schedule.steps[i]);
+        const KlStep *step = &schedule.steps[i];
+        /* N takes a reference also where it fails, and NULL as an error. */
+        PyObject *item =
+            Py_BuildValue("(iIINN)", (int)step->op, step->run, step->n_runs,
+                          values_in(&schedule, step->values), values_in(&schedule, step->whole));
         if (item == NULL) {
             Py_CLEAR(list);
             break;

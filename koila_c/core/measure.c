@@ -10,11 +10,12 @@ typedef struct StepValue {
     uint32_t body;     /* the first segment, plus one, of the body whose segment made it last */
     bool is_gathering; /* its gradient gathers */
     bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
-    bool is_whole;           /* its chunks are put together, for bodies */
-    bool is_beside;          /* likewise, beside the chunks */
-    bool is_inner;           /* segments of one body alone read it */
-    bool is_offloaded;       /* it is kept beside its device */
-    bool is_held;            /* what a body left, of all chunks */
+    bool is_read_by_tail;
+    bool is_whole;     /* its chunks are put together, for bodies */
+    bool is_beside;    /* likewise, beside the chunks */
+    bool is_inner;     /* segments of one body alone read it */
+    bool is_offloaded; /* it is kept beside its device */
+    bool is_held;      /* what a body left, of all chunks */
 } StepValue;
 
 typedef struct StepStorage {
@@ -179,7 +180,8 @@ put_together(Step *step, const KlRun *run)
     for (uint32_t i = 0; i < run->imports.n && status == KL_OK; i++) {
         KlValueId id = import_of(step, run, i);
         StepValue *value = &step->values[id];
-        if (value->is_whole || !value->is_held || !is_gathered(step, run, i)) {
+        if (value->is_whole || step->sweep.sizes[id].is_put_together || !value->is_held ||
+            !is_gathered(step, run, i)) {
             continue;
         }
         KlNodeId node = step->program->nodes.ids[run->nodes.first];
@@ -253,6 +255,13 @@ is_part(const Step *step, KlValueId value)
     return whole(step, value) < whole(step, of);
 }
 
+/* Whether what is held of a value has memory of its own. */
+static bool
+is_apart(const Step *step, KlValueId value)
+{
+    return step->sweep.sizes[value].is_put_together || is_part(step, value);
+}
+
 /* What a body leaves, of all chunks: each memory once. */
 static void
 hold(Step *step, KlValueId value)
@@ -265,7 +274,7 @@ hold(Step *step, KlValueId value)
     step->values[value].is_held = true;
     if (parts != NULL) {
         step->held_per_chunk += parts->left * result_of(step, value);
-    } else if (is_part(step, value)) {
+    } else if (is_apart(step, value)) {
         step->held += whole(step, value);
     } else if (storage->n_held++ == 0) {
         storage->bytes = whole(step, value);
@@ -286,7 +295,7 @@ release_value(Step *step, KlValueId value)
     step->values[value].is_beside = false;
     if (parts != NULL) {
         step->held_per_chunk -= parts->left * result_of(step, value);
-    } else if (is_part(step, value)) {
+    } else if (is_apart(step, value)) {
         step->held -= whole(step, value);
     } else if (--storage->n_held == 0) {
         step->held -= storage->bytes;
@@ -449,8 +458,9 @@ find_stand_ins(const Step *step, const KlStep *of)
                 found.parts += parts->left * result_of(step, value);
                 continue;
             }
-            found.values += whole(step, value);
-            found.seeds += needs_gradient(step, value) ? whole(step, value) : 0;
+            bool is_read = step->values[value].is_read_by_tail;
+            found.values += is_read ? whole(step, value) : 0;
+            found.seeds += is_read && needs_gradient(step, value) ? whole(step, value) : 0;
         }
     }
     return found;
@@ -495,6 +505,12 @@ hold_left(Step *step, const KlStep *of)
     for (uint32_t k = 0; k < of->values.n; k++) {
         KlValueId value = step->schedule.values.ids[of->values.first + k];
         step->values[value].is_offloaded = true;
+    }
+    for (uint32_t k = 0; k < of->whole.n; k++) {
+        KlValueId value = step->schedule.values.ids[of->whole.first + k];
+        bool is_awaited = of->op != KL_STEP_FUSED || step->values[value].is_read_by_tail;
+        step->sweep.sizes[value].is_put_together = true;
+        step->sweep.sizes[value].is_let_go = !(needs_gradient(step, value) && is_awaited);
     }
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
@@ -663,14 +679,15 @@ deliver(Step *step)
     return note_end(step, more);
 }
 
-/* The numbers of the user's lazies are put together from the chunks, one by one. */
+/* The numbers of the user's lazies are put together from the chunks, one by one, but for those that are. */
 static KlStatus
 commit(Step *step)
 {
     double more = 0, worst = 0;
     for (size_t i = 0; i < step->program->reached.n; i++) {
         KlValueId value = step->program->reached.ids[i];
-        if (kl_place_is_rows(&step->tape->values[value].meta.place)) {
+        bool is_there = step->sweep.sizes[value].is_put_together;
+        if (kl_place_is_rows(&step->tape->values[value].meta.place) && !is_there) {
             worst = fmax(worst, more + 2 * whole(step, value));
             more += whole(step, value) * (needs_gradient(step, value) ? 2 : 1);
         }
@@ -770,10 +787,16 @@ release(Step *step)
 static void
 look_up(Step *step, KlMeasured *measured)
 {
+    for (size_t i = 0; i < step->program->roots.n; i++) {
+        step->values[step->program->roots.ids[i]].is_read_by_tail = true;
+    }
     for (size_t i = 0; i < step->program->n_staged; i++) {
         const KlRun *run = &step->program->runs[i];
         for (uint32_t k = 0; k < run->inner.n; k++) {
             step->values[step->program->inner.ids[run->inner.first + k]].is_inner = true;
+        }
+        for (uint32_t k = 0; k < run->imports.n && is_joint_after(step, run); k++) {
+            step->values[import_of(step, run, k)].is_read_by_tail = true;
         }
         KlAxisId axis = kl_tape_axis_find(step->tape, run->axis);
         if (axis != KL_ID_NONE && step->tape->axis_rows[axis] > measured->rows) {

@@ -49,15 +49,16 @@ static KlStatus
 add_step(Build *build, KlStepOp op, const Unit *unit, size_t first_value)
 {
     KlSchedule *schedule = build->schedule;
+    uint32_t n_values = (uint32_t)schedule->values.n;
     KlStatus status = kl_alloc_reserve((void **)&schedule->steps, &schedule->n_steps_max,
                                        schedule->n_steps + 1, sizeof(KlStep), build->error);
     if (status == KL_OK) {
-        schedule->steps[schedule->n_steps++] =
-            (KlStep){.op = (uint8_t)op,
-                     .run = unit != NULL ? unit->run : 0,
-                     .n_runs = unit != NULL ? unit->n_runs : 0,
-                     .values = {.first = (uint32_t)first_value,
-                                .n = (uint32_t)(schedule->values.n - first_value)}};
+        schedule->steps[schedule->n_steps++] = (KlStep){
+            .op = (uint8_t)op,
+            .run = unit != NULL ? unit->run : 0,
+            .n_runs = unit != NULL ? unit->n_runs : 0,
+            .values = {.first = (uint32_t)first_value, .n = n_values - (uint32_t)first_value},
+            .whole = {.first = n_values}};
     }
     return status;
 }
@@ -212,9 +213,33 @@ release_read(Build *build, uint32_t u)
     return status == KL_OK && has_any ? add_step(build, KL_STEP_RELEASE, NULL, first) : status;
 }
 
-/* Of what leaves a body, what has its home beside the device. */
+/* Whether chunks are views of the whole: their rows are outermost in its memory. */
+static bool
+is_cut_in_place(const KlMeta *meta)
+{
+    const KlPlace *place = &meta->place;
+    bool is_outermost = place->outer == 1;
+    for (int32_t dim = 0; dim < meta->n_dims && is_outermost; dim++) {
+        bool is_inner = meta->is_strided ? meta->strides[dim] < meta->strides[place->dim] &&
+                                               meta->strides[dim] > 0
+                                         : dim > place->dim;
+        is_outermost = dim == place->dim || meta->shape[dim] == 1 || is_inner;
+    }
+    return is_outermost;
+}
+
+/* Whether a value that leaves a body is written into one tensor of all rows: somebody reads it whole. */
+static bool
+is_put_together(const Build *build, KlValueId value)
+{
+    const KlMeta *meta = &build->tape->values[value].meta;
+    return (build->is_read_whole[value] || build->program->is_kept[value]) &&
+           kl_place_is_rows(&meta->place) && !is_parts(build, value) && is_cut_in_place(meta);
+}
+
+/* Of what leaves a body, what has its home beside the device, or is written into one tensor. */
 static KlStatus
-add_offloaded(Build *build, const Unit *unit)
+add_left(Build *build, const Unit *unit, bool (*is_such)(const Build *, KlValueId))
 {
     const KlProgram *program = build->program;
     KlStatus status = KL_OK;
@@ -222,7 +247,7 @@ add_offloaded(Build *build, const Unit *unit)
         const KlRun *run = &program->runs[r];
         for (uint32_t i = 0; i < run->exports.n && status == KL_OK; i++) {
             KlValueId value = program->exports.ids[run->exports.first + i];
-            status = can_be_again(build, value) ? add_value(build, value) : KL_OK;
+            status = is_such(build, value) ? add_value(build, value) : KL_OK;
         }
     }
     return status;
@@ -239,9 +264,14 @@ go_forward(Build *build)
                                       : KL_STEP_JOINT;
         size_t first = build->schedule->values.n;
         if (build->homes->is_offloaded && unit->is_body) {
-            status = add_offloaded(build, unit);
+            status = add_left(build, unit, can_be_again);
         }
         status = status == KL_OK ? add_step(build, op, unit, first) : status;
+        if (status == KL_OK && unit->is_body) {
+            KlStep *step = &build->schedule->steps[build->schedule->n_steps - 1];
+            status = add_left(build, unit, is_put_together);
+            step->whole.n = (uint32_t)build->schedule->values.n - step->whole.first;
+        }
         if (status == KL_OK) {
             status = release_read(build, u);
         }

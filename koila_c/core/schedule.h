@@ -1,8 +1,9 @@
 /* schedule.h - a step as data: what is run, forward and back, in which order, and when a value is let go.
  *
  * A step of the schedule runs a whole body, all its chunks, or a joint. What leaves a body by rows has a home:
- * it is kept to its backward; or offloaded, beside the memory of its device; or let go when it was read for the
- * last time going forward, and made again going back. The schedule is measured and run from the same array, so the two cannot differ. */
+ * it is kept to its backward, by chunk, or written into one tensor of all rows where it is read whole; or
+ * offloaded, beside the memory of its device; or let go when it was read for the last time going forward, and
+ * made again going back. The schedule is measured and run from the same array, so the two cannot differ. */
 #ifndef KL_SCHEDULE_H
 #define KL_SCHEDULE_H
 
@@ -26,6 +27,7 @@ typedef struct KlStep {
     uint32_t run;    /* the joint, or the first segment of the body */
     uint32_t n_runs; /* the body's segments; a joint is one; RELEASE: 0 */
     KlSlice values;  /* of the schedule's values */
+    KlSlice whole; /* FORWARD, FUSED: likewise; each chunk is written into one tensor of all rows */
 } KlStep;
 
 typedef struct KlSchedule {

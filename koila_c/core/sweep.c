@@ -344,7 +344,7 @@ is_given(const KlSweep *sweep, uint32_t number)
     bool is_made = !stages->is_leaf[import->value] && value->node != KL_ID_NONE &&
                    stages->node_stage[value->node] != KL_STAGE_NONE;
     return !is_made || !kl_stage_is_body(stages->node_stage[value->node]) ||
-           !kl_place_is_rows(&value->meta.place);
+           !kl_place_is_rows(&value->meta.place) || sweep->sizes[import->value].is_put_together;
 }
 
 /* What the run is given: copies live to its end. */
@@ -718,6 +718,26 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     }
 }
 
+/* Of what leaves the run, what nobody waits for goes before its backward, but for what shares its memory. */
+static void
+let_go(KlSweep *sweep)
+{
+    const KlSpan *span = &sweep->span;
+    for (int is_such = 1; is_such >= 0; is_such--) {
+        for (uint32_t i = 0; i < span->n_exports; i++) {
+            if (sweep->sizes[span->exports[i]].is_let_go == (is_such == 1)) {
+                storage_of(sweep, span->exports[i])->is_held = is_such == 0;
+            }
+        }
+    }
+    for (uint32_t i = 0; i < span->n_exports; i++) {
+        KlSweepStorage *storage = storage_of(sweep, span->exports[i]);
+        if (!storage->is_held && storage->saved_by == KL_ID_NONE) {
+            drop(sweep, storage);
+        }
+    }
+}
+
 KlStatus
 kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
 {
@@ -725,6 +745,7 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
     if (status != KL_OK) {
         return status;
     }
+    let_go(sweep);
     double before = kl_sweep_live(sweep).fixed;
     for (uint32_t at = sweep->span.n_nodes; at-- > 0;) {
         if (has_gradient(sweep, node_at(sweep, at))) {

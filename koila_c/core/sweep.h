@@ -53,7 +53,10 @@ typedef struct KlSize {
     uint32_t cut_in; /* the last sweep in which a chunk is given rows of it though it is whole */
     uint8_t itemsize;
     bool needs_gradient;
-    bool is_turned; /* its gradient comes laid out otherwise than itself */
+    /* Who goes through the steps says these two. */
+    bool is_put_together; /* its chunks are parts of one tensor */
+    bool is_let_go;       /* and what a run made goes before its backward, for no gradient comes */
+    bool is_turned;       /* its gradient comes laid out otherwise than itself */
 } KlSize;
 
 /* What is known of a node, close together: the tape's own is several times as long. */

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from koila.tail import Watch
 
 Key = tuple[Any, ...]
-_GATHERED: Key = ("gathered",)
+GATHERED: Key = ("gathered",)  # what is read of all chunks together
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,8 +86,8 @@ def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor 
 class Cross:
     """One value seen from outside the stage that made it.
 
-    It is there whole (a leaf, a joint's result), in chunks (made by rows in a body), or in parts (a
-    reduction that has not been combined yet).
+    It is there whole (a leaf, a joint's result), in chunks (made by rows in a body), of which each
+    may be a part of one tensor, or in parts (a reduction that has not been combined yet).
     """
 
     def __init__(
@@ -111,18 +111,29 @@ class Cross:
         #: Gradients of what was read by rows, of all chunks that went back; and which these are.
         self.totals: dict[Place, torch.Tensor] = {}
         self.taken: set[Key] = set()
-        self.gathered: torch.Tensor | None = None  # the chunks, put together for bodies
+        self.gathered: torch.Tensor | None = None  # the chunks, put together
+        self.is_put_together = False  # its chunks are, as they come
         self.is_offloaded = False  # its chunks are kept beside its device
         #: Its gradient is sent back already: what comes now is only looked at.
         self.watch: Watch | None = None
 
     # -- what the making stage leaves -------------------------------------------------------------
 
-    def add_chunk(self, chunk: int, tensor: torch.Tensor) -> None:
-        if self.info.place is None:
+    def add_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:
+        place = self.info.place
+        if place is None:
             self.whole = _to_keep(tensor)  # every chunk makes the same
+        elif self.is_offloaded:
+            self.chunks[chunk] = offload.put(tensor)
+        elif self.is_put_together and len(grid) > 1:
+            if self.gathered is None:
+                info = self.info
+                self.gathered = rows.empty(info.shape, info.strides, info.dtype, info.device)
+            n_rows = grid[-1][1]
+            rows.put(self.gathered, place, n_rows, grid[chunk], tensor.detach(), False)
+            self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
         else:
-            self.chunks[chunk] = offload.put(tensor) if self.is_offloaded else _to_keep(tensor)
+            self.chunks[chunk] = _to_keep(tensor)
 
     def add_parts(
         self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -164,6 +175,8 @@ class Cross:
             return self._alias(("whole",), self.whole, is_graph)
         if self.whole is not None:
             return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
+        if self.gathered is not None:
+            return self._alias_all({GATHERED: self.gathered}, is_graph)[GATHERED]
         assert self.info.place is not None
         chunks: dict[Key, torch.Tensor] = {
             ("chunk", c): self.chunks[c] for c in sorted(self.chunks)
@@ -185,7 +198,7 @@ class Cross:
             if len(chunks) > 1 and rows.is_cut_in_place(self.gathered, place):
                 sizes = [chunk.shape[place[1]] for chunk in chunks]
                 self.chunks = dict(zip(numbers, self.gathered.split(sizes, place[1]), strict=True))
-        return self._alias(_GATHERED, self.gathered, is_graph)
+        return self._alias(GATHERED, self.gathered, is_graph)
 
     def read_rows(
         self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
@@ -231,9 +244,9 @@ class Cross:
         alias = self.aliases.get(("chunk", chunk))
         known = self.seeds.get(("chunk", chunk))
         grad = _add(known, alias.grad if alias is not None else None)
-        gathered = self.aliases.get(_GATHERED)
+        gathered = self.aliases.get(GATHERED)
         of_new = gathered.grad if gathered is not None else None
-        of_gathered = _add(self.seeds.get(_GATHERED), of_new)
+        of_gathered = _add(self.seeds.get(GATHERED), of_new)
         for whole in (self.seeds.get(("whole",)), of_gathered):
             if whole is not None and self.info.place is not None:
                 part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
@@ -244,7 +257,7 @@ class Cross:
         """A chunk has gone back; after the last one nobody asks for gradients any more."""
         self.seeds.pop(("chunk", chunk), None)
         if is_last:
-            self.seeds.pop(_GATHERED, None)
+            self.seeds.pop(GATHERED, None)
 
     def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
         """A chunk has gone back: its gradient goes to its place in that of the whole value; returns

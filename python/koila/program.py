@@ -159,6 +159,7 @@ class Step(NamedTuple):
     op: Op
     runs: list[Run]
     values: tuple[int, ...]
+    whole: tuple[int, ...]  # what each chunk is written into one tensor of
 
 
 class Program:
@@ -323,8 +324,8 @@ class Program:
         """What is done, forward and back."""
         steps = _core.schedule(self.handle, (is_graph, *way[1:]))
         return [
-            Step(Op(op), self.runs[first : first + n_runs], values)
-            for op, first, n_runs, values in steps
+            Step(Op(op), self.runs[first : first + n_runs], values, whole)
+            for op, first, n_runs, values, whole in steps
         ]
 
     @staticmethod

@@ -301,23 +301,24 @@ class Replay:
             elif node.id in run.parts:
                 self.cross[value].add_parts(chunk, run.parts[node.id], env[value])
             else:
-                self.cross[value].add_chunk(chunk, env[value])
+                self.cross[value].add_chunk(chunk, env[value], self.grids[run.axis])
 
     def _handed(self, runs: Sequence[Run]) -> set[int]:
         """What segments of a body make for later ones."""
         read = {self.program.imports[number].value for run in runs[1:] for number in run.imports}
         return {value for run in runs[:-1] for value in run.exports if value in read}
 
-    def _offload(self, step: Step) -> None:
-        """Some of what a body will leave is to be kept beside its device."""
-        for value in step.values:
+    def _make_homes(self, step: Step) -> None:
+        """Where what a body will leave is kept: beside its device, in one tensor, or by chunk."""
+        for value in (*step.values, *step.whole):
             info = self.program.info(value)
             cross = Cross(info, self.program.needs_gradient(value), self.fresh)
-            cross.is_offloaded = True
+            cross.is_offloaded = value in step.values
+            cross.is_put_together = not cross.is_offloaded
             self.cross[value] = cross
 
     def _forward(self, step: Step) -> None:
-        self._offload(step)
+        self._make_homes(step)
         for chunk in range(len(self.grids[step.runs[0].axis])):
             for run in step.runs:
                 self._collect(run, self.run_nodes(run, chunk, False), chunk, run.exports)
@@ -377,7 +378,8 @@ class Replay:
             if cross is not None and cross.is_offloaded:
                 self._forget(cross.settle(chunk))
 
-    def _send_back(self, run: Run, env: Sequence[Any], chunk: int) -> None:
+    def _send_back(self, run: Run, env: list[Any], chunk: int) -> None:
+        """Send the gradients of what a run on a chunk left back through it; `env` is used up."""
         outputs: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         for value in run.exports:
@@ -391,12 +393,13 @@ class Replay:
                 if seed is not None and output.requires_grad:
                     outputs.append(output)
                     seeds.append(seed)
+        env.clear()  # what no gradient goes through, and autograd does not keep, goes now
         if outputs:
             send_back(outputs, seeds, self.fresh)
 
     def _fused(self, step: Step) -> None:
         """Each chunk of the last body forward, and at once back."""
-        self._offload(step)
+        self._make_homes(step)
         *others, last = step.runs
         handed = self._handed(step.runs)
         is_certain = False

@@ -97,9 +97,16 @@ def zeros(
     shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Zeros with their dims in memory in the order of `strides`; None: in the order of the dims."""
+    return empty(shape, strides, dtype, device).zero_()
+
+
+def empty(
+    shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor that lies so, of any numbers."""
     order, back = _memory_order(strides or [0] * len(shape))
     sizes = [shape[dim] for dim in order]
-    return torch.zeros(sizes, dtype=dtype, device=device).permute(back)
+    return torch.empty(sizes, dtype=dtype, device=device).permute(back)
 
 
 def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from koila import _core, engine
-from koila.cross import Cross, Key
+from koila.cross import GATHERED, Cross, Key
 from koila.errors import KoilaError
-from koila.program import REDUCE, Run
+from koila.program import REDUCE, Program, Run
 from koila.rows import cut
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def seed(
     stand_ins: dict[int, Cross] = {}
     leaves: list[tuple[Cross, Any, torch.Tensor]] = []
     parts = {i: numbers for run in runs for i, numbers in run.parts.items()}
-    for value in program.left_by(runs):
+    read = _read_by_tail(program)
+    for value in filter(read.__contains__, program.left_by(runs)):
         node = program.node_of(value)
         assert node is not None
         cross = Cross(program.info(value), program.needs_gradient(value), replay.fresh)
@@ -116,6 +117,22 @@ def seed(
     return not kept.is_from_them
 
 
+def _tail(program: Program) -> Iterator[Run]:
+    assert program.last_body is not None
+    for run in program.runs:
+        if not run.is_body and run.stage >= program.last_body:
+            yield run
+
+
+def _read_by_tail(program: Program) -> set[int]:
+    """What the joints after the last body read, and what is differentiated."""
+    read = set(program.roots)
+    for run in _tail(program):
+        read.update(program.imports[number].value for number in run.imports)
+        read.update(node.first_out for node in run.combined)
+    return read
+
+
 def _storages(replay: Replay) -> set[int]:
     """The memory of what is there whole before the tail."""
     there = (cross.whole for cross in replay.cross.values())
@@ -138,10 +155,7 @@ def _run(replay: Replay, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
     """
     program = replay.program
     made = dict(stand_ins)
-    for run in program.runs:
-        assert program.last_body is not None
-        if run.is_body or run.stage < program.last_body:
-            continue
+    for run in _tail(program):
         part = program.gradient_part(run, made)
         for value in {program.imports[number].value for number in part.imports}:
             if not (value in made or _is_there(replay, value) or program.is_leaf(value)):
@@ -211,9 +225,9 @@ def check(replay: Replay, axis: int, roots: dict[int, torch.Tensor]) -> None:
             sent = cross.seeds
         else:
             sent = {("chunk", c): cross.seed(grid, c) for c in range(len(grid))}
-            if value in roots and place is not None:
-                for c, bounds in enumerate(grid):
-                    part = cut(roots[value], place, grid[-1][1], bounds)
+            for whole in (found.pop(GATHERED, None), roots.get(value)):
+                for c, bounds in enumerate(grid if whole is not None and place is not None else ()):
+                    part = cut(whole, place, grid[-1][1], bounds)
                     known = found.get(("chunk", c))
                     found["chunk", c] = part if known is None else known + part
         for key in {**sent, **found}:
