@@ -71,7 +71,7 @@ class _Now(threading.local):
 
     def __init__(self) -> None:
         self.program: Program | None = None  # that is being staged
-        self.done: dict[tuple[int, int], set[int]] = {}  # stage and axis -> chunks
+        self.done: dict[tuple[int, int, int], set[int]] = {}  # stage, axis, segment -> chunks
 
 
 class Watched:
@@ -132,7 +132,7 @@ class Watched:
     @unseen
     def _run_nodes(self, original: Any, step: Any, run: Any, chunk: int, *args: Any) -> Any:
         if run.is_body:
-            self._now.done.setdefault((run.stage, run.axis), set()).add(chunk)
+            self._now.done.setdefault((run.stage, run.axis, run.segment), set()).add(chunk)
         return original(step, run, chunk, *args)
 
     @unseen
@@ -165,8 +165,8 @@ class Watched:
             if len(grid) != min(self.chunks, rows) or grid[-1][1] != rows:
                 self.wrong.add(f"{rows} rows ran as {grid}")
         for run in program.runs:
-            ran = self._now.done.get((run.stage, run.axis), set())
-            if run.is_body and ran != set(range(len(done[0].grids[run.axis]))):
+            ran = self._now.done.get((run.stage, run.axis, run.segment), set())
+            if run.is_body and ran != set(range(len(done[0].grid_of(run)))):
                 self.wrong.add(f"stage {run.stage} ran in chunks {sorted(ran)}")
         return done
 

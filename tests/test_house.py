@@ -35,7 +35,7 @@ LAYERS = [
 LAYERS += ["py_args", "py", "py_*", "module"]
 LAYER_OF = {"error": "base"}
 # The header a file without one of its own may open with: of its layer, or of its family.
-FAMILY_HEADERS = ["base.h", "rules.h", "rules_outline.h", "py_args.h", "py.h"]
+FAMILY_HEADERS = ["base.h", "rules.h", "rules_outline.h", "measure.h", "py_args.h", "py.h"]
 # What makes the table and what applies it; rules.h is their private affair.
 READERS_OF_RULES = {"ops.c", "infer.c", "autocast.c"}
 
@@ -60,7 +60,7 @@ TESTS_OF_MANY = {"no_memory", "threads"}
 # A file is one idea: its length is a hint, so this only catches what has plainly outgrown one.
 N_LINES_OF_A_FILE = 900
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 28500
+N_LINES_OF_KOILA_C = 28850
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 

@@ -29,6 +29,7 @@ class Seen:
     n_segments: int = 0
     n_again: int = 0
     n_offloaded: int = 0
+    n_pieces: int = 0
 
 
 Force = Callable[[Way], Seen]
@@ -54,6 +55,12 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
                 seen.n_offloaded += len(step.values) * (step.op == Op.FORWARD)
             return steps
 
+        def cut(self: replay.Replay, head: Any) -> None:
+            cut_in_pieces(self, head)
+            seen.n_pieces = max(seen.n_pieces, len(self.grid_of(head)))
+
+        cut_in_pieces = replay.Replay._cut_in_pieces
+        monkeypatch.setattr(replay.Replay, "_cut_in_pieces", cut)
         monkeypatch.setattr(plan, "plan", changed)
         monkeypatch.setattr(Program, "schedule", noted)
         return seen
@@ -74,6 +81,20 @@ def test_segments(program: Written, force: Force) -> None:
     with compared():
         assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_segments > 1 or program.name.startswith(UNCUT)
+
+
+#: Some whose head is a part of the last body, of one model each with its losses.
+HEADED = "mlp-ce", "mlp-mse", "lstm", "gpt_by_hand", "seq2seq", "unet", "densenet", "mixer"
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_head_in_pieces(program: Written, chunks: int, force: Force) -> None:
+    """The last body's head goes forward and back in pieces of each chunk."""
+    seen = force(Way(n_pieces=2))
+    assert_same(program, program.rows(N_ROWS), chunks=chunks)
+    is_cut = program.name.startswith(HEADED) and "dropout" not in program.name
+    assert seen.n_pieces == 2 * chunks if is_cut else seen.n_pieces in (0, 2 * chunks)
 
 
 #: Some of what several bodies hand to each other.

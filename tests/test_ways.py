@@ -168,6 +168,34 @@ def test_a_network_of_batch_normalizations(share: float) -> None:
     assert ran.bytes_predicted is not None and ran.bytes_predicted <= share * peak
 
 
+def language_model() -> tuple[nn.Module, Tensor, Tensor, Loss]:
+    """One of so many words that its scores are more than ten times everything else."""
+    n_words = 4000
+    model = nn.Sequential(nn.Embedding(n_words, WIDTH), Block(), nn.Linear(WIDTH, n_words))
+    x, y = (torch.randint(0, n_words, (18, 12)) for _ in range(2))
+    y[torch.rand(y.shape) < 0.2] = -100
+    return model.double(), x, y, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_scores_that_are_most_of_it(share: float) -> None:
+    """The body runs once, in one chunk as long as it fits, and the head in pieces of it."""
+    torch.manual_seed(0)
+    made = language_model()
+    wanted, peak = step(made, None)
+    gradients = sum(p.nbytes for p in made[0].parameters())
+    made[0].zero_grad(set_to_none=True)
+    seen, got = step(made, int(there() + gradients + share * (peak - gradients)))
+    for name, value in wanted.items():
+        assert_close(seen[name], value, name)
+    (ran,) = koila.report().programs
+    assert ran.n_chunks == 1 and ran.n_tries == 1
+    assert "the head in" in ran.way and not ran.why
+    assert got <= gradients + share * (peak - gradients)
+    (of_labels, *of_body) = [stage.passes for stage in ran.stages if stage.n_rows is not None]
+    assert of_labels == "1 forward" and of_body == ["1 forward, 1 backward"] * 2
+
+
 def test_what_fits_runs_as_it_is() -> None:
     """A way that costs is chosen where there is no other."""
     torch.manual_seed(0)

@@ -174,7 +174,7 @@ static PyMethodDef functions[] = {
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
-     "stage($module, roots, is_known_only, n_segments=1, /)\n--\n\n"
+     "stage($module, roots, is_known_only, n_segments=1, is_headed=False, /)\n--\n\n"
      "The staged program that makes every reachable value (or only those without a gradient in "
      "their history) and differentiates the roots (lazies, or numbers of values)."},
     {"told", kl_program_told, METH_VARARGS,

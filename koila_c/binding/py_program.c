@@ -595,15 +595,22 @@ ask(const Tape *tape, KlAsked *asked, bool **flags, uint32_t **n_handles)
     return 0;
 }
 
-/* stage(roots, is_known_only, n_segments) -> _Staged, see _core.pyi: the program that computes every value the
- * user can reach, or only those that have no gradient in their history, and differentiates the roots: lazies, or
- * numbers of values. */
+static int
+refresh(Tape *tape)
+{
+    kl_stale_drop_numbers(tape);
+    return kl_view_refresh(tape);
+}
+
+/* stage(roots, is_known_only, n_segments, is_headed) -> _Staged, see _core.pyi: the program that computes every
+ * value the user can reach, or only those that have no gradient in their history, and differentiates the roots:
+ * lazies, or numbers of values. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *roots = NULL, *result = NULL, *handle = NULL;
-    int is_known_only = 0;
+    int is_known_only = 0, is_headed = 0;
     unsigned int n_segments = 1;
     KlIds wanted = {0}, reached = {0}, root_ids = {0};
     bool *flags = NULL;
@@ -612,12 +619,10 @@ kl_program_stage(PyObject *module, PyObject *args)
     KlError error;
     Tape *tape = kl_tape_open();
     PyObject *shared = PyList_New(0);
-    if (tape != NULL) {
-        kl_stale_drop_numbers(tape);
-    }
     if (tape == NULL || shared == NULL ||
-        !PyArg_ParseTuple(args, "O!p|I:stage", &PyList_Type, &roots, &is_known_only, &n_segments) ||
-        kl_view_refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
+        !PyArg_ParseTuple(args, "O!p|Ip:stage", &PyList_Type, &roots, &is_known_only, &n_segments,
+                          &is_headed) ||
+        refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
         find_shared(tape, &wanted, shared) < 0) {
         goto error;
@@ -627,6 +632,7 @@ kl_program_stage(PyObject *module, PyObject *args)
                               .roots = root_ids.ids,
                               .n_roots = root_ids.n},
                      .n_segments = n_segments,
+                     .is_headed = is_headed != 0,
                      .reached = reached.ids,
                      .n_reached = reached.n};
     if (ask(tape, &asked, &flags, &n_handles) < 0) {

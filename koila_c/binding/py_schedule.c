@@ -23,9 +23,10 @@ kl_schedule_homes(PyObject *object, void *homes)
 {
     int is_graph = 0, is_offloaded = 0;
     KlHomes *found = homes;
-    if (!PyTuple_Check(object) ||
-        !PyArg_ParseTuple(object, "pIp", &is_graph, &found->keep_every, &is_offloaded)) {
-        PyErr_SetString(PyExc_TypeError, "homes must be (is_graph, keep_every, is_offloaded)");
+    if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "pIpI", &is_graph, &found->keep_every,
+                                                    &is_offloaded, &found->n_pieces)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "homes must be (is_graph, keep_every, is_offloaded, n_pieces)");
         return 0;
     }
     found->is_graph = is_graph != 0;
@@ -33,7 +34,7 @@ kl_schedule_homes(PyObject *object, void *homes)
     return 1;
 }
 
-/* schedule(program, (is_graph, keep_every, is_offloaded)) -> [(op, first run, runs, values, whole)], see
+/* schedule(program, (is_graph, keep_every, is_offloaded, n_pieces)) -> [(op, first run, runs, values, whole)], see
  * KlStep. */
 PyObject *
 kl_schedule_of(PyObject *module, PyObject *args)

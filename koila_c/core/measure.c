@@ -11,11 +11,13 @@ typedef struct StepValue {
     bool is_gathering; /* its gradient gathers */
     bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
     bool is_read_by_tail;
-    bool is_whole;     /* its chunks are put together, for bodies */
-    bool is_beside;    /* likewise, beside the chunks */
-    bool is_inner;     /* segments of one body alone read it */
-    bool is_offloaded; /* it is kept beside its device */
-    bool is_held;      /* what a body left, of all chunks */
+    bool is_read_whole;
+    bool is_one_gradient; /* what reads it whole and by rows adds to one gradient of all rows */
+    bool is_whole;        /* its chunks are put together, for bodies */
+    bool is_beside;       /* likewise, beside the chunks */
+    bool is_inner;        /* segments of one body alone read it */
+    bool is_offloaded;    /* it is kept beside its device */
+    bool is_held;         /* what a body left, of all chunks */
 } StepValue;
 
 typedef struct StepStorage {
@@ -35,6 +37,7 @@ typedef struct Step {
     KlMoments *moments;
     KlSchedule schedule;
     double held, held_per_row, held_per_chunk;
+    double n_pieces;       /* of a chunk, for the head that is gone through now; 1: none */
     double *live;          /* [n_staged] of a joint: what its graph keeps */
     StepValue *values;     /* [n_values] */
     StepStorage *storages; /* [n_storages] */
@@ -115,6 +118,13 @@ is_joint_after(const Step *step, const KlRun *run)
            run->stage > step->stages->last_body;
 }
 
+/* How many times a reduction leaves its parts for each chunk, at most. */
+static double
+n_parts_of(const Step *step)
+{
+    return step->homes->n_pieces > 1 ? (double)step->homes->n_pieces : 1;
+}
+
 /* Whether a body reads an import whole, of a value that is made by rows. */
 static bool
 is_gathered(const Step *step, const KlRun *run, uint32_t i)
@@ -136,14 +146,25 @@ is_made_by_rows(const Step *step, KlValueId value)
 
 /* -- moments ------------------------------------------------------------------------------------------ */
 
+/* Bytes by rows that a piece of a chunk takes: its rows are a share of the chunk's, rounded up. */
+static KlBytes
+of_piece(const Step *step, KlBytes bytes)
+{
+    bool is_whole = step->n_pieces <= 1;
+    return (KlBytes){.fixed = bytes.fixed + (is_whole ? 0 : bytes.per_row),
+                     .per_row = bytes.per_row / step->n_pieces};
+}
+
 /* What the moments from `first` on need beside their run is held. */
 static void
 add_held(Step *step, size_t first)
 {
     for (size_t i = first; i < step->moments->n; i++) {
-        step->moments->moments[i].fixed += step->held;
-        step->moments->moments[i].per_row += step->held_per_row;
-        step->moments->moments[i].per_chunk = step->held_per_chunk;
+        KlMoment *moment = &step->moments->moments[i];
+        KlBytes own = of_piece(step, (KlBytes){moment->fixed, moment->per_row});
+        moment->fixed = own.fixed + step->held;
+        moment->per_row = own.per_row + step->held_per_row;
+        moment->per_chunk = step->held_per_chunk;
     }
 }
 
@@ -273,7 +294,7 @@ hold(Step *step, KlValueId value)
     }
     step->values[value].is_held = true;
     if (parts != NULL) {
-        step->held_per_chunk += parts->left * result_of(step, value);
+        step->held_per_chunk += parts->left * result_of(step, value) * n_parts_of(step);
     } else if (is_apart(step, value)) {
         step->held += whole(step, value);
     } else if (storage->n_held++ == 0) {
@@ -294,7 +315,7 @@ release_value(Step *step, KlValueId value)
     step->held -= step->values[value].is_beside ? whole(step, value) : 0;
     step->values[value].is_beside = false;
     if (parts != NULL) {
-        step->held_per_chunk -= parts->left * result_of(step, value);
+        step->held_per_chunk -= parts->left * result_of(step, value) * n_parts_of(step);
     } else if (is_apart(step, value)) {
         step->held -= whole(step, value);
     } else if (--storage->n_held == 0) {
@@ -312,8 +333,8 @@ find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
         KlValueId value = step->tape->nodes[id].first_out;
         const KlParts *parts = parts_of(step, value);
         if (parts != NULL && needs_gradient(step, value)) {
-            *kept += parts->combined * result_of(step, value);
-            *seeds += parts->seeds * result_of(step, value);
+            *kept += parts->combined * result_of(step, value) * n_parts_of(step);
+            *seeds += parts->seeds * result_of(step, value) * n_parts_of(step);
         }
     }
 }
@@ -327,7 +348,10 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body)
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
         StepValue *known = &step->values[value];
-        if (is_gathered(step, run, i)) {
+        if (known->is_one_gradient) {
+            step->held += known->is_gathering ? 0 : gradient(step, value);
+            known->is_gathering = known->is_gathering_whole = true;
+        } else if (is_gathered(step, run, i)) {
             step->held += !known->is_gathering_whole && needs_gradient(step, value)
                               ? gradient(step, value)
                               : 0;
@@ -455,7 +479,7 @@ find_stand_ins(const Step *step, const KlStep *of)
                 continue;
             }
             if (parts != NULL) {
-                found.parts += parts->left * result_of(step, value);
+                found.parts += parts->left * result_of(step, value) * n_parts_of(step);
                 continue;
             }
             bool is_read = step->values[value].is_read_by_tail;
@@ -466,20 +490,13 @@ find_stand_ins(const Step *step, const KlStep *of)
     return found;
 }
 
-/* A chunk goes forward, meets the tail, and goes back at once. */
+/* The tail runs on zeros when the first chunk, or the first piece of it, has gone forward through `last`. */
 static KlStatus
-run_fused(Step *step, const KlStep *of)
+meet_tail(Step *step, const KlStep *of, const KlRun *last)
 {
-    const KlRun *last = &step->program->runs[of->run + of->n_runs - 1];
-    double tail = 0, gradients = 0;
+    double tail = 0;
     KlStatus status = run_tail(step, &tail);
     StandIns stand_ins = find_stand_ins(step, of);
-    step->held_per_row = find_handed(step, of, &gradients);
-    for (uint32_t r = 0; r < of->n_runs; r++) {
-        double come = gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
-        step->held_per_row -= come / (double)rows_of(step, last); /* the sweep has a chunk's */
-    }
-    status = status == KL_OK ? run_others(step, of, false) : status;
     status = status == KL_OK ? sweep_forward(step, last, true) : status;
     KlBytes live = kl_sweep_live(&step->sweep);
     step->held_per_chunk += stand_ins.parts;
@@ -491,6 +508,69 @@ run_fused(Step *step, const KlStep *of)
     }
     step->held_per_chunk -= stand_ins.parts;
     step->held += stand_ins.seeds;
+    return status;
+}
+
+/* What is handed to the head is read by it in pieces, whose gradients go to their places in that of the chunk. */
+static double
+gradients_handed(const Step *step, const KlRun *body, const KlRun *head)
+{
+    double gradients = 0;
+    for (uint32_t i = 0; i < head->imports.n; i++) {
+        KlValueId value = import_of(step, head, i);
+        for (uint32_t k = 0; k < body->exports.n; k++) {
+            bool is_handed = export_of(step, body, k) == value && needs_gradient(step, value);
+            gradients += is_handed ? step->sweep.sizes[value].per_row : 0;
+        }
+    }
+    return gradients;
+}
+
+/* A chunk goes forward; its head goes forward and back in pieces; the rest goes back. */
+static KlStatus
+run_in_pieces(Step *step, const KlStep *of)
+{
+    const KlRun *body = &step->program->runs[of->run], *head = body + 1;
+    double handed = gradients_handed(step, body, head);
+    for (uint32_t i = 0; i < of->n_runs; i++) {
+        (void)gather_gradients(step, &body[i], of->run + 1);
+        for (uint32_t k = 0; k < body[i].exports.n; k++) {
+            step->values[export_of(step, &body[i], k)].body = of->run + 1;
+        }
+    }
+    KlStatus status = sweep_forward(step, body, true);
+    const KlBytes live = kl_sweep_live(&step->sweep);
+    step->held += live.fixed;
+    step->held_per_row += live.per_row + handed;
+    step->n_pieces = step->homes->n_pieces;
+    status = status == KL_OK ? meet_tail(step, of, head) : status;
+    status = status == KL_OK ? sweep_back(step) : status;
+    step->n_pieces = 1;
+    step->held -= live.fixed;
+    step->held_per_row -= live.per_row;
+    if (status == KL_OK) {
+        KlSpan span = kl_sweep_span(step->program, body, true);
+        kl_sweep_open(&step->sweep, &span);
+        status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
+    }
+    status = status == KL_OK ? sweep_back(step) : status;
+    step->held_per_row = 0;
+    return status;
+}
+
+/* A chunk goes forward, meets the tail, and goes back at once. */
+static KlStatus
+run_fused(Step *step, const KlStep *of)
+{
+    const KlRun *last = &step->program->runs[of->run + of->n_runs - 1];
+    double gradients = 0;
+    step->held_per_row = find_handed(step, of, &gradients);
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        double come = gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
+        step->held_per_row -= come / (double)rows_of(step, last); /* the sweep has a chunk's */
+    }
+    KlStatus status = run_others(step, of, false);
+    status = status == KL_OK ? meet_tail(step, of, last) : status;
     step->held_per_row += gradients;
     status = status == KL_OK ? sweep_back(step) : status;
     status = status == KL_OK ? run_others(step, of, true) : status;
@@ -508,8 +588,10 @@ hold_left(Step *step, const KlStep *of)
     }
     for (uint32_t k = 0; k < of->whole.n; k++) {
         KlValueId value = step->schedule.values.ids[of->whole.first + k];
-        bool is_awaited = of->op != KL_STEP_FUSED || step->values[value].is_read_by_tail;
+        bool is_awaited = of->op == KL_STEP_FORWARD || step->values[value].is_read_by_tail;
         step->sweep.sizes[value].is_put_together = true;
+        step->values[value].is_one_gradient =
+            needs_gradient(step, value) && step->values[value].is_read_whole;
         step->sweep.sizes[value].is_let_go = !(needs_gradient(step, value) && is_awaited);
     }
     for (uint32_t r = 0; r < of->n_runs; r++) {
@@ -585,7 +667,8 @@ left_gradients(const Step *step, const KlStep *of, bool is_whole)
             KlValueId value = export_of(step, run, i);
             const StepValue *known = &step->values[value];
             bool is_left = is_whole ? known->is_gathering_whole && needs_gradient(step, value)
-                                    : known->is_gathering && parts_of(step, value) == NULL;
+                                    : known->is_gathering && !known->is_one_gradient &&
+                                          parts_of(step, value) == NULL;
             left += is_left ? gradient(step, value) : 0;
         }
     }
@@ -643,6 +726,10 @@ walk(Step *step)
             hold_left(step, of);
             status = run_fused(step, of);
             break;
+        case KL_STEP_PIECES:
+            hold_left(step, of);
+            status = run_in_pieces(step, of);
+            break;
         case KL_STEP_JOINT_BACK:
             status = go_back_joint(step, of->run);
             break;
@@ -695,68 +782,6 @@ commit(Step *step)
     return note_end(step, fmax(more, worst));
 }
 
-/* -- as it was written -------------------------------------------------------------------------------- */
-
-/* The whole program as one run, in the order of the calls: what a live run does. */
-static KlSpan
-written(const Step *step, uint32_t *lists /* [n_nodes + n_imports + n_values] */, bool *is_made)
-{
-    const KlStages *stages = step->stages;
-    uint32_t *nodes = lists, *imports = nodes + stages->n_nodes;
-    KlValueId *exports = imports + stages->n_imports;
-    KlSpan span = {.nodes = nodes, .imports = imports, .exports = exports, .is_live = true};
-    span.has_graph = step->homes->is_graph;
-    for (size_t i = 0; i < stages->n_nodes; i++) {
-        const KlSweepNode *node = &step->sweep.nodes[i];
-        if (stages->node_stage[i] == KL_STAGE_NONE || node->is_for_chunks) {
-            continue;
-        }
-        nodes[span.n_nodes++] = (KlNodeId)i;
-        memset(&is_made[node->first_out], true, node->n_outs);
-    }
-    for (size_t i = 0; i < stages->n_imports; i++) {
-        imports[span.n_imports] = (uint32_t)i;
-        span.n_imports += !is_made[stages->imports[i].value];
-    }
-    for (size_t i = 0; i < step->program->reached.n + step->program->roots.n; i++) {
-        size_t n = step->program->reached.n;
-        KlValueId value = i < n ? step->program->reached.ids[i] : step->program->roots.ids[i - n];
-        exports[span.n_exports] = value;
-        span.n_exports += is_made[value];
-    }
-    return span;
-}
-
-static KlStatus
-measure_whole(Step *step, double *most)
-{
-    const KlStages *stages = step->stages;
-    size_t n_asked = step->program->reached.n + step->program->roots.n;
-    uint32_t *lists =
-        kl_alloc_resize(NULL, stages->n_nodes + stages->n_imports + n_asked + 1, sizeof(uint32_t));
-    bool *is_made = kl_alloc_zeroed(stages->n_values, sizeof(bool)); /* [n_values] */
-    KlStatus status = KL_OK;
-    if (lists == NULL || is_made == NULL) {
-        status = kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
-                              stages->n_nodes);
-        goto done;
-    }
-    KlSpan span = written(step, lists, is_made);
-    kl_sweep_open(&step->sweep, &span);
-    status = kl_sweep_forward(&step->sweep, NULL, step->error);
-    double end = 0;
-    if (status == KL_OK && step->homes->is_graph) {
-        status = kl_sweep_back(&step->sweep, NULL, step->error);
-        end = kl_sweep_live(&step->sweep).fixed + step->sweep.gradients.fixed +
-              step->outside->bytes_graphs;
-    }
-    *most = fmax(step->sweep.most, end);
-done:
-    kl_alloc_free(is_made);
-    kl_alloc_free(lists);
-    return status;
-}
-
 /* -- the whole ---------------------------------------------------------------------------------------- */
 
 static KlStatus
@@ -795,8 +820,10 @@ look_up(Step *step, KlMeasured *measured)
         for (uint32_t k = 0; k < run->inner.n; k++) {
             step->values[step->program->inner.ids[run->inner.first + k]].is_inner = true;
         }
-        for (uint32_t k = 0; k < run->imports.n && is_joint_after(step, run); k++) {
-            step->values[import_of(step, run, k)].is_read_by_tail = true;
+        for (uint32_t k = 0; k < run->imports.n; k++) {
+            StepValue *value = &step->values[import_of(step, run, k)];
+            value->is_read_by_tail |= is_joint_after(step, run);
+            value->is_read_whole |= !kl_program_is_body(run) || is_gathered(step, run, k);
         }
         KlAxisId axis = kl_tape_axis_find(step->tape, run->axis);
         if (axis != KL_ID_NONE && step->tape->axis_rows[axis] > measured->rows) {
@@ -816,6 +843,7 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
                  .outside = outside,
                  .homes = homes,
                  .error = error,
+                 .n_pieces = 1,
                  .moments = &measured->moments};
     KlStatus status = kl_sweep_init(&step.sweep, tape, program, &outside->known, error);
     status = status == KL_OK ? allocate(&step) : status;
@@ -831,7 +859,9 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
         status = status == KL_OK ? deliver(&step) : status;
     }
     status = status == KL_OK ? commit(&step) : status;
-    status = status == KL_OK ? measure_whole(&step, &measured->whole) : status;
+    status = status == KL_OK ? kl_measure_whole(&step.sweep, homes->is_graph, outside->bytes_graphs,
+                                                &measured->whole, error)
+                             : status;
 done:
     release(&step);
     if (status != KL_OK) {
@@ -845,48 +875,4 @@ kl_measure_fini(KlMeasured *measured)
 {
     kl_alloc_free(measured->moments.moments);
     *measured = (KlMeasured){0};
-}
-
-/* -- chunks ------------------------------------------------------------------------------------------- */
-
-double
-kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst)
-{
-    int64_t size = rows > 1 ? rows : 1;
-    double n_chunks = (double)((measured->rows + size - 1) / size), most = 0;
-    for (size_t i = 0; i < measured->moments.n; i++) {
-        const KlMoment *moment = &measured->moments.moments[i];
-        double bytes =
-            moment->fixed + moment->per_row * (double)rows + moment->per_chunk * n_chunks;
-        if (i == 0 || bytes > most) {
-            most = bytes;
-            *worst = *moment;
-        }
-    }
-    return most;
-}
-
-int64_t
-kl_measure_largest_chunk(const KlMeasured *measured, double budget)
-{
-    double best = (double)measured->rows, least = 1;
-    for (size_t i = 0; i < measured->moments.n; i++) {
-        const KlMoment *moment = &measured->moments.moments[i];
-        /* The number of chunks is rounded up. */
-        double left = budget - moment->fixed - moment->per_chunk;
-        double parts = moment->per_chunk * (double)measured->rows;
-        double spread = left * left - 4 * moment->per_row * parts;
-        if (left < 0 || spread < 0) {
-            return 0;
-        }
-        /* per_row * r + parts / r <= left, between the two roots */
-        double root = left + sqrt(spread);
-        if (moment->per_row > 0) {
-            best = fmin(best, floor(root / (2 * moment->per_row)));
-        }
-        if (parts > 0) {
-            least = fmax(least, 2 * parts / fmax(root, 1));
-        }
-    }
-    return best >= least ? (int64_t)best : 0;
 }

@@ -32,6 +32,10 @@ KlStatus kl_measure_step(const KlTape *tape, const KlProgram *program, const KlO
                          const KlHomes *homes, KlMeasured *measured, KlError *error);
 void kl_measure_fini(KlMeasured *measured);
 
+/* The same of a live run, with what `sweep` was made for. */
+KlStatus kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, double *most,
+                          KlError *error);
+
 /* Bytes with chunks of `rows` rows, and the first moment that needs so many; 0 where there is none. */
 double kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst);
 

@@ -538,6 +538,75 @@ build_segment(Build *build, uint32_t stage, KlAxisId axis, uint32_t segment)
     return status == KL_OK && !is_empty ? finish_run(build, &run) : status;
 }
 
+/* Whether a node may run on other chunks than the body does that it is of: not where it draws or writes, nor
+ * where it reads by rows what another body made, or another reads by rows what it makes. */
+static bool
+can_be_of_head(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
+{
+    const KlStages *stages = &build->program->stages;
+    const KlNode *node = &build->tape->nodes[id];
+    bool is_able = !node->is_random && node->writes == 0 && !node->is_open &&
+                   (stages->late_stage[id] == KL_STAGE_NONE || stages->late_stage[id] == stage ||
+                    stages->late_stage[id] == KL_STAGE_DATA);
+    for (uint32_t k = 0; k < node->n_inputs && is_able; k++) {
+        KlValueId value = build->tape->inputs[node->first_input + k].value;
+        KlNodeId maker = value != KL_ID_NONE ? maker_of(build, value) : KL_ID_NONE;
+        bool is_made = maker != KL_ID_NONE && build->tape->nodes[maker].mode == KL_MODE_ROWS &&
+                       !stages->is_data[maker];
+        is_able = !is_made || stages->node_stage[maker] == stage ||
+                  kl_stage_is_gathered(build->tape, stages, node, k);
+    }
+    for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
+        is_able = is_able && !build->tape->values[out].is_hooked;
+        for (uint32_t i = build->first_reader[out]; i < build->first_reader[out + 1]; i++) {
+            KlNodeId reader = build->readers[i];
+            is_able = is_able &&
+                      (build->tape->nodes[reader].mode == KL_MODE_ONCE ||
+                       (stages->node_stage[reader] == stage && axis_of(build, reader) == axis));
+        }
+    }
+    return is_able;
+}
+
+/* Whether all reductions of labels that are counted before the bodies are of the head: its nodes are those of
+ * segment 1. A count is of the same chunks as its sum. */
+static bool
+is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
+{
+    const KlStages *stages = &build->program->stages;
+    bool is_so = true;
+    for (uint32_t i = build->first_at[KL_STAGE_DATA]; i < build->first_at[KL_STAGE_DATA + 1]; i++) {
+        KlNodeId id = build->at[i];
+        bool is_part = stages->late_stage[id] == KL_STAGE_DATA && axis_of(build, id) == axis;
+        is_so =
+            is_so && (!is_part || (stages->node_stage[id] == stage && stages->segment[id] == 1));
+    }
+    return is_so;
+}
+
+/* Cut the body whose gradients come from a linear tail before its head, if that can run in pieces of a chunk. */
+static KlStatus
+cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
+{
+    KlStages *stages = &build->program->stages;
+    size_t first = nodes->n;
+    if (stage != stages->last_body || !stages->is_tail_linear) {
+        return KL_OK;
+    }
+    while (first > 0 && can_be_of_head(build, nodes->ids[first - 1], stage, axis)) {
+        first--;
+    }
+    KlStatus status =
+        kl_segment_head(build->tape, nodes->ids, nodes->n, stages->segment, &first, build->error);
+    for (size_t i = 0; i < nodes->n && status == KL_OK; i++) {
+        stages->segment[nodes->ids[i]] = i >= first;
+    }
+    for (size_t i = first; i < nodes->n && !is_counted_for_head(build, stage, axis); i++) {
+        stages->segment[nodes->ids[i]] = 0;
+    }
+    return status;
+}
+
 /* Note which segments the nodes of a body belong to; `*n_segments` is their number. */
 static KlStatus
 cut_body(Build *build, uint32_t stage, KlAxisId axis, uint32_t *n_segments)
@@ -557,7 +626,9 @@ cut_body(Build *build, uint32_t stage, KlAxisId axis, uint32_t *n_segments)
             has_gradient = has_gradient || kl_stage_has_gradient(build->tape, stages, node);
         }
     }
-    if (status == KL_OK && has_gradient) {
+    if (status == KL_OK && has_gradient && build->asked->is_headed) {
+        status = cut_head(build, stage, axis, &nodes);
+    } else if (status == KL_OK && has_gradient) {
         status = kl_segment_cut(build->tape, nodes.ids, nodes.n, build->asked->n_segments,
                                 stages->segment, build->error);
     }
@@ -573,8 +644,8 @@ static KlStatus
 build_body(Build *build, uint32_t stage, KlAxisId axis)
 {
     uint32_t n_segments = 1;
-    KlStatus status =
-        build->asked->n_segments > 1 ? cut_body(build, stage, axis, &n_segments) : KL_OK;
+    bool is_cut = build->asked->n_segments > 1 || build->asked->is_headed;
+    KlStatus status = is_cut ? cut_body(build, stage, axis, &n_segments) : KL_OK;
     for (uint32_t i = 0; i < n_segments && status == KL_OK; i++) {
         status = build_segment(build, stage, axis, i);
     }

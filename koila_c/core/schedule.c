@@ -259,9 +259,11 @@ go_forward(Build *build)
     KlStatus status = KL_OK;
     for (uint32_t u = 0; u < build->n_units && status == KL_OK; u++) {
         const Unit *unit = &build->units[u];
-        KlStepOp op = unit->is_fused  ? KL_STEP_FUSED
-                      : unit->is_body ? KL_STEP_FORWARD
-                                      : KL_STEP_JOINT;
+        bool is_in_pieces = unit->is_fused && unit->n_runs == 2 && build->homes->n_pieces > 1;
+        KlStepOp op = is_in_pieces     ? KL_STEP_PIECES
+                      : unit->is_fused ? KL_STEP_FUSED
+                      : unit->is_body  ? KL_STEP_FORWARD
+                                       : KL_STEP_JOINT;
         size_t first = build->schedule->values.n;
         if (build->homes->is_offloaded && unit->is_body) {
             status = add_left(build, unit, can_be_again);

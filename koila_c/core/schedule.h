@@ -20,6 +20,8 @@ typedef enum KlStepOp {
     KL_STEP_SEED,       /* what a body left: roots get their gradients, and hooks see whole ones */
     KL_STEP_BACK,       /* run a body again, each chunk forward with its graph and back */
     KL_STEP_RELEASE,    /* `values`: let their numbers go, and keep the gradients that came */
+    KL_STEP_PIECES, /* as FUSED, of two segments; the head of a chunk goes forward and at once back in pieces,
+                           while the graph of the rest waits */
 } KlStepOp;
 
 typedef struct KlStep {
@@ -27,7 +29,8 @@ typedef struct KlStep {
     uint32_t run;    /* the joint, or the first segment of the body */
     uint32_t n_runs; /* the body's segments; a joint is one; RELEASE: 0 */
     KlSlice values;  /* of the schedule's values */
-    KlSlice whole; /* FORWARD, FUSED: likewise; each chunk is written into one tensor of all rows */
+    KlSlice
+        whole; /* FORWARD, FUSED, PIECES: likewise; each chunk is written into one tensor of all rows */
 } KlStep;
 
 typedef struct KlSchedule {
@@ -41,6 +44,8 @@ typedef struct KlHomes {
     bool is_graph;       /* the roots are differentiated */
     bool is_offloaded;   /* what crosses from body to body leaves its device meanwhile */
     uint32_t keep_every; /* of what crosses from body to body, every so manieth is kept: 1 is all */
+    uint32_t
+        n_pieces; /* of each chunk, for the head of a program that is cut before that; 1: none */
 } KlHomes;
 
 /* Build the schedule of a program. On success the caller owns what it holds: kl_schedule_fini. */

@@ -93,27 +93,43 @@ find_cut(const Body *body, size_t first, uint32_t part, uint32_t n_parts)
     return best;
 }
 
+/* On success the caller owns what `body` holds: close_body. Until their segments are known, nodes have their
+ * positions in `position`. */
+static KlStatus
+open_body(Body *body, const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *position,
+          KlError *error)
+{
+    *body = (Body){.tape = tape, .nodes = nodes, .n = n, .position = position};
+    body->last_read = kl_alloc_zeroed(n, sizeof(uint32_t));
+    body->kept = kl_alloc_zeroed(n + 1, sizeof(int64_t));
+    body->crosses = kl_alloc_zeroed(n + 1, sizeof(int64_t));
+    if (body->last_read == NULL || body->kept == NULL || body->crosses == NULL) {
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to cut %zu nodes", n);
+    }
+    for (size_t i = 0; i < n; i++) {
+        position[nodes[i]] = (uint32_t)i;
+    }
+    weigh(body);
+    return KL_OK;
+}
+
+static void
+close_body(Body *body)
+{
+    kl_alloc_free(body->crosses);
+    kl_alloc_free(body->kept);
+    kl_alloc_free(body->last_read);
+}
+
 KlStatus
 kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_segments,
                uint32_t *segment, KlError *error)
 {
-    /* Until their segments are known, the nodes of this body have their positions there. */
-    Body body = {.tape = tape, .nodes = nodes, .n = n, .position = segment};
-    KlStatus status = KL_OK;
-    body.last_read = kl_alloc_zeroed(n, sizeof(uint32_t));
-    body.kept = kl_alloc_zeroed(n + 1, sizeof(int64_t));
-    body.crosses = kl_alloc_zeroed(n + 1, sizeof(int64_t));
-    if (body.last_read == NULL || body.kept == NULL || body.crosses == NULL) {
-        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to cut %zu nodes", n);
-        goto done;
-    }
-    for (size_t i = 0; i < n; i++) {
-        segment[nodes[i]] = (uint32_t)i;
-    }
-    weigh(&body);
+    Body body;
+    KlStatus status = open_body(&body, tape, nodes, n, segment, error);
     uint32_t number = 0;
     size_t next = 0;
-    for (uint32_t part = 1; part <= n_segments; part++) {
+    for (uint32_t part = 1; part <= n_segments && status == KL_OK; part++) {
         size_t end = part < n_segments ? find_cut(&body, next, part, n_segments) : n;
         if (end == n && part < n_segments) {
             continue;
@@ -124,9 +140,25 @@ kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_s
         number++;
         next = end;
     }
-done:
-    kl_alloc_free(body.crosses);
-    kl_alloc_free(body.kept);
-    kl_alloc_free(body.last_read);
+    close_body(&body);
+    return status;
+}
+
+KlStatus
+kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *position,
+                size_t *first, KlError *error)
+{
+    Body body;
+    KlStatus status = open_body(&body, tape, nodes, n, position, error);
+    if (status != KL_OK) {
+        close_body(&body);
+        return status;
+    }
+    size_t best = n;
+    for (size_t i = *first > 0 ? *first : 1; i < n && 2 * body.kept[i] <= body.kept[n]; i++) {
+        best = best == n || body.crosses[i] <= body.crosses[best] ? i : best;
+    }
+    *first = best;
+    close_body(&body);
     return status;
 }

@@ -287,6 +287,7 @@ kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph)
                     .n_imports = run->imports.n,
                     .n_exports = run->exports.n,
                     .n_combined = run->combined.n,
+                    .stage = run->stage,
                     .is_body = is_body,
                     .has_graph = is_graph && (run->has_gradient || !is_body)};
 }
@@ -424,11 +425,37 @@ make_room(const KlSweep *sweep, KlMoments *moments, KlError *error)
                                               sizeof(KlMoment), error);
 }
 
+/* Whether only the labels of a reduction are counted here, as far as its scores are not needed for that. */
+static bool
+is_early(const KlSweep *sweep, uint32_t at)
+{
+    const KlStages *stages = &sweep->program->stages;
+    KlNodeId id = sweep->span.nodes[at];
+    return parts_of(sweep, node_at(sweep, at)) != NULL && sweep->span.stage != KL_STAGE_NONE &&
+           stages->node_stage[id] != sweep->span.stage;
+}
+
+/* A mask of the labels and their weights; all inputs but the first, the scores. */
+static KlBytes
+bytes_to_count(const KlSweep *sweep, const KlSweepNode *node)
+{
+    KlBytes sum = zero;
+    for (uint32_t k = 1; k < node->n_inputs; k++) {
+        KlValueId value = inputs_of(sweep, node)[k];
+        sum = value != KL_ID_NONE ? plus(sum, times(2, size_of(sweep, value))) : sum;
+    }
+    return sum;
+}
+
 /* What a node makes, and while it runs; what was needed for the last time goes. */
 static void
 go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
 {
     KlSweepNode *node = &sweep->nodes[sweep->span.nodes[at]];
+    if (is_early(sweep, at)) {
+        note(sweep, sweep->span.nodes[at], bytes_to_count(sweep, node), moments);
+        return;
+    }
     bool is_parts = parts_of(sweep, node) != NULL;
     KlBytes terms = is_parts || sweep->span.is_live ? terms_of(sweep, node) : zero;
     if (is_parts) {
@@ -745,7 +772,9 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
     if (status != KL_OK) {
         return status;
     }
-    let_go(sweep);
+    if (sweep->span.is_body) {
+        let_go(sweep);
+    }
     double before = kl_sweep_live(sweep).fixed;
     for (uint32_t at = sweep->span.n_nodes; at-- > 0;) {
         if (has_gradient(sweep, node_at(sweep, at))) {

@@ -37,6 +37,7 @@ typedef struct KlSpan {
     const KlValueId *exports; /* [n_exports] */
     const KlNodeId *combined; /* [n_combined] */
     uint32_t n_nodes, n_imports, n_exports, n_combined;
+    uint32_t stage; /* KL_STAGE_NONE: of all */
     bool is_body;
     bool has_graph;
     bool

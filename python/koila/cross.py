@@ -77,7 +77,8 @@ def send_back(
     fresh[:] = waiting
 
 
-def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients; None: there is none."""
     if left is None or right is None:
         return right if left is None else left
     return left + right
@@ -108,9 +109,9 @@ class Cross:
         self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
         self.aliases: dict[Key, torch.Tensor] = {}
         self.seeds: dict[Key, torch.Tensor | None] = {}
-        #: Gradients of what was read by rows, of all chunks that went back; and which these are.
+        #: Gradients of what was read by rows, of all chunks that went back.
         self.totals: dict[Place, torch.Tensor] = {}
-        self.taken: set[Key] = set()
+        self.bounds: Bounds | None = None  # of what is there whole, if that is only these rows
         self.gathered: torch.Tensor | None = None  # the chunks, put together
         self.is_put_together = False  # its chunks are, as they come
         self.is_offloaded = False  # its chunks are kept beside its device
@@ -211,11 +212,25 @@ class Cross:
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
             return self._alias(("chunk", chunk), tensor, is_graph)
-        key = ("rows", place, chunk)
+        key = ("rows", place, grid[chunk])
         if is_graph and key in self.aliases:
             return self.aliases[key]
-        part = rows.cut(self.whole.detach(), place, grid[-1][1], grid[chunk])
+        part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
         return self._alias(key, part, is_graph)
+
+    def _within(self, grid: Sequence[Bounds], chunk: int) -> tuple[int, Bounds]:
+        """The rows of what is there whole, and which of them are the chunk's."""
+        if self.bounds is None:
+            return grid[-1][1], grid[chunk]
+        first, last = self.bounds
+        start, stop = grid[chunk]
+        return last - first, (start - first, stop - first)
+
+    def of_chunk(self, tensor: torch.Tensor, bounds: Bounds) -> Cross:
+        """One chunk of it as a value that is there whole, which may be cut again."""
+        made = Cross(self.info, self.needs_gradient, self.fresh, tensor.detach())
+        made.bounds = bounds
+        return made
 
     def cut_all(
         self, place: Place, grid: Sequence[Bounds], is_graph: bool
@@ -243,14 +258,14 @@ class Cross:
         """The gradient of what a body left for one chunk."""
         alias = self.aliases.get(("chunk", chunk))
         known = self.seeds.get(("chunk", chunk))
-        grad = _add(known, alias.grad if alias is not None else None)
+        grad = add(known, alias.grad if alias is not None else None)
         gathered = self.aliases.get(GATHERED)
         of_new = gathered.grad if gathered is not None else None
-        of_gathered = _add(self.seeds.get(GATHERED), of_new)
+        of_gathered = add(self.seeds.get(GATHERED), of_new)
         for whole in (self.seeds.get(("whole",)), of_gathered):
             if whole is not None and self.info.place is not None:
                 part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
-                grad = _add(grad, part)
+                grad = add(grad, part)
         return grad
 
     def drop_seeds(self, chunk: int, is_last: bool) -> None:
@@ -260,20 +275,24 @@ class Cross:
             self.seeds.pop(GATHERED, None)
 
     def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
-        """A chunk has gone back: its gradient goes to its place in that of the whole value; returns
-        the alias of it."""
-        key = ("rows", place, chunk)
-        alias = self.aliases.pop(key, None) if len(grid) > 1 else None
+        """A chunk has gone back: its gradient goes to its place in that of the whole value, if that
+        gathers; returns the alias of it."""
+        together = self.aliases.get(GATHERED)
+        is_cut = len(grid) > 1 and (self.whole is not None or together is not None)
+        key = ("rows", place, grid[chunk]) if self.whole is not None else ("chunk", chunk)
+        alias = self.aliases.pop(key, None) if is_cut else None
         if alias is None:
             return []
         if alias.grad is not None:
-            grad, info = alias.grad, self.info
-            if place not in self.totals:
-                strides = self._strides()
-                self.totals[place] = rows.zeros(info.shape, strides, grad.dtype, grad.device)
-            total, n_rows = self.totals[place], grid[-1][1]
-            rows.put(total, place, n_rows, grid[chunk], grad, key in self.taken)
-            self.taken.add(key)
+            total = self.totals.get(place) if together is None else together.grad
+            if total is None:
+                shape = self.info.shape if self.whole is None else self.whole.shape
+                total = rows.zeros(shape, self._strides(), alias.grad.dtype, alias.grad.device)
+                if together is None:
+                    self.totals[place] = total
+                else:
+                    together.grad = total
+            rows.put(total, place, *self._within(grid, chunk), alias.grad, True)
         return [alias]
 
     def settle(self, chunk: int) -> list[torch.Tensor]:
@@ -281,13 +300,13 @@ class Cross:
         alias = self.aliases.pop(("chunk", chunk), None)
         if alias is None:
             return []
-        self.seeds["chunk", chunk] = _add(self.seeds.get(("chunk", chunk)), alias.grad)
+        self.seeds["chunk", chunk] = add(self.seeds.get(("chunk", chunk)), alias.grad)
         return [alias]
 
     def let_go(self) -> None:
         """Keep only the gradients that came: all that reads the value has run for the last time."""
         for key, alias in self.aliases.items():
-            self.seeds[key] = _add(self.seeds.get(key), alias.grad)
+            self.seeds[key] = add(self.seeds.get(key), alias.grad)
         if self.parts:
             self.whole = None  # what they were combined to
         self.aliases.clear()
@@ -315,7 +334,7 @@ class Cross:
         for number, tensor in zip(numbers, tensors, strict=True):
             key = ("part", chunk, number)
             alias = self.aliases.get(key)
-            seed = _add(self.seeds.get(key), alias.grad if alias is not None else None)
+            seed = add(self.seeds.get(key), alias.grad if alias is not None else None)
             pairs.append((tensor, seed))
         return pairs
 
@@ -325,12 +344,12 @@ class Cross:
         alias = self.aliases.get(("whole",))
         total = alias.grad if alias is not None else None
         if self.seeds.get(("whole",)) is not None:
-            total = _add(total, self.seeds[("whole",)])
+            total = add(total, self.seeds[("whole",)])
         for key, alias in self.aliases.items():
             if key[0] == "rows":  # of the only chunk
-                total = _add(total, alias.grad)
+                total = add(total, alias.grad)
         for of_rows in self.totals.values():
-            total = _add(total, of_rows)
+            total = add(total, of_rows)
         return total
 
     def _strides(self) -> Sequence[int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,15 +55,15 @@ class Scheduled(NamedTuple):
 
 
 def scheduled(
-    program: Program, way: Way, steps: Sequence[Step], grids: dict[int, list[Bounds]]
+    program: Program, way: Way, steps: Sequence[Step], grid_of: Callable[[Run], list[Bounds]]
 ) -> Scheduled:
     """What is known of a run before it begins; it may need memory, which nothing after it does."""
     stages = (
         Stage(
             number,
             len(run.nodes) + len(run.combined),
-            len(grids[run.axis]) if run.is_body else 1,
-            max(stop - start for start, stop in grids[run.axis]) if run.is_body else None,
+            len(grid_of(run)) if run.is_body else 1,
+            max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
             _passes(steps, run),
         )
         for number, run in enumerate(_runs(program), 1)
@@ -96,7 +96,7 @@ def told(
         planned.predicted,
         planned.allowed,
         measured,
-        "" if n_chunks > 1 else fits if used else cause.why,
+        "" if n_chunks > 1 or known.way else fits if used else cause.why,
         stages=known.stages,
         whole=cause.whole,
         way=known.way,
@@ -183,10 +183,11 @@ def _n_passes(steps: Sequence[Step], run: Run) -> tuple[int, int]:
     for step in steps:
         if run not in step.runs:
             continue
-        is_back = step.op in (Op.FUSED, Op.BACK)
+        is_back = step.op in (Op.FUSED, Op.BACK, Op.PIECES)
+        is_once = step.op == Op.PIECES or run is step.runs[-1]
         forward += step.op in (Op.FORWARD, Op.AGAIN)
         back += is_back
-        forward += is_back * (1 if run is step.runs[-1] else 2)
+        forward += is_back * (1 if is_once else 2)
     return forward, back
 
 
@@ -221,11 +222,15 @@ def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
     if way.n_segments > 1:
         n_segments = max(len(step.runs) for step in steps)
         words.append(f"bodies in up to {n_segments} segments (a second forward of all but one)")
+    if any(step.op == Op.PIECES for step in steps):
+        words.append(f"the head in {way.n_pieces} pieces of each chunk")
     crossing = "of what crosses from body to body"
     again = [step for step in steps if step.op == Op.AGAIN]
     if again:
         words.append(f"{n_bytes(again)} {crossing} made again (one more forward)")
-    offloaded = [step for step in steps if step.op in (Op.FORWARD, Op.FUSED) and step.values]
+    offloaded = [
+        step for step in steps if step.op in (Op.FORWARD, Op.FUSED, Op.PIECES) and step.values
+    ]
     if offloaded:
         words.append(f"{n_bytes(offloaded)} {crossing} offloaded meanwhile (a copy each way)")
     return ", ".join(words)
@@ -239,7 +244,7 @@ def _forecast(program: Program, is_graph: bool) -> tuple[str, Program, list[Step
     except MemoryLimitError as error:
         return f"it does not fit: {error}", program, program.schedule(is_graph)
     way = planned.way
-    cut = program.in_segments(way.n_segments)
+    cut = program.cut_for(way)
     estimate = memory.estimate(cut, is_graph, way)
     rows = largest(estimate.rows, planned.n_chunks, planned.unit)
     needed = planned.predicted

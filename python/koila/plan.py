@@ -86,7 +86,7 @@ class Plan:
             return program, self._halved(most)
         n_segments = 2 * self.way.n_segments
         while program.roots and n_segments <= _SEGMENTS[-1]:
-            cut = program.in_segments(n_segments)
+            cut = program.cut_for(Way(n_segments))
             if cut.n_cut > program.n_cut and cut.spread is None:
                 return cut, dataclasses.replace(self, way=Way(n_segments, 1, _can_offload(program)))
             n_segments *= 2
@@ -265,6 +265,8 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
 
 
 _KEEP = 2, 3, 4, 6, 8
+_PIECES = 2, 4, 8, 16, 32
+_DEAR = 1.1  # a cost from which on other ways are looked for
 _SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
 
 
@@ -273,6 +275,7 @@ def _cost(way: Way, rows: int) -> float:
     it as it is: roughly, to choose among ways. A chunk has work of its own, as of two rows.
     """
     more = 0.35 * (way.keep_every > 1) + 0.35 * (way.n_segments > 1) + 0.2 * way.is_offloaded
+    more += 0.005 * way.n_pieces * (way.n_pieces > 1)
     return (1 + more) * (1 + 2 / rows)
 
 
@@ -292,13 +295,22 @@ def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estima
     for way in (*(Way(1, n) for n in _KEEP), *((Way(1, 1, True),) if can_offload else ())):
         if crosses:
             yield way, memory.estimate(program, is_graph, way)
+    yield from _pieces(program, is_graph)
     n_before = program.n_cut
     for n_segments in _SEGMENTS:
-        cut = program.in_segments(n_segments)
+        cut = program.cut_for(Way(n_segments))
         if cut.spread is not None or cut.n_cut <= n_before:
             continue  # a write would cross where none can, or there is nothing left to cut
         n_before = cut.n_cut
         for way in (Way(n_segments), *((Way(n_segments, 1, True),) if can_offload else ())):
+            yield way, memory.estimate(cut, is_graph, way)
+
+
+def _pieces(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estimate]]:
+    """The ways that run the head in pieces, where there is one that can."""
+    cut = program.cut_for(Way(n_pieces=_PIECES[0]))
+    if is_graph and cut.n_cut > program.n_cut and cut.spread is None:
+        for way in (Way(n_pieces=n) for n in _PIECES):
             yield way, memory.estimate(cut, is_graph, way)
 
 
@@ -312,7 +324,7 @@ def _last_way(
 ) -> tuple[Way, memory.Estimate, int] | None:
     """The way that a program of this shape was given where as much was left, if it fits."""
     way, left = _last_ways.get(shape, (AS_IT_IS, 0.0))
-    cut = program.in_segments(way.n_segments)
+    cut = program.cut_for(way)
     if way == AS_IT_IS or abs(allowed - left) > _NEAR * left or cut.spread is not None:
         return None
     estimate = memory.estimate(cut, is_graph, way)
@@ -345,6 +357,26 @@ def _find_way(
     return way, estimate, max(needed.rows, estimate.largest_chunk(allowed))
 
 
+def _larger_chunks(
+    program: Program,
+    is_graph: bool,
+    shape: Shape,
+    allowed: float,
+    found: tuple[Way, memory.Estimate, int],
+) -> tuple[Way, memory.Estimate, int]:
+    """What fits in small chunks, in larger ones whose head runs in pieces, if that is cheaper."""
+    known = _last_way(program, is_graph, shape, allowed)
+    if known is not None:
+        return known
+    ways = [found]
+    for way, estimate in _pieces(program, is_graph):
+        rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
+        ways += [(way, estimate, rows)] if rows > 0 else []
+    best = min(ways, key=lambda one: _cost(one[0], one[2]))
+    _remember(_last_ways, shape, (best[0], allowed))
+    return best
+
+
 def _fit(
     program: Program, estimate: memory.Estimate, is_graph: bool, is_last: bool = False
 ) -> Plan | Needs:
@@ -359,7 +391,7 @@ def _fit(
     share = WHOLE_SHARE if rows > 0 else 1.0
     shape = _shape_of(program, is_graph, estimate)
     last = _lasting.get(shape) if _is_measured() else None
-    was_whole = last is not None and last.n_chunks == 1
+    was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
     if estimate.whole <= (left + slack if was_whole else share * allowed):
         planned = Plan(1, 1, estimate.whole, allowed, shape)
         planned.keep(program)
@@ -367,10 +399,10 @@ def _fit(
     way = AS_IT_IS
     if last is not None and not was_whole:
         allowed = left + slack  # what a first step takes was taken
-        cut = program.in_segments(last.way.n_segments)
+        cut = program.cut_for(last.way)
         way = last.way if cut.spread is None else AS_IT_IS
         size = last.rows(estimate.rows)
-        estimate = memory.estimate(program.in_segments(way.n_segments), is_graph, way)
+        estimate = memory.estimate(program.cut_for(way), is_graph, way)
         rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
         if rows < 2 * size and _still_fits(last, estimate.peak(size)[0], allowed):
             needed = estimate.peak(size)[0]
@@ -384,7 +416,11 @@ def _fit(
         if isinstance(found, Needs):
             return found
         way, estimate, rows = found
-    n_chunks, unit = _chunks_of(estimate.rows, rows)
+    elif way == AS_IT_IS and last is None and _cost(way, rows) > _DEAR:
+        way, estimate, rows = _larger_chunks(
+            program, is_graph, shape, allowed, (way, estimate, rows)
+        )
+    n_chunks, unit = _chunks_of(estimate.rows, rows, way)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
     return Plan(n_chunks, unit, predicted, allowed, shape, way)
 
@@ -416,12 +452,15 @@ def _is_measured() -> bool:
     return budget.is_bound() and config.get("memory_limit") is None
 
 
-def _chunks_of(n_rows: int, rows: int) -> tuple[int, int]:
-    """So many chunks of `rows` rows at most, and the unit they are of.
+def _chunks_of(n_rows: int, rows: int, way: Way) -> tuple[int, int]:
+    """So many chunks of `rows` rows at most, and the unit they are of: one only where its head is
+    cut.
 
     Under a limit of the process all but the last are of one size, which is whole eights or a power
     of two: oneDNN compiles its kernels for each size that it meets, and keeps them.
     """
+    if rows >= n_rows and way.n_pieces > 1:
+        return 1, 1
     if _is_measured():
         rows = rows // UNIT * UNIT if rows >= UNIT else 1 << rows.bit_length() - 1
         rows = max(1, min(rows, -(-n_rows // 2)))

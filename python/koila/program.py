@@ -135,6 +135,7 @@ class Op(enum.IntEnum):
     SEED = 6
     BACK = 7
     RELEASE = 8
+    PIECES = 9
 
 
 class Way(NamedTuple):
@@ -142,15 +143,19 @@ class Way(NamedTuple):
 
     Bodies are cut into `n_segments`, of which one at a time has its graph. Of what crosses from
     body to body every `keep_every`th is kept, and the rest is made again going back; or all of it
-    leaves its device meanwhile.
+    leaves its device meanwhile. Or the last body alone is cut, before its head (a model's scores
+    and their loss), which runs in `n_pieces` of each chunk while the graph of the rest waits.
     """
 
     n_segments: int = 1
     keep_every: int = 1
     is_offloaded: bool = False
+    n_pieces: int = 1
 
 
 AS_IT_IS = Way()
+#: The stage of light work on inputs alone.
+DATA = 1
 
 
 class Step(NamedTuple):
@@ -171,8 +176,9 @@ class Program:
         roots: Sequence[torch.Tensor | int],
         is_known_only: bool = False,
         n_segments: int = 1,
+        is_headed: bool = False,
     ) -> None:
-        staged = _core.stage(list(roots), is_known_only, n_segments)
+        staged = _core.stage(list(roots), is_known_only, n_segments, is_headed)
         self.handle: object = staged[0]
         self.roots: list[int] = staged[1]
         self._reached: list[int] = staged[2]
@@ -191,7 +197,7 @@ class Program:
         self.is_drawing: bool = staged[17]
         self.amounts = Amounts(*staged[18])
         self.is_known_only = is_known_only
-        self.n_segments = n_segments
+        self._cuts = n_segments, is_headed
         self._cloned: set[int] = set()
         self._info: dict[int, Info] = {}
         self._made: dict[int, Made] = {}
@@ -309,11 +315,10 @@ class Program:
         }
         return [v for v in self.wanted if self.info(v).requires_grad and v not in inner]
 
-    def in_segments(self, n_segments: int) -> Program:
-        """The same program with its bodies cut into so many segments."""
-        if n_segments == self.n_segments:
-            return self
-        return Program(self.roots, self.is_known_only, n_segments)
+    def cut_for(self, way: Way) -> Program:
+        """The same program with its bodies cut as that way says."""
+        cuts = way.n_segments, way.n_pieces > 1
+        return self if cuts == self._cuts else Program(self.roots, self.is_known_only, *cuts)
 
     @property
     def n_cut(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,10 +32,10 @@ from koila import (
     views,
 )
 from koila.attempt import attempt
-from koila.cross import Cross, send_back
+from koila.cross import Cross, add, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
-from koila.program import ROWS, Node, Op, Program, Run, Step
+from koila.program import DATA, ROWS, Node, Op, Program, Run, Step
 from koila.rows import Bounds, chunk_shape, cut, grid
 from koila.threads import in_turn
 
@@ -57,7 +57,7 @@ class _Reads:
         self.common: list[Any] = [None] * replay.program.n_imports
         self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # by chunk
         self.others: list[int] = []  # what the program made
-        grid = replay.grids[run.axis]
+        grid = replay.grid_of(run)
         for number in run.imports:
             value, place, is_range = replay.program.imports[number]
             cross = replay.cross_of(value)
@@ -87,6 +87,7 @@ class Replay:
         self.grids: dict[int, list[Bounds]] = draws.pinned_grids()
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
+        self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
         self.hooked = hooked
         self.is_forward = not program.roots  # nothing is differentiated
         self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
@@ -105,7 +106,27 @@ class Replay:
     @functools.cached_property
     def steps(self) -> list[Step]:
         """What is done, forward and back."""
-        return self.program.schedule(not self.is_forward, self.planned.way)
+        steps = self.program.schedule(not self.is_forward, self.planned.way)
+        for step in steps:
+            if step.op == Op.PIECES:
+                self._cut_in_pieces(step.runs[-1])
+        return steps
+
+    def _cut_in_pieces(self, head: Run) -> None:
+        """Chunks are cut again for the head of a body, and for what counts its labels before, which
+        nobody reads by rows."""
+        found = [
+            (start + first, start + last)
+            for start, stop in self.grids[head.axis]
+            for first, last in grid(stop - start, self.planned.way.n_pieces)
+        ]
+        self.pieces[head.stage, head.axis, head.segment] = found
+        self.pieces[DATA, head.axis, 0] = found
+
+    def grid_of(self, run: Run) -> list[Bounds]:
+        """The chunks that a body, or a segment of one, runs on."""
+        found = self.pieces.get((run.stage, run.axis, run.segment)) if self.pieces else None
+        return found or self.grids[run.axis]
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
@@ -139,19 +160,19 @@ class Replay:
         cross = (stand_ins or {}).get(entry.value) or self.cross_of(entry.value)
         if not run.is_body:
             return cross.read_whole(is_graph)
-        bounds = self.grids[run.axis][chunk]
+        bounds = self.grid_of(run)[chunk]
         if entry.is_range:
             return cross.read_whole(False).narrow(0, 0, bounds[1] - bounds[0])
         if entry.place is None:
             return cross.gather(is_graph)
-        return cross.read_rows(entry.place, self.grids[run.axis], chunk, is_graph)
+        return cross.read_rows(entry.place, self.grid_of(run), chunk, is_graph)
 
     def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
         """A tensor with the sizes of a value that is not there yet."""
         value, place, _ = self.program.imports[number]
         shape, rows = self.program.info(value).shape, -1
         if place is not None:
-            start, stop = self.grids[run.axis][chunk]
+            start, stop = self.grid_of(run)[chunk]
             rows = stop - start
         if (number, rows) not in self.zeros_of:
             shape = shape if place is None else chunk_shape(shape, place, rows)
@@ -175,7 +196,7 @@ class Replay:
         """Run the nodes of a stage on one chunk (a joint: once); the values made, by number."""
         env: list[Any] = [None] * self.program.n_values
         numbers = run.imports
-        if run.is_body and stand_ins is None:
+        if run.is_body:
             key = run.number, is_graph
             if key not in self.reads:
                 self.reads[key] = _Reads(self, run, is_graph)
@@ -191,7 +212,7 @@ class Replay:
             imports[number] = self._shadow(number, run, chunk)
         if not run.is_body:
             self._combine(run, env, is_graph, stand_ins)
-        bounds = self.grids[run.axis][chunk] if run.is_body else None
+        bounds = self.grid_of(run)[chunk] if run.is_body else None
         rows = bounds[1] - bounds[0] if bounds else -1
 
         def run_other(
@@ -221,7 +242,7 @@ class Replay:
         def cut_import(tensor: torch.Tensor, number: int) -> torch.Tensor:
             entry = self.program.imports[number]
             assert bounds is not None and entry.place is not None
-            return cut(tensor, entry.place, self.grids[run.axis][-1][1], bounds)
+            return cut(tensor, entry.place, self.grid_of(run)[-1][1], bounds)
 
         _core.run(
             self.program.handle,
@@ -240,7 +261,7 @@ class Replay:
     def _go_on(self, node: Node, run: Run, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A call on a chunk that is given what all rows have met in. The running statistics of
         batch_norm are written at the commit, once."""
-        is_alone = self.is_forward and len(self.grids[run.axis]) == 1
+        is_alone = self.is_forward and len(self.grid_of(run)) == 1
         if is_alone:  # one forward without a graph: torch's own call, which writes them
             return func(*args[: meets.N_OWN[func]])
         is_norm = func is norms.batch_norm
@@ -255,7 +276,7 @@ class Replay:
     def _is_plain(self, node: Node, run: Run) -> bool:
         """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
         together from parts, its last bit could be another."""
-        is_one = self.is_forward and len(self.grids[run.axis]) == 1 and node.stage == run.stage
+        is_one = self.is_forward and len(self.grid_of(run)) == 1 and node.stage == run.stage
         return is_one and not reductions.is_of_chunks(node)
 
     def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
@@ -301,7 +322,7 @@ class Replay:
             elif node.id in run.parts:
                 self.cross[value].add_parts(chunk, run.parts[node.id], env[value])
             else:
-                self.cross[value].add_chunk(chunk, env[value], self.grids[run.axis])
+                self.cross[value].add_chunk(chunk, env[value], self.grid_of(run))
 
     def _handed(self, runs: Sequence[Run]) -> set[int]:
         """What segments of a body make for later ones."""
@@ -319,7 +340,7 @@ class Replay:
 
     def _forward(self, step: Step) -> None:
         self._make_homes(step)
-        for chunk in range(len(self.grids[step.runs[0].axis])):
+        for chunk in range(len(self.grid_of(step.runs[0]))):
             for run in step.runs:
                 self._collect(run, self.run_nodes(run, chunk, False), chunk, run.exports)
             for run in step.runs:
@@ -329,7 +350,7 @@ class Replay:
     def _again(self, step: Step) -> None:
         """Make what a body left once more, of what was let go."""
         handed = self._handed(step.runs)
-        for chunk in range(len(self.grids[step.runs[0].axis])):
+        for chunk in range(len(self.grid_of(step.runs[0]))):
             made = {v for v in handed if chunk not in self.cross[v].chunks} - set(step.values)
             wanted = made.union(step.values)
             for run in step.runs:
@@ -388,7 +409,7 @@ class Replay:
             if node.id in run.parts:
                 pairs = self.cross[value].part_seeds(chunk, run.parts[node.id], env[value])
             else:
-                pairs = [(env[value], self.cross[value].seed(self.grids[run.axis], chunk))]
+                pairs = [(env[value], self.cross[value].seed(self.grid_of(run), chunk))]
             for output, seed in pairs:
                 if seed is not None and output.requires_grad:
                     outputs.append(output)
@@ -400,10 +421,62 @@ class Replay:
     def _fused(self, step: Step) -> None:
         """Each chunk of the last body forward, and at once back."""
         self._make_homes(step)
-        *others, last = step.runs
-        handed = self._handed(step.runs)
+        go = self._fuse_in_pieces if step.op == Op.PIECES else self._fuse
+        is_certain = go(step.runs)
+        for run in step.runs:
+            for value in set(run.exports).difference(run.inner):
+                cross = self.cross[value]
+                if is_certain:
+                    cross.needs_gradient = False  # it is sent back already
+                else:
+                    cross.watch = tail.Watch(cross.seeds, self.grid_of(run))
+                    self.watched[value] = cross
+
+    def _fuse_in_pieces(self, runs: Sequence[Run]) -> bool:
+        """Chunk by chunk; the graph of one waits while its head goes forward and back in pieces.
+
+        Returns:
+            Whether the gradients that were sent are certain.
+        """
+        body, head = runs
+        handed = self._handed(runs)
         is_certain = False
-        for chunk in range(len(self.grids[last.axis])):
+        pieces = self.grid_of(head)
+        piece = 0
+        for chunk, bounds in enumerate(self.grid_of(body)):
+            env = self.run_nodes(body, chunk, True)
+            self._collect(body, env, chunk, body.exports)
+            whole = {value: self.cross[value].of_chunk(env[value], bounds) for value in handed}
+            while piece < len(pieces) and pieces[piece][0] < bounds[1]:
+                of_piece = self.run_nodes(head, piece, True, whole)
+                self._collect(head, of_piece, piece, head.exports)
+                if piece == 0:
+                    left = _without_graphs(body, env)
+                    left.update((value, of_piece[value]) for value in head.exports)
+                    is_certain = tail.seed(self, runs, left, self.gradients)
+                    del left
+                self._send_back(head, of_piece, piece)
+                self._take_rows(head, piece, whole)
+                piece += 1
+            for value, cross in whole.items():
+                seeds, key = self.cross[value].seeds, ("chunk", chunk)
+                seeds[key] = add(seeds.get(key), cross.total_gradient())
+                self._forget(cross.aliases.values())
+            del whole, cross
+            self._send_back(body, env, chunk)
+            self._take_rows(body, chunk, {})
+            for value in handed:
+                self.cross[value].seeds.pop(("chunk", chunk), None)
+            for value in body.inner:
+                self.cross[value].chunks.pop(chunk, None)
+        return is_certain
+
+    def _fuse(self, runs: Sequence[Run]) -> bool:
+        """Chunk by chunk, all segments of it but the last without their graphs at first."""
+        *others, last = runs
+        handed = self._handed(runs)
+        is_certain = False
+        for chunk in range(len(self.grid_of(last))):
             left: dict[int, Any] = {}  # what the tail starts from
             for run in others:
                 # The first chunk tells which parts gradients go to.
@@ -415,7 +488,7 @@ class Replay:
             self._collect(last, env, chunk, last.exports)
             if chunk == 0:
                 left.update((value, env[value]) for value in last.exports)
-                is_certain = tail.seed(self, step.runs, left, self.gradients)
+                is_certain = tail.seed(self, runs, left, self.gradients)
             del left
             self._send_back(last, env, chunk)
             del env
@@ -423,22 +496,16 @@ class Replay:
             for run in reversed(others):
                 self._back_through(run, chunk)
             inner = {value for run in others for value in run.inner}
-            self._let_go_of_chunk(step.runs, chunk, inner, handed)
+            self._let_go_of_chunk(runs, chunk, inner, handed)
             for value in handed:  # what later segments sent back has gone back
                 self.cross[value].seeds.pop(("chunk", chunk), None)
-        for value in self.program.left_by(step.runs):
-            cross = self.cross[value]
-            if is_certain:
-                cross.needs_gradient = False  # it is sent back already
-            else:
-                cross.watch = tail.Watch(cross.seeds)
-                self.watched[value] = cross
+        return is_certain
 
     def _back(self, step: Step) -> None:
         """Each chunk of a body forward once more, now with its graph, and back."""
         *others, last = step.runs
         handed = self._handed(step.runs)
-        for chunk in range(len(self.grids[last.axis])):
+        for chunk in range(len(self.grid_of(last))):
             made = {v for v in handed if v not in self.cross or chunk not in self.cross[v].chunks}
             for run in others:
                 env = self.run_nodes(run, chunk, False)
@@ -449,7 +516,7 @@ class Replay:
                 self._back_through(run, chunk)
             self._let_go_of_chunk(step.runs, chunk, made, handed)
             for value in self.program.left_by(step.runs):
-                self.cross[value].drop_seeds(chunk, chunk + 1 == len(self.grids[last.axis]))
+                self.cross[value].drop_seeds(chunk, chunk + 1 == len(self.grid_of(last)))
 
     def _let_go_of_chunk(
         self, runs: Sequence[Run], chunk: int, made: set[int], handed: set[int]
@@ -459,13 +526,17 @@ class Replay:
         gone = [self.cross[value].aliases.pop(("chunk", chunk), None) for value in handed]
         self._forget(alias for alias in gone if alias is not None)
         for run in runs:
-            for number in run.imports:
-                value, place, _ = self.program.imports[number]
-                cross = self.cross.get(value) if place is not None else None
-                if cross is not None and place is not None:
-                    self._forget(cross.take_rows(place, self.grids[run.axis], chunk))
+            self._take_rows(run, chunk, {})
         for value in made:
             self.cross[value].chunks.pop(chunk, None)
+
+    def _take_rows(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
+        """Gradients for rows of what is there whole go to their places."""
+        for number in run.imports:
+            value, place, _ = self.program.imports[number]
+            cross = stand_ins.get(value) or self.cross.get(value)
+            if cross is not None and place is not None:
+                self._forget(cross.take_rows(place, self.grid_of(run), chunk))
 
     def _forget(self, aliases: Iterable[torch.Tensor]) -> None:
         """No gradient comes for them any more: those that got none must not keep their memory."""
@@ -490,7 +561,7 @@ class Replay:
                 self.cross[value].let_go()
 
     def _check(self, step: Step) -> None:
-        tail.check(self, step.runs[0].axis, self.roots)
+        tail.check(self, self.roots)
 
     def _call_hooks(self, run: Run) -> None:
         """Let hooks see the whole gradients of what a body left, before it is sent back."""
@@ -499,7 +570,7 @@ class Replay:
             if not self.program.is_hooked(value) or (node is not None and node.id in run.parts):
                 continue
             cross = self.cross[value]
-            gradient = cross.gather_gradient(self.grids[run.axis])
+            gradient = cross.gather_gradient(self.grid_of(run))
             if gradient is not None:
                 cross.seeds["whole",] = hooks.apply(value, gradient, self.hooked)
 
@@ -535,6 +606,7 @@ class Replay:
         Op.SEED: _seed,
         Op.BACK: _back,
         Op.RELEASE: _release,
+        Op.PIECES: _fused,
     }
 
     def _go(self) -> None:
@@ -670,7 +742,7 @@ def _stage(
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if not planned.is_whole:
-        return program.in_segments(planned.way.n_segments), planned
+        return program.cut_for(planned.way), planned
     reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None
 

@@ -103,10 +103,13 @@ def zeros(
 def empty(
     shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor that lies so, of any numbers."""
-    order, back = _memory_order(strides or [0] * len(shape))
-    sizes = [shape[dim] for dim in order]
-    return torch.empty(sizes, dtype=dtype, device=device).permute(back)
+    """A tensor that lies so, of any numbers; it is no view."""
+    order, _ = _memory_order(strides or [0] * len(shape))
+    dense, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        dense[dim] = step
+        step *= max(1, shape[dim])
+    return torch.empty_strided(shape, dense, dtype=dtype, device=device)
 
 
 def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:

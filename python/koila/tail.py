@@ -20,7 +20,7 @@ from koila import _core, engine
 from koila.cross import GATHERED, Cross, Key
 from koila.errors import KoilaError
 from koila.program import REDUCE, Program, Run
-from koila.rows import cut
+from koila.rows import Bounds, cut
 
 if TYPE_CHECKING:
     from koila.replay import Replay
@@ -82,7 +82,7 @@ def seed(
     program = replay.program
     stand_ins: dict[int, Cross] = {}
     leaves: list[tuple[Cross, Any, torch.Tensor]] = []
-    parts = {i: numbers for run in runs for i, numbers in run.parts.items()}
+    parts = {i: (numbers, run) for run in runs for i, numbers in run.parts.items()}
     read = _read_by_tail(program)
     for value in filter(read.__contains__, program.left_by(runs)):
         node = program.node_of(value)
@@ -90,8 +90,8 @@ def seed(
         cross = Cross(program.info(value), program.needs_gradient(value), replay.fresh)
         if node.id in parts:
             early = replay.cross[value].parts
-            grid = replay.grids[runs[0].axis]
-            leaves += cross.zero_parts(parts[node.id], left[value], grid, early)
+            numbers, run = parts[node.id]
+            leaves += cross.zero_parts(numbers, left[value], replay.grid_of(run), early)
         else:
             leaves += cross.zero_whole()
         stand_ins[value] = cross
@@ -186,8 +186,9 @@ class _Look(torch.autograd.Function):
 class Watch:
     """The gradients of one value that the last body left, whose seeds are sent back already."""
 
-    def __init__(self, seeds: dict[Key, torch.Tensor | None]) -> None:
+    def __init__(self, seeds: dict[Key, torch.Tensor | None], grid: Sequence[Bounds]) -> None:
         self.seeds = seeds
+        self.grid = grid
         self.found: dict[Key, torch.Tensor] = {}
 
     def __call__(self, keys: list[Key], tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -209,16 +210,14 @@ class Watch:
         return key[0] != "part" or key in self.seeds
 
 
-def check(replay: Replay, axis: int, roots: dict[int, torch.Tensor]) -> None:
+def check(replay: Replay, roots: dict[int, torch.Tensor]) -> None:
     """Raise where the gradients of what the last body left are others than were sent back.
 
-    Called when the joints after the last body, which runs over `axis`, have been differentiated on
-    its values.
+    Called when the joints after the last body have been differentiated on its values.
     """
-    grid = replay.grids[axis]
     for value, cross in replay.watched.items():
         assert cross.watch is not None
-        found = cross.watch.found
+        found, grid = cross.watch.found, cross.watch.grid
         place = cross.info.place
         sent: dict[Key, torch.Tensor | None]
         if replay.program.node(_maker(replay, value)).mode == REDUCE:
@@ -226,7 +225,9 @@ def check(replay: Replay, axis: int, roots: dict[int, torch.Tensor]) -> None:
         else:
             sent = {("chunk", c): cross.seed(grid, c) for c in range(len(grid))}
             for whole in (found.pop(GATHERED, None), roots.get(value)):
-                for c, bounds in enumerate(grid if whole is not None and place is not None else ()):
+                if whole is None or place is None:
+                    continue
+                for c, bounds in enumerate(grid):
                     part = cut(whole, place, grid[-1][1], bounds)
                     known = found.get(("chunk", c))
                     found["chunk", c] = part if known is None else known + part

@@ -49,6 +49,30 @@ test_cuts_are_narrow(void)
     program_fini(&p);
 }
 
+/* The head begins at the last of the narrowest places that leave it half of what is kept. */
+static void
+test_head(void)
+{
+    Program p = {0};
+    Start s = start(&p);
+    KlValueId narrow = leaf(&p, with_grad(TENSOR(FLOAT32, 3, 3)));
+    KlValueId wide = leaf(&p, with_grad(TENSOR(FLOAT32, 64, 3)));
+    KlValueId h = call1(&p, "sin", call1(&p, "exp", call2(&p, "linear", s.h, narrow)));
+    KlNodeId last = node_of(&p, h);
+    (void)call1(&p, "exp", call1(&p, "sin", call2(&p, "linear", h, wide)));
+    KlNodeId nodes[MAX_NODES];
+    uint32_t position[MAX_NODES] = {0};
+    size_t n = p.tape.n_nodes, first = 0;
+    for (size_t i = 0; i < n; i++) {
+        nodes[i] = (KlNodeId)i;
+    }
+    CHECK(kl_segment_head(&p.tape, nodes, n, position, &first, &p.error) == KL_OK);
+    CHECK(nodes[first] == last + 1);
+    first = (size_t)last + 3; /* not before that: less than half is left */
+    CHECK(kl_segment_head(&p.tape, nodes, n, position, &first, &p.error) == KL_OK && first == n);
+    program_fini(&p);
+}
+
 /* What is written is not handed on, where it can be helped: it would be copied first. */
 static void
 test_no_cut_before_a_write(void)
@@ -95,6 +119,14 @@ test_no_memory(void)
         CHECK(kl_alloc_n_blocks() == n_blocks);
     }
     CHECK(n_refused > 3);
+    size_t first = 0;
+    for (n_refused = 0, status = KL_ERROR_MEMORY; status != KL_OK; n_refused++) {
+        kl_alloc_fail_after(n_refused);
+        status = kl_segment_head(&p.tape, nodes, 2, segment, &first, &p.error);
+        kl_alloc_fail_after(-1);
+        CHECK(kl_alloc_n_blocks() == n_blocks);
+    }
+    CHECK(n_refused > 3);
     program_fini(&p);
 }
 
@@ -102,6 +134,7 @@ int
 main(void)
 {
     test_cuts_are_narrow();
+    test_head();
     test_no_cut_before_a_write();
     test_more_than_there_are();
     test_no_memory();

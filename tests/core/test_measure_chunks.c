@@ -1,0 +1,28 @@
+/* test_measure_chunks.c - the chunks that fit, and what they need. */
+#include "measure.h"
+
+#include "check.h"
+
+/* More chunks are not always less memory: the largest that fits lies between two bounds. */
+static void
+test_parts_of_many_chunks(void)
+{
+    KlMoment moment = {.fixed = 100, .per_row = 10, .per_chunk = 50}, worst = {0};
+    const KlMeasured measured = {.moments = {.moments = &moment, .n = 1}, .rows = 1000};
+    CHECK(kl_measure_peak(&measured, 1000, &worst) == 100 + 10000 + 50);
+    CHECK(kl_measure_peak(&measured, 300, &worst) == 100 + 3000 + 4 * 50);
+    int64_t rows = kl_measure_largest_chunk(&measured, 3000);
+    CHECK(kl_measure_peak(&measured, rows, &worst) <= 3000);
+    CHECK(kl_measure_peak(&measured, rows + 20, &worst) > 3000);
+    CHECK(kl_measure_largest_chunk(&measured, 1000) == 0);
+    const KlMeasured nothing = {.rows = 10};
+    CHECK(kl_measure_peak(&nothing, 1, &worst) == 0);
+    CHECK(kl_measure_largest_chunk(&nothing, 1) == 10);
+}
+
+int
+main(void)
+{
+    test_parts_of_many_chunks();
+    return check_result();
+}
