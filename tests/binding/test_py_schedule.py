@@ -27,7 +27,7 @@ def test_forward_and_back() -> None:
     runs = program["runs"]
     steps = [
         step
-        for step in core.schedule(program["handle"], (True, 1, False))
+        for step in core.schedule(program["handle"], (True, 1, False, 1))
         if step[2] == 0 or runs[step[1]][3] or runs[step[1]][8]
     ]
     wanted = [Op.FORWARD, Op.JOINT, Op.JOINT_BACK, Op.SEED, Op.RELEASE, Op.BACK]
@@ -40,15 +40,15 @@ def test_forward_and_back() -> None:
 
 def test_forward_alone() -> None:
     _, program = staged()
-    ops = {op for op, *_ in core.schedule(program["handle"], (False, 1, False))}
+    ops = {op for op, *_ in core.schedule(program["handle"], (False, 1, False, 1))}
     assert ops <= {Op.FORWARD, Op.JOINT, Op.RELEASE} and Op.FORWARD in ops
 
 
 def test_segments_are_runs_of_one_step() -> None:
     _, program = staged(2)
     runs = program["runs"]
-    ((_, first, n_runs, _),) = (
-        step for step in core.schedule(program["handle"], (True, 1, False)) if step[0] == Op.BACK
+    ((_, first, n_runs, *_),) = (
+        step for step in core.schedule(program["handle"], (True, 1, False, 1)) if step[0] == Op.BACK
     )
     assert [run[2] for run in runs[first : first + n_runs]] == [0, 1]
     assert runs[first][7] == runs[first][6], "handed from one to the other alone"
@@ -56,7 +56,7 @@ def test_segments_are_runs_of_one_step() -> None:
 
 def test_what_is_no_program() -> None:
     with pytest.raises(TypeError, match="not a program"):
-        core.schedule(None, (True, 1, False))
+        core.schedule(None, (True, 1, False, 1))
     _, program = staged()
     with pytest.raises(TypeError, match="homes must be"):
         core.schedule(program["handle"], [True, 1, False])
