@@ -61,7 +61,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "reused": (CUT, 0.0, 0.09),
     "quantise": (OUTSIDE, 0.36, 0.19),
     "critic": (OUTSIDE, 0.0, 0.12),
-    "instance_norm": (WORKSPACE, -0.12, 0.15),
+    "instance_norm": (WORKSPACE, -0.12, 0.18),
     "recurrent": (COMPOSED, 0.05, 0.07),
     "states": (COMPOSED, 0.12, 0.1),
 }

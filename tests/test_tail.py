@@ -96,9 +96,9 @@ def test_what_torch_keeps_spares_the_second_look(
     watched = []
     watch = tail.Watch
 
-    def count(seeds: Any) -> tail.Watch:
+    def count(*given: Any) -> tail.Watch:
         watched.append(name)
-        return watch(seeds)
+        return watch(*given)
 
     monkeypatch.setattr(tail, "Watch", count)
     with koila.config(chunks=3):

@@ -745,21 +745,21 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     }
 }
 
-/* Of what leaves the run, what nobody waits for goes before its backward, but for what shares its memory. */
+/* Before a chunk goes back all goes that was held for the run alone: memory that it wrote, and what leaves it and
+ * nobody sends a gradient to, but for what shares memory with what somebody does. */
 static void
 let_go(KlSweep *sweep)
 {
     const KlSpan *span = &sweep->span;
-    for (int is_such = 1; is_such >= 0; is_such--) {
-        for (uint32_t i = 0; i < span->n_exports; i++) {
-            if (sweep->sizes[span->exports[i]].is_let_go == (is_such == 1)) {
-                storage_of(sweep, span->exports[i])->is_held = is_such == 0;
-            }
-        }
+    for (uint32_t at = 0; at < span->n_nodes; at++) {
+        storage_of(sweep, node_at(sweep, at)->first_out)->is_held = false;
     }
     for (uint32_t i = 0; i < span->n_exports; i++) {
-        KlSweepStorage *storage = storage_of(sweep, span->exports[i]);
-        if (!storage->is_held && storage->saved_by == KL_ID_NONE) {
+        storage_of(sweep, span->exports[i])->is_held |= !sweep->sizes[span->exports[i]].is_let_go;
+    }
+    for (uint32_t at = 0; at < span->n_nodes; at++) {
+        KlSweepStorage *storage = storage_of(sweep, node_at(sweep, at)->first_out);
+        if (!storage->is_held && storage->saved_by == KL_ID_NONE && !storage->is_copy) {
             drop(sweep, storage);
         }
     }
