@@ -127,6 +127,7 @@ typedef struct KlSaves {
     int64_t bytes_fixed;     /* new tensors saved that do not: weights in another dtype */
     int64_t bytes_workspace; /* needed only while the op runs */
     int64_t bytes_backward;  /* needed only while its backward runs, beside gradients */
+    int64_t bytes_row;       /* of one row, needed while either runs, however many rows there are */
 } KlSaves;
 
 typedef struct KlRow KlRow;
@@ -193,6 +194,7 @@ typedef struct KlHeld {
     double back_outs[3], back_ins[3], back_masks; /* as the parts of an amount */
     double turned;     /* results, where the gradient that comes is laid out otherwise than them */
     uint8_t handed_on; /* bit i: the gradient of operand i is that of the result */
+    bool is_sliced;    /* the gradients of operands are parts of that of the result */
     bool is_wide;      /* others are as large as the result, until they are summed */
     bool is_stepwise;  /* what it keeps is made step by step, and does not gather without a graph */
     bool is_composed;  /* made of two calls: what is kept between them has a gradient of its own */

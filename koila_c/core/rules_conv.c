@@ -200,6 +200,14 @@ place_conv(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
+/* Whether a kernel takes a tensor as it lies: else it works on a copy. What is not known counts as a copy. */
+static bool
+is_taken_as_it_lies(const KlMeta *meta, int32_t n)
+{
+    return meta->is_strided && (kl_meta_is_contiguous(meta) || kl_rules_is_channels_last(meta) ||
+                                (n == 3 && kl_rules_is_like_channels_last(meta)));
+}
+
 /* Bytes of a tensor as oneDNN lays it out, its channels in blocks of 16. */
 static int64_t
 count_blocked(const KlMeta *meta, int64_t n_channels)
@@ -220,7 +228,7 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
     int64_t n_given = n_channels > 4 ? n_in : 0;
     int64_t n_before = n_given + n_out - kl_meta_n_bytes(out);
     int64_t n_to_input = kl_rules_needs_grad(call, 0) ? n_in - kl_meta_n_bytes(input) : 0;
-    if (!kl_meta_is_contiguous(out)) {
+    if (input->is_strided && !kl_meta_is_contiguous(input) && is_taken_as_it_lies(input, conv->n)) {
         saves->bytes_workspace = saves->bytes_backward = n_weight;
         return;
     }
@@ -228,47 +236,72 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
     saves->bytes_backward = (n_to_input > n_given ? n_to_input : n_given) + n_out + n_weight;
 }
 
-/* The other kernels write all patches of all rows side by side, and groups one after the other. */
+static int64_t
+larger(int64_t left, int64_t right)
+{
+    return left > right ? left : right;
+}
+
+/* The other kernels write patches side by side: of all rows, or of one row after the other. They take groups one by
+ * one, as copies, and join what comes of them. */
 static void
 work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_transposed,
                 KlSaves *saves)
 {
-    const KlMeta *weight = call->inputs[1];
-    const KlMeta *spread =
-        is_transposed ? call->inputs[0] : out; /* a patch for each of its places */
-    bool is_plain = true;                      /* a product as it is */
-    int64_t n_places = 1;
-    int64_t n_patch = weight->shape[1];
+    const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
+    const KlMeta *spread = is_transposed ? input : out; /* a patch for each of its places */
+    const bool is_volume = conv->n == 3, is_batched = input->n_dims == weight->n_dims;
+    bool is_plain = true,
+         is_dilated = false; /* a product as it is; places between those of a patch */
+    int64_t n_places = 1, n_patch = weight->shape[1];
     for (int32_t dim = 0; dim < spread->n_dims; dim++) {
         n_places *= dim == spread->n_dims - conv->n - 1 ? 1 : spread->shape[dim];
     }
     for (int32_t i = 0; i < conv->n; i++) {
         n_patch *= weight->shape[2 + i];
         is_plain = is_plain && weight->shape[2 + i] == 1 && conv->stride[i] == 1;
-        if (conv->dilation[i] > 1) {
-            return; /* row by row */
-        }
+        is_dilated = is_dilated || conv->dilation[i] > 1;
     }
-    int64_t bytes = is_plain ? 0 : n_places * n_patch * (int64_t)kl_meta_dtype_bytes(out->dtype);
-    bytes += conv->groups > 1 ? kl_meta_n_bytes(out) : 0;
-    saves->bytes_workspace = bytes;
-    saves->bytes_backward = is_transposed ? 0 : bytes;
+    const bool has_copies = conv->groups > 1 && (is_transposed || is_dilated || !is_volume);
+    int64_t n_rows = is_batched && spread->shape[0] > 0 ? spread->shape[0] : 1;
+    int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out);
+    int64_t n_all = n_places * n_patch * (int64_t)kl_meta_dtype_bytes(out->dtype);
+    n_all *= is_plain ? 0 : conv->groups > 1 && !has_copies ? conv->groups : 1;
+    if (is_dilated || is_transposed) {
+        saves->bytes_row = n_all / n_rows;
+        n_all = is_dilated || is_volume ? 0 : n_all;
+    }
+    saves->bytes_workspace = n_all;
+    saves->bytes_backward = is_transposed ? 0 : n_all;
+    if (has_copies) {
+        int64_t of_group = n_in / conv->groups, in_all = kl_rules_needs_grad(call, 0) ? n_in : 0;
+        saves->bytes_workspace = larger(n_all + of_group, n_out);
+        saves->bytes_backward =
+            larger(saves->bytes_backward + of_group + n_out / conv->groups, in_all);
+    } else if (is_transposed && is_volume) {
+        saves->bytes_workspace = n_in; /* the result begins as large as the input */
+    }
 }
 
 static void
 work(const KlCall *call, const KlInferred *result, const Conv *conv, bool is_transposed,
      KlSaves *saves)
 {
-    const KlMeta *out = &result->outs[0];
-    bool is_blocked_half = call->blocked_halves >> out->dtype & 1;
+    const KlMeta *input = call->inputs[0], *out = &result->outs[0];
+    bool is_in_blocks =
+        out->dtype == KL_DTYPE_FLOAT32 || (call->blocked_halves >> out->dtype & 1) != 0;
     if (out->device != 0) {
         return;
     }
-    if (out->dtype == KL_DTYPE_FLOAT32 || is_blocked_half) {
+    if (is_in_blocks) {
         work_in_blocks(call, out, conv, saves);
-        saves->bytes_workspace += is_transposed ? kl_meta_n_bytes(call->inputs[0]) : 0;
+        saves->bytes_workspace += is_transposed ? kl_meta_n_bytes(input) : 0;
     } else {
         work_in_patches(call, out, conv, is_transposed, saves);
+    }
+    if (!is_taken_as_it_lies(input, is_in_blocks ? conv->n : 2)) {
+        saves->bytes_workspace += kl_meta_n_bytes(input);
+        saves->bytes_backward += kl_meta_n_bytes(input);
     }
 }
 

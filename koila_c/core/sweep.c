@@ -188,6 +188,7 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
                                              : (KlBytes){(double)told->saves.bytes_extra, 0};
         further->fixed += (double)told->saves.bytes_fixed;
         workspace = by_rows(sweep, told, told->saves.bytes_workspace);
+        workspace.fixed += (double)told->saves.bytes_row;
     }
     if (parts != NULL && parts->keeps != NULL) {
         const KlAmount *keeps = parts->keeps;
@@ -598,11 +599,14 @@ in_flight(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
     return held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
 }
 
-/* Whether an operand's gradient is the result's, or a view of it. */
+/* Whether an operand's gradient is the result's, or a view or a part of it. */
 static bool
 is_handed_on(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held, uint32_t k)
 {
     KlValueId value = inputs_of(sweep, node)[k];
+    if (held != NULL && held->is_sliced) {
+        return sweep->sizes[value].itemsize == sweep->sizes[node->first_out].itemsize;
+    }
     bool is_same = sweep->sizes[value].storage == sweep->sizes[node->first_out].storage;
     if (node->n_outs != 1 || !(is_same || hands_on(held, k))) {
         return false;
@@ -719,6 +723,7 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     if (node->has_bytes) {
         const KlNode *told = &sweep->tape->nodes[id];
         more = plus(more, by_rows(sweep, told, told->saves.bytes_backward));
+        more.fixed += (double)told->saves.bytes_row;
     }
     if (node->held != NULL && node->held->is_composed) {
         more = plus(more, node->further);
@@ -810,6 +815,18 @@ find_sizes(KlSweep *sweep)
     }
 }
 
+/* The gradient of a value comes laid out otherwise, and so that of what it is a view of all of. */
+static void
+turn(KlSweep *sweep, KlValueId value)
+{
+    int64_t n_elements = sweep->sizes[value].n_elements;
+    while (value != KL_ID_NONE && !sweep->sizes[value].is_turned &&
+           sweep->sizes[value].n_elements == n_elements) {
+        sweep->sizes[value].is_turned = true;
+        value = sweep->tape->values[value].view_of;
+    }
+}
+
 static void
 find_node(KlSweep *sweep, KlNodeId id)
 {
@@ -825,7 +842,8 @@ find_node(KlSweep *sweep, KlNodeId id)
                           .saved_inputs = told->row != NULL ? saves->inputs : UINT64_MAX,
                           .saved_outputs = told->row != NULL ? saves->outputs : UINT64_MAX,
                           .has_bytes = saves->bytes_extra != 0 || saves->bytes_fixed != 0 ||
-                                       saves->bytes_workspace != 0 || saves->bytes_backward != 0,
+                                       saves->bytes_workspace != 0 || saves->bytes_backward != 0 ||
+                                       saves->bytes_row != 0,
                           .is_open = told->is_open,
                           .is_writing = told->writes != 0,
                           .is_random = told->is_random,
@@ -837,8 +855,8 @@ find_node(KlSweep *sweep, KlNodeId id)
     for (uint32_t k = 0; k < told->n_inputs; k++) {
         KlValueId value = sweep->tape->inputs[told->first_input + k].value;
         sweep->inputs[told->first_input + k] = value;
-        if (value != KL_ID_NONE && !told->is_open && node->held != NULL) {
-            sweep->sizes[value].is_turned |= node->held->turns;
+        if (value != KL_ID_NONE && !told->is_open && node->held != NULL && node->held->turns) {
+            turn(sweep, value);
         }
     }
 }

@@ -69,6 +69,7 @@ class _Saves(TypedDict):
     bytes_fixed: int
     bytes_workspace: int
     bytes_backward: int
+    bytes_row: int
 
 @type_check_only
 class _Inferred(TypedDict):
