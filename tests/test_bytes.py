@@ -31,13 +31,7 @@ OUTSIDE = "what backward takes through graphs of plain calls is said to stay to 
 #: What is said of these is further off than 3 % and `SLACK`: how far at most, whole and in chunks.
 OFF: dict[str, tuple[str, float, float]] = {
     "bag_of_words-ce": (WORKSPACE, 0.0, -0.12),
-    "encoder-ce": (COMPOSED, 0.08, 0.0),
-    "encoder_time-ce": (COMPOSED, 0.08, 0.0),
-    "lstm_time-ce": (COMPOSED, 0.05, 0.05),
-    "gru_time-ce": (COMPOSED, 0.04, 0.0),
-    "gpt_fused-flat_ce_ignored": (COMPOSED, 0.06, 0.07),
     "seq2seq-flat_ce": (COMPOSED, 0.1, 0.1),
-    "lstm_dropout-ce": (COMPOSED, 0.09, 0.08),
     "vae": (LOSSES, 0.09, 0.07),
     "diffusion": (LOSSES, 0.04, 0.0),
     "gan_discriminator": (OUTSIDE, 0.0, 0.28),
@@ -57,8 +51,6 @@ OFF: dict[str, tuple[str, float, float]] = {
     "quantise": (OUTSIDE, 0.36, 0.19),
     "critic": (OUTSIDE, 0.0, 0.12),
     "instance_norm": (WORKSPACE, -0.12, 0.18),
-    "recurrent": (COMPOSED, 0.05, 0.07),
-    "states": (COMPOSED, 0.12, 0.1),
 }
 
 PROGRAMS = [program for program in models.VARIED if not program.whole and not program.baked]

@@ -272,7 +272,8 @@ def test_forward(row: str) -> None:
     entry, n_calls, is_more = held.of(row), 0, False
     for args, kwargs in large_calls(row):
         saves: Any = _core.infer(row, args, kwargs)["saves"]
-        further = 0.0 if entry.is_stepwise else saves["bytes_extra"] + saves["bytes_fixed"]
+        further = float(saves["bytes_extra"] + saves["bytes_fixed"])
+        further = saves["bytes_steps"] if entry.is_stepwise else further
         most = further + saves["bytes_workspace"]
         args, kwargs = tree_map_only(Tensor, torch.detach, (args, kwargs))
         saves = _core.infer(row, args, kwargs)["saves"]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import opcalls
 from koila import _core
@@ -389,3 +391,16 @@ def test_illegal_calls_are_torchs_errors_too(
     assert said["text"].startswith(f"{row}: ")
     with pytest.raises((RuntimeError, IndexError, ValueError)):
         CALLABLES[row](*opcalls.changed(make(), lambda t: t.detach()))
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_attention_is_laid_out_as_by_its_kernel(kernel: SDPBackend) -> None:
+    """The fused kernel lays its result out as the query; of the other nothing is said."""
+    x = torch.randn(4, 3, 2, 6)
+    query, key, value = (part.transpose(1, 2) for part in x.chunk(3, -1))
+    with sdpa_kernel([kernel]):
+        said: Any = _core.infer("scaled_dot_product_attention", (query, key, value), {})
+        out = scaled_dot_product_attention(query, key, value)
+    strides = said["outs"][0][2]
+    assert (strides is not None) == (kernel is SDPBackend.FLASH_ATTENTION)
+    assert strides in (None, out.stride())

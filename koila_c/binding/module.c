@@ -114,8 +114,8 @@ static PyMethodDef functions[] = {
      "container, /)"
      "\n--\n\n"
      "Say what is done with a torch callable that meets a lazy."},
-    {"note_attention", kl_context_note_attention, METH_O,
-     "note_attention($module, setting, /)\n--\n\n"
+    {"note_attention", kl_context_note_attention, METH_VARARGS,
+     "note_attention($module, setting, is_flash_allowed, /)\n--\n\n"
      "The number of the setting of attention's kernels that is in force from now on."},
     {"new_axis", core_new_axis, METH_NOARGS, "new_axis($module, /)\n--\n\nA new batch's key."},
     {"input", core_input, METH_VARARGS,

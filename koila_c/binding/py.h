@@ -190,6 +190,7 @@ typedef struct KlPyState {
     int64_t n_transforms;    /* of torch.func, and tracers, under way on any thread */
     uint32_t reductions;     /* bit i: KlReduce i can be split */
     uint32_t blocked_halves; /* as KlCall's */
+    bool is_flash_allowed;   /* likewise */
 } KlPyState;
 
 extern KlPyState kl_py;
@@ -478,8 +479,8 @@ bool kl_context_is_autocast(uint32_t id);
  * An exception that is set by then stays. */
 PyObject *kl_context_leave_inference(void);
 void kl_context_end_outside(PyObject *guard);
-/* note_attention(setting): which kernels attention may use, by a number of koila.attention's. */
-PyObject *kl_context_note_attention(PyObject *module, PyObject *setting);
+/* note_attention(setting, is_flash_allowed): which kernels attention may use, by a number of koila.attention's. */
+PyObject *kl_context_note_attention(PyObject *module, PyObject *args);
 /* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                           KlError *error);

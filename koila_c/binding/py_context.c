@@ -145,14 +145,16 @@ kl_context_now(bool *is_grad_enabled)
 }
 
 PyObject *
-kl_context_note_attention(PyObject *module, PyObject *setting)
+kl_context_note_attention(PyObject *module, PyObject *args)
 {
     (void)module;
-    unsigned long number = PyLong_AsUnsignedLong(setting);
-    if (PyErr_Occurred()) {
+    unsigned int number = 0;
+    int is_flash_allowed = 0;
+    if (!PyArg_ParseTuple(args, "Ip", &number, &is_flash_allowed)) {
         return NULL;
     }
-    state.attention = (uint32_t)number;
+    state.attention = number;
+    kl_py.is_flash_allowed = is_flash_allowed;
     return Py_NewRef(Py_None);
 }
 

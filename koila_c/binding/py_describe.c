@@ -170,12 +170,13 @@ describe_call(PyObject *dict, const KlInferred *result, const KlSaves *saves)
     return kl_py_set_new(
         dict, "saves",
         Py_BuildValue(
-            "{s:K,s:K,s:L,s:N,s:L,s:L,s:L,s:L}", "inputs", (unsigned long long)saves->inputs,
+            "{s:K,s:K,s:L,s:N,s:L,s:L,s:L,s:L,s:L}", "inputs", (unsigned long long)saves->inputs,
             "outputs", (unsigned long long)saves->outputs, "bytes_extra",
             (long long)saves->bytes_extra, "is_extra_rows", PyBool_FromLong(saves->is_extra_rows),
             "bytes_fixed", (long long)saves->bytes_fixed, "bytes_workspace",
             (long long)saves->bytes_workspace, "bytes_backward", (long long)saves->bytes_backward,
-            "bytes_row", (long long)saves->bytes_row));
+            "bytes_row", (long long)saves->bytes_row, "bytes_steps",
+            (long long)saves->bytes_steps));
 }
 
 int

@@ -200,6 +200,7 @@ set_context(KlCall *call, const Desk *desk)
         }
     }
     call->blocked_halves = kl_py.blocked_halves;
+    call->is_flash_allowed = kl_py.is_flash_allowed;
     call->is_grad_enabled = grad == Py_True;
     int status = grad == NULL ? -1 : 0;
     Py_XDECREF(grad);

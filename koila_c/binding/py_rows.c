@@ -114,6 +114,7 @@ infer(Recording *recording, KlError *error)
                          .n_inputs = recording->bound.n_inputs,
                          .default_dtype = kl_meta_default_dtype(),
                          .blocked_halves = kl_py.blocked_halves,
+                         .is_flash_allowed = kl_py.is_flash_allowed,
                          .is_grad_enabled = recording->is_grad_enabled,
                          .axis_rows = tape->core.axis_rows,
                          .n_axes = (uint32_t)tape->core.n_axes};

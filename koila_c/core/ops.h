@@ -128,6 +128,7 @@ typedef struct KlSaves {
     int64_t bytes_workspace; /* needed only while the op runs */
     int64_t bytes_backward;  /* needed only while its backward runs, beside gradients */
     int64_t bytes_row;       /* of one row, needed while either runs, however many rows there are */
+    int64_t bytes_steps;     /* needed while the op runs without a graph: results of steps */
 } KlSaves;
 
 typedef struct KlRow KlRow;
@@ -143,6 +144,7 @@ typedef struct KlCall {
     uint32_t
         blocked_halves; /* dtypes of 16 bits, as bits, whose convolutions oneDNN runs on this CPU */
     bool is_grad_enabled;
+    bool is_flash_allowed;    /* attention may use its fused kernel on the CPU */
     const int64_t *axis_rows; /* [n_axes] rows of each axis */
     uint32_t n_axes;
 } KlCall;

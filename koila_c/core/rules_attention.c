@@ -1,8 +1,7 @@
 /* rules_attention.c - scaled_dot_product_attention: (*, l, e), (*, s, e), (*, s, v) -> (*, l, v).
  *
- * torch picks one of several kernels by shape, dtype and a context the rules do not see. Where
- * the choice would change what is promised (strides of the result, bytes kept), the larger set
- * is told. */
+ * torch picks one of several kernels by shape, dtype, device and what is allowed. Where it is not known which
+ * (on a GPU), the larger set is told of what the choice changes: strides of the result, bytes kept. */
 #include "rules.h"
 
 /* The first three words are the first three inputs. */
@@ -79,6 +78,26 @@ check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
     return status == KL_OK && !is_typed ? KL_DECLINED : status;
 }
 
+/* The fused kernel takes four dims of one batch and one feature size, densely stored features, a
+ * mask of two or four dims that needs no gradient, and no dropout. */
+static bool
+is_fused(const KlCall *call, double dropout, bool is_grouped)
+{
+    const KlMeta *query = call->inputs[QUERY];
+    const KlMeta *mask = kl_rules_input(call, MASK);
+    bool is_fit = (call->is_flash_allowed || query->device != 0) && query->n_dims == 4 &&
+                  dropout == 0.0 &&
+                  (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
+    for (uint32_t arg = QUERY; arg <= VALUE && is_fit; arg++) {
+        const KlMeta *meta = call->inputs[arg];
+        is_fit = meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
+                 meta->shape[3] == query->shape[3] &&
+                 (is_grouped || meta->shape[1] == query->shape[1]) &&
+                 (!meta->is_strided || meta->strides[3] == 1);
+    }
+    return is_fit;
+}
+
 KlStatus
 shape_attention(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -108,8 +127,10 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
     out.shape[out.n_dims++] = value->shape[value->n_dims - 1];
     status = kl_rules_out(result, &out, error);
     result->is_random = dropout > 0.0;
-    if (status == KL_OK && kl_rules_is_plain(query)) {
-        kl_meta_set_contiguous(&result->outs[0]); /* of another query it depends on the kernel */
+    if (status == KL_OK && is_fused(call, dropout, is_grouped)) {
+        kl_rules_preserve(&result->outs[0], query); /* laid out as the query */
+    } else if (status == KL_OK && kl_rules_is_plain(query)) {
+        kl_meta_set_contiguous(&result->outs[0]);
     }
     return status;
 }
@@ -157,25 +178,6 @@ place_attention(const KlCall *call, KlInferred *result, KlError *error)
         }
     }
     return kl_rules_wire(call, result, &wiring);
-}
-
-/* The fused kernel takes four dims of one batch and one feature size, densely stored features, a
- * mask of two or four dims that needs no gradient, and no dropout. */
-static bool
-is_fused(const KlCall *call, double dropout, bool is_grouped)
-{
-    const KlMeta *query = call->inputs[QUERY];
-    const KlMeta *mask = kl_rules_input(call, MASK);
-    bool is_fit = query->n_dims == 4 && dropout == 0.0 &&
-                  (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
-    for (uint32_t arg = QUERY; arg <= VALUE && is_fit; arg++) {
-        const KlMeta *meta = call->inputs[arg];
-        is_fit = meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
-                 meta->shape[3] == query->shape[3] &&
-                 (is_grouped || meta->shape[1] == query->shape[1]) &&
-                 (!meta->is_strided || meta->strides[3] == 1);
-    }
-    return is_fit;
 }
 
 /* Whether its first dims can be merged without a copy. */

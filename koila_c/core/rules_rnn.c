@@ -195,7 +195,7 @@ save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
     int64_t n_hidden = layer->states[layer->n_states - 1]->shape[2];
     int64_t n_input = layer->input->shape[2];
     for (int64_t i = 0; i < layer->n_layers; i++) {
-        int64_t n_widest = n_input > n_hidden ? n_input : n_hidden;
+        int64_t n_widest = ((n_input > n_hidden ? n_input : n_hidden) + 15) / 16 * 16;
         int64_t n_kept = (n_steps + 1) * n_rows * (8 * n_hidden + 7 * n_widest);
         int64_t n_weights = 4 * n_hidden * (n_input + n_hidden);
         saves->bytes_extra += 4 * layer->n_directions * n_kept;
@@ -206,8 +206,9 @@ save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
     saves->bytes_backward = 4 * 6 * n_steps * n_rows * n_hidden;
 }
 
-/* Gates and states of every step, and what goes from layer to layer; while it runs, the input's part of
- * all gates, of all steps of a layer at once. */
+/* Gates and states of every step, and what goes from layer to layer (with dropout twice), and of an input that is
+ * turned a copy for each direction. While it runs, the input's part of all gates, of all steps of a layer at once;
+ * of two directions the results of both, too. Without a graph: the results of steps, and the layer before. */
 void
 saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -216,25 +217,29 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         return;
     }
     KlDtype dtype = layer.input->dtype;
-    int64_t n_steps = layer.input->shape[0] * layer.input->shape[1]; /* of all rows */
-    int64_t n_cells = layer.n_layers * layer.n_directions;
-    int64_t n_hidden = n_cells * n_steps * layer.states[layer.n_states - 1]->shape[2];
-    int64_t n_copied = layer.is_batch_first ? n_steps * layer.input->shape[2] : 0;
-    bool is_lstm = layer.n_states == 2;
-    bool is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
-    int64_t n_kept = is_fused ? 0 : layer.n_gates > 1 ? 7 : 1;
-    n_kept += n_cells > 1 ? (result->is_random ? 2 : 1) : 0;
+    bool is_lstm = layer.n_states == 2, is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
+    int64_t n_rows = layer.input->shape[layer.is_batch_first ? 0 : 1];
+    int64_t n_steps = layer.input->shape[layer.is_batch_first ? 1 : 0];
+    int64_t n_cell = n_rows * layer.states[layer.n_states - 1]->shape[2]; /* of one step */
+    int64_t n_copied = layer.is_batch_first ? n_rows * n_steps * layer.input->shape[2] : 0;
+    int64_t n_kept = n_copied; /* for each direction */
+    n_kept += (layer.n_layers - 1) * n_steps * n_cell * (result->is_random ? 2 : 1);
     saves_all(call, result, saves);
     saves->outputs = is_lstm ? 7 : 3;
-    bool is_kept = result->outs[0].requires_grad; /* else it is freed step by step */
-    kl_rules_save_new(result, saves, is_kept ? n_copied + n_hidden * n_kept : n_copied, dtype);
     if (is_fused) {
-        int64_t n_rows = layer.input->shape[layer.is_batch_first ? 0 : 1];
-        save_fused(&layer, n_rows, n_rows > 0 ? n_steps / n_rows : 0, saves);
+        save_fused(&layer, n_rows, n_steps, saves);
     } else {
-        saves->bytes_workspace =
-            layer.n_gates * n_hidden / n_cells * (int64_t)kl_meta_dtype_bytes(dtype);
+        int64_t n_bytes = n_steps * n_cell * (int64_t)kl_meta_dtype_bytes(dtype);
+        bool is_both = layer.n_directions > 1, has_gates = layer.n_gates > 1;
+        /* Of the first states, which are no results, less is kept. */
+        int64_t n_of_layer = has_gates ? 7 * n_steps - (is_lstm ? 2 : 1) : n_steps;
+        n_kept += layer.n_layers * n_cell * n_of_layer;
+        saves->bytes_workspace = (layer.n_gates + (is_both ? 2 : 0)) * n_bytes;
+        saves->bytes_backward = is_both && !has_gates ? 2 * n_bytes : 0;
+        saves->bytes_steps = (layer.n_layers > 1 ? 2 : 1) * layer.n_directions * n_bytes;
     }
+    bool is_kept = result->outs[0].requires_grad; /* else it is freed step by step */
+    kl_rules_save_new(result, saves, layer.n_directions * (is_kept ? n_kept : n_copied), dtype);
 }
 
 /* --- cells: input (n, i), hx (n, h), w_ih, w_hh, b_ih, b_hh ----------------------------------- */

@@ -180,7 +180,7 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
     const KlSweepNode *node = node_at(sweep, at);
     const KlParts *parts = parts_of(sweep, node);
     const KlHeld *held = held_by(sweep, node);
-    KlBytes workspace = zero;
+    KlBytes workspace = zero, steps = zero;
     *further = zero;
     if (node->has_bytes) {
         const KlNode *told = &sweep->tape->nodes[sweep->span.nodes[at]];
@@ -189,6 +189,7 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
         further->fixed += (double)told->saves.bytes_fixed;
         workspace = by_rows(sweep, told, told->saves.bytes_workspace);
         workspace.fixed += (double)told->saves.bytes_row;
+        steps = by_rows(sweep, told, told->saves.bytes_steps);
     }
     if (parts != NULL && parts->keeps != NULL) {
         const KlAmount *keeps = parts->keeps;
@@ -199,7 +200,8 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
         workspace = plus(workspace, bytes_of(sweep, node, run->outs, run->ins, run->masks));
     }
     if (!has_gradient(sweep, node)) {
-        workspace = held != NULL && held->is_stepwise ? workspace : plus(workspace, *further);
+        workspace =
+            held != NULL && held->is_stepwise ? plus(workspace, steps) : plus(workspace, *further);
         *further = zero;
     }
     return workspace;

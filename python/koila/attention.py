@@ -33,7 +33,7 @@ def note() -> None:
     setting = flags, tuple(map(int, torch._C._get_sdp_priority_order()))
     if setting not in _met:
         _met.append(setting)
-    _core.note_attention(_met.index(setting))
+    _core.note_attention(_met.index(setting), torch._C._get_flash_sdp_enabled())
 
 
 def choose(number: int) -> None:

@@ -93,7 +93,8 @@ def test_random_and_effects_and_alias() -> None:
 
 def test_saves() -> None:
     x, y = f(4, 3), f(4, 3)
-    words = "inputs outputs bytes_extra bytes_fixed bytes_workspace bytes_backward bytes_row"
+    words = "inputs outputs bytes_extra bytes_fixed bytes_workspace bytes_backward bytes_row "
+    words += "bytes_steps"
     nothing = dict.fromkeys(words.split(), 0)
     assert said("add", x, y)["saves"] == nothing | {"is_extra_rows": False}
     assert said("mul", x, y)["saves"]["inputs"] == 0b11
