@@ -175,6 +175,16 @@ saves_loss_l1(const KlCall *call, const KlInferred *result, KlSaves *saves)
     kl_rules_save_new(result, saves, count_terms(call), call->inputs[0]->dtype);
 }
 
+/* Weights of the positive terms are blended in on the way back, and so is a target that wants a gradient. */
+void
+saves_loss_logits(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    int64_t n = kl_rules_input(call, 3) != NULL ? 2 : 0;
+    saves_all(call, result, saves);
+    n += kl_rules_needs_grad(call, 1) ? 1 : 0;
+    saves->bytes_backward = n * kl_meta_n_bytes(call->inputs[0]);
+}
+
 void
 saves_loss_kl(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

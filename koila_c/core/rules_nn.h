@@ -212,6 +212,7 @@ KL_SAVES(loss_cosine);
 KL_SAVES(loss_hinge);
 KL_SAVES(loss_kl);
 KL_SAVES(loss_l1);
+KL_SAVES(loss_logits);
 KL_SAVES(loss_multilabel);
 KL_SAVES(loss_poisson);
 KL_SAVES(loss_ranking);

@@ -225,6 +225,7 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     int64_t n_kept = n_copied; /* for each direction */
     n_kept += (layer.n_layers - 1) * n_steps * n_cell * (result->is_random ? 2 : 1);
     saves_all(call, result, saves);
+    saves->inputs &= ~(uint64_t)(layer.is_batch_first); /* the copy, not the input */
     saves->outputs = is_lstm ? 7 : 3;
     if (is_fused) {
         save_fused(&layer, n_rows, n_steps, saves);
