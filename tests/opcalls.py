@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from koila import _core
+from koila.functions import PYTHON_ROWS
 from koila.partials import REDUCTIONS, Call
 from opchunks import (
     Place,
@@ -59,7 +60,7 @@ def rows_by_callable() -> dict[Any, str]:
             if name.startswith("Tensor_"):
                 table[getattr(torch.Tensor, name.removeprefix("Tensor_"))] = row["name"]
                 continue
-            for space in NAMESPACES:
+            for space in (torch.nn.functional,) if name in PYTHON_ROWS else NAMESPACES:
                 found = getattr(space, name, None)
                 if found is not None:
                     table.setdefault(found, row["name"])

@@ -49,7 +49,7 @@ _NAMES = {
     meshgrid.list_of_tensors meshgrid.variadic_tensors msort mvlgamma.mvlgamma_p_1
     mvlgamma.mvlgamma_p_3 mvlgamma.mvlgamma_p_5 nanmean nanquantile narrow_copy
     native_batch_norm native_dropout_backward native_group_norm native_layer_norm
-    new_empty_strided nextafter nn.functional.cosine_embedding_loss nn.functional.embedding_bag
+    new_empty_strided nextafter nn.functional.cosine_embedding_loss
     nn.functional.feature_alpha_dropout.without_train nn.functional.fractional_max_pool2d
     nn.functional.fractional_max_pool3d nn.functional.hinge_embedding_loss
     nn.functional.max_unpool1d nn.functional.max_unpool1d.grad nn.functional.max_unpool2d

@@ -253,6 +253,15 @@ LAYERS: dict[str, Make] = {
             call(f(5, 2), i(4), -1, True),
         ]
     ),
+    "embedding_bag": varied(
+        lambda: [
+            call(i(4, 3), f(5, 2)),
+            call(i(4, 3), f(5, 2), mode="sum", padding_idx=1),
+            call(i(4, 3), f(5, 2), mode="max"),
+            call(i(4, 3), f(5, 2), mode="sum", per_sample_weights=f(4, 3)),
+            call(i(3, 4).t(), f(5, 2), None, None, 2.0, False, "mean", False, None, True),
+        ]
+    ),
     "embedding_renorm_": lambda: [call(plain(5, 2), i(4), 1.0, 2.0)],
     "one_hot": lambda: [call(i(4), 5), call(i(6, 2), num_classes=4)],
     "scaled_dot_product_attention": varied(attentions),

@@ -29,7 +29,6 @@ TARGET = 2 * 2**20
 PAIRED = {"attention_over_rows", "clip", "hard_triplet", "info_nce", "info_nce_dropout"}
 PAIRED |= {"pairwise", "sim_clr", "sup_con"}
 
-GATHERED = "what a joint gave and its gradient are whole beside what its backward works in"
 CROSSED = "what crosses from joint to joint lives to the end"
 HEAD = "what an unrecorded call leaves is given a gradient beside its parts"
 CHECKPOINT = "in one chunk a checkpoint's body runs with its graph"
@@ -37,9 +36,6 @@ CHECKPOINT = "in one chunk a checkpoint's body runs with its graph"
 #: What takes more, why, and at most how much of eager's peak: in one chunk, in several, by rows.
 #: What is mended must go from here: a program that keeps the bound again fails.
 WORSE: dict[str, tuple[str, float, float, float]] = {
-    "bag_of_words-ce": (GATHERED, 1, 1.5, 1),
-    "bag_of_words-ce_ignored": (GATHERED, 1, 1.5, 1),
-    "bag_of_words-masked_mean": (GATHERED, 1, 1.3, 1),
     "checkpoint": (CHECKPOINT, 1.3, 1, 1),
     "sparse_mixture": (CROSSED, 1, 1.15, 1),
     "shuffled": (CROSSED, 1, 1.6, 1),

@@ -1,6 +1,7 @@
-/* rules_embedding.c - look-ups in a table: embedding, one_hot. The table comes first in the
- * arguments. */
+/* rules_embedding.c - look-ups in a table: embedding, embedding_bag, one_hot. */
 #include "rules.h"
+
+#include <string.h>
 
 static bool
 is_index(const KlMeta *meta)
@@ -97,4 +98,114 @@ place_one_hot(const KlCall *call, KlInferred *result, KlError *error)
     KlLabels letters = kl_rules_letters(call->inputs[0]->n_dims);
     const KlWiring wiring = {.inputs = {letters}, .outs = {letters}};
     return kl_rules_wire(call, result, &wiring);
+}
+
+/* --- embedding_bag: input (n, l), weight (v, d), ..., per_sample_weights (n, l) -> (n, d). Bags of several lengths
+ * (one dim, and offsets), sparse gradients and what shrinks the table are not described. ---------------------- */
+
+enum {
+    BAG_OFFSETS = 2,
+    BAG_MAX_NORM = 3,
+    BAG_SCALE = 5,
+    BAG_MODE = 6,
+    BAG_SPARSE = 7,
+    BAG_WEIGHTS = 8
+};
+
+/* The mode: 's'um, 'm'ean, or ma'x'; 0: the call is not described. */
+static char
+read_bag(const KlCall *call)
+{
+    const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 1);
+    const KlMeta *each = kl_rules_input(call, BAG_WEIGHTS);
+    const char *mode = NULL;
+    bool is_scaled = false, is_sparse = false;
+    if (input == NULL || weight == NULL || kl_rules_is_given(call, BAG_OFFSETS) ||
+        kl_rules_is_given(call, BAG_MAX_NORM) ||
+        kl_rules_bool(call, BAG_SCALE, false, &is_scaled) != KL_OK || is_scaled ||
+        kl_rules_bool(call, BAG_SPARSE, false, &is_sparse) != KL_OK || is_sparse ||
+        kl_rules_text(call, BAG_MODE, "mean", &mode) != KL_OK) {
+        return 0;
+    }
+    bool is_mode =
+        strcmp(mode, "sum") == 0 || strcmp(mode, "mean") == 0 || strcmp(mode, "max") == 0;
+    bool is_given = kl_rules_is_given(call, BAG_WEIGHTS);
+    bool is_fit = is_mode && is_index(input) && input->n_dims == 2 && weight->n_dims == 2 &&
+                  kl_meta_n_elements(input) > 0 && kl_meta_dtype_is_float(weight->dtype);
+    if (is_fit && is_given) {
+        is_fit = each != NULL && mode[0] == 's' && each->n_dims == 2 &&
+                 each->dtype == weight->dtype && each->shape[0] == input->shape[0] &&
+                 each->shape[1] == input->shape[1];
+    }
+    return (char)(!is_fit ? 0 : mode[1] == 'a' ? 'x' : mode[0]);
+}
+
+KlStatus
+shape_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (read_bag(call) == 0) {
+        return KL_DECLINED;
+    }
+    KlMeta out = *call->inputs[0];
+    out.shape[1] = call->inputs[1]->shape[1];
+    KlStatus status = kl_rules_out(result, &out, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
+dtype_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    kl_rules_set_dtypes(result, call->inputs[1]->dtype);
+    return KL_OK;
+}
+
+KlStatus
+place_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    enum { LETTER_FEATURE = 20 };
+    const KlWiring wiring = {.inputs = {{{1}}, {{0, LETTER_FEATURE}}, {{1}}},
+                             .outs = {{{1, LETTER_FEATURE}}},
+                             .reason = "the rows are entries of the table, or of a bag"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* For each index its bag, and for each bag where it begins, how long it is, and what was largest; on the way back
+ * the indices are sorted. Sums in float32 have a kernel that keeps less, and makes it then. */
+void
+saves_embedding_bag(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
+    const KlMeta *each = kl_rules_input(call, BAG_WEIGHTS);
+    const char mode = read_bag(call);
+    const int64_t n_all = kl_meta_n_bytes(input), n_bags = n_all / input->shape[1];
+    const int64_t n_out = kl_meta_n_bytes(&result->outs[0]);
+    const bool is_fast = mode == 's' && weight->dtype == KL_DTYPE_FLOAT32;
+    saves_all(call, result, saves);
+    saves->inputs &= ~(kl_rules_needs_grad(call, BAG_WEIGHTS) ? 0 : UINT64_C(2));
+    int64_t n_kept = (is_fast ? 0 : n_all) + 3 * n_bags;
+    if (mode == 'x') {
+        n_kept += kl_meta_n_elements(&result->outs[0]) * (n_bags / input->shape[0]) - n_bags;
+        saves->bytes_backward = n_kept - n_all + n_out;
+    } else {
+        saves->bytes_backward =
+            (is_fast ? 4 : 3) * n_all + (each != NULL ? kl_meta_n_bytes(each) : 0);
+    }
+    int64_t n_sums = 2 * n_all + n_bags - n_kept; /* while it finds the bag of each index */
+    int64_t n_more = mode == 's' ? 0 : mode == 'm' ? 3 * n_bags : n_bags;
+    saves->bytes_workspace = is_fast ? 0 : n_sums > n_more ? n_sums : n_more;
+    if (!kl_meta_is_contiguous(input)) {
+        saves->inputs &= ~UINT64_C(1);
+        n_kept += n_all;
+    }
+    if (each != NULL && !kl_meta_is_contiguous(each)) {
+        saves->inputs &= ~UINT64_C(4);
+        n_kept += kl_meta_n_bytes(each);
+    }
+    saves->bytes_extra = n_kept;
+    saves->is_extra_rows = result->split.mode != KL_MODE_ONCE;
 }

@@ -61,7 +61,8 @@ KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int
 /* The same where a tuple needs `n` entries and the word must be given. */
 KlStatus kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values);
 
-KL_DTYPE(uniform);       /* all tensors share one dtype, the output's; no bool */
+KL_DTYPE(uniform); /* all tensors share one dtype, the output's; no bool */
+KL_DTYPE(embedding_bag);
 KL_DTYPE(uniform_float); /* ... and it is a real floating-point one */
 KL_SAVES(all);           /* every tensor argument, whichever needs the gradient */
 
@@ -141,6 +142,7 @@ KL_SHAPE(batch_norm);
 KL_SHAPE(cdist);
 KL_SHAPE(cosine_similarity);
 KL_SHAPE(embedding);
+KL_SHAPE(embedding_bag);
 KL_SHAPE(embedding_renorm);
 KL_SHAPE(glu);
 KL_SHAPE(group_norm);
@@ -159,6 +161,7 @@ KL_PLACE(batch_norm);
 KL_PLACE(cdist);
 KL_PLACE(cosine_similarity);
 KL_PLACE(embedding);
+KL_PLACE(embedding_bag);
 KL_PLACE(embedding_renorm);
 KL_PLACE(glu);
 KL_PLACE(group_norm);
@@ -211,6 +214,7 @@ KL_SAVES(ctc);
 KL_SAVES(loss_cosine);
 KL_SAVES(loss_hinge);
 KL_SAVES(loss_kl);
+KL_SAVES(embedding_bag);
 KL_SAVES(loss_l1);
 KL_SAVES(loss_logits);
 KL_SAVES(loss_multilabel);

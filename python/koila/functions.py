@@ -83,6 +83,10 @@ _C_CALLABLES = (
 )
 
 
+#: Functions of Python with a row of their own, which C-level calls of that name do not have: these
+#: are given other words.
+PYTHON_ROWS = frozenset(("embedding_bag",))
+
 _rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
 
 
@@ -114,7 +118,8 @@ def _row_of(func: Callable[..., Any], name: str) -> str | None:
     """The row of a callable: a method whose words stand in another order has one of its own."""
     if isinstance(func, types.MethodDescriptorType) and f"Tensor_{name}" in _rows:
         return f"Tensor_{name}"
-    return name if name in _rows else None
+    is_meant = name not in PYTHON_ROWS or isinstance(func, types.FunctionType)
+    return name if name in _rows and is_meant else None
 
 
 def _register_op(func: Callable[..., Any], name: str) -> None:
@@ -137,7 +142,7 @@ def _register(func: Any, name: str) -> None:
         _core.register(func, READ, name, None, False, False, False, None, None)
     elif name in QUERIES:
         _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
-    elif isinstance(func, _C_CALLABLES) or name == "unflatten":
+    elif isinstance(func, _C_CALLABLES) or name in PYTHON_ROWS or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
         _core.register(func, ENTER, name, None, False, False, False, None, None)

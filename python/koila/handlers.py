@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from koila import (
     devices,
     draws,
     engine,
+    enter,
     explain,
     hooks,
     meets,
@@ -150,6 +152,12 @@ def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     words = _words(("self", "dtype", "non_blocking"), args, kwargs)
     words.update(device=answer.device, dtype=answer.dtype)
     return words.pop("self").to(**words)
+
+
+def enter_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the row of a Python function does not describe is entered."""
+    is_python = isinstance(func, types.FunctionType)
+    return enter.enter(func, (), args, kwargs) if is_python else NotImplemented
 
 
 def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -497,6 +505,7 @@ HANDLERS: dict[str, Handler] = {
 DECLINED: dict[str, Handler] = {
     "__getitem__": select,
     "batch_norm": norms.record,
+    "embedding_bag": enter_python,
     "softmax": meets.record,
     "log_softmax": meets.record,
     "masked_select": masked_select,
