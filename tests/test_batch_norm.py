@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from chunked import split
-from oracle import Lazy, assert_same_story, gradients
+from oracle import Lazy, assert_same_story, eager, gradients
 
 ROWS = 11
 CHUNKS = [None, 1, 2, 3, 7, ROWS]
@@ -281,6 +283,65 @@ def test_single_precision() -> None:
     torch.testing.assert_close(torch.tensor(made), wanted, rtol=0, atol=2e-4)
     torch.testing.assert_close(other.running_var, norm.running_var, rtol=1e-5, atol=0)
     torch.testing.assert_close(other.running_mean, norm.running_mean, rtol=1e-6, atol=0)
+
+
+def autocast(dtype: torch.dtype, model: nn.Module) -> Any:
+    return torch.autocast("cpu", dtype)
+
+
+def halved(dtype: torch.dtype, model: nn.Module) -> Any:
+    model.to(dtype)
+    return contextlib.nullcontext()
+
+
+def all_but_norms(dtype: torch.dtype, model: nn.Module) -> Any:
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()
+    return contextlib.nullcontext()
+
+
+HALVE: list[Callable[..., Any]] = [autocast, halved, all_but_norms]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, ROWS])
+@pytest.mark.parametrize("halve", HALVE, ids=lambda halve: halve.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, halve: Callable[..., Any], chunks: int) -> None:
+    """Eager's bits in one chunk; in several as far from double precision as eager is."""
+
+    def found(lazy: Lazy, is_half: bool) -> tuple[list[Tensor], list[Tensor]]:
+        layers = [nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.Tanh()) for _ in range(3)]
+        model, (real, y) = head(3, *layers), pictures()
+        block = halve(dtype, model)
+        x = real.to(torch.float32 if halve is autocast else dtype)
+        if not is_half:
+            model, x, block = model.double(), x.double(), contextlib.nullcontext()
+        x, y = lazy(x, y)
+        with block:
+            out = model(x)
+        F.cross_entropy(out.float() if is_half else out, y).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return gradients, [b for b in model.buffers() if b.is_floating_point()]
+
+    def apart(some: list[Tensor], others: list[Tensor]) -> float:
+        pairs = list(zip(some, others, strict=True))
+        differ = sum(float((a.double() - b).square().sum()) for a, b in pairs)
+        return math.sqrt(differ / sum(float(b.square().sum()) for _, b in pairs))
+
+    errors = torch.zeros(2, 2)
+    for seed in range(4):
+        tried = []
+        for lazy, is_half in ((koila.lazy, True), (eager, True), (eager, False)):
+            torch.manual_seed(seed)
+            with split(chunks, rows=["conv2d"]) if lazy is koila.lazy else split(None):
+                tried.append(found(lazy, is_half))
+        for i, (ours, theirs, exact) in enumerate(zip(*tried, strict=True)):
+            assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+            assert chunks > 1 or all(map(torch.equal, ours, theirs))
+            errors[i] += torch.tensor([apart(ours, exact), apart(theirs, exact)])
+    assert bool((errors[:, 0] <= 1.15 * errors[:, 1]).all())
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 3])

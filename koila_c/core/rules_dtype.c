@@ -214,11 +214,12 @@ dtype_to_mean(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-/* std, var: real also for complex; with a mean in the second output, of the input's own type */
+/* std, var: real also for complex; with a mean in the second output, of the input's own type. A dtype is named
+ * where batch_norm asks for what its rows meet in, of halves in more than that. */
 KlStatus
 dtype_to_var(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlDtype dtype = call->inputs[0]->dtype;
+    KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
     if (kl_rules_is_integral(dtype)) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "no variance of %s",
                             kl_meta_dtype_name(dtype));

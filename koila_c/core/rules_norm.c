@@ -2,6 +2,13 @@
  * the rows themselves (batch_norm in training, which couples them). */
 #include "rules.h"
 
+/* Whether batch_norm is given the statistics of the batch: words of koila's own, and the last inputs. */
+static bool
+has_batch_statistics(const KlCall *call)
+{
+    return call->n_args > 10 && kl_rules_is_given(call, 9) && kl_rules_is_given(call, 10);
+}
+
 /* Input 0 is real floating point; weights and statistics have its dtype, or float32 beside a
  * half type. */
 KlStatus
@@ -10,7 +17,8 @@ dtype_norm(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     bool is_half = dtype == KL_DTYPE_FLOAT16 || dtype == KL_DTYPE_BFLOAT16;
-    for (uint32_t i = 0; i < call->n_inputs; i++) {
+    uint32_t n = call->n_inputs - (has_batch_statistics(call) ? 2 : 0);
+    for (uint32_t i = 0; i < n; i++) {
         KlDtype own = call->inputs[i]->dtype;
         bool is_wide = i > 0 && is_half && own == KL_DTYPE_FLOAT32;
         if (!kl_meta_dtype_is_float(own) || (own != dtype && !is_wide) ||
@@ -234,13 +242,6 @@ saves_group_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* --- batch_norm, instance_norm: input, weight, bias, running_mean, running_var, training ------- */
 
-/* Whether batch_norm is given the statistics of the batch: words of koila's own. */
-static bool
-has_batch_statistics(const KlCall *call)
-{
-    return call->n_args > 10 && kl_rules_is_given(call, 9) && kl_rules_is_given(call, 10);
-}
-
 static KlStatus
 read_batch_norm(const KlCall *call, bool *is_training)
 {
@@ -288,8 +289,7 @@ place_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
     }
     if (is_training && !has_batch_statistics(call)) {
         const KlMeta *input = call->inputs[0];
-        bool is_wide = input->dtype == KL_DTYPE_FLOAT32 || input->dtype == KL_DTYPE_FLOAT64;
-        bool can_meet = is_wide && kl_place_is_rows(&input->place) && input->place.dim != 1;
+        bool can_meet = kl_place_is_rows(&input->place) && input->place.dim != 1;
         return can_meet ? KL_DECLINED /* recorded again, with the statistics as a call before it */
                         : kl_rules_once(result, "batch_norm in training couples the rows");
     }

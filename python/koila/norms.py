@@ -27,12 +27,20 @@ def _over(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 class _Moments(torch.autograd.Function):
-    """Mean, and sum of squared distances from it, for each channel: only the input is kept."""
+    """Mean, and sum of squared distances from it, for each channel: only the input is kept.
+
+    Found by the kernel of torch's own batch_norm, which adds up halves in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        var, mean = torch.var_mean(x, _over(x), correction=0)
+        unread = x.new_zeros(x.shape[1], dtype=_wide(x.dtype))  # running statistics
+        mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
         ctx.save_for_backward(x, mean)
         ctx.n = x.numel() // x.shape[1]
         return mean, var * ctx.n
@@ -41,11 +49,14 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         x, mean = ctx.saved_tensors
         of_mean, of_squares = gradients
+        # 2 (x - mean) of_squares + of_mean / n: a batch_norm of variance 1, or a product and a sum,
+        # which are faster where channels come last
+        scale, shift = 2 * of_squares, of_mean / ctx.n
+        if x.is_contiguous():
+            ones = torch.ones_like(mean)
+            return torch.native_batch_norm(x, scale, shift, mean, ones, False, 0.0, 0.0)[0]
         shape = [1, -1] + [1] * (x.dim() - 2)
-        # 2 (x - mean) of_squares + of_mean / n, as one product and one sum
-        twice = 2 * of_squares
-        shift = of_mean / ctx.n - twice * mean
-        return torch.addcmul(shift.view(shape), x, twice.view(shape))
+        return torch.addcmul((shift - scale * mean).view(shape), x, scale.view(shape)).to(x.dtype)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,12 +80,13 @@ class _Normalized(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, var)
         ctx.eps = eps
+        weight, bias = (None if w is None else w.to(mean.dtype) for w in (weight, bias))
         return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
-        scale = torch.ones_like(mean) if weight is None else weight
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         needs = ctx.needs_input_grad
         if gradient.stride() != x.stride():  # torch's kernels for the CPU take them to be alike
             gradient = torch.empty_like(x).copy_(gradient)
@@ -94,9 +106,12 @@ class _Normalized(torch.autograd.Function):
         )
 
 
-def batch_moments(x: Tensor, dim: list[int], *, correction: int) -> tuple[Tensor, Tensor]:
-    """torch.var_mean, by a name of its own: chunks make its parts together."""
-    return torch.var_mean(x, dim, correction=correction)
+def batch_moments(
+    x: Tensor, dim: list[int], *, correction: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """torch.var_mean, by a name of its own: it is called in chunks alone, be it one, where its
+    parts are made by `moments`."""
+    raise NotImplementedError
 
 
 def batch_norm(
@@ -125,10 +140,10 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 9 or type(args[0]) is not _core.LazyTensor:
         return NotImplemented
     x = args[0]
-    var, mean = handle_torch_function(batch_moments, (x,), x, _over(x), correction=0)
+    call: Any = handle_torch_function
+    var, mean = call(batch_moments, (x,), x, _over(x), correction=0, dtype=_wide(x.dtype))
     if not _core.set_for_chunks(mean):
         return NotImplemented
-    call: Any = handle_torch_function
     return call(batch_norm, (x,), *args, var, mean)
 
 
@@ -154,5 +169,8 @@ class Statistics(NamedTuple):
         n = self.n_terms
         of_sample = share * n / (n - 1) if n > 1 else math.nan
         with torch.no_grad():
-            self.running_mean.mul_(1 - share).add_(self.mean, alpha=share)
-            self.running_var.mul_(1 - share).add_(self.var, alpha=of_sample)
+            for running, of_batch, times in (
+                (self.running_mean, self.mean, share),
+                (self.running_var, self.var, of_sample),
+            ):
+                running.copy_(torch.add((1 - share) * running, of_batch, alpha=times))

@@ -220,19 +220,9 @@ class Var(Reduction):
             return abs_squared(x - mean).sum(over, keepdim=keepdim)
         return mean if keepdim else mean.squeeze(over) if over else mean
 
-    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
-        if call.func is not norms.batch_moments:
-            return super().partials(parts, call)
-        x: torch.Tensor = call.word("input")
-        mean, squares = norms.moments(x)
-        made = count(x.numel() // x.shape[1]), mean, squares
-        return tuple(made[part] for part in parts)
-
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         _, _, correction = self.options(call)
         ns, means, squares = parts
-        if call.func is norms.batch_moments:  # what it is used for would show the rounding
-            means, squares = ([part.double() for part in of] for of in (means, squares))
         n = total(ns)
         weights = [(one / n).to(squares[0].dtype) for one in ns]
         mean = total([w * m for w, m in zip(weights, means, strict=True)])
@@ -246,6 +236,20 @@ class Var(Reduction):
         value = value.to(real_of(call.dtype))
         has_mean = name.endswith(("_mean", "_moments"))
         return (value, mean.to(call_mean_dtype(call, mean))) if has_mean else value
+
+
+class Moments(Var):
+    """What a batch normalization is made of: put together in double, for it would show the
+    rounding."""
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        x: torch.Tensor = call.word("input")
+        mean, squares = norms.moments(x)
+        made = count(x.numel() // x.shape[1]), mean, squares
+        return tuple(made[part] for part in parts)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        return super().combine([[part.double() for part in of] for of in parts], call)
 
 
 def real_of(dtype: torch.dtype) -> torch.dtype:
@@ -548,4 +552,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "CLASSES": Classes(),
 }
 #: Of calls that only chunks make.
-OF_CALLS: dict[Callable[..., Any], Reduction] = {meets.shares: Shares()}
+OF_CALLS: dict[Callable[..., Any], Reduction] = {
+    meets.shares: Shares(),
+    norms.batch_moments: Moments(),
+}
