@@ -370,8 +370,6 @@ JOINT_STEPS = [
     Program("norm_pool", norm_before_pool, images_and_labels, classify, joint="BatchNorm"),
     Program("vector_norm", vector_norm, vectors_and_labels, classify, joint="BatchNorm"),
     Program("norm_stateless", norm_without_memory, images_and_labels, classify, joint="BatchNorm"),
-    Program(
-        "instance_norm", tracked_instance_norm, images_and_labels, classify, joint="statistics"
-    ),
+    Program("instance_norm", tracked_instance_norm, images_and_labels, classify),
     Program("norm_root", ConvBatchNorm, images, rooted_images, joint="BatchNorm, root of a mean"),
 ]

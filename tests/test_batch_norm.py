@@ -245,6 +245,35 @@ def frozen(lazy: Lazy) -> Any:
     return seen(model)
 
 
+def of_instances(n_dims: int, *, is_frozen: bool = False, **options: Any) -> Callable[[Lazy], Any]:
+    """InstanceNorm with running statistics, which move by the mean of those of the rows."""
+
+    def story(lazy: Lazy) -> Any:
+        norm = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}[n_dims]
+        shape = {1: (3, 64), 2: (3, 8, 8), 3: (3, 4, 4, 4)}[n_dims]
+        norms = [norm(3, track_running_stats=True, **options).double() for _ in range(2)]
+        seen = []
+        for _ in range(2):
+            real = pictures()[0].requires_grad_()
+            x = lazy(real).reshape(-1, *shape)
+            once = norms[0](x)
+            norms[1].train(not is_frozen)
+            loss = norms[1](once.tanh() + norms[0](2 * x + 1)).square().tanh().mean()
+            loss.backward()
+            seen += [loss, real.grad]
+        return seen, [gradients(norm) for norm in norms], [dict(n.named_buffers()) for n in norms]
+
+    story.__name__ = f"of_instances_{n_dims}d" + "_frozen" * is_frozen + "_".join(options)
+    return story
+
+
+def instances_under_no_grad(lazy: Lazy) -> Any:
+    norm = nn.InstanceNorm2d(3, track_running_stats=True).double()
+    with torch.no_grad():
+        out = norm(lazy(pictures()[0]))
+    return out.sum(), dict(norm.named_buffers())
+
+
 def channels_last(lazy: Lazy) -> Any:
     model = resnet().double().to(memory_format=torch.channels_last)
     real, y = pictures()
@@ -264,6 +293,9 @@ def kept_apart(lazy: Lazy) -> Any:
 
 STORIES = [gan, vae, under_no_grad, read_before_backward, held, hooked, input_gradient, frozen]
 STORIES += [channels_last, kept_apart]
+STORIES += [of_instances(n, affine=True) for n in (1, 2, 3)]
+STORIES += [of_instances(2), of_instances(2, momentum=None), of_instances(2, is_frozen=True)]
+STORIES += [instances_under_no_grad]
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -283,6 +315,34 @@ def test_single_precision() -> None:
     torch.testing.assert_close(torch.tensor(made), wanted, rtol=0, atol=2e-4)
     torch.testing.assert_close(other.running_var, norm.running_var, rtol=1e-5, atol=0)
     torch.testing.assert_close(other.running_mean, norm.running_mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_instances_are_rows(is_training: bool) -> None:
+    """Nothing crosses from body to body for the sake of statistics."""
+    norm = nn.InstanceNorm2d(3, affine=True, track_running_stats=True).double().train(is_training)
+    with split(3, rows=["instance_norm"]):
+        loss = norm(koila.lazy(pictures()[0])).square().mean()
+        assert "in 2 stages" in koila.explain(loss)  # a body and what follows
+        loss.backward()
+
+
+def test_instances_moved_and_read() -> None:
+    """In one program statistics move, and are what the next call reads."""
+
+    def found(lazy: Lazy) -> list[Tensor]:
+        torch.manual_seed(0)
+        norm = nn.InstanceNorm2d(3, track_running_stats=True).double()
+        x = lazy(pictures()[0].requires_grad_())
+        made = norm(x)
+        loss = (norm.eval()(x) * made).square().mean()
+        loss.backward()
+        return [loss, *norm.buffers()]
+
+    with koila.config(chunks=3):
+        made = found(koila.lazy)
+    for ours, theirs in zip(made, found(eager), strict=True):
+        torch.testing.assert_close(torch.tensor(ours.tolist()), torch.tensor(theirs.tolist()))
 
 
 def autocast(dtype: torch.dtype, model: nn.Module) -> Any:

@@ -45,7 +45,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "reused": (CUT, 0.0, 0.09),
     "quantise": (OUTSIDE, 0.36, 0.19),
     "critic": (OUTSIDE, 0.0, 0.12),
-    "instance_norm": (WORKSPACE, -0.12, 0.18),
+    "instance_norm": (WORKSPACE, -0.12, -0.1),
 }
 
 PROGRAMS = [program for program in models.VARIED if not program.whole and not program.baked]

@@ -153,8 +153,8 @@ call_node(Run *run, KlNodeId id)
     /* Whether a reshape shares memory depends on the layout, which a chunk need not share with the
      * whole; where nothing is written, nothing can tell. */
     bool is_view = run->has_writes && run->node->row != NULL && run->node->row->kind == KL_ROW_VIEW;
-    if (run->node->mode != KL_MODE_REDUCE && !run->node->is_random && !is_view &&
-        !reads_for_chunks(run)) {
+    bool has_effect = run->node->is_random || run->node->leaf_writes != 0;
+    if (run->node->mode != KL_MODE_REDUCE && !has_effect && !is_view && !reads_for_chunks(run)) {
         result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
                                      (size_t)n_positional, call->kwnames);
         if (result == Py_None && run->node->writes != 0) { /* __setitem__ gives nothing back */

@@ -322,8 +322,8 @@ saves_batch_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* It is a batch_norm of (1, n * c, ...): rows are apart as long as there are no running
- * statistics, which are written even when they are only read. */
+/* It is a batch_norm of (1, n * c, ...): rows are apart. Running statistics move by the mean of those of the
+ * rows, and are written even when they are only read. */
 KlStatus
 shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -340,15 +340,6 @@ shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
         kl_meta_set_contiguous(&result->outs[0]);
     }
     return status;
-}
-
-KlStatus
-place_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
-{
-    if (kl_rules_is_given(call, 3)) {
-        return kl_rules_once(result, "instance_norm keeps statistics of the batch");
-    }
-    return place_group_norm(call, result, error);
 }
 
 void

@@ -14,13 +14,15 @@ backward gives (Ioffe and Szegedy, 2015, section 3).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from koila import _core
+from koila.errors import NotInChunksError
 
 
 def _over(x: Tensor) -> list[int]:
@@ -153,24 +155,66 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _core.live(torch.batch_norm, args[:9], {}, False)
 
 
-class Statistics(NamedTuple):
-    """Running statistics, and those of a batch that they are moved towards."""
+class Statistics:
+    """Running statistics, and those of a batch that they are moved towards: of all its rows, or of
+    each of its chunks, which count by their rows."""
 
-    running_mean: Tensor
-    running_var: Tensor
-    momentum: float
-    var: Tensor
-    mean: Tensor
-    n_terms: int  # for each channel
+    def __init__(self, mean: Tensor, var: Tensor, momentum: float) -> None:
+        self.running = mean, var
+        self.momentum = momentum
+        self.of_chunks: dict[int, tuple[int, Tensor, Tensor]] = {}  # rows, mean, var of a sample
 
     def write(self) -> None:
-        """Move the running statistics, as torch does: the variance as of a sample."""
-        share = self.momentum
-        n = self.n_terms
-        of_sample = share * n / (n - 1) if n > 1 else math.nan
+        """Move the running statistics."""
+        n_rows = sum(n for n, *_ in self.of_chunks.values())
         with torch.no_grad():
-            for running, of_batch, times in (
-                (self.running_mean, self.mean, share),
-                (self.running_var, self.var, of_sample),
-            ):
-                running.copy_(torch.add((1 - share) * running, of_batch, alpha=times))
+            for i, running in enumerate(self.running, 1):
+                moved = (1 - self.momentum) * running.double()
+                for chunk in self.of_chunks.values():
+                    moved += self.momentum * chunk[0] / n_rows * chunk[i]
+                running.copy_(moved)
+
+
+def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
+    """Those of a batch_norm, which were made of `n_terms` for each channel."""
+    mean, var, momentum = args[3], args[4], args[6]
+    found = Statistics(mean, var, momentum)
+    share = n_terms / (n_terms - 1) if n_terms > 1 else math.nan
+    found.of_chunks[0] = 1, args[10].detach(), args[9].detach() * share
+    return found
+
+
+#: Of torch.instance_norm.
+WORDS = (
+    "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled".split()
+)
+
+
+def instance_norm(
+    args: tuple[Any, ...], chunk: int, known: Statistics | None, others: Iterable[Statistics]
+) -> tuple[Tensor, Statistics | None]:
+    """instance_norm with running statistics on a chunk, which leaves these as they are.
+
+    torch moves them by the mean of what its rows have, each by itself; with a momentum of 1 they
+    are that. In evaluation it writes what it has read.
+
+    Args:
+        args: of torch's own call.
+        chunk: its number.
+        known: the statistics of the same call on other chunks.
+        others: those of other calls.
+
+    Returns:
+        The result, and the statistics of the call, if it moves any.
+    """
+    x, weight, bias, mean, var, is_training, momentum, *rest = args
+    if not is_training:
+        if any(other.running[0].data_ptr() == mean.data_ptr() for other in others):
+            raise NotInChunksError("instance_norm: its running statistics are still to be moved")
+        own = mean.clone(), var.clone()
+        return torch.instance_norm(x, weight, bias, *own, False, momentum, *rest), None
+    found = Statistics(mean, var, momentum) if known is None else known
+    of_chunk = torch.zeros_like(mean), torch.zeros_like(var)
+    made = torch.instance_norm(x, weight, bias, *of_chunk, True, 1.0, *rest)
+    found.of_chunks[chunk] = x.shape[0], *of_chunk
+    return made, found

@@ -226,6 +226,8 @@ class Replay:
                 return tuple(results) if isinstance(results, tuple | list) else (results,)
             if node.mode == ROWS and func in meets.N_OWN:
                 return self._go_on(node, run, func, args)
+            if node.mode == ROWS and func is torch.instance_norm:
+                return self._instance_norm(node, run, chunk, args, kwargs)
             if i in run.parts:
                 start = bounds[0] if bounds else 0
                 return reductions.run_parts(
@@ -267,11 +269,22 @@ class Replay:
         is_norm = func is norms.batch_norm
         if is_norm and args[3] is not None and node.id not in self.statistics:
             shape = self.program.info(node.first_out).shape
-            var, mean = args[9].detach(), args[10].detach()
-            n_terms = math.prod(shape) // shape[1]
-            running = args[3], args[4], args[6]
-            self.statistics[node.id] = norms.Statistics(*running, var, mean, n_terms)
+            self.statistics[node.id] = norms.of_batch(args, math.prod(shape) // shape[1])
         return func(*args)
+
+    def _instance_norm(
+        self, node: Node, run: Run, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """With running statistics, which are written at the commit, once."""
+        if self.is_forward and len(self.grids[run.axis]) == 1:
+            return torch.instance_norm(*args, **kwargs)
+        known = self.statistics.get(node.id)
+        others = (one for i, one in self.statistics.items() if i != node.id)
+        more = (kwargs[name] for name in norms.WORDS[len(args) :])
+        made, found = norms.instance_norm((*args, *more), chunk, known, others)
+        if found is not None:
+            self.statistics[node.id] = found
+        return made
 
     def _is_plain(self, node: Node, run: Run) -> bool:
         """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
