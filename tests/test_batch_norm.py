@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -125,6 +125,7 @@ MODELS: dict[str, Model] = {
     "no momentum": lambda: OfDims(2, momentum=None),
     "no statistics": lambda: OfDims(2, track_running_stats=False),
     "not affine": lambda: OfDims(2, affine=False),
+    "sync": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(OfDims(2)),
     "large eps": lambda: OfDims(2, eps=0.5, momentum=0.7),
 }
 
@@ -343,6 +344,29 @@ def test_instances_moved_and_read() -> None:
         made = found(koila.lazy)
     for ours, theirs in zip(made, found(eager), strict=True):
         torch.testing.assert_close(torch.tensor(ours.tolist()), torch.tensor(theirs.tolist()))
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("chunks", [None, 3])
+def test_sync_in_a_group_of_one(chunks: int | None, group_of_one: None) -> None:
+    """Evaluated it is as any other; trained, torch wants a GPU, and says so."""
+
+    def story(lazy: Lazy) -> Any:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(OfDims(2)).double().eval()
+        x, y = lazy(*pictures())
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(ValueError, match="expected input tensor to be on GPU") as told:
+            model.train()(x)
+        return seen(model), str(told.value)
+
+    assert_same_story(story, chunks)
 
 
 def autocast(dtype: torch.dtype, model: nn.Module) -> Any:
