@@ -111,7 +111,7 @@ def describe(name: str, args: Any, kwargs: Any, places: Any = None, *, brief: bo
 
 
 #: Rows that are recorded as two calls where they couple rows; samples may have the second of them.
-IN_TWO_CALLS = ("batch_norm", "softmax", "log_softmax")
+IN_TWO_CALLS = ("batch_norm", "softmax", "log_softmax", "cumprod", "cumsum", "logcumsumexp")
 
 
 def check_classes(

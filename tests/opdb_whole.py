@@ -78,7 +78,7 @@ _NAMES = {
     """,
     # Running statistics of the batch; samples of one row; products of rows by rows.
     WHOLE: """
-    nn.functional.instance_norm nn.functional.pixel_shuffle nn.functional.pixel_unshuffle
+    nn.functional.pixel_shuffle nn.functional.pixel_unshuffle
     pca_lowrank svd_lowrank
     """,
 }

@@ -165,7 +165,7 @@ EXPECTED: list[tuple[str, str, Any, Any, str, Any, Any]] = [
     ("best row", "max", (f(4, 3), 0), [ROWS0], "ONCE", None, []),
     ("largest of all", "max", (f(4, 3),), [ROWS0], "REDUCE", None, []),
     ("argmax of all", "argmax", (f(4, 3),), [ROWS0], "ONCE", None, []),
-    ("cumsum along rows", "cumsum", (f(4, 3), 0), [ROWS0], "ONCE", None, []),
+    ("order of rows", "argsort", (f(4, 3), 0), [ROWS0], "ONCE", None, []),
     ("cumsum along time", "cumsum", (f(4, 3), 1), [ROWS0], "ROWS", ROWS0, []),
     # indexing
     ("last step", "__getitem__", (f(4, 5, 3), (slice(None), -1)), [ROWS0], "ROWS", ROWS0, []),

@@ -26,8 +26,6 @@ NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "pow": lambda h: h.mean(0).pow(2).sum(),
     "product of sums": lambda h: h.sum() * h.exp().sum(),
     "product of rows": lambda h: (h.flip(0)[0] * h[1]).mean(),
-    "product over rows": lambda h: h.cumprod(0)[-1].sum(),
-    "rows of all": lambda h: h.logcumsumexp(0)[-1].sum(),
     "sort": lambda h: h.sort(0).values[3].sum(),
     "a matrix": lambda h: torch.linalg.svdvals(h).sum(),
     "two joints": lambda h: (h.mean() + h.flip(0).sum()).sin(),

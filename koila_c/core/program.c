@@ -539,7 +539,7 @@ build_segment(Build *build, uint32_t stage, KlAxisId axis, uint32_t segment)
 }
 
 /* Whether a node may run on other chunks than the body does that it is of: not where it draws or writes, nor
- * where it reads by rows what another body made, or another reads by rows what it makes. */
+ * where it reads by rows, or by chunk, what another body made, or another reads by rows what it makes. */
 static bool
 can_be_of_head(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
 {
@@ -553,8 +553,9 @@ can_be_of_head(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
         KlNodeId maker = value != KL_ID_NONE ? maker_of(build, value) : KL_ID_NONE;
         bool is_made = maker != KL_ID_NONE && build->tape->nodes[maker].mode == KL_MODE_ROWS &&
                        !stages->is_data[maker];
-        is_able = !is_made || stages->node_stage[maker] == stage ||
-                  kl_stage_is_gathered(build->tape, stages, node, k);
+        bool is_for_chunks = maker != KL_ID_NONE && build->tape->nodes[maker].is_for_chunks;
+        is_able = !is_for_chunks && (!is_made || stages->node_stage[maker] == stage ||
+                                     kl_stage_is_gathered(build->tape, stages, node, k));
     }
     for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
         is_able = is_able && !build->tape->values[out].is_hooked;

@@ -277,6 +277,7 @@ KL_DTYPE(type_as);
 KL_PLACE(rowwise);  /* every row by itself, inputs aligned by broadcasting from the right */
 KL_PLACE(moved);    /* the rows go with dim_map; taken apart: ONCE */
 KL_PLACE(along);    /* the same, for ops that mix a dim */
+KL_PLACE(scan);     /* along, and by rows where it goes on from what is given */
 KL_PLACE(reduced);  /* the same, for a reduction that is split */
 KL_PLACE(constant); /* reads no row, only sizes */
 

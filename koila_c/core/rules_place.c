@@ -62,6 +62,23 @@ place_along(const KlCall *call, KlInferred *result, KlError *error)
                                  : kl_rules_once(result, "every row depends on the others");
 }
 
+/* cumsum and its kin; the last word is koila's own: what each chunk starts from, see koila/scans.py. Rows lie
+ * one after the other where their digit is the outermost of the dim. */
+KlStatus
+place_scan(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlPlace *place = &call->inputs[0]->place;
+    bool has_starts = call->n_args > 2 && call->args[call->n_args - 1].kind == KL_ARG_VALUE;
+    if (is_kept(call, result) || place->outer != 1) {
+        return place_along(call, result, error);
+    }
+    if (!has_starts) {
+        return KL_DECLINED; /* recorded again, with the starts as a call before it */
+    }
+    result->dim_map[place->dim] = (int8_t)place->dim;
+    return move_first(call, result);
+}
+
 KlStatus
 kl_rules_reduce_moved(const KlCall *call, KlInferred *result, KlReduce reduce)
 {

@@ -51,9 +51,8 @@ place_softmax(const KlCall *call, KlInferred *result, KlError *error)
     KlLabels labels = kl_rules_letters(n_dims);
     const KlMeta *input = call->inputs[0];
     bool is_over_rows = kl_place_is_rows(&input->place) && input->place.dim == dim;
-    bool is_wide = input->dtype == KL_DTYPE_FLOAT32 || input->dtype == KL_DTYPE_FLOAT64;
     bool is_met = call->n_args > 4 && kl_rules_is_given(call, 3) && kl_rules_is_given(call, 4);
-    if (is_over_rows && is_wide && !is_met && !kl_rules_is_given(call, 2)) {
+    if (is_over_rows && !is_met) {
         return KL_DECLINED; /* recorded again, with the sums of exponentials as a call before it */
     }
     labels.of[dim] = is_met ? labels.of[dim] : 0;

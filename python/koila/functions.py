@@ -28,6 +28,7 @@ from koila import (
     replay,
     reports,
     scalars,
+    scans,
     turned,
     versions,
 )
@@ -245,6 +246,10 @@ def register_all() -> None:
     for call in (meets.softmax, meets.log_softmax):
         name = call.__name__
         _core.register(call, OP, name, meets.run_whole, False, False, False, name, tuple)
+    for call in scans.STARTS:
+        _core.register(call, OP, "starts", None, False, False, False, "sum", tuple)
+    for call, name in scans.CALLS.items():
+        _core.register(call, OP, name, scans.run_whole, False, False, False, name, tuple)
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
         if name in handlers.HANDLERS:

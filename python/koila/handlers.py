@@ -25,6 +25,7 @@ from koila import (
     plan,
     replay,
     reports,
+    scans,
     turned,
 )
 
@@ -508,6 +509,7 @@ DECLINED: dict[str, Handler] = {
     "embedding_bag": enter_python,
     "softmax": meets.record,
     "log_softmax": meets.record,
+    **dict.fromkeys(scans.SCANS, scans.record),
     "masked_select": masked_select,
     "rrelu": rrelu,
     "poisson": poisson,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from koila import _core, norms
+from koila import _core, norms, scans
+from koila.norms import wide
 
 
 class _Sums(torch.autograd.Function):
@@ -23,12 +24,13 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
         ctx.save_for_backward(x, most)
-        return torch.sub(x, most).exp_().sum(dim, keepdim=True)
+        return torch.sub(x.to(most.dtype), most).exp_().sum(dim, keepdim=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         x, most = ctx.saved_tensors
-        return torch.sub(x, most).exp_().mul_(gradients[0]), None, None
+        made = torch.sub(x.to(most.dtype), most).exp_().mul_(gradients[0])
+        return made.to(x.dtype), None, None
 
 
 def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
@@ -36,7 +38,9 @@ def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
     return made
 
 
-def shares(x: Tensor, dim: list[int], *, correction: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+def shares(
+    x: Tensor, dim: list[int], *, correction: int, keepdim: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """What rows meet in: the logarithm, and the largest. It is called in chunks alone, be it one,
     where its parts are made by `sums`; its results are laid out as those of torch.var_mean."""
     raise NotImplementedError
@@ -57,7 +61,7 @@ def softmax(
     """Whole, where nobody summed up, torch's own call."""
     if logs is None or most is None:
         return torch.softmax(x, dim)
-    return torch.exp(_below(x, logs, most))
+    return torch.exp(_below(x, logs, most)).to(x.dtype)
 
 
 def log_softmax(
@@ -68,12 +72,18 @@ def log_softmax(
     most: Tensor | None = None,
 ) -> Tensor:
     """Likewise."""
-    return torch.log_softmax(x, dim) if logs is None or most is None else _below(x, logs, most)
+    if logs is None or most is None:
+        return torch.log_softmax(x, dim)
+    return _below(x, logs, most).to(x.dtype)
 
 
 #: What is given what all rows have met in, and how many words torch's own call has.
-N_OWN: dict[Callable[..., Any], int] = {softmax: 3, log_softmax: 3, norms.batch_norm: 9}
-_HALVES = (torch.float16, torch.bfloat16)
+N_OWN: dict[Callable[..., Any], int] = {
+    softmax: 3,
+    log_softmax: 3,
+    norms.batch_norm: 9,
+    **dict.fromkeys(scans.CALLS, 2),
+}
 _BY_NAME = {"softmax": softmax, "log_softmax": log_softmax}
 
 
@@ -83,9 +93,13 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if type(x) is not _core.LazyTensor or dim is None:
         return NotImplemented
-    x = x.float() if x.dtype in _HALVES else x  # as autocast has it
+    dtype = kwargs.get("dtype", args[2] if len(args) > 2 else None)
+    if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = wide(x.dtype)  # as its list says
+    x = x if dtype is None else x.to(dtype)
     call: Any = handle_torch_function
-    logs, most = call(shares, (x,), x, [dim], correction=0, keepdim=True)
+    words = {"correction": 0, "keepdim": True, "dtype": wide(x.dtype)}
+    logs, most = call(shares, (x,), x, [dim], **words)
     if not _core.set_for_chunks(most):
         return NotImplemented
     return call(_BY_NAME[func.__name__], (x,), x, dim, None, logs, most)

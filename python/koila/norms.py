@@ -29,7 +29,8 @@ def _over(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In what statistics are found."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -41,7 +42,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        unread = x.new_zeros(x.shape[1], dtype=_wide(x.dtype))  # running statistics
+        unread = x.new_zeros(x.shape[1], dtype=wide(x.dtype))  # running statistics
         mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
         ctx.save_for_backward(x, mean)
         ctx.n = x.numel() // x.shape[1]
@@ -143,7 +144,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     x = args[0]
     call: Any = handle_torch_function
-    var, mean = call(batch_moments, (x,), x, _over(x), correction=0, dtype=_wide(x.dtype))
+    var, mean = call(batch_moments, (x,), x, _over(x), correction=0, dtype=wide(x.dtype))
     if not _core.set_for_chunks(mean):
         return NotImplemented
     return call(batch_norm, (x,), *args, var, mean)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from koila import meets, norms
+from koila import meets, norms, scans
 
 # Names numpy uses, which torch takes for its own.
 NUMPY_NAMES = {
@@ -148,6 +148,7 @@ class Reduction:
     """One way to split a reduction."""
 
     n_parts = 1
+    is_by_chunk = False  #: each chunk is given a part of its value
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         """Compute one part on a chunk; `call` holds the chunk's arguments."""
@@ -359,12 +360,26 @@ class Shares(LogSumExp):
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x, dim = call.word("input"), call.word("dim")
-        most = x.detach().amax(dim, True)
+        most = x.detach().amax(dim, True).to(call.wide)
         made = most, meets.sums(x, self.finite(most), dim), count(1)
         return tuple(made[part] for part in parts)
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         return self.joined(*parts[:2])
+
+
+class Starts(Reduction):
+    """What each chunk of a running sum starts from: its value is one after the other."""
+
+    is_by_chunk = True
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        (dim,) = call.word("dim")
+        return scans.STARTS[call.func].total(call.word("input").to(call.wide), dim)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        (dim,) = call.word("dim")
+        return scans.starts_of(scans.STARTS[call.func], parts[0], dim)
 
 
 class Norm(Reduction):
@@ -555,4 +570,5 @@ REDUCTIONS: dict[str, Reduction] = {
 OF_CALLS: dict[Callable[..., Any], Reduction] = {
     meets.shares: Shares(),
     norms.batch_moments: Moments(),
+    **dict.fromkeys(scans.STARTS, Starts()),
 }

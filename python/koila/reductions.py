@@ -28,6 +28,15 @@ def is_of_chunks(node: Node) -> bool:
     return _core.node(node.id)[0] in OF_CALLS
 
 
+def dim_of_chunks(program: Program, node: Node) -> int | None:
+    """The dim along which the value has a part for each chunk; None: it has none."""
+    if not reduction_of(node).is_by_chunk:
+        return None
+    func, args, kwargs = _core.call(node.id)
+    (dim,) = _call(program, node, func, args, kwargs).word("dim")
+    return int(dim) % len(program.info(node.first_out).shape)
+
+
 def n_parts(node: Node) -> int:
     return reduction_of(node).n_parts
 

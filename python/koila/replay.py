@@ -36,7 +36,7 @@ from koila.cross import Cross, add, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import DATA, ROWS, Node, Op, Program, Run, Step
-from koila.rows import Bounds, chunk_shape, cut, grid
+from koila.rows import Bounds, Place, chunk_shape, cut, grid
 from koila.threads import in_turn
 
 
@@ -101,6 +101,7 @@ class Replay:
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         self.scratch = self._copy_statistics()
         self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
+        self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
         self.draws = draws.Draws(program, self.grids)
 
     @functools.cached_property
@@ -163,9 +164,18 @@ class Replay:
         bounds = self.grid_of(run)[chunk]
         if entry.is_range:
             return cross.read_whole(False).narrow(0, 0, bounds[1] - bounds[0])
-        if entry.place is None:
+        place, grid = self._part_of(number, run)
+        if place is None:
             return cross.gather(is_graph)
-        return cross.read_rows(entry.place, self.grid_of(run), chunk, is_graph)
+        return cross.read_rows(place, grid, chunk, is_graph)
+
+    def _part_of(self, number: int, run: Run) -> tuple[Place | None, Sequence[Bounds]]:
+        """Where that of an import is which a chunk is given: its rows, or the entry made for it."""
+        value, place, _ = self.program.imports[number]
+        if value in self.by_chunk:
+            dim, n_chunks = self.by_chunk[value], len(self.grid_of(run))
+            return (run.axis, dim, 1, 1), [(chunk, chunk + 1) for chunk in range(n_chunks)]
+        return place, self.grid_of(run)
 
     def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
         """A tensor with the sizes of a value that is not there yet."""
@@ -225,7 +235,7 @@ class Replay:
                 results = func(*args, **kwargs)
                 return tuple(results) if isinstance(results, tuple | list) else (results,)
             if node.mode == ROWS and func in meets.N_OWN:
-                return self._go_on(node, run, func, args)
+                return self._go_on(node, run, func, args, kwargs)
             if node.mode == ROWS and func is torch.instance_norm:
                 return self._instance_norm(node, run, chunk, args, kwargs)
             if i in run.parts:
@@ -260,17 +270,25 @@ class Replay:
         )
         return env
 
-    def _go_on(self, node: Node, run: Run, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _go_on(
+        self,
+        node: Node,
+        run: Run,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """A call on a chunk that is given what all rows have met in. The running statistics of
         batch_norm are written at the commit, once."""
         is_alone = self.is_forward and len(self.grid_of(run)) == 1
         if is_alone:  # one forward without a graph: torch's own call, which writes them
-            return func(*args[: meets.N_OWN[func]])
+            own = {name: value for name, value in kwargs.items() if name != "starts"}
+            return func(*args[: meets.N_OWN[func]], **own)
         is_norm = func is norms.batch_norm
         if is_norm and args[3] is not None and node.id not in self.statistics:
             shape = self.program.info(node.first_out).shape
             self.statistics[node.id] = norms.of_batch(args, math.prod(shape) // shape[1])
-        return func(*args)
+        return func(*args, **kwargs)
 
     def _instance_norm(
         self, node: Node, run: Run, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -316,9 +334,13 @@ class Replay:
                 if combined is None:
                     parts = cross.read_parts(is_graph)
                     combined = reductions.combine(self.program, node, parts)
+                dim = reductions.dim_of_chunks(self.program, node)
                 for out, tensor in zip(node.outs, combined, strict=True):
-                    _core.check_result(node.id, out, tensor)
+                    first = tensor if dim is None else tensor.narrow(dim, 0, 1)
+                    _core.check_result(node.id, out, first)
                     env[out] = tensor
+                if dim is not None:
+                    self.by_chunk[value] = dim
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -546,10 +568,11 @@ class Replay:
     def _take_rows(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
         """Gradients for rows of what is there whole go to their places."""
         for number in run.imports:
-            value, place, _ = self.program.imports[number]
+            value = self.program.imports[number].value
+            place, grid = self._part_of(number, run)
             cross = stand_ins.get(value) or self.cross.get(value)
             if cross is not None and place is not None:
-                self._forget(cross.take_rows(place, self.grid_of(run), chunk))
+                self._forget(cross.take_rows(place, grid, chunk))
 
     def _forget(self, aliases: Iterable[torch.Tensor]) -> None:
         """No gradient comes for them any more: those that got none must not keep their memory."""
