@@ -24,6 +24,8 @@ from torch.overrides import handle_torch_function
 from koila import _core
 from koila.errors import NotInChunksError
 
+Pair = tuple[Tensor, Tensor]
+
 
 def _over(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
@@ -37,19 +39,23 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class _Moments(torch.autograd.Function):
     """Mean, and sum of squared distances from it, for each channel: only the input is kept.
 
-    Found by the kernel of torch's own batch_norm, which adds up halves in float32.
+    Found by the kernel of torch's own batch_norm, which adds up halves in float32; or `known`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        unread = x.new_zeros(x.shape[1], dtype=wide(x.dtype))  # running statistics
-        mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
-        ctx.save_for_backward(x, mean)
+    def forward(ctx: Any, x: Tensor, known: Pair | None) -> Pair:
         ctx.n = x.numel() // x.shape[1]
-        return mean, var * ctx.n
+        if known is None:
+            unread = x.new_zeros(x.shape[1], dtype=wide(x.dtype))  # running statistics
+            mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
+            squares = var * ctx.n
+        else:
+            mean, squares = (part.detach() for part in known)
+        ctx.save_for_backward(x, mean)
+        return mean, squares
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
         of_mean, of_squares = gradients
         # 2 (x - mean) of_squares + of_mean / n: a batch_norm of variance 1, or a product and a sum,
@@ -57,15 +63,27 @@ class _Moments(torch.autograd.Function):
         scale, shift = 2 * of_squares, of_mean / ctx.n
         if x.is_contiguous():
             ones = torch.ones_like(mean)
-            return torch.native_batch_norm(x, scale, shift, mean, ones, False, 0.0, 0.0)[0]
+            return torch.native_batch_norm(x, scale, shift, mean, ones, False, 0.0, 0.0)[0], None
         shape = [1, -1] + [1] * (x.dim() - 2)
-        return torch.addcmul((shift - scale * mean).view(shape), x, scale.view(shape)).to(x.dtype)
+        shift = (shift - scale * mean).view(shape)
+        return torch.addcmul(shift, x, scale.view(shape)).to(x.dtype), None
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of a chunk's terms is known; what is added up of it."""
-    mean, squares = _Moments.apply(x)  # type: ignore[no-untyped-call]
-    return mean, squares
+#: A chunk with so many terms a channel is not gone through twice for their sake.
+_MANY = 256
+
+
+def moments(x: Tensor, memo: dict[str, Any]) -> Pair:
+    """The number of a chunk's terms is known; what is added up of it.
+
+    Args:
+        x: the input on a chunk.
+        memo: what earlier runs of that chunk have found.
+    """
+    made: Pair = _Moments.apply(x, memo.get("moments"))  # type: ignore[no-untyped-call]
+    if x.numel() >= _MANY * x.shape[1]:
+        memo["moments"] = made[0].detach(), made[1].detach()
+    return made
 
 
 class _Normalized(torch.autograd.Function):

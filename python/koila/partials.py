@@ -68,6 +68,7 @@ class Call:
         dtype: torch.dtype,
         start: int = 0,
         n_rows: int = 0,
+        memo: dict[str, Any] | None = None,
     ) -> None:
         self.func = func
         self.args = args
@@ -77,6 +78,7 @@ class Call:
         self.wide = widened(dtype)  # to accumulate in
         self.start = start  # the first row of the chunk
         self.n_rows = n_rows  # of all chunks
+        self.memo = {} if memo is None else memo  # of what other runs of the chunk have found
         #: The arguments that were given, by the signature's words.
         self.words: dict[str, Any] = {}
         names, _, others = parse(signature)
@@ -245,7 +247,7 @@ class Moments(Var):
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x: torch.Tensor = call.word("input")
-        mean, squares = norms.moments(x)
+        mean, squares = norms.moments(x, call.memo)
         made = count(x.numel() // x.shape[1]), mean, squares
         return tuple(made[part] for part in parts)
 

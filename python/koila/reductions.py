@@ -53,6 +53,7 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     start: int = 0,
+    memo: dict[str, Any] | None = None,
 ) -> Call:
     known = program.signatures.get(node.id)
     if known is None:
@@ -60,7 +61,8 @@ def _call(
         assert row is not None  # only a row says that a call is a reduction
         known = program.signatures[node.id] = _signatures()[row], n_rows
     signature, n_rows = known
-    return Call(func, args, kwargs, signature, program.info(node.first_out).dtype, start, n_rows)
+    dtype = program.info(node.first_out).dtype
+    return Call(func, args, kwargs, signature, dtype, start, n_rows, memo)
 
 
 def run_parts(
@@ -71,9 +73,11 @@ def run_parts(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     start: int,
+    memo: dict[str, Any],
 ) -> tuple[torch.Tensor, ...]:
-    """The partials of one chunk, which begins at row `start`; those numbered `parts`."""
-    call = _call(program, node, func, args, kwargs, start)
+    """The partials of one chunk, which begins at row `start`; those numbered `parts`. The memo is
+    that of all runs of the chunk."""
+    call = _call(program, node, func, args, kwargs, start, memo)
     return reduction_of(node).partials(parts, call)
 
 

@@ -101,6 +101,7 @@ class Replay:
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         self.scratch = self._copy_statistics()
         self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
+        self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # by call and chunk
         self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
         self.draws = draws.Draws(program, self.grids)
 
@@ -240,8 +241,9 @@ class Replay:
                 return self._instance_norm(node, run, chunk, args, kwargs)
             if i in run.parts:
                 start = bounds[0] if bounds else 0
+                memo = self.memos.setdefault((i, chunk), {})
                 return reductions.run_parts(
-                    self.program, node, run.parts[i], func, args, kwargs, start
+                    self.program, node, run.parts[i], func, args, kwargs, start, memo
                 )
             return self._settle_view(node, func(*args, **kwargs), args)
 
