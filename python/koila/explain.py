@@ -215,25 +215,47 @@ def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
     """
     words = []
 
-    def n_bytes(steps: Iterable[Step]) -> str:
-        infos = (program.info(value) for step in steps for value in step.values)
-        return size(sum(math.prod(info.shape) * info.dtype.itemsize for info in infos))
-
     if way.n_segments > 1:
         n_segments = max(len(step.runs) for step in steps)
         words.append(f"bodies in up to {n_segments} segments (a second forward of all but one)")
     if any(step.op == Op.PIECES for step in steps):
         words.append(f"the head in {way.n_pieces} pieces of each chunk")
-    crossing = "of what crosses from body to body"
     again = [step for step in steps if step.op == Op.AGAIN]
+    offloaded = _offloaded(steps)
+    if again or offloaded:
+        kept = kept_in_words(program, steps)
+        words += [kept] if kept else []
     if again:
-        words.append(f"{n_bytes(again)} {crossing} made again (one more forward)")
-    offloaded = [
-        step for step in steps if step.op in (Op.FORWARD, Op.FUSED, Op.PIECES) and step.values
-    ]
+        words.append(f"{_n_bytes(program, again)} {_CROSSING} made again (one more forward)")
     if offloaded:
-        words.append(f"{n_bytes(offloaded)} {crossing} offloaded meanwhile (a copy each way)")
+        n_bytes = _n_bytes(program, offloaded)
+        words.append(f"{n_bytes} {_CROSSING} offloaded meanwhile (a copy each way)")
     return ", ".join(words)
+
+
+_CROSSING = "of what crosses from body to body"
+
+
+def _offloaded(steps: Sequence[Step]) -> list[Step]:
+    return [step for step in steps if step.op in (Op.FORWARD, Op.FUSED) and step.values]
+
+
+def _n_bytes(program: Program, steps: Iterable[Step], but: Iterable[Step] = ()) -> str:
+    """Of all that steps name, less what others do; empty: nothing."""
+    values = {value for step in steps for value in step.values}
+    values -= {value for step in but for value in step.values}
+    infos = [program.info(value) for value in values]
+    total = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+    return size(total) if total else ""
+
+
+def kept_in_words(program: Program, steps: Sequence[Step]) -> str:
+    """How much of what crosses from body to body is kept; empty: none, or nothing does."""
+    is_graph = any(step.op == Op.BACK for step in steps)
+    crossing = _offloaded(program.schedule(is_graph, Way(1, 1, True)))
+    others = [step for step in steps if step.op == Op.AGAIN] + _offloaded(steps)
+    kept = _n_bytes(program, crossing, others)
+    return f"{kept} {_CROSSING} kept" if kept else ""
 
 
 def _forecast(program: Program, is_graph: bool) -> tuple[str, Program, list[Step]]:
@@ -253,7 +275,7 @@ def _forecast(program: Program, is_graph: bool) -> tuple[str, Program, list[Step
     n_chunks = -(-estimate.rows // rows)
     chunks = f"in {n_chunks} chunks of at most {count(rows, 'row')}" if n_chunks > 1 else "whole"
     steps = cut.schedule(is_graph, way)
-    more = way_in_words(cut, way, steps)
+    more = way_in_words(cut, way, steps) or (kept_in_words(cut, steps) if n_chunks > 1 else "")
     chunks += f", {more}," if more else ""
     allowed = f"; {size(planned.allowed)} are allowed" if planned.allowed is not None else ""
     text = f"run now, it would run {chunks} and take {size(needed)} at its worst moment{allowed}"

@@ -289,6 +289,9 @@ def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estima
     """The ways to run a program, and what each needs; they give the same numbers."""
     yield AS_IT_IS, memory.estimate(program, is_graph)
     if not is_graph or not program.roots:
+        steps = program.schedule(False, Way(1, 1, True))
+        if any(step.op == Op.FORWARD and step.values for step in steps) and _can_offload(program):
+            yield Way(1, 1, True), memory.estimate(program, False, Way(1, 1, True))
         return
     crosses = any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
     can_offload = crosses and _can_offload(program)
