@@ -272,9 +272,16 @@ static PyMethodDef functions[] = {
     {"check_leaves", core_check_leaves, METH_NOARGS,
      "check_leaves($module, /)\n--\n\nRaise where a leaf was changed since it was recorded."},
     {"hook", core_hook, METH_VARARGS,
-     "hook($module, lazy, is_hooked=True, /)\n--\n\n"
-     "The number of a value whose gradient can be seen whole; from now on it will be. None where "
-     "it has none, or a tensor already."},
+     "hook($module, lazy, is_retained=False, /)\n--\n\n"
+     "The number of a value whose gradient can be seen whole; from now on it will be, or is kept. "
+     "None where it has none, or a tensor already."},
+    {"retained", core_retained, METH_VARARGS,
+     "retained($module, value, is_of_lazy=False, /)\n--\n\n"
+     "As what the gradient of a value is kept, or that which the lazy keeps that stands for it; or "
+     "None."},
+    {"id", core_id, METH_O,
+     "id($module, lazy, /)\n--\n\nThe value that a lazy stands for on this thread's tape; or "
+     "None."},
     {"install_slots", kl_slots_install, METH_O,
      "install_slots($module, names, /)\n--\n\n"
      "Let these methods of a lazy, and its operators, record without torch's dispatch; False where "

@@ -43,9 +43,10 @@ typedef struct Value {
     KlPlace place;            /* detached: where its rows are; axis is then 0 or KL_ID_NONE */
     uint64_t axis_key;        /* detached: the batch it belongs to, good for every tape */
     int64_t rows;             /* detached: rows of that batch */
-    uint64_t epoch;           /* backwards that had run when it became live */
-    bool is_input;            /* made by lazy(): it stays lazy for ever */
-    bool is_touched;          /* the dispatcher met its placeholder: the object is not used again */
+    KlValueId retained; /* attached: the value whose gradient it keeps; KL_ID_NONE: it keeps none */
+    uint64_t epoch;     /* backwards that had run when it became live */
+    bool is_input;      /* made by lazy(): it stays lazy for ever */
+    bool is_touched;    /* the dispatcher met its placeholder: the object is not used again */
     KlPlaceholder placeholder;
 } Value;
 
@@ -242,6 +243,9 @@ PyObject *kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t ax
                                int64_t rows, bool is_input);
 /* Point a LazyTensor at another value (after an in-place call). */
 void kl_lazy_move(Value *value, KlValueId id);
+/* Keep the gradient of what a LazyTensor stands for; `is_new`: it asks for that. Else one that does follows
+ * the tensor to another graph, which a write gave it, or a view that was taken again. */
+void kl_lazy_retain(Value *value, bool is_new);
 /* Give a value its real tensor and take it off its tape. */
 void kl_lazy_detach(Value *value, PyObject *real);
 /* Borrowed: the real tensor, or NULL while pending. */
@@ -551,6 +555,8 @@ PyObject *kl_slots_install(PyObject *module, PyObject *names);
 int kl_view_current(Tape *tape, KlValueId value, KlValueId *current);
 /* Let every lazy stand for what it shows after the writes recorded so far. */
 int kl_view_refresh(Tape *tape);
+/* The value whose graph is that of `value`: a write without a graph leaves the one there was. */
+KlValueId kl_view_of_graph(const Tape *tape, KlValueId value);
 /* Whether a value is, or is a view of, a detached view: no part of the graph of its storage. */
 bool kl_view_is_detached(const Tape *tape, KlValueId value);
 /* The value whose call took the view `value` first, before that was itself written. */

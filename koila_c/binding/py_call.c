@@ -162,7 +162,18 @@ static int
 attach_one(PyObject *lazy, void *tape)
 {
     KlValueId value = KL_ID_NONE;
-    return kl_tape_attach(tape, kl_lazy_value(lazy), &value);
+    bool is_grad_enabled = false;
+    if (kl_tape_attach(tape, kl_lazy_value(lazy), &value) < 0) {
+        return -1;
+    }
+    if (kl_lazy_value(lazy)->retained == KL_ID_NONE) {
+        return 0;
+    }
+    int64_t context = kl_context_now(&is_grad_enabled);
+    if (context >= 0 && is_grad_enabled) {
+        kl_lazy_retain(kl_lazy_value(lazy), false);
+    }
+    return context < 0 ? -1 : 0;
 }
 
 int

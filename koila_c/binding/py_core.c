@@ -476,8 +476,8 @@ core_hook(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *object = NULL;
-    int is_hooked = 1;
-    if (!PyArg_ParseTuple(args, "O|p:hook", &object, &is_hooked)) {
+    int is_retained = 0;
+    if (!PyArg_ParseTuple(args, "O|p:hook", &object, &is_retained)) {
         return NULL;
     }
     Value *value = value_argument(object);
@@ -492,12 +492,46 @@ core_hook(PyObject *module, PyObject *args)
     if (kl_tape_attach(tape, value, &id) < 0) {
         return NULL;
     }
+    id = kl_view_of_graph(tape, id);
     KlValue *core = &tape->core.values[id];
     if (core->node == KL_ID_NONE || !core->meta.requires_grad) {
         return Py_NewRef(Py_None);
     }
-    core->is_hooked = core->is_hooked || is_hooked != 0;
+    if (is_retained) {
+        kl_lazy_retain(value, true);
+    } else {
+        core->is_hooked = true;
+    }
     return PyLong_FromUnsignedLong(id);
+}
+
+/* As what the gradient is kept of a value, or of the one that the lazy of a value keeps it of. */
+PyObject *
+core_retained(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const Tape *tape = kl_tape_open_or_null();
+    KlValueId id = KL_ID_NONE;
+    int is_of_lazy = 0;
+    if (!PyArg_ParseTuple(args, "O&|p:retained", kl_py_id, &id, &is_of_lazy)) {
+        return NULL;
+    }
+    size_t n_values = tape != NULL ? tape->core.n_values : 0;
+    if (is_of_lazy && id < n_values) {
+        const Value *handle = tape->values[id].handle;
+        id = handle != NULL ? handle->retained : KL_ID_NONE;
+    }
+    KlValueId as = id < n_values ? tape->core.values[id].retained_as : KL_ID_NONE;
+    return as != KL_ID_NONE ? PyLong_FromUnsignedLong(as) : Py_NewRef(Py_None);
+}
+
+PyObject *
+core_id(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Value *value = value_argument(object);
+    bool is_here = value != NULL && value->tape != NULL && value->tape == kl_tape_open_or_null();
+    return value == NULL ? NULL : is_here ? PyLong_FromUnsignedLong(value->id) : Py_NewRef(Py_None);
 }
 
 PyObject *

@@ -35,6 +35,8 @@ PyObject *core_has_draw(PyObject *module, PyObject *ignored);
 PyObject *core_has_dead_draw(PyObject *module, PyObject *ignored);
 PyObject *core_waiting_draws(PyObject *module, PyObject *ignored);
 PyObject *core_hook(PyObject *module, PyObject *args);
+PyObject *core_retained(PyObject *module, PyObject *args);
+PyObject *core_id(PyObject *module, PyObject *object);
 PyObject *core_note_drawn(PyObject *module, PyObject *id);
 PyObject *core_set_type_attribute(PyObject *module, PyObject *args);
 PyObject *core_set_busy(PyObject *module, PyObject *flag);

@@ -32,7 +32,7 @@ new_value(void)
         value = (Value *)kl_py.value_type->tp_alloc(kl_py.value_type, 0);
     }
     if (value != NULL) {
-        value->id = KL_ID_NONE;
+        value->id = value->retained = KL_ID_NONE;
         value->place = KL_PLACE_WHOLE;
     }
     return value;
@@ -48,11 +48,36 @@ Value_traverse(Value *value, visitproc visit, void *arg)
     return 0;
 }
 
+/* Keep the gradient of value `id` from now on, or of none. */
+static void
+retain(Value *value, KlValueId id)
+{
+    KlTape *core = &value->tape->core;
+    KlValueId as = id;
+    if (value->retained < core->n_values) { /* else it is none, or the tape was cleared */
+        as = core->values[value->retained].retained_as;
+        core->values[value->retained].retained_as = KL_ID_NONE;
+    }
+    value->retained = id;
+    if (id != KL_ID_NONE) {
+        core->values[id].retained_as = as;
+    }
+}
+
+void
+kl_lazy_retain(Value *value, bool is_new)
+{
+    if (is_new || value->retained != KL_ID_NONE) {
+        retain(value, kl_view_of_graph(value->tape, value->id));
+    }
+}
+
 static void
 leave_tape(Value *value)
 {
     Tape *tape = value->tape;
     if (tape != NULL) {
+        retain(value, KL_ID_NONE);
         value->tape = NULL;
         kl_tape_forget(tape, value->id);
         Py_DECREF(tape);
@@ -125,6 +150,7 @@ kl_lazy_detach(Value *value, PyObject *real)
     if (core->node != KL_ID_NONE) {
         value->epoch = kl_py.n_backwards;
     }
+    retain(value, KL_ID_NONE);
     value->tape = NULL;
     Py_CLEAR(value->size);
     Py_DECREF(tape);

@@ -336,7 +336,11 @@ read_root(Tape *tape, PyObject *root, KlValueId *id)
     if (kl_lazy_value(root)->tape == tape) {
         kl_tape_ask(&tape->core, kl_lazy_value(root)->id);
     }
-    return kl_tape_attach(tape, kl_lazy_value(root), id);
+    int result = kl_tape_attach(tape, kl_lazy_value(root), id);
+    if (result == 0) {
+        kl_lazy_retain(kl_lazy_value(root), false);
+    }
+    return result;
 }
 
 static int

@@ -363,6 +363,18 @@ give_back(const Recording *recording)
     return same;
 }
 
+/* What stands for memory that a call wrote stands for it as it is now. */
+static void
+move_written(const Recording *recording, Value *written, KlValueId now)
+{
+    if (written != NULL) {
+        kl_lazy_move(written, now);
+    }
+    if (written != NULL && recording->is_grad_enabled) {
+        kl_lazy_retain(written, false);
+    }
+}
+
 static int
 append(Recording *recording, PyObject **results)
 {
@@ -403,7 +415,12 @@ append(Recording *recording, PyObject **results)
     }
     if (writes != 0) {
         PyObject *written = recording->bound.input_origins[0].object;
-        kl_lazy_move(kl_lazy_value(written), tape->core.nodes[id].first_out);
+        const KlNode *node = &tape->core.nodes[id];
+        KlValueId last = tape->core.inputs[node->first_input + node->n_inputs - 1].value;
+        move_written(recording, kl_lazy_value(written), node->first_out);
+        if (node->n_outs == 2) { /* the tensor of all the memory has another graph too */
+            move_written(recording, tape->values[last].handle, node->first_out + 1);
+        }
         *results = Py_NewRef(written);
         return 1;
     }

@@ -178,6 +178,22 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     return result;
 }
 
+KlValueId
+kl_view_of_graph(const Tape *tape, KlValueId value)
+{
+    const KlTape *core = &tape->core;
+    while (core->values[value].view_of == KL_ID_NONE && core->values[value].node != KL_ID_NONE) {
+        const KlNode *node = &core->nodes[core->values[value].node];
+        const KlInput *inputs = &core->inputs[node->first_input];
+        bool is_kept = !node->is_grad_enabled;
+        if (node->writes == 0 || !(is_kept || kl_view_is_detached(tape, inputs[0].value))) {
+            break;
+        }
+        value = inputs[node->n_outs == 2 ? node->n_inputs - 1 : 0].value;
+    }
+    return value;
+}
+
 int
 kl_view_refresh(Tape *tape)
 {

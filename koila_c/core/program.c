@@ -140,7 +140,7 @@ static bool
 is_read_beyond(const Build *build, KlValueId value, const KlRun *joint)
 {
     bool is_read = build->program->is_kept[value] || build->is_root[value] ||
-                   build->tape->values[value].is_hooked;
+                   kl_tape_is_looked_at(build->tape, value);
     for (uint32_t i = build->first_reader[value]; i < build->first_reader[value + 1]; i++) {
         KlNodeId reader = build->readers[i];
         is_read = is_read || build->tape->nodes[reader].mode != KL_MODE_ONCE ||

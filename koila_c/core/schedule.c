@@ -152,8 +152,8 @@ can_be_again(const Build *build, KlValueId value)
 {
     const KlValue *v = &build->tape->values[value];
     return !is_parts(build, value) && !build->is_inner[value] && kl_place_is_rows(&v->meta.place) &&
-           !build->is_read_whole[value] && !build->program->is_kept[value] && !v->is_hooked &&
-           build->last_read[value] != NOWHERE;
+           !build->is_read_whole[value] && !build->program->is_kept[value] &&
+           !kl_tape_is_looked_at(build->tape, value) && build->last_read[value] != NOWHERE;
 }
 
 /* Choose the homes: of the bodies that are run back and leave something for others, every so manieth keeps it. */

@@ -210,7 +210,7 @@ is_late_part_data(const KlTape *tape, const KlStages *stages, const KlNode *node
 static bool
 is_hooked(const KlTape *tape, const KlStages *stages, KlValueId value)
 {
-    return tape->values[value].is_hooked && stages->needs_gradient[value];
+    return kl_tape_is_looked_at(tape, value) && stages->needs_gradient[value];
 }
 
 /* The first joint after what was made in stage `stage`. */

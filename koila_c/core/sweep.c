@@ -438,16 +438,12 @@ is_early(const KlSweep *sweep, uint32_t at)
            stages->node_stage[id] != sweep->span.stage;
 }
 
-/* A mask of the labels and their weights; all inputs but the first, the scores. */
+/* A mask of the labels and their weights; the first input, the scores, is not read. */
 static KlBytes
 bytes_to_count(const KlSweep *sweep, const KlSweepNode *node)
 {
-    KlBytes sum = zero;
-    for (uint32_t k = 1; k < node->n_inputs; k++) {
-        KlValueId value = inputs_of(sweep, node)[k];
-        sum = value != KL_ID_NONE ? plus(sum, times(2, size_of(sweep, value))) : sum;
-    }
-    return sum;
+    KlValueId labels = node->n_inputs > 1 ? inputs_of(sweep, node)[1] : KL_ID_NONE;
+    return labels != KL_ID_NONE ? times(2, size_of(sweep, labels)) : zero;
 }
 
 /* What a node makes, and while it runs; what was needed for the last time goes. */

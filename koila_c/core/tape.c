@@ -108,6 +108,7 @@ new_value(KlTape *tape, const KlMeta *meta, KlNodeId node, KlStorageId storage)
         .storage = storage,
         .version = tape->storages[storage].version,
         .view_of = KL_ID_NONE,
+        .retained_as = KL_ID_NONE,
         .state = KL_STATE_PENDING,
     };
     return id;
@@ -178,6 +179,8 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
     KlValueId base = new_value(tape, &meta, node, before.storage);
     storage->base = base;
     tape->values[out].view_of = before.view_of;
+    /* Its gradient goes through the base, as a hook on that sees: who reads it takes the view again. */
+    tape->values[out].version -= meta.requires_grad && !record->is_detached ? 1 : 0;
     tape->nodes[node].n_outs = 2;
 }
 

@@ -31,6 +31,7 @@ typedef struct KlValue {
     bool is_wanted;               /* the user can still reach it */
     bool is_reached, has_history; /* scratch: it leads to what is wanted; a gradient leads to it */
     bool is_hooked; /* somebody looks at its whole gradient: what reads it is a stage later */
+    KlValueId retained_as; /* its gradient is kept, as of this value; KL_ID_NONE: it is not */
 } KlValue;
 
 typedef struct KlNode {
@@ -231,6 +232,13 @@ kl_tape_n_bytes(const KlTape *tape, KlNodeId node)
         bytes += value->view_of == KL_ID_NONE ? kl_meta_n_bytes(&value->meta) : 0;
     }
     return bytes;
+}
+
+/* Whether somebody looks at the whole gradient of `value`. */
+static inline bool
+kl_tape_is_looked_at(const KlTape *tape, KlValueId value)
+{
+    return tape->values[value].is_hooked || tape->values[value].retained_as != KL_ID_NONE;
 }
 
 /* Whether nobody needs the number of `value` any more: not the user, not a pending node. */

@@ -237,7 +237,7 @@ _CROSSING = "of what crosses from body to body"
 
 
 def _offloaded(steps: Sequence[Step]) -> list[Step]:
-    return [step for step in steps if step.op in (Op.FORWARD, Op.FUSED) and step.values]
+    return [step for step in steps if step.op in (Op.FORWARD, Op.FUSED, Op.PIECES) and step.values]
 
 
 def _n_bytes(program: Program, steps: Iterable[Step], but: Iterable[Step] = ()) -> str:

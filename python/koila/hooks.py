@@ -1,11 +1,14 @@
 """Hooks on lazy values: each is called once a backward, with the gradient of all rows.
 
+A hook belongs to the value that it was registered on, and to its graph; a gradient that is to be
+kept to the tensor, which has another graph after a write in place.
 A value with a hook is a joint of the backward: what reads it runs in a later stage, its gradient is
 put together from all chunks before the hook sees it, and what the hook makes of it is cut again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +22,6 @@ from koila.threads import in_turn
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 #: What the hooks of each value made of its gradient, in this backward.
 Seen = dict[int, torch.Tensor]
-
-_RETAIN = "retain"  # the key that retain_grad() leaves among the hooks: it has no handle
 
 
 def _of(value: int) -> OrderedDict[Any, Any] | None:
@@ -62,30 +63,25 @@ def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 @in_turn
 def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.retain_grad."""
-    value = _core.hook(args[0])
+    value = _core.hook(args[0], True)
     if value is None:
         _on_tensor(func, args, kwargs)
     else:
-        _made_for(value)[_RETAIN] = None
+        _core.memo().setdefault("hooks", {})
 
 
 def bind(value: int, real: torch.Tensor) -> None:
     """Hand the hooks of a value over to the tensor that a live run made for it."""
     hooks = _of(value)
-    if hooks is None:
-        return
-
-    def call(gradient: torch.Tensor) -> torch.Tensor:
-        return _call(hooks, gradient)
-
-    real.register_hook(call)
-    if _RETAIN in hooks:
+    if hooks is not None:
+        real.register_hook(functools.partial(_call, hooks))
+    if _core.retained(value) is not None:
         real.retain_grad()
 
 
 def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
-    for key, hook in list(hooks.items()):
-        made = hook(gradient) if key != _RETAIN else None
+    for hook in list(hooks.values()):
+        made = hook(gradient)
         gradient = gradient if made is None else made
     return gradient
 
@@ -98,11 +94,10 @@ def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
         gradient: its gradient, of all rows.
         seen: what was made before; a step that is run again in smaller chunks calls no hook twice.
     """
-    hooks = _of(value)
-    if hooks is None:
+    if not is_on(value):
         return gradient
     if value not in seen:
-        made = _call(hooks, gradient)
+        made = _call(_of(value) or OrderedDict(), gradient)
         if made.shape != gradient.shape:
             raise RuntimeError(
                 f"hook: cannot put a gradient of shape {list(made.shape)} in place of one of "
@@ -114,29 +109,39 @@ def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
 
 def is_on(value: int) -> bool:
     """Whether a value has hooks, or is to keep its gradient."""
-    return bool(_of(value))
+    return bool(_of(value)) or _core.retained(value) is not None
+
+
+def is_any() -> bool:
+    """Whether any value has or had a hook, or is to keep its gradient."""
+    return "hooks" in _core.memo()
 
 
 def commit(seen: Seen) -> None:
     """Keep the gradients that were asked for: retained ones add up from backward to backward."""
     kept: dict[int, torch.Tensor] = _core.memo().setdefault("retained", {})
     for value, gradient in seen.items():
-        if _RETAIN in (_of(value) or ()):
-            kept[value] = kept[value] + gradient if value in kept else gradient.detach()
+        name = _core.retained(value)
+        if name is not None:
+            kept[name] = kept[name] + gradient if name in kept else gradient.detach()
+
+
+def _retained_by(value: int) -> torch.Tensor | None:
+    kept: dict[int | None, torch.Tensor] = _core.memo().get("retained", {})
+    return kept.get(_core.retained(value, True))
 
 
 def give(value: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that stands for a value from now on, with the gradient that it retained."""
-    kept = _core.memo().get("retained", {})
-    if value in kept:
+    """The tensor of a lazy that stands for a value, with the gradient that it retained."""
+    gradient = _retained_by(value)
+    if gradient is not None:
         tensor.retain_grad()
-        tensor.grad = kept[value]
+        tensor.grad = gradient
     return tensor
 
 
 @in_turn
 def retained(lazy: Any) -> torch.Tensor | None:
     """The gradient that a lazy retained, while it has no tensor of its own."""
-    value = _core.hook(lazy, False)
-    kept: torch.Tensor | None = _core.memo().get("retained", {}).get(value)
-    return kept
+    value = _core.id(lazy)
+    return _retained_by(value) if value is not None else None

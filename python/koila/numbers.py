@@ -87,7 +87,7 @@ def settle_outdated() -> None:
     for value in (*all_such, *some):
         number, requires_grad = _core.value(value)[6], _core.value(value)[2]
         assert number is not None
-        number = outdated(number) if requires_grad else number
+        number = hooks.give(value, outdated(number)) if requires_grad else number
         if all_such:
             _core.deliver(value, number, True)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function
 
-from koila import _core, plan
+from koila import _core, hooks, plan
 
 NAMES = frozenset("squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split())
 
@@ -33,8 +33,8 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     is_lost = x.requires_grad and not torch.is_grad_enabled()  # the graph of other sizes stays
     if is_lost or torch.is_inference_mode_enabled():
         return NotImplemented
-    if _core.has_views(x):
-        return NotImplemented  # their gradients go through it, and a hook on it sees them
+    if _core.has_views(x) or hooks.is_any():
+        return NotImplemented  # their gradients go through it, and hooks see which
     view = getattr(torch.Tensor, func.__name__[:-1])
     looked = func(torch.empty(()).expand(x.shape), *rest, **kwargs)  # torch's own errors
     if (x.dim() == 0) != (looked.dim() == 0):

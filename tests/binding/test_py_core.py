@@ -34,6 +34,8 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "known": (core.known, (None,)),
     "is_input": (core.is_input, ("x",)),
     "hook": (core.hook, (torch.ones(2),)),
+    "retained": (core.retained, ("x",)),
+    "id": (core.id, (torch.ones(2),)),
     "like": (core.like, (torch.ones(2), torch.ones(2))),
     "like a number": (core.like, (3, 4)),
     "input": (core.input, ([1.0], 0, 1, 2)),

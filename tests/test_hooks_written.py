@@ -1,0 +1,107 @@
+"""Hooks and kept gradients of tensors that are written in place: a hook stays with the value it was
+registered on, retain_grad() goes with the tensor to its new graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import koila
+from chunked import split
+
+N_ROWS = 5
+
+#: What runs after `h = lin(x)`; `see` notes the gradient that a hook is given, `l` is the loss.
+PROGRAMS = {
+    "kept, written twice": "h.retain_grad(); h.mul_(2); h.mul_(3); l = h.sum()",
+    "kept, read and written": "h.retain_grad(); k = h + 1; k.retain_grad(); h.mul_(2)\n"
+    "l = k.sum() + h.pow(2).sum()",
+    "kept again": "h.retain_grad(); h.mul_(2); h.retain_grad(); h.mul_(2); l = h.sum()",
+    "kept, then another tensor of that name": "h.retain_grad(); h += x[:, :1]; h = h * 2\n"
+    "h.retain_grad(); h /= 3; l = h.pow(2).sum()",
+    "hooks before and after": "h.register_hook(see); h.mul_(2); h.register_hook(see); h.mul_(3)\n"
+    "l = h.pow(2).sum()",
+    "hooks that change it": "h.register_hook(lambda q: q * 2); h[:, 0].mul_(2)\n"
+    "h.register_hook(lambda q: q + 1); h[:, 1] = 0; h.register_hook(see); l = h.pow(2).sum()",
+    "a hook and kept": "h.register_hook(lambda q: q * 9); h.retain_grad(); h.mul_(2); l = h.sum()",
+    "a view that is not read again": "v = h[:, 0]; v.retain_grad(); h.retain_grad(); h.mul_(2)\n"
+    "l = h.sum()",
+    "a view that is read again": "v = h[:, 0]; v.retain_grad(); h.retain_grad(); h.mul_(2)\n"
+    "l = h.sum() + v.pow(2).sum()",
+    "a view that was read before": "v = h[:, 0]; v.retain_grad(); k = v * 3; h.mul_(2)\n"
+    "l = h.sum() + k.sum()",
+    "a view read before and after": "v = h[:, 0]; v.retain_grad(); k = v * 3; h.mul_(2)\n"
+    "l = h.sum() + v.sum() * 5 + k.sum()",
+    "a view that is written": "v = h[:, 0]; v.retain_grad(); h.retain_grad(); v.mul_(2)\n"
+    "l = h.sum() + v.sum()",
+    "a view of a view is written": "v = h[:, :2]; u = v[:, 0]; h.retain_grad(); v.retain_grad()\n"
+    "u.retain_grad(); u.mul_(2); l = u.sum() * 3 + h.sum() + v.sum() * 5",
+    "kept after a view was written": "v = h[:, :2]; u = v[:, 0]; u.mul_(2); h.retain_grad()\n"
+    "v.retain_grad(); u.retain_grad(); l = u.sum() * 3 + h.sum() + v.sum() * 5",
+    "hooks on views": "v = h[:, 0]; v.register_hook(see); h.register_hook(see); k = v * 3\n"
+    "h.mul_(2); l = h.sum() + v.sum() * 5 + k.sum()",
+    "a hook on a view that is written": "v = h[:, 0]; v.register_hook(see); k = v * 3; v.mul_(2)\n"
+    "l = v.sum() + k.sum()",
+    "hooks after a view was written": "v = h[:, 0]; v.mul_(2); a = v.sum(); h.register_hook(see)\n"
+    "v.register_hook(see); l = a + v.sum() * 3 + h.sum()",
+    "parts are written": "h[:, 0].mul_(2); h[:, 1] = 0; h.retain_grad(); h[:, 2].add_(h[:, 3])\n"
+    "h.register_hook(see); l = h.pow(2).sum()",
+    "written without a graph": "h.retain_grad(); h.register_hook(see)\n"
+    "with torch.no_grad(): h.mul_(2)\nh.register_hook(lambda q: q + 1); l = h.pow(2).sum()",
+    "a part written without a graph": "h.register_hook(lambda q: q * 2)\n"
+    "with torch.no_grad(): h[:, 0].mul_(2)\nh.register_hook(lambda q: q + 1)\n"
+    "h.register_hook(see); h.retain_grad(); l = h.pow(2).sum()",
+    "written detached": "h.retain_grad(); h.register_hook(lambda q: q * 2); h.detach().mul_(2)\n"
+    "h.register_hook(lambda q: q + 1); h.register_hook(see); l = h.pow(2).sum()",
+    "a view of what is written without a graph": "v = h[:, 0]; v.retain_grad(); k = v * 3\n"
+    "with torch.no_grad(): h.mul_(2)\nl = h.sum() + k.sum() + v.sum()",
+    "overwritten": "h.retain_grad(); h.zero_(); h.add_(lin(x[:, :3])); l = h.pow(2).sum()",
+    "copied into": "h.retain_grad(); h.copy_(lin(x) * 3); l = h.sum()",
+    "two backwards": "h.retain_grad(); l = h.sum(); l.backward(retain_graph=True)\n"
+    "see(h.grad); h.mul_(2); l = h.sum()",
+    "two backwards and a view": "v = h.view(-1); v.retain_grad(); k = v * 3; h.mul_(2)\n"
+    "(h.sum() + k.sum()).backward(retain_graph=True); see(v.grad); l = v.pow(2).sum()",
+    "read before it is written": "h.retain_grad(); see(h.sum()); h.mul_(2); l = h.sum()",
+    "read after it was written": "h.retain_grad(); h.mul_(2); see(h.sum()); h.mul_(2); l = h.sum()",
+    "let go of": "h.retain_grad(); h.mul_(2); l = h.pow(2).sum(); del h",
+}
+#: Runs as it was written: hooks from before such a call are called with those from after it.
+TURNED = {
+    "turned over and kept": "h.retain_grad(); h.t_(); l = h.pow(2).sum()",
+    "turned over with hooks": "h.register_hook(see); h.t_(); h.register_hook(see)\n"
+    "l = h.pow(2).sum()",
+}
+
+
+def step(text: str, lazy: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    lin = nn.Linear(3, 4).double()
+    x = lazy(torch.randn(N_ROWS, 3, dtype=torch.float64))
+    seen: list[Tensor] = []
+
+    def see(gradient: Tensor) -> None:
+        seen.append(torch.tensor(gradient.tolist()))
+
+    env: dict[str, Any] = {"torch": torch, "lin": lin, "x": x, "h": lin(x), "see": see}
+    exec(text, env)
+    env["l"].backward()
+    found = {name: env[name].grad for name in "hvuk" if name in env and env[name].requires_grad}
+    return {**found, "seen": seen, "weight": lin.weight.grad, "bias": lin.bias.grad}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+@pytest.mark.parametrize("name", [*PROGRAMS, *TURNED])
+def test_hooks_and_writes(name: str, chunks: int) -> None:
+    text = {**PROGRAMS, **TURNED}[name]
+    want = step(text, lambda x: x)
+    with split(chunks, whole="h.t_()" if name in TURNED else ""):
+        got = step(text, koila.lazy)
+    assert {k for k in got if got[k] is None} == {k for k in want if want[k] is None}
+    assert len(got["seen"]) == len(want["seen"])
+    pairs = [(got[k], want[k]) for k in want if isinstance(want[k], Tensor)]
+    for value, wanted in [*pairs, *zip(got["seen"], want["seen"], strict=True)]:
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-14)
