@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +166,17 @@ def test_a_hook_that_raises_changes_nothing(chunks: int) -> None:
             loss.backward()
     assert all(parameter.grad is None for parameter in layers.parameters())
     assert all(map(torch.equal, before, layers.parameters()))
+
+
+def test_a_hook_that_holds_its_value_goes_with_it() -> None:
+    """Tape, hook and value are a cycle, which is cleared at the end of the process, tape first."""
+    text = """
+import torch, koila
+x = koila.lazy(torch.ones(4, 2))
+h = x * torch.ones(2, requires_grad=True)
+h.register_hook(lambda gradient: h)
+"""
+    assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
 
 
 def test_a_hook_that_changes_the_shape_is_refused() -> None:

@@ -310,13 +310,15 @@ clear_tape(Tape *tape)
     tape->values = NULL;
     tape->slots = NULL;
     tape->n_nodes_max = tape->n_values_max = tape->n_slots = tape->n_slots_max = 0;
-    Py_CLEAR(tape->memo);
+    PyObject *memo = tape->memo; /* hooks, which may hold the last lazies */
+    tape->memo = NULL;
     tape->is_kept = false;
     tape->n_externals = 0;
     if (tape->externals != NULL) {
         memset(tape->externals, 0, tape->n_externals_max * sizeof(*tape->externals));
     }
     kl_tape_clear(&tape->core);
+    Py_XDECREF(memo);
     for (size_t i = 0; i < n_nodes; i++) {
         clear_node(&arrays.nodes[i]);
     }
