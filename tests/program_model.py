@@ -170,6 +170,7 @@ class Model:
             self.nodes[i].imports[0] for i in run.parts if self.nodes[i].stage != run.stage
         ]
         run.shadows += [self.nodes[i].imports[0] for i in run.nodes if self.nodes[i].is_open]
+        run.shadows = [number for number in run.shadows if number not in imports]
         for i in run.nodes:
             node = self.nodes[i]
             is_home = node.stage == run.stage

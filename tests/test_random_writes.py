@@ -259,6 +259,17 @@ ONCE_WRONG = {
     "a gradient of zeros that has no memory": Program(
         ("h = t * w[:, :1]", "h.sgn_()"), 4, 5, data=648, is_read_first=True
     ),
+    "rows are gathered where another call asks for their number": Program(
+        (
+            "h = x * 1",
+            "r = float(np.asarray(t.detach()).mean())",
+            "v = h.index_select(0, y)",
+            "m = h.new_full((h.size(0), 4), 0.5)",
+        ),
+        n_rows=4,
+        n_others=9,
+        data=759,
+    ),
     "an order without a gradient beside a quantile": Program(
         ("h = x @ w", "i = x.argsort(0)", "g = torch.quantile(h, 0.5)"), 6, 5, data=3
     ),

@@ -307,7 +307,7 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
     return status;
 }
 
-/* Imports of which a node of the run reads only the sizes. */
+/* Imports of which a node of the run reads only the sizes, and no other their numbers. */
 static KlStatus
 note_shadows(Build *build, const KlRun *run)
 {
@@ -321,7 +321,9 @@ note_shadows(Build *build, const KlRun *run)
                             program->stages.node_stage[id] != run->stage;
             if (is_open ? node->is_open : is_early) {
                 uint32_t import = program->stages.import_of[node->first_input];
-                status = push(build, &build->program->shadows, import);
+                if (build->given_in[import] != number_of(build)) {
+                    status = push(build, &build->program->shadows, import);
+                }
             }
         }
     }
