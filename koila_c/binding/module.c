@@ -174,7 +174,7 @@ static PyMethodDef functions[] = {
     {"recycles", core_recycles, METH_NOARGS,
      "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
     {"stage", kl_program_stage, METH_VARARGS,
-     "stage($module, roots, is_known_only, n_segments=1, is_headed=False, /)\n--\n\n"
+     "stage($module, roots, is_known_only, n_segments=1, is_headed=False, gets=None, /)\n--\n\n"
      "The staged program that makes every reachable value (or only those without a gradient in "
      "their history) and differentiates the roots (lazies, or numbers of values)."},
     {"told", kl_program_told, METH_VARARGS,
@@ -183,6 +183,11 @@ static PyMethodDef functions[] = {
      "program."},
     {"staged", kl_program_staged, METH_VARARGS,
      "staged($module, program, node, /)\n--\n\nOne of the nodes that told() has."},
+    {"overwritten", kl_gradient_overwritten, METH_VARARGS,
+     "overwritten($module, program, before, /)\n--\n\n"
+     "The last node before that one which keeps for backward what was written since, and what of "
+     "it "
+     "was; or None."},
     {"maker", kl_program_maker, METH_VARARGS,
      "maker($module, program, value, /)\n--\n\n"
      "(the node that makes a value or None, is it a leaf, needs it a gradient, is it kept)."},

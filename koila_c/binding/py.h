@@ -590,6 +590,12 @@ int kl_program_is_committed(const Tape *tape, KlNodeId id);
 /* New reference: what such a node returns when it runs live. */
 PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 
+/* -- py_gradient.c ------------------------------------------------------------------------------ */
+
+/* Mark the values, of n_values, that get no gradient, as `gets` says of each tensor that could. */
+int kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted);
+PyObject *kl_gradient_overwritten(PyObject *module, PyObject *args);
+
 /* -- py_measure.c: the bytes of a program ------------------------------------------------------------- */
 
 PyObject *kl_measure_program(PyObject *module, PyObject *args);

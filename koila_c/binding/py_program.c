@@ -580,10 +580,10 @@ kl_program_staged(PyObject *module, PyObject *args)
 
 /* What of a program only the binding knows; on failure nothing is left of it. */
 static int
-ask(const Tape *tape, KlAsked *asked, bool **flags, uint32_t **n_handles)
+ask(const Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handles)
 {
     size_t n = tape->core.n_values;
-    *flags = kl_alloc_zeroed(2 * n, sizeof(bool)); /* [n_values] twice: real tensors, numbers */
+    *flags = kl_alloc_zeroed(3 * n, sizeof(bool)); /* [n_values] thrice, in the order below */
     *n_handles = count_handles(tape);
     if (*flags == NULL || *n_handles == NULL) {
         (void)PyErr_NoMemory();
@@ -595,8 +595,9 @@ ask(const Tape *tape, KlAsked *asked, bool **flags, uint32_t **n_handles)
     }
     asked->has_real = *flags;
     asked->has_number = *flags + n;
+    asked->goal.is_unwanted = gets != Py_None ? *flags + 2 * n : NULL;
     asked->n_handles = *n_handles;
-    return 0;
+    return gets != Py_None ? kl_gradient_find_unwanted(tape, gets, *flags + 2 * n) : 0;
 }
 
 static int
@@ -606,14 +607,14 @@ refresh(Tape *tape)
     return kl_view_refresh(tape);
 }
 
-/* stage(roots, is_known_only, n_segments, is_headed) -> _Staged, see _core.pyi: the program that computes every
- * value the user can reach, or only those that have no gradient in their history, and differentiates the roots:
- * lazies, or numbers of values. */
+/* stage(roots, is_known_only, n_segments, is_headed, gets) -> _Staged, see _core.pyi: the program that computes
+ * every value the user can reach, or only those that have no gradient in their history, and differentiates the
+ * roots: lazies, or numbers of values. */
 PyObject *
 kl_program_stage(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *roots = NULL, *result = NULL, *handle = NULL;
+    PyObject *roots = NULL, *gets = Py_None, *result = NULL, *handle = NULL;
     int is_known_only = 0, is_headed = 0;
     unsigned int n_segments = 1;
     KlIds wanted = {0}, reached = {0}, root_ids = {0};
@@ -624,8 +625,8 @@ kl_program_stage(PyObject *module, PyObject *args)
     Tape *tape = kl_tape_open();
     PyObject *shared = PyList_New(0);
     if (tape == NULL || shared == NULL ||
-        !PyArg_ParseTuple(args, "O!p|Ip:stage", &PyList_Type, &roots, &is_known_only, &n_segments,
-                          &is_headed) ||
+        !PyArg_ParseTuple(args, "O!p|IpO:stage", &PyList_Type, &roots, &is_known_only, &n_segments,
+                          &is_headed, &gets) ||
         refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
         find_shared(tape, &wanted, shared) < 0) {
@@ -639,7 +640,7 @@ kl_program_stage(PyObject *module, PyObject *args)
                      .is_headed = is_headed != 0,
                      .reached = reached.ids,
                      .n_reached = reached.n};
-    if (ask(tape, &asked, &flags, &n_handles) < 0) {
+    if (ask(tape, gets, &asked, &flags, &n_handles) < 0) {
         goto error;
     }
     program = kl_alloc_zeroed(1, sizeof(*program));

@@ -109,10 +109,28 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
             KlValueId value = inputs[k].value;
             if (value != KL_ID_NONE) {
                 is_needed[value] = true;
-                if (needs_gradient && tape->values[value].meta.requires_grad) {
+                bool is_unwanted = goal->is_unwanted != NULL && goal->is_unwanted[value];
+                if (needs_gradient && tape->values[value].meta.requires_grad && !is_unwanted) {
                     stages->needs_gradient[value] = true;
                 }
             }
+        }
+    }
+}
+
+/* Where not all leaves get a gradient: none goes to what is not on its way to one that does. */
+static void
+keep_on_way(const KlTape *tape, KlStages *stages)
+{
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        const KlNode *node = &tape->nodes[i];
+        bool is_on_way = stages->node_stage[i] == KL_STAGE_NONE;
+        for (uint32_t k = 0; k < node->n_inputs && !is_on_way; k++) {
+            KlValueId value = inputs_of(tape, node)[k].value;
+            is_on_way = value != KL_ID_NONE && stages->needs_gradient[value];
+        }
+        for (uint32_t k = 0; k < node->n_outs && !is_on_way; k++) {
+            stages->needs_gradient[node->first_out + k] = false;
         }
     }
 }
@@ -474,6 +492,9 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
         goto done;
     }
     mark_needed(tape, goal, stages, is_needed);
+    if (goal->is_unwanted != NULL) {
+        keep_on_way(tape, stages);
+    }
     for (size_t i = 0; i < tape->n_nodes; i++) {
         if (stages->node_stage[i] != KL_STAGE_NONE) {
             place_node(tape, stages, (KlNodeId)i, aside);
@@ -505,4 +526,60 @@ kl_stage_fini(KlStages *stages)
     kl_alloc_free(stages->imports);
     kl_alloc_free(stages->import_of);
     memset(stages, 0, sizeof(*stages));
+}
+
+/* -- what was written since ---------------------------------------------------------------------------- */
+
+bool
+kl_stage_is_overwritten(const KlTape *tape, const KlNode *node, uint32_t k, bool is_output)
+{
+    bool is_own = node->writes != 0 && (k == 0 || (node->n_outs == 2 && k + 1 == node->n_inputs));
+    KlValueId value = is_output ? node->first_out + k : inputs_of(tape, node)[k].value;
+    if (value == KL_ID_NONE || (is_own && !is_output)) {
+        return false;
+    }
+    /* Where a view was written, the last output is the whole memory as that left it. */
+    KlValueId dated = is_output && node->writes != 0 ? node->first_out + node->n_outs - 1 : value;
+    return tape->values[dated].version < tape->storages[tape->values[value].storage].version;
+}
+
+/* What a node keeps whole may be other than by rows, which is what its row says: torch knows. */
+static bool
+is_other_whole(const KlTape *tape, const KlNode *node)
+{
+    KlValueId last =
+        node->n_inputs > 0 ? inputs_of(tape, node)[node->n_inputs - 1].value : KL_ID_NONE;
+    KlNodeId maker = last != KL_ID_NONE ? tape->values[last].node : KL_ID_NONE;
+    return node->row == NULL || (maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks);
+}
+
+static bool
+keeps_overwritten(const KlTape *tape, const KlNode *node)
+{
+    bool is_any = is_other_whole(tape, node);
+    for (int is_output = 0; is_output < 2; is_output++) {
+        uint64_t saved = is_output ? node->saves.outputs : node->saves.inputs;
+        for (uint32_t k = 0; k < (is_output ? node->n_outs : node->n_inputs); k++) {
+            if ((is_any || (k < 64 && (saved >> k & 1) != 0)) &&
+                kl_stage_is_overwritten(tape, node, k, is_output)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+KlNodeId
+kl_stage_find_overwritten(const KlTape *tape, const KlStages *stages, KlNodeId before)
+{
+    for (size_t i = before < tape->n_nodes ? before : tape->n_nodes; i-- > 0;) {
+        const KlNode *node = &tape->nodes[i];
+        bool is_differentiated = stages->node_stage[i] != KL_STAGE_NONE && node->is_grad_enabled &&
+                                 !node->is_for_chunks && node->review_of == KL_ID_NONE &&
+                                 kl_stage_has_gradient(tape, stages, node);
+        if (is_differentiated && keeps_overwritten(tape, node)) {
+            return (KlNodeId)i;
+        }
+    }
+    return KL_ID_NONE;
 }

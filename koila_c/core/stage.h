@@ -51,6 +51,7 @@ typedef struct KlGoal {
     size_t n_wanted;
     const KlValueId *roots; /* [n_roots] values to be differentiated; among the wanted */
     size_t n_roots;
+    const bool *is_unwanted; /* [n_values] leaves that get no gradient; NULL: all do */
 } KlGoal;
 
 /* Stage what the goal needs. On success the caller owns what `stages` holds: kl_stage_fini. */
@@ -76,6 +77,14 @@ kl_stage_has_gradient(const KlTape *tape, const KlStages *stages, const KlNode *
     }
     return false;
 }
+
+/* Whether the memory of input `k` of a node, or of output `k`, was written after the node; what the node writes
+ * itself is an output. */
+bool kl_stage_is_overwritten(const KlTape *tape, const KlNode *node, uint32_t k, bool is_output);
+
+/* The last node before `before` through which a gradient goes, and that keeps for it, or may where it has no
+ * row, what was written since; KL_ID_NONE: there is none. */
+KlNodeId kl_stage_find_overwritten(const KlTape *tape, const KlStages *stages, KlNodeId before);
 
 /* Whether a node by rows is given its `k`-th input whole although chunks make it: *gathered*, a body later. */
 bool kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *node,

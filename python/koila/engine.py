@@ -6,12 +6,34 @@ Those two compare the sizes of given gradients symbolically first, and import sy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 _run: Any = torch.autograd.graph._engine_run_backward
+
+
+def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
+    """Whether a gradient of a tensor is, or goes on to, that of one of `inputs`."""
+    wanted: set[tuple[Any, int | None]] = {(id(t), None) for t in inputs}
+    wanted.update((t.grad_fn, t.output_nr) for t in inputs if t.grad_fn is not None)
+
+    def gets(tensor: torch.Tensor) -> bool:
+        if (id(tensor), None) in wanted:
+            return True
+        steps: list[Any] = [(tensor.grad_fn, tensor.output_nr)] if tensor.grad_fn else []
+        seen: set[Any] = set()
+        while steps:
+            step = steps.pop()
+            if step in wanted or (id(getattr(step[0], "variable", None)), None) in wanted:
+                return True
+            if step[0] is not None and step[0] not in seen:
+                seen.add(step[0])
+                steps += step[0].next_functions
+        return False
+
+    return gets
 
 
 def backward(

@@ -200,7 +200,7 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
         if cuts:
             engine.backward(cuts, found, is_retained=is_retained, inputs=inputs or ())
 
-    return replay.differentiate(roots, gradients, is_retained, finish)
+    return replay.differentiate(roots, gradients, is_retained, inputs, finish)
 
 
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -283,7 +283,7 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
             materialize_grads=words.get("materialize_grads") or False,
         )
 
-    return replay.differentiate(roots, gradients, is_retained, finish)
+    return replay.differentiate(roots, gradients, is_retained, inputs, finish)
 
 
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,11 @@ class Node(NamedTuple):
     @property
     def outs(self) -> range:
         return range(self.first_out, self.first_out + self.n_outs)
+
+
+def is_data(func: Callable[..., Any]) -> bool:
+    """Whether a recorded function is x.data."""
+    return getattr(func, "__self__", None) is _DATA
 
 
 def name_of_node(node: Node) -> str:
@@ -177,8 +182,10 @@ class Program:
         is_known_only: bool = False,
         n_segments: int = 1,
         is_headed: bool = False,
+        gets: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
-        staged = _core.stage(list(roots), is_known_only, n_segments, is_headed)
+        staged = _core.stage(list(roots), is_known_only, n_segments, is_headed, gets)
+        self.gets = gets  # whether a tensor is to get a gradient; None: all are
         self.handle: object = staged[0]
         self.roots: list[int] = staged[1]
         self._reached: list[int] = staged[2]
@@ -318,7 +325,9 @@ class Program:
     def cut_for(self, way: Way) -> Program:
         """The same program with its bodies cut as that way says."""
         cuts = way.n_segments, way.n_pieces > 1
-        return self if cuts == self._cuts else Program(self.roots, self.is_known_only, *cuts)
+        if cuts == self._cuts:
+            return self
+        return Program(self.roots, self.is_known_only, *cuts, self.gets)
 
     @property
     def n_cut(self) -> int:
@@ -381,7 +390,7 @@ class Program:
         """Whether x.data was taken of some memory: a write through it changes what was kept for
         backward, and torch does not notice."""
         of = (n for n in self.nodes.values() if self.info(n.first_out).storage == storage)
-        return any(getattr(_core.node(n.id)[0], "__self__", None) is _DATA for n in of)
+        return any(is_data(_core.node(n.id)[0]) for n in of)
 
     def _is_across(self, node: Node) -> bool:
         """Whether a call writes a view that no chunk can take again: it is of other rows."""

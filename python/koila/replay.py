@@ -20,10 +20,12 @@ from koila import (
     config,
     deliver,
     draws,
+    engine,
     explain,
     hooks,
     meets,
     norms,
+    overwritten,
     plan,
     reductions,
     reports,
@@ -755,10 +757,12 @@ def _is_whole() -> bool:
 
 
 def _stage(
-    roots: list[torch.Tensor], is_known_only: bool = False
+    roots: list[torch.Tensor],
+    is_known_only: bool = False,
+    gets: Callable[[torch.Tensor], bool] | None = None,
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
-    program = Program(roots, is_known_only)
+    program = Program(roots, is_known_only, 1, gets)
     if not program.n_nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
@@ -780,6 +784,7 @@ def _stage(
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if not planned.is_whole:
+        overwritten.check(program)
         return program.cut_for(planned.way), planned
     reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
     return None
@@ -845,22 +850,25 @@ def differentiate(
     roots: list[torch.Tensor],
     gradients: list[torch.Tensor | None],
     is_retained: bool,
+    inputs: Sequence[torch.Tensor] | None,
     finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
 ) -> Any:
-    """Differentiate the roots in chunks and hand the gradients of the real tensors to `finish`.
+    """Differentiate the roots in chunks and hand the gradients of the real tensors to `finish`,
+    which wants those of `inputs`; None: of all.
 
     Returns:
         NotImplemented where the program has to run whole; else what `finish` returns.
     """
     # Another thread's program is run as it would be there.
     whose = roots[0] if roots else None
-    return _core.held(whose, _differentiate, (roots, gradients, is_retained, finish), {})
+    return _core.held(whose, _differentiate, (roots, gradients, is_retained, inputs, finish), {})
 
 
 def _differentiate(
     roots: list[torch.Tensor],
     gradients: list[torch.Tensor | None],
     is_retained: bool,
+    inputs: Sequence[torch.Tensor] | None,
     finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
 ) -> Any:
     lazies = [root for root in roots if type(root) is _core.LazyTensor]
@@ -893,7 +901,7 @@ def _differentiate(
     if not all(_core.is_pending_here(root) for root in roots):
         return NotImplemented
     _core.forget_left()
-    staged = _stage(roots)
+    staged = _stage(roots, False, engine.getters(inputs) if inputs else None)
     if staged is None:
         return NotImplemented
     _core.check_leaves()

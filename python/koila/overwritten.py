@@ -1,0 +1,85 @@
+"""What a call kept for its backward, and a later call wrote in place: eager's backward refuses it.
+
+Chunks may well have what was kept, for a write of what another stage made writes a clone. The table
+of ops says which calls can be such, and torch itself, on tensors without memory, whether one is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import torch
+
+from koila import _core, draws, meta
+from koila.program import Node, Program, is_data
+
+_LAST = 2**32 - 2  # after all nodes
+_TEXT = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation"
+)
+
+
+def check(program: Program) -> None:
+    """Raise what eager's backward raises."""
+    before = _LAST
+    while (found := _core.overwritten(program.handle, before)) is not None:
+        before, pairs = found
+        node = program.node(before)
+        for value, writer in dict(pairs).items():
+            if not _is_uncounted(program, value) and _needs(program, node, value):
+                draws.move_on()  # what is drawn from now on comes after it, as in eager
+                _core.abandon()
+                raise RuntimeError(_told(program, node, value, writer))
+
+
+def _is_uncounted(program: Program, value: int) -> bool:
+    """Whether x.data was taken of the memory of a value: torch does not see writes through it."""
+    storage = program.info(value).storage
+    with contextlib.suppress(IndexError):  # after the last call
+        for i in itertools.count():
+            func, *_, reads, _ = _core.node(i)
+            if is_data(func) and program.info(reads[0]).storage == storage:
+                return True
+    return False
+
+
+def _needs(program: Program, node: Node, value: int) -> bool:
+    """Whether torch's backward of a call misses one of its values, changed since."""
+    leaves: dict[int, torch.Tensor] = {}
+    given: dict[int, torch.Tensor] = {}
+    for v in (v for v in _core.node(node.id)[5] if v >= 0):
+        info, maker = program.info(v), program.node_of(v)
+        if maker is not None and maker.is_for_chunks:
+            continue  # whole it is torch's own call
+        leaves[v] = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
+        with torch.enable_grad():  # a leaf must not be written
+            given[v] = leaves[v].clone() if info.requires_grad else leaves[v]
+    try:
+        env = draws.run_alone(node.id, -1, given, program.n_values, False)
+        torch.autograd.graph.increment_version(env[value])
+        made = [env[v] for v in node.outs if env[v].requires_grad]
+        ends = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        torch.autograd.grad(made, ends, [torch.empty_like(t) for t in made], allow_unused=True)
+    except Exception as error:  # of all of torch
+        if _TEXT in str(error):
+            return True
+        _, row, *_, reads, (kept, kept_outs, *_) = _core.node(node.id)
+        is_kept = any(v == value and kept >> k & 1 for k, v in enumerate(reads))
+        is_kept |= any(v == value and kept_outs >> k & 1 for k, v in enumerate(node.outs))
+        return row is not None and is_kept
+    return False
+
+
+def _call(i: int) -> str:
+    func, row, _, where, *_ = _core.node(i)
+    return f"{row or getattr(func, '__name__', 'a call')} ({where})"
+
+
+def _told(program: Program, node: Node, value: int, writer: int) -> str:
+    info = program.info(value)
+    kind = torch.empty(0, dtype=info.dtype, device=info.device).type()
+    return (
+        f"{_TEXT}: [{kind} {list(info.shape)}], which {_call(node.id)} keeps, was written by "
+        f"{_call(writer)}"
+    )

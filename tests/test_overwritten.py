@@ -1,0 +1,182 @@
+"""What a call kept for backward and a later call wrote: a step raises where eager does, and nowhere
+else; and who asks for some gradients goes only where these come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import koila
+from chunked import split
+
+N_ROWS = 5
+TEXT = "one of the variables needed for gradient computation has been modified by an inplace"
+
+#: What is made of `h = x @ w`, which is rows.
+CALLS = (
+    "h.exp()",
+    "F.relu(h)",
+    "h * v",
+    "h * 2",
+    "h + v",
+    "x / (h + 9)",
+    "h.pow(2)",
+    "h.mean()",
+    "h.sum(0)",
+    "h.var(0)",
+    "torch.logsumexp(h, 0)",
+    "h.softmax(0)",
+    "h.log_softmax(0)",
+    "h.softmax(1)",
+    "h.amax(0)",
+    "h.norm(dim=0)",
+    "h.prod(0)",
+    "F.cross_entropy(h, y)",
+    "F.cross_entropy(h.T, y.new_tensor([0, 1, 2, 3]))",
+    "F.mse_loss(h, x)",
+    "F.batch_norm(h, None, None, training=True)",
+    "F.layer_norm(h, (4,))",
+    "F.linear(h, w)",
+    "h @ h.T",
+    "h.T @ h",
+    "h.sort(0)[0]",
+    "h.cumsum(0)",
+    "h[y]",
+    "torch.where(h > 0, h, x)",
+    "F.dropout(h, 0.5)",
+    "torch.cdist(h, h)",
+    "F.scaled_dot_product_attention(h[None], h[None], h[None])",
+)
+WRITES = (
+    "h.mul_(2)",
+    "h[:, 0].add_(1)",
+    "h.detach().mul_(2)",
+    "r.mul_(2)",
+    "\nwith torch.no_grad(): r.mul_(2)",
+)
+#: Whole programs; `{}` is where what was kept was written, or was not.
+PROGRAMS = (
+    "h = x @ w; h.mul_(h); h.sum().backward()",
+    "h = x @ w; h.add_(h); h.sum().backward()",
+    "h = x @ w; h.exp_(); h.mul_(v); h.sum().backward()",
+    "h = x @ w; h.relu_(); h.mul_(2); h.sum().backward()",
+    "h = x @ w; k = h[:, 0]; k.exp_(); h.mul_(2); h.sum().backward()",
+    "h = x @ w; k = h[:, 0]; k.exp_(); k.add_(2); k.sum().backward()",
+    "h = x @ w; k = h[:, 0]; k.exp_(); h.sum().backward()",
+    "h = x @ w; k = h[:, 0].exp(); h[:, 1].mul_(2); (h.sum() + k.sum()).backward()",
+    "h = x @ w; k = h[:, 0] * v[0]; h[:, 1].mul_(2); (h.sum() + k.sum()).backward()",
+    "h = x @ w; m = h > 0; r = torch.where(m, h, v); m.logical_not_(); r.sum().backward()",
+    "h = x @ w; n = (x > 0).sum().double(); l = h.sum() / n; n.add_(1); l.backward()",
+    "h = x @ w; m = h.detach().mean(); l = (h * m).sum(); m.add_(1); l.backward()",
+    "h = x @ w; m = h.mean(); l = (h * m).sum(); m.add_(1); l.backward()",
+    "h = x @ w; s = h.std(0); l = (h / s).sum(); s.clamp_(min=1); l.backward()",
+    "h = x @ w; l = h.pow(2).sum(); l.backward(retain_graph=True); h.mul_(2); l.backward()",
+    "h = x @ w; l = h.pow(2).sum(); l.backward(retain_graph=True); h.mul_(2); h.sum().backward()",
+    "h = x @ w; c = x * 2; l = (h * c).sum(); c.mul_(2); l.backward()",
+    "h = x @ w; c = x * 2; l = (h + c).sum(); c.mul_(2); l.backward()",
+    "h = x @ w; c = x * 2; c.sum().item(); l = (h * c).sum(); c.mul_(2); l.backward()",
+    "h = x @ w; h.sum().item(); l = (h * v).sum(); h.mul_(2); l.backward()",
+    "h = x @ w; l = (h * h).sum(); h.mul_(2); l.item(); (l + h.sum()).backward()",
+    "h = x @ w; r = h.exp(); s = r.sum(); r.mul_(2); s.backward()",
+    "h = x @ w; r = h.exp(); d = r.data; l = (d * v).sum(); d.mul_(2); l.backward()",
+    "h = x @ w; l = (h * v).sum(); h.data.zero_(); l.backward()",
+    "h = x @ w; r = h.exp(); r[0] = 0; r.sum().backward()",
+    "h = x @ w; r = h.sigmoid(); r.masked_fill_(x > 0, 0); r.sum().backward()",
+    # Not on the way to the gradients that are asked for:
+    "k = (x @ w) * v; q = (x @ w).exp(); l = k.sum() + q.sum(); q.mul_(2); l.backward(inputs=[v])",
+    "k = (x @ w) * v; q = (x @ w).exp(); l = k.sum() + q.sum(); q.mul_(2); l.backward(inputs=[w])",
+)
+#: Programs that ask for some gradients, and are cut.
+INPUTS = (
+    "h.register_hook(see); (h * v).sum().backward(inputs=[v])",
+    "h.register_hook(see); (h * v).sum().backward(inputs=[w])",
+    "h.register_hook(see); k = (h.detach() * v).sum() + h.sum(); see(grad(k, v)[0])",
+    "h.retain_grad(); see(grad((h * v).sum(), w)[0]); see(h.grad)",
+    "h.retain_grad(); see(grad((h * v).sum(), v)[0]); assert h.grad is None",
+    "l = (h * v).exp().sum(); see(grad(l, v, retain_graph=True)[0]); l.backward()",
+    "l = (h * v).exp().sum(); see(grad(l, v)[0]); h.sum().backward()",
+    "q = w * 3; l = (x @ q * v).exp().sum(); see(*grad(l, [q, v]))",
+    "q = w * 3; l = (x @ q * v).exp().sum(); see(grad(l, w)[0])",
+    "a = w * 2; b = v * a; see(grad((x @ b).pow(2).sum(), a)[0])",
+    "a = w * 2; b = v * a; (x @ b).pow(2).sum().backward(inputs=[v])",
+    "l = (h * v).sum(); assert grad(l, u, allow_unused=True) == (None,); l = h.sum(); l.backward()",
+    "l = (h * v).mean() ** 2 + h.std(); l.backward(inputs=[v], retain_graph=True); l.backward()",
+    "b = F.batch_norm(h, None, None, v, v, training=True); see(grad((b * v).pow(2).sum(), v)[0])",
+)
+
+
+def run(text: str, lazy: Any) -> list[Tensor] | str:
+    """All gradients that are seen, or what was raised."""
+    torch.manual_seed(0)
+    w, v, u = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ([4, 4], [4], []))
+    x, y = lazy(torch.randn(N_ROWS, 4, dtype=torch.float64), torch.randint(0, 4, (N_ROWS,)))
+    seen: list[Tensor] = []
+
+    def see(*gradients: Tensor) -> None:
+        seen.extend(gradient.clone() for gradient in gradients)
+
+    env = dict(torch=torch, F=F, w=w, v=v, u=u, x=x, y=y, see=see, grad=torch.autograd.grad)
+    try:
+        exec(text, env)
+    except RuntimeError as error:
+        return str(error)
+    return seen + [p.grad for p in (w, v) if p.grad is not None]
+
+
+def compare(got: list[Tensor] | str, want: list[Tensor] | str) -> None:
+    if isinstance(want, str) or isinstance(got, str):
+        assert str(got)[: len(TEXT)] == str(want)[: len(TEXT)]
+        return
+    for value, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_call_kept_is_written(call: str) -> None:
+    for write in WRITES:
+        text = f"h = x @ w; r = {call}; {write}\n(r.sum() + h.sum()).backward()"
+        want = run(text, lambda *given: given)
+        for chunks in (1, 2, N_ROWS):
+            with koila.config(chunks=chunks):
+                compare(run(text, koila.lazy), want)
+
+
+def test_some_of_these_raise_and_some_do_not() -> None:
+    texts = [f"h = x @ w; r = {c}; h.mul_(2); (r.sum() + h.sum()).backward()" for c in CALLS]
+    raised = [str(run(text, lambda *given: given)).startswith(TEXT) for text in texts]
+    assert 10 < sum(raised) < 25
+
+
+@pytest.mark.parametrize("text", PROGRAMS)
+def test_programs(text: str) -> None:
+    want = run(text, lambda *given: given)
+    for chunks in (1, 2, 3, 7, N_ROWS):
+        with koila.config(chunks=chunks):
+            compare(run(text, koila.lazy), want)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+@pytest.mark.parametrize("text", INPUTS)
+def test_gradients_that_are_asked_for(text: str, chunks: int) -> None:
+    text = f"h = x @ w; {text}"
+    with split(chunks):
+        got = run(text, koila.lazy)
+    compare(got, run(text, lambda *given: given))
+
+
+def test_the_error_names_both_calls() -> None:
+    with koila.config(chunks=2):
+        x = koila.lazy(torch.randn(N_ROWS, 4))
+        h = (x * torch.ones(4, requires_grad=True)).exp()
+        h.mul_(2)
+        with pytest.raises(
+            RuntimeError,
+            match=r"\[torch.FloatTensor \[5, 4\]\], which exp \(call 1, .*py:\d+\) keeps, "
+            r"was written by mul_ \(call 2, .*test_overwritten.py:\d+\)",
+        ):
+            h.sum().backward()
+        assert h.sum().item() > 0  # it can still be read
