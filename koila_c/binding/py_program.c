@@ -580,9 +580,10 @@ kl_program_staged(PyObject *module, PyObject *args)
 
 /* What of a program only the binding knows; on failure nothing is left of it. */
 static int
-ask(const Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handles)
+ask(Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handles)
 {
     size_t n = tape->core.n_values;
+    kl_stale_drop_numbers(tape);
     *flags = kl_alloc_zeroed(3 * n, sizeof(bool)); /* [n_values] thrice, in the order below */
     *n_handles = count_handles(tape);
     if (*flags == NULL || *n_handles == NULL) {
@@ -615,6 +616,7 @@ kl_program_stage(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *roots = NULL, *gets = Py_None, *result = NULL, *handle = NULL;
+    PyObject *shared = PyList_New(0);
     int is_known_only = 0, is_headed = 0;
     unsigned int n_segments = 1;
     KlIds wanted = {0}, reached = {0}, root_ids = {0};
@@ -623,7 +625,6 @@ kl_program_stage(PyObject *module, PyObject *args)
     KlProgram *program = NULL;
     KlError error;
     Tape *tape = kl_tape_open();
-    PyObject *shared = PyList_New(0);
     if (tape == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p|IpO:stage", &PyList_Type, &roots, &is_known_only, &n_segments,
                           &is_headed, &gets) ||

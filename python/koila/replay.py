@@ -762,7 +762,7 @@ def _stage(
     gets: Callable[[torch.Tensor], bool] | None = None,
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
-    program = Program(roots, is_known_only, 1, gets)
+    program = Program(roots, is_known_only, gets=gets)
     if not program.n_nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
