@@ -38,41 +38,9 @@ from koila.cross import Cross, add, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import DATA, ROWS, Node, Op, Program, Run, Step
+from koila.reads import Reads
 from koila.rows import Bounds, Place, chunk_shape, cut, grid
 from koila.threads import in_turn
-
-
-def _without_graphs(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]]:
-    """The parts that a segment left, and whether they require gradients, without their graphs."""
-    parts = {value: env[value] for value in run.exports if isinstance(env[value], tuple)}
-    return {
-        value: tuple(part.detach().requires_grad_(part.requires_grad) for part in made)
-        for value, made in parts.items()
-    }
-
-
-class _Reads:
-    """What the chunks of a body are given of tensors that entered the program: found once, and not
-    for each chunk."""
-
-    def __init__(self, replay: Replay, run: Run, is_graph: bool) -> None:
-        self.common: list[Any] = [None] * replay.program.n_imports
-        self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # by chunk
-        self.others: list[int] = []  # what the program made
-        grid = replay.grid_of(run)
-        for number in run.imports:
-            value, place, is_range = replay.program.imports[number]
-            cross = replay.cross_of(value)
-            cut = None
-            if replay.program.is_leaf(value) and not is_range:
-                if place is None:
-                    self.common[number] = cross.read_whole(is_graph)
-                    continue
-                cut = cross.cut_all(place, grid, is_graph)
-            if cut is None:
-                self.others.append(number)
-            else:
-                self.pieces.append((number, cut))
 
 
 class Replay:
@@ -99,7 +67,7 @@ class Replay:
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
         self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
-        self.reads: dict[tuple[int, bool], _Reads] = {}  # of the runs of one step of the schedule
+        self.reads: dict[tuple[int, bool], Reads] = {}  # of the runs of one step of the schedule
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         self.scratch = self._copy_statistics()
         self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
@@ -212,7 +180,7 @@ class Replay:
         if run.is_body:
             key = run.number, is_graph
             if key not in self.reads:
-                self.reads[key] = _Reads(self, run, is_graph)
+                self.reads[key] = Reads(self, run, is_graph)
             reads = self.reads[key]
             imports, numbers = reads.common.copy(), reads.others
             for number, pieces in reads.pieces:
@@ -490,7 +458,7 @@ class Replay:
                 of_piece = self.run_nodes(head, piece, True, whole)
                 self._collect(head, of_piece, piece, head.exports)
                 if piece == 0:
-                    left = _without_graphs(body, env)
+                    left = tail.parts_of(body, env)
                     left.update((value, of_piece[value]) for value in head.exports)
                     is_certain = tail.seed(self, runs, left, self.gradients)
                     del left
@@ -521,7 +489,7 @@ class Replay:
                 # The first chunk tells which parts gradients go to.
                 env = self.run_nodes(run, chunk, chunk == 0)
                 self._collect(run, env, chunk, run.exports)
-                left.update(_without_graphs(run, env))
+                left.update(tail.parts_of(run, env))
                 del env  # or the next segment would run beside what is left of this one
             env = self.run_nodes(last, chunk, True)
             self._collect(last, env, chunk, last.exports)

@@ -63,6 +63,15 @@ class _Kept:
             yield
 
 
+def parts_of(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]]:
+    """The parts that a segment left, and whether they require gradients, without their graphs."""
+    parts = {value: env[value] for value in run.exports if isinstance(env[value], tuple)}
+    return {
+        value: tuple(part.detach().requires_grad_(part.requires_grad) for part in made)
+        for value, made in parts.items()
+    }
+
+
 def seed(
     replay: Replay, runs: Sequence[Run], left: Mapping[int, Any], gradients: list[torch.Tensor]
 ) -> bool:
