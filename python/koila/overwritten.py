@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def check(program: Program) -> None:
         before, pairs = found
         node = program.node(before)
         for value, writer in dict(pairs).items():
-            if not _is_uncounted(program, value) and _needs(program, node, value):
+            if _needs_as_before(program, node, value) and not _is_uncounted(program, value):
                 draws.move_on()  # what is drawn from now on comes after it, as in eager
                 _core.abandon()
                 raise RuntimeError(_told(program, node, value, writer))
@@ -42,6 +43,28 @@ def _is_uncounted(program: Program, value: int) -> bool:
             if is_data(func) and program.info(reads[0]).storage == storage:
                 return True
     return False
+
+
+#: What torch said of calls, by all that is known of one; steps repeat.
+_asked: dict[Any, bool] = {}
+_N_ASKED = 1024
+
+
+def _needs_as_before(program: Program, node: Node, value: int) -> bool:
+    """As `_needs`, which is asked once for calls that are alike."""
+    func, row, *_, reads, saves = _core.node(node.id)
+    if row is None:
+        return _needs(program, node, value)
+    infos = (program.info(v) if v >= 0 else None for v in (*reads, *node.outs))
+    # What is cast under autocast has results of another dtype.
+    alike = tuple((i.dtype, i.shape, i.strides, i.requires_grad) if i else None for i in infos)
+    key = func, row, alike, tuple(v == value for v in (*reads, *node.outs)), saves
+    known = _asked.get(key)
+    if known is None:
+        known = _asked[key] = _needs(program, node, value)
+        if len(_asked) > _N_ASKED:
+            _asked.pop(next(iter(_asked)))
+    return known
 
 
 def _needs(program: Program, node: Node, value: int) -> bool:
