@@ -259,6 +259,20 @@ ONCE_WRONG = {
     "a gradient of zeros that has no memory": Program(
         ("h = t * w[:, :1]", "h.sgn_()"), 4, 5, data=648, is_read_first=True
     ),
+    "a view that a failure left to wait, of one that ran and was written": Program(
+        (
+            "h = x * 1",
+            "v = h.unfold(1, 2, 1)",
+            "f = []\ntry:\n    f.append(F.embedding(y + 9, w))\n    f.append(v.reshape(v.shape))\n"
+            "    float(f[0].sum())\nexcept IndexError: pass",
+            "with torch.no_grad():\n    F.elu(v, inplace=True)\n    b = v.index_select(0, y)\n"
+            "    torch.argmax(z, -1, out=y)",
+            "r = 0.5 if torch.isfinite(u).all() else 0.1",
+        ),
+        n_rows=7,
+        n_others=7,
+        data=155,
+    ),
     "rows are gathered where another call asks for their number": Program(
         (
             "h = x * 1",

@@ -726,7 +726,8 @@ error:
 static PyObject *
 view_object(const Tape *tape, KlValueId value)
 {
-    if (tape->core.values[value].view_of == KL_ID_NONE) {
+    const KlValue *core = &tape->core.values[value];
+    if (core->view_of == KL_ID_NONE || core->node == KL_ID_NONE) {
         return Py_NewRef(Py_None);
     }
     KlValueId origin = kl_view_origin(tape, value);

@@ -199,9 +199,11 @@ kl_view_refresh(Tape *tape)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
         Value *handle = tape->values[i].handle;
+        KlNodeId maker = tape->core.values[i].node;
+        bool is_abandoned = maker != KL_ID_NONE && tape->core.nodes[maker].is_abandoned;
         KlValueId current = KL_ID_NONE;
-        if (handle == NULL || !kl_tape_is_stale(&tape->core, (KlValueId)i)) {
-            continue;
+        if (handle == NULL || is_abandoned || !kl_tape_is_stale(&tape->core, (KlValueId)i)) {
+            continue; /* what nobody has asked for since a run raised waits until somebody does */
         }
         if (kl_view_current(tape, (KlValueId)i, &current) < 0) {
             return -1;
@@ -219,8 +221,12 @@ kl_view_current(Tape *tape, KlValueId value, KlValueId *current)
         *current = value;
         return 0;
     }
-    if (core->view_of == KL_ID_NONE || core->node == KL_ID_NONE) {
+    if (core->view_of == KL_ID_NONE) {
         *current = tape->core.storages[core->storage].base;
+        return 0;
+    }
+    if (core->node == KL_ID_NONE) {
+        *current = value; /* it was cut, and its tensor shows the memory as it is */
         return 0;
     }
     KlValueId apart = tape->core.storages[core->storage].apart;
