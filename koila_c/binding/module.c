@@ -130,6 +130,10 @@ static PyMethodDef functions[] = {
      "real($module, lazy, /)\n--\n\nThe real tensor of a lazy, or None while it is pending."},
     {"is_input", core_is_input, METH_O,
      "is_input($module, lazy, /)\n--\n\nWhether lazy() made it."},
+    {"keep_lazy", core_keep_lazy, METH_O,
+     "keep_lazy($module, lazy, /)\n--\n\n"
+     "Whether nobody else holds its tensor; then what is done with it is recorded, as with an "
+     "input."},
     {"is_view", core_is_view, METH_O,
      "is_view($module, lazy, /)\n--\n\nWhether it was recorded as a view of another."},
     {"rows_dim", core_rows_dim, METH_O,

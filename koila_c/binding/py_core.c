@@ -102,6 +102,28 @@ core_is_input(PyObject *module, PyObject *object)
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
+/* Whether nobody but a lazy, and the tape, holds its tensor: then what is done with it is recorded from now
+ * on, as with an input. */
+PyObject *
+core_keep_lazy(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    const Tape *tape = value != NULL ? kl_tape_open() : NULL;
+    PyObject *real = tape != NULL ? kl_lazy_real(value) : NULL;
+    if (real == NULL) {
+        return tape == NULL ? NULL : Py_NewRef(Py_False);
+    }
+    Py_ssize_t n_held = value->tape == NULL;
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        const KlPyValue *entry = &tape->values[i];
+        n_held += (entry->real == real) + (entry->number == real) + (entry->recorded == real);
+    }
+    bool is_alone = Py_REFCNT(real) == n_held;
+    value->is_input = value->is_input || is_alone;
+    return PyBool_FromLong(is_alone);
+}
+
 PyObject *
 core_is_view(PyObject *module, PyObject *object)
 {

@@ -10,6 +10,7 @@ PyObject *core_like(PyObject *module, PyObject *args);
 PyObject *core_force(PyObject *module, PyObject *object);
 PyObject *core_real(PyObject *module, PyObject *object);
 PyObject *core_is_input(PyObject *module, PyObject *object);
+PyObject *core_keep_lazy(PyObject *module, PyObject *object);
 PyObject *core_is_view(PyObject *module, PyObject *object);
 PyObject *core_rows_dim(PyObject *module, PyObject *object);
 PyObject *core_is_pending_here(PyObject *module, PyObject *object);

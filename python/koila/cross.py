@@ -47,7 +47,7 @@ def _is_part(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-def _is_shared(tensor: torch.Tensor) -> bool:
+def is_shared(tensor: torch.Tensor) -> bool:
     """Whether anything else holds the memory of a tensor; the question itself holds it twice."""
     if tensor.layout != torch.strided:  # of an embedding with sparse=True; who holds it nobody says
         return True
@@ -72,7 +72,7 @@ def send_back(
     waiting = [alias for alias in fresh if alias.grad is None]
     for alias in fresh:
         grad = alias.grad
-        if grad is not None and (grad._is_zerotensor() or _is_shared(grad) or _is_part(grad)):
+        if grad is not None and (grad._is_zerotensor() or is_shared(grad) or _is_part(grad)):
             alias.grad = grad.clone()
     fresh[:] = waiting
 

@@ -31,6 +31,7 @@ from koila import (
     scans,
     turned,
     versions,
+    written,
 )
 from koila.errors import KoilaError, StaleError, is_out_of_memory
 
@@ -88,7 +89,7 @@ _C_CALLABLES = (
 #: are given other words.
 PYTHON_ROWS = frozenset(("embedding_bag",))
 
-_rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
+_rows = {name: row["kind"] for row in _core.op_table() for name in (row["name"], *row["aliases"])}
 
 
 def _is_out(schema: Any) -> bool:
@@ -132,6 +133,8 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
     instead = scalars.instead(name, handlers.DECLINED.get(name))
+    if row is not None and _rows[row] == "INPLACE":
+        instead = written.instead(instead)
     _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
 
 
