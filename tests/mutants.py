@@ -163,7 +163,7 @@ MUTANTS = [
     Mutant(
         "gradient: what joints send back is lost",
         "python/koila/replay.py",
-        "seed = self.cross[value].total_gradient()\n            if value in roots:",
+        "seed = self.cross[value].take_total_gradient()\n            if value in roots:",
         "seed = None\n            if value in roots:",
         f"{PROGRAMS} -k standardised",
     ),

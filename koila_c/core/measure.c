@@ -18,6 +18,7 @@ typedef struct StepValue {
     bool is_inner;        /* segments of one body alone read it */
     bool is_offloaded;    /* it is kept beside its device */
     bool is_held;         /* what a body left, of all chunks */
+    bool is_let_go;       /* what a joint left */
 } StepValue;
 
 typedef struct StepStorage {
@@ -308,7 +309,8 @@ release_value(Step *step, KlValueId value)
 {
     StepStorage *storage = &step->storages[storage_of(step, value)];
     if (!step->values[value].is_held) {
-        return; /* a joint made it, whose graph counts */
+        step->values[value].is_let_go = true; /* a joint made it, whose graph counts */
+        return;
     }
     const KlParts *parts = parts_of(step, value);
     step->values[value].is_held = false;
@@ -607,8 +609,8 @@ hold_left(Step *step, const KlStep *of)
 
 /* -- back --------------------------------------------------------------------------------------------- */
 
-/* Fixed bytes of what leaves a joint, and of what was put together for it: each storage once, the last of its
- * values. */
+/* Fixed bytes of what leaves a joint and is not let go, and of what was put together for it: each storage once, the
+ * last of its values. */
 static double
 bytes_left(Step *step, const KlRun *run)
 {
@@ -620,7 +622,8 @@ bytes_left(Step *step, const KlRun *run)
             const KlNode *node =
                 is_export ? NULL : &step->tape->nodes[step->program->combined.ids[k]];
             KlValueId value = is_export ? export_of(step, run, i) : node->first_out;
-            for (uint32_t n = is_export ? 1 : node->n_outs; n-- > 0; value++) {
+            uint32_t n_values = is_export ? !step->values[value].is_let_go : node->n_outs;
+            for (uint32_t n = n_values; n-- > 0; value++) {
                 KlValueId *met = &step->met[storage_of(step, value)];
                 left += is_counting && *met == value ? whole(step, value) : 0;
                 *met = is_counting ? *met : value;
@@ -645,11 +648,20 @@ go_back_joint(Step *step, uint32_t i)
     kl_sweep_open(&step->sweep, &span);
     KlStatus status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
     for (uint32_t k = 0; k < run->exports.n; k++) {
-        if (step->values[export_of(step, run, k)].is_gathering) {
-            kl_sweep_seed(&step->sweep, export_of(step, run, k));
+        KlValueId value = export_of(step, run, k);
+        if (step->values[value].is_gathering) {
+            kl_sweep_seed(&step->sweep, value);
+        }
+        if (step->values[value].is_let_go) {
+            kl_sweep_let_go(&step->sweep, value);
         }
     }
     status = status == KL_OK ? sweep_back(step) : status;
+    for (uint32_t k = 0; k < run->exports.n; k++) {
+        KlValueId value = export_of(step, run, k);
+        step->held -= step->values[value].is_gathering ? gradient(step, value) : 0;
+        step->values[value].is_gathering = false;
+    }
     /* The graph is let go, and with it what was put together for it. */
     step->held += fmin(step->live[i] - step->sweep.freed, bytes_left(step, run));
     step->held_per_chunk -= kept;

@@ -311,6 +311,7 @@ void kl_rules_keep(const KlCall *call, const KlInferred *result, KlSaves *saves)
 KL_SAVES(index);
 KL_SAVES(log_sigmoid);
 KL_SAVES(max);
+KL_SAVES(roll);
 KL_SAVES(pow);
 KL_SAVES(softmax);
 KL_SAVES(take_along_dim);

@@ -104,3 +104,13 @@ saves_log_sigmoid(const KlCall *call, const KlInferred *result, KlSaves *saves)
         saves->is_extra_rows = true;
     }
 }
+
+/* One dim after the other, each into a new tensor. */
+void
+saves_roll(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlArg *shifts = &call->args[1];
+    if (shifts->kind == KL_ARG_INTS && shifts->n > 1) {
+        saves->bytes_workspace = saves->bytes_backward = kl_meta_n_bytes(&result->outs[0]);
+    }
+}

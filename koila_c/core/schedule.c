@@ -335,7 +335,20 @@ make_again(Build *build, uint32_t u)
     return status;
 }
 
-/* Before a body goes back, all that reads what it left has gone back: only the gradients are of use. */
+/* Whether a joint combines the parts of a value: their gradients come when it goes back. */
+static bool
+is_combined(const Build *build, const KlRun *run, KlValueId value)
+{
+    for (uint32_t i = 0; i < run->combined.n; i++) {
+        if (build->program->combined.ids[run->combined.first + i] ==
+            build->tape->values[value].node) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Before a unit goes back, all that reads what it left has gone back: only the gradients are of use. */
 static KlStatus
 release_left(Build *build, const Unit *unit)
 {
@@ -346,7 +359,8 @@ release_left(Build *build, const Unit *unit)
         const KlRun *run = &program->runs[r];
         for (uint32_t i = 0; i < run->exports.n && status == KL_OK; i++) {
             KlValueId value = program->exports.ids[run->exports.first + i];
-            if (!program->is_kept[value] && !build->is_inner[value] && !build->is_gone[value]) {
+            if (!program->is_kept[value] && !build->is_inner[value] && !build->is_gone[value] &&
+                !is_combined(build, run, value)) {
                 build->is_gone[value] = true;
                 status = add_value(build, value);
             }
@@ -364,7 +378,9 @@ go_back(Build *build)
         const Unit *unit = &build->units[u];
         if (!unit->is_body || unit->is_fused) {
             KlStepOp op = unit->is_fused ? KL_STEP_CHECK : KL_STEP_JOINT_BACK;
-            status = add_step(build, op, unit, build->schedule->values.n);
+            status = unit->is_fused ? KL_OK : release_left(build, unit);
+            status =
+                status == KL_OK ? add_step(build, op, unit, build->schedule->values.n) : status;
         } else if (unit->has_gradient) {
             status = make_again(build, u);
             status = status == KL_OK

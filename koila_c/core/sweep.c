@@ -543,6 +543,16 @@ kl_sweep_seed(KlSweep *sweep, KlValueId value)
     state_of(sweep, value)->n_users++;
 }
 
+void
+kl_sweep_let_go(KlSweep *sweep, KlValueId value)
+{
+    KlSweepStorage *storage = storage_of(sweep, value);
+    storage->is_held = false;
+    if (storage->saved_by == KL_ID_NONE && !storage->is_copy) {
+        drop(sweep, storage);
+    }
+}
+
 /* Whether a joint reads a value put together from chunks, whose gradient is cut again. */
 static bool
 is_gathered(const KlSweep *sweep, const KlSweepNode *node, uint32_t k)

@@ -115,6 +115,9 @@ KlBytes kl_sweep_live(const KlSweep *sweep);
 /* The gradient of `value` is there when going back starts, and to its end; who calls this counts it. */
 void kl_sweep_seed(KlSweep *sweep, KlValueId value);
 
+/* Nobody holds `value` any more but the graph, if that keeps it. */
+void kl_sweep_let_go(KlSweep *sweep, KlValueId value);
+
 /* The same of going back through the graph that forward left. */
 KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);
 

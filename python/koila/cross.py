@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from koila import engine, offload, rows
 from koila.program import Info
@@ -55,7 +56,9 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 def send_back(
-    outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], fresh: list[torch.Tensor]
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    seeds: Sequence[torch.Tensor],
+    fresh: list[torch.Tensor],
 ) -> None:
     """Send gradients back, and give each leaf in `fresh` that got its first one memory of its own.
 
@@ -64,7 +67,10 @@ def send_back(
     would keep the memory of all. Nothing can be added to torch's zeros without memory (sgn()).
     """
     # A view taken without a graph says that it requires a gradient, but none goes through it.
-    ways = [not (output.grad_fn is None and output._is_view()) for output in outputs]
+    ways = [
+        isinstance(output, GradientEdge) or output.grad_fn is not None or not output._is_view()
+        for output in outputs
+    ]
     outputs = list(itertools.compress(outputs, ways))
     if not outputs:
         return
@@ -307,8 +313,7 @@ class Cross:
         """Keep only the gradients that came: all that reads the value has run for the last time."""
         for key, alias in self.aliases.items():
             self.seeds[key] = add(self.seeds.get(key), alias.grad)
-        if self.parts:
-            self.whole = None  # what they were combined to
+        self.whole = None  # a joint's result, or what parts were combined to
         self.aliases.clear()
         self.chunks.clear()
         self.parts.clear()
@@ -338,9 +343,9 @@ class Cross:
             pairs.append((tensor, seed))
         return pairs
 
-    def total_gradient(self) -> torch.Tensor | None:
-        """The gradient of a value that is there whole: whole reads, and reads by rows put
-        together."""
+    def take_total_gradient(self) -> torch.Tensor | None:
+        """The gradient of a value that is there whole, and was let go: whole reads, and reads by
+        rows put together. It is not kept here."""
         alias = self.aliases.get(("whole",))
         total = alias.grad if alias is not None else None
         if self.seeds.get(("whole",)) is not None:
@@ -348,8 +353,11 @@ class Cross:
         for key, alias in self.aliases.items():
             if key[0] == "rows":  # of the only chunk
                 total = add(total, alias.grad)
+        for key, seed in self.seeds.items():
+            total = add(total, seed) if key[0] == "rows" else total
         for of_rows in self.totals.values():
             total = add(total, of_rows)
+        self.totals.clear()
         return total
 
     def _strides(self) -> Sequence[int] | None:

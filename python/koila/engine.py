@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 _run: Any = torch.autograd.graph._engine_run_backward
 
@@ -37,7 +38,7 @@ def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
 
 
 def backward(
-    outputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor | GradientEdge],
     gradients: Sequence[torch.Tensor],
     *,
     is_retained: bool = False,

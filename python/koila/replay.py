@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from koila import (
     _core,
@@ -62,7 +63,7 @@ class Replay:
         self.is_forward = not program.roots  # nothing is differentiated
         self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
         self.roots: dict[int, torch.Tensor] = {}  # by value
-        self.graphs: dict[int, dict[int, torch.Tensor]] = {}  # of joints, by stage
+        self.graphs: dict[int, dict[int, GradientEdge]] = {}  # of joints, by stage
         self.is_delivering = False
         self.cross: dict[int, Cross] = {}
         self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
@@ -372,10 +373,11 @@ class Replay:
         is_empty = not run.nodes and not run.combined
         self.graphs[run.stage] = {} if is_empty else self.run_joint(run, not self.is_forward)
 
-    def run_joint(self, run: Run, is_graph: bool) -> dict[int, torch.Tensor]:
-        """Run a joint; returns the tensors that carry its graph, by value."""
+    def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
+        """Run a joint; returns where its graph is entered, by value: what is not kept for backward
+        can be let go before it."""
         env = self.run_nodes(run, 0, is_graph)
-        graph: dict[int, torch.Tensor] = {}
+        graph: dict[int, GradientEdge] = {}
         combined = [out for node in run.combined for out in node.outs]
         for value in [*combined, *run.exports]:
             tensor = env[value]
@@ -385,8 +387,9 @@ class Replay:
             if parts is not None:
                 whole.parts, whole.aliases = parts.parts, parts.aliases
             self.cross[value] = whole
-            if is_graph and tensor.requires_grad:
-                graph[value] = tensor
+            # A view taken without a graph says that it requires a gradient, but has no way back.
+            if is_graph and tensor.requires_grad and (tensor.grad_fn or not tensor._is_view()):
+                graph[value] = get_gradient_edge(tensor)
         return graph
 
     # -- backward ---------------------------------------------------------------------------------
@@ -467,7 +470,7 @@ class Replay:
                 piece += 1
             for value, cross in whole.items():
                 seeds, key = self.cross[value].seeds, ("chunk", chunk)
-                seeds[key] = add(seeds.get(key), cross.total_gradient())
+                seeds[key] = add(seeds.get(key), cross.take_total_gradient())
                 self._forget(cross.aliases.values())
             del whole, cross
             self._send_back(body, env, chunk)
@@ -587,17 +590,17 @@ class Replay:
         self._go_back_joint(self.graphs.pop(run.stage), self.roots)
 
     def _go_back_joint(
-        self, graph: dict[int, torch.Tensor], roots: dict[int, torch.Tensor]
+        self, graph: dict[int, GradientEdge], roots: dict[int, torch.Tensor]
     ) -> None:
         outputs, seeds = [], []
-        for value, tensor in graph.items():
-            seed = self.cross[value].total_gradient()
+        for value, edge in graph.items():
+            seed = self.cross[value].take_total_gradient()
             if value in roots:
                 seed = roots[value] if seed is None else seed + roots[value]
             if seed is not None and self.program.is_hooked(value):
                 seed = hooks.apply(value, seed, self.hooked)
             if seed is not None:
-                outputs.append(tensor)
+                outputs.append(edge)
                 seeds.append(seed)
         if outputs:
             send_back(outputs, seeds, self.fresh)
@@ -637,7 +640,7 @@ class Replay:
             info = cross.info
             if not self.program.is_leaf(value) or not self.program.needs_gradient(value):
                 continue
-            gradient = cross.total_gradient()
+            gradient = cross.take_total_gradient()
             if gradient is not None and info.real is not None and info.real.requires_grad:
                 found.append((info.real, gradient.to(info.real.dtype)))
         return found
