@@ -6,8 +6,12 @@ Rows are so many that eager's peak is some MiB: one tensor too many, or too few,
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 import koila
 import test_memory_kernels as kernels
@@ -24,7 +28,6 @@ N_CHUNKS = 4
 
 TAPE = "what only the recorded program holds goes as a whole run goes on"
 CUT = "what joints put together is counted from the start, and gradients come chunk by chunk"
-WORKSPACE = "what an instance norm works in on its way back"
 OUTSIDE = "what backward takes through graphs of plain calls is said to stay to the end"
 
 #: What is said of these is further off than 3 % and `SLACK`: how far at most, whole and in chunks.
@@ -36,13 +39,11 @@ OFF: dict[str, tuple[str, float, float]] = {
     "time_major_scan": (TAPE, 0.05, 0.0),
     "mlp-ranked": (CUT, 0.0, 0.16),
     "mlp-selected_by_value": (CUT, 0.09, 0.0),
-    "mlp-median": (CUT, 0.0, 0.11),
     "hard_triplet": (CUT, 0.07, 0.0),
     "sparse_mixture": (OUTSIDE, 0.18, 0.26),
     "reused": (CUT, 0.0, 0.09),
     "quantise": (OUTSIDE, 0.36, 0.19),
     "critic": (OUTSIDE, 0.0, 0.12),
-    "instance_norm": (WORKSPACE, -0.12, -0.1),
 }
 
 PROGRAMS = [program for program in models.VARIED if not program.whole and not program.baked]
@@ -64,7 +65,8 @@ def rows_of(program: Program) -> int:
 @pytest.mark.parametrize("chunks", [1, N_CHUNKS])
 @pytest.mark.parametrize("program", ALL, ids=lambda program: program.name)
 def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 3 %, and never 1 % too little, but for what is known."""
+    """Within 3 %, and never 1 % too little, but for what is known, which must go from here when it
+    is mended."""
     n_rows = rows_of(program)
     options = kernels.single if program in kernels.PROGRAMS else {}
     measure(program, 8 if program in kernels.PROGRAMS else 2, koila.lazy, **options)
@@ -78,7 +80,41 @@ def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPat
             _, peak = measure(program, n_rows, koila.lazy, memory, **options)
     off = said.n_bytes / peak - 1
     known = OFF.get(program.name, ("", 0.0, 0.0))[1 if chunks == 1 else 2]
-    least = min(known * peak, -0.01 * peak, -SLACK)
-    most = max(known * peak, 0.03 * peak, SLACK)
+    least, most = max(0.01 * peak, SLACK), max(0.03 * peak, SLACK)
+    is_off = not -least <= said.n_bytes - peak <= most
     text = f"{said.n_bytes:.0f} bytes were predicted, {peak} used: {off:+.3f}"
-    assert least <= said.n_bytes - peak <= most, text
+    assert min(known, 0.0) - 0.01 <= off <= max(known, 0.0) or not is_off, text
+    assert is_off == (known != 0), f"{text}: it is mended, strike it off"
+
+
+def set_column(h: Tensor, v: Tensor) -> Tensor:
+    h[:, 0] = v
+    return h
+
+
+#: What is written in place, of x @ w and a bias: a view's gradient goes through all of its memory.
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a product": lambda x, w, v: (x @ w).sigmoid_(),
+    "rows of two dims": lambda x, w, v: F.linear(x[:, 0], w, v).relu_(),
+    "a view inside of linear": lambda x, w, v: F.linear(x, w, v).relu_(),
+    "a view inside of a norm": lambda x, w, v: F.leaky_relu_(F.instance_norm(x @ w)),
+    "a view": lambda x, w, v: (x @ w).view(-1, 6).relu_(),
+    "a view, times": lambda x, w, v: (x @ w).view(-1, 6).mul_(v),
+    "a column": lambda x, w, v: set_column(x @ w, v),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and within 1 %."""
+    w, v = (torch.randn(*shape, requires_grad=True) for shape in ((6, 6), (6,)))
+    x = torch.randn(4096, 8, 6)
+    memory = Allocations()
+    said = Prediction(memory, monkeypatch, is_whole=True)
+    memory.count(x, w, v)
+    with koila.config(memory_limit=2**40):
+        with memory:
+            pass
+        with memory:
+            WRITES[write](koila.lazy(x), w, v).sum().backward()
+    assert abs(said.n_bytes - memory.peak) <= 0.01 * memory.peak

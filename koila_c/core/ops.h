@@ -196,6 +196,8 @@ typedef struct KlHeld {
     double back_outs[3], back_ins[3], back_masks; /* as the parts of an amount */
     double turned;     /* results, where the gradient that comes is laid out otherwise than them */
     uint8_t handed_on; /* bit i: the gradient of operand i is that of the result */
+    bool
+        gives_view; /* the result, of more than two dims, is a view of a tensor that nobody else sees */
     bool is_sliced;    /* the gradients of operands are parts of that of the result */
     bool is_wide;      /* others are as large as the result, until they are summed */
     bool is_stepwise;  /* what it keeps is made step by step, and does not gather without a graph */

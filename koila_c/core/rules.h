@@ -309,6 +309,7 @@ KL_PLACE(vector_norm);
 /* rules_saves.c: what more than words say; those of words are in ops.c */
 void kl_rules_keep(const KlCall *call, const KlInferred *result, KlSaves *saves);
 KL_SAVES(index);
+KL_SAVES(setitem);
 KL_SAVES(log_sigmoid);
 KL_SAVES(max);
 KL_SAVES(roll);

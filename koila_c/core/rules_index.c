@@ -296,6 +296,20 @@ shape_setitem(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
 }
 
+/* What is written to is a view, whose gradient is copied on its way, and zeros then. */
+void
+saves_setitem(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    KlOutline outline;
+    KlError ignored;
+    saves_index(call, result, saves);
+    if (!is_mask(call) && kl_rules_needs_grad(call, 0) &&
+        kl_outline_read(call, &outline, &ignored) == KL_OK && outline.n_tensors == 0) {
+        outline.basic.dtype = call->inputs[0]->dtype;
+        saves->bytes_backward = 2 * kl_meta_n_bytes(&outline.basic);
+    }
+}
+
 /* The written value follows the rows at `place` of what the index gives. */
 static const char *
 follow_value(const KlCall *call, KlInferred *result, const KlOutline *outline, const KlPlace *place)

@@ -607,6 +607,27 @@ in_flight(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
     return held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
 }
 
+/* The gradient of what a view was before a write is made in that of all of the memory, from a copy of its part. Of
+ * memory that nobody else sees no other gradient is counted: what comes is written into zeros first, also where it
+ * is expanded. */
+static KlBytes
+behind_view(const KlSweep *sweep, const KlSweepNode *node)
+{
+    KlValueId value = node->is_writing ? inputs_of(sweep, node)[0] : KL_ID_NONE;
+    const KlValue *written = value != KL_ID_NONE ? &sweep->tape->values[value] : NULL;
+    if (written == NULL || !is_wanted(sweep, value)) {
+        return zero;
+    }
+    const KlSweepNode *maker = written->node != KL_ID_NONE ? &sweep->nodes[written->node] : NULL;
+    bool is_hidden =
+        maker != NULL && maker->held != NULL && maker->held->gives_view && written->meta.n_dims > 2;
+    double n = written->view_of != KL_ID_NONE                  ? 1
+               : !is_hidden                                    ? 0
+               : state_of(sweep, node->first_out)->is_expanded ? 3
+                                                               : 2;
+    return times(n, size_of(sweep, value));
+}
+
 /* Whether an operand's gradient is the result's, or a view or a part of it. */
 static bool
 is_handed_on(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held, uint32_t k)
@@ -615,7 +636,8 @@ is_handed_on(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held, 
     if (held != NULL && held->is_sliced) {
         return sweep->sizes[value].itemsize == sweep->sizes[node->first_out].itemsize;
     }
-    bool is_same = sweep->sizes[value].storage == sweep->sizes[node->first_out].storage;
+    bool is_same =
+        !node->is_writing && sweep->sizes[value].storage == sweep->sizes[node->first_out].storage;
     if (node->n_outs != 1 || !(is_same || hands_on(held, k))) {
         return false;
     }
@@ -736,6 +758,7 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     if (node->held != NULL && node->held->is_composed) {
         more = plus(more, node->further);
     }
+    more = plus(more, behind_view(sweep, node));
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         if (is_wanted(sweep, inputs_of(sweep, node)[k])) {
             second = plus(second, make_gradient(sweep, node, k));
