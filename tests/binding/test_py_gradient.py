@@ -40,7 +40,7 @@ def test_gradients_go_only_on_the_way_to_some() -> None:
     h = x * w
     k = h * v
     both = Program([k.sum()], False)
-    one = Program([k.sum()], False, 1, lambda tensor: tensor is v)
+    one = Program([k.sum()], False, gets=lambda tensor: tensor is v)
     made = [node.first_out for node in both.nodes.values()]
     assert all(both.made(value).needs_gradient for value in made)
     assert [one.made(value).needs_gradient for value in made[:2]] == [False, True]
@@ -52,7 +52,7 @@ def test_who_gets_one_is_asked_in_vain() -> None:
 
     x = koila.lazy(batch())
     with pytest.raises(KeyError, match="no"):
-        Program([(x * weight()).sum()], False, 1, refuse)
+        Program([(x * weight()).sum()], False, gets=refuse)
 
 
 def test_what_is_no_program() -> None:

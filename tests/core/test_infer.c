@@ -175,7 +175,7 @@ test_modes_and_places(void)
     CHECK(INFER("relu", &w) == KL_OK && result.split.mode == KL_MODE_ONCE);
     CHECK(result.split.axis == KL_ID_NONE && result.split.reason == NULL);
     /* along the batch: once, with a reason, and given whole */
-    CHECK(INFER_MORE("cumsum", INT(0), &x) == KL_OK && result.split.mode == KL_MODE_ONCE);
+    CHECK(INFER_MORE("cummax", INT(0), &x) == KL_OK && result.split.mode == KL_MODE_ONCE);
     CHECK(result.split.reason != NULL && result.split.axis == KL_ID_NONE);
     CHECK(!kl_place_is_rows(&result.split.places[0]) && !kl_place_is_rows(&result.outs[0].place));
 }
