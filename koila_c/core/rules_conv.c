@@ -200,12 +200,18 @@ place_conv(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* Whether a kernel takes a tensor as it lies: else it works on a copy. What is not known counts as a copy. */
+/* Whether a kernel takes the input as it lies: all that lies row-major, or channels last where input or weight does.
+ * Else it works on a copy, as on what is not known. */
 static bool
-is_taken_as_it_lies(const KlMeta *meta, int32_t n)
+is_taken_as_it_lies(const KlCall *call, bool is_in_blocks)
 {
-    return meta->is_strided && (kl_meta_is_contiguous(meta) || kl_rules_is_channels_last(meta) ||
-                                (n == 3 && kl_rules_is_like_channels_last(meta)));
+    const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
+    bool is_last =
+        (input->n_dims == 4 || (input->n_dims == 5 && is_in_blocks)) &&
+        (kl_rules_is_like_channels_last(input) || kl_rules_is_like_channels_last(weight));
+    return input->is_strided && (!is_last             ? kl_meta_is_contiguous(input)
+                                 : input->n_dims == 4 ? kl_rules_is_channels_last(input)
+                                                      : kl_rules_is_like_channels_last(input));
 }
 
 /* Bytes of a tensor as oneDNN lays it out, its channels in blocks of 16. */
@@ -228,7 +234,7 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
     int64_t n_given = n_channels > 4 ? n_in : 0;
     int64_t n_before = n_given + n_out - kl_meta_n_bytes(out);
     int64_t n_to_input = kl_rules_needs_grad(call, 0) ? n_in - kl_meta_n_bytes(input) : 0;
-    if (input->is_strided && !kl_meta_is_contiguous(input) && is_taken_as_it_lies(input, conv->n)) {
+    if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
         saves->bytes_workspace = saves->bytes_backward = n_weight;
         return;
     }
@@ -299,7 +305,7 @@ work(const KlCall *call, const KlInferred *result, const Conv *conv, bool is_tra
     } else {
         work_in_patches(call, out, conv, is_transposed, saves);
     }
-    if (!is_taken_as_it_lies(input, is_in_blocks ? conv->n : 2)) {
+    if (!is_taken_as_it_lies(call, is_in_blocks)) {
         saves->bytes_workspace += kl_meta_n_bytes(input);
         saves->bytes_backward += kl_meta_n_bytes(input);
     }
