@@ -44,6 +44,7 @@ TESTS = ROOT / "tests"
 # have these, which go through every row: shapes, dtypes and what is saved (test_ops,
 # test_infer_opdb), places (test_infer, test_brute), values and gradients, whole and in chunks
 # (test_opdb, test_opdb_chunks).
+# Files of the core that are tested with others.
 TESTS_OF_ROWS = {
     "rules_*": [
         "test_brute.py",
@@ -53,6 +54,7 @@ TESTS_OF_ROWS = {
         "test_opdb_chunks.py",
         "test_ops.py",
     ],
+    "sweep_known": ["core/test_sweep.c"],
 }
 # tests/core/test_no_memory.c is of all that allocates, test_threads.c of all.
 TESTS_OF_MANY = {"no_memory", "threads"}

@@ -826,72 +826,6 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
 
 /* -- the whole ---------------------------------------------------------------------------------------- */
 
-static void
-find_sizes(KlSweep *sweep)
-{
-    const KlTape *tape = sweep->tape;
-    const KlStages *stages = &sweep->program->stages;
-    for (size_t i = 0; i < stages->n_values; i++) {
-        const KlValue *value = &tape->values[i];
-        KlAxisId axis = kl_tape_axis_find(tape, value->meta.place.axis);
-        int64_t rows = axis != KL_ID_NONE ? tape->axis_rows[axis] : 0;
-        KlSize *size = &sweep->sizes[i];
-        size->n_elements = kl_meta_n_elements(&value->meta);
-        size->itemsize = (uint8_t)kl_meta_dtype_bytes(value->meta.dtype);
-        size->storage = value->storage;
-        size->needs_gradient = stages->needs_gradient[i] && value->meta.requires_grad;
-        if (rows > 0) {
-            size->per_row = (double)(size->n_elements * size->itemsize) / (double)rows;
-        }
-    }
-}
-
-/* The gradient of a value comes laid out otherwise, and so that of what it is a view of all of. */
-static void
-turn(KlSweep *sweep, KlValueId value)
-{
-    int64_t n_elements = sweep->sizes[value].n_elements;
-    while (value != KL_ID_NONE && !sweep->sizes[value].is_turned &&
-           sweep->sizes[value].n_elements == n_elements) {
-        sweep->sizes[value].is_turned = true;
-        value = sweep->tape->values[value].view_of;
-    }
-}
-
-static void
-find_node(KlSweep *sweep, KlNodeId id)
-{
-    const KlNode *told = &sweep->tape->nodes[id];
-    const KlSaves *saves = &told->saves;
-    const bool is_reduction = told->mode == KL_MODE_REDUCE;
-    KlSweepNode *node = &sweep->nodes[id];
-    *node = (KlSweepNode){.first_input = told->first_input,
-                          .n_inputs = told->n_inputs,
-                          .first_out = told->first_out,
-                          .n_outs = told->n_outs,
-                          .held = told->row != NULL ? told->row->held : NULL,
-                          .saved_inputs = told->row != NULL ? saves->inputs : UINT64_MAX,
-                          .saved_outputs = told->row != NULL ? saves->outputs : UINT64_MAX,
-                          .has_bytes = saves->bytes_extra != 0 || saves->bytes_fixed != 0 ||
-                                       saves->bytes_workspace != 0 || saves->bytes_backward != 0 ||
-                                       saves->bytes_row != 0,
-                          .is_open = told->is_open,
-                          .is_writing = told->writes != 0,
-                          .is_random = told->is_random,
-                          .is_for_chunks = told->is_for_chunks};
-    node->parts = is_reduction ? kl_ops_parts((KlReduce)told->reduce, told->is_for_chunks) : NULL;
-    for (uint32_t k = 0; k < told->n_outs; k++) {
-        node->has_gradient |= sweep->sizes[told->first_out + k].needs_gradient;
-    }
-    for (uint32_t k = 0; k < told->n_inputs; k++) {
-        KlValueId value = sweep->tape->inputs[told->first_input + k].value;
-        sweep->inputs[told->first_input + k] = value;
-        if (value != KL_ID_NONE && !told->is_open && node->held != NULL && node->held->turns) {
-            turn(sweep, value);
-        }
-    }
-}
-
 KlStatus
 kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, const KlKnown *known,
               KlError *error)
@@ -906,13 +840,13 @@ kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, cons
     bool is_there = sweep->sizes != NULL && sweep->storages != NULL && sweep->values != NULL &&
                     sweep->nodes != NULL && sweep->inputs != NULL;
     if (is_there) {
-        find_sizes(sweep);
+        kl_sweep_known_sizes(sweep);
     } else {
         kl_sweep_fini(sweep);
     }
     for (size_t i = 0; is_there && i < stages->n_nodes; i++) {
         if (stages->node_stage[i] != KL_STAGE_NONE) {
-            find_node(sweep, (KlNodeId)i);
+            kl_sweep_known_node(sweep, (KlNodeId)i);
         }
     }
     return is_there ? KL_OK

@@ -103,6 +103,10 @@ KlStatus kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *prog
                        const KlKnown *known, KlError *error);
 void kl_sweep_fini(KlSweep *sweep);
 
+/* sweep_known.c: the sizes of all values; then one node that is staged, in their order. */
+void kl_sweep_known_sizes(KlSweep *sweep);
+void kl_sweep_known_node(KlSweep *sweep, KlNodeId id);
+
 KlSpan kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph);
 void kl_sweep_open(KlSweep *sweep, const KlSpan *span);
 
