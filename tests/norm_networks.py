@@ -264,5 +264,7 @@ NETWORKS = {
     "no momentum": Network(lambda: OfDims(2, momentum=None)),
     "eval": Network(lambda: OfDims(2).eval()),
     "frozen": Network(lambda: freeze(OfDims(2))),
+    "checkpoint": Network(lambda: Checkpointed(False)),
+    "checkpoint, reentrant": Network(lambda: Checkpointed(True)),
     "no_grad": Network(lambda: resnet(False), look),
 }

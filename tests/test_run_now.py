@@ -182,7 +182,7 @@ def test_statistics_in_a_checkpoint(chunks: int | None, use_reentrant: bool) -> 
         loss.backward()
         return loss, gradients(first, body), list(body.buffers())
 
-    assert_same_story(story, chunks, partly="torch runs a body with statistics twice")
+    assert_same_story(story, chunks)
 
 
 def test_a_reentrant_checkpoint_is_cut() -> None:

@@ -1,7 +1,9 @@
 """torch.utils.checkpoint: its body is recorded once, as any other code is; what torch runs again in
 backward is koila's own affair.
 
-But a body that updates statistics does so in both of torch's runs. It is left to torch, at once.
+But a body that updates statistics does so in both of torch's runs. Those of batch normalizations
+are moved once more when the program has gone back (norms.Again); a body with others is left to
+torch, at once.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.overrides import handle_torch_function
 
-from koila import _core, explain, plan
+from koila import _core, explain, norms, plan
 
 
 class _State(threading.local):
     n_live = 0
+    groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
+    modules: dict[int, nn.Module] = {}  # noqa: RUF012  by their running mean
 
 
 _state = _State()
@@ -62,6 +67,62 @@ def _updates_statistics(body: Callable[..., Any]) -> bool:
     return any(map(_updates, _modules_in(body)))
 
 
+def _can_record(body: Callable[..., Any]) -> bool:
+    """Whether what a body updates are batch normalizations that are trained: all of them have a
+    part in what torch makes again."""
+    found = list(filter(_updates, _modules_in(body)))
+    return not plan.is_whole() and all(
+        isinstance(module, _BatchNorm)
+        and module.running_mean is not None
+        and module.weight is not None
+        and module.weight.requires_grad
+        for module in found
+    )
+
+
+def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
+    """torch.batch_norm while a body is recorded."""
+    args: tuple[Any, ...] = (x, weight, bias, mean, *words)
+    module = _state.modules.get(id(mean)) if _state.groups else None
+    if module is None or type(x) is not _core.LazyTensor or not words[1]:
+        return _plain_batch_norm(*args)
+    again = norms.Again(words[2])
+    again.module, again.groups = module, _state.groups
+    call: Any = handle_torch_function
+    return call(norms.batch_norm, (x,), *args[:6], again, *args[7:])
+
+
+_torch: Any = torch
+_plain_batch_norm: Callable[..., Any] = torch.batch_norm
+_n_recording = 0
+
+
+@contextlib.contextmanager
+def _recording(body: Callable[..., Any]) -> Iterator[None]:
+    """A block in which a body that updates statistics is recorded."""
+    global _n_recording
+    outer = _state.groups, _state.modules
+    found: Any = filter(_updates, _modules_in(body))
+    _state.groups = (*outer[0], norms.Group())
+    _state.modules = {**outer[1], **{id(module.running_mean): module for module in found}}
+    _n_recording += 1
+    _torch.batch_norm = _batch_norm
+    try:
+        yield
+    finally:
+        _state.groups, _state.modules = outer
+        _n_recording -= 1
+        if _n_recording == 0:
+            _torch.batch_norm = _plain_batch_norm
+
+
+def run(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Record the body of a reentrant checkpoint."""
+    is_again = torch.is_grad_enabled() and _updates_statistics(body)
+    with _recording(body) if is_again else contextlib.nullcontext():
+        return body(*args)
+
+
 def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call of an autograd function is a reentrant checkpoint to be recorded.
 
@@ -69,8 +130,10 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     """
     if cls is not torch.utils.checkpoint.CheckpointFunction or plan.is_whole():
         return False
+    if not torch.is_grad_enabled():
+        return True  # it runs once
     needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    return needs and torch.is_grad_enabled() and not _updates_statistics(args[0])
+    return needs and _can_record(args[0])
 
 
 def is_live() -> bool:
@@ -101,6 +164,11 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
         is_ours = holds_lazy(args) or holds_lazy(kwargs)
         if not is_ours or not _updates_statistics(body):
             yield from original(body, *args, **kwargs)
+            return
+        is_again = torch.is_grad_enabled()
+        if not is_again or _can_record(body):
+            with _recording(body) if is_again else contextlib.nullcontext():
+                yield from original(body, *args, **kwargs)
             return
         explain.log_live(torch.utils.checkpoint.checkpoint)
         args, kwargs = _core.live(_pair, (args, kwargs), {}, True)

@@ -238,7 +238,7 @@ def register_all() -> None:
         norms.batch_norm,
         OP,
         "batch_norm",
-        norms.run_whole,
+        norms.record,
         False,
         False,
         False,

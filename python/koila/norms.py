@@ -14,7 +14,7 @@ backward gives (Ioffe and Szegedy, 2015, section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -151,13 +151,18 @@ def batch_norm(
     """Whole, where nobody made the statistics, torch's own call."""
     if var is None or mean is None:
         words = weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-        return torch.batch_norm(x, *words)
+        made = torch.batch_norm(x, *words)
+        if isinstance(momentum, Again) and made.requires_grad:
+            momentum.hook(made, x.detach())
+        return made
     normalized: Tensor = _Normalized.apply(x, weight, bias, mean, var, eps)  # type: ignore[no-untyped-call]
     return normalized
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record batch_norm in training as two calls."""
+    if len(args) > 9:  # what cannot be recorded after all is torch's own call, and runs at once
+        return _core.live(func, args[:9], {}, False)
     if kwargs or len(args) != 9 or type(args[0]) is not _core.LazyTensor:
         return NotImplemented
     x = args[0]
@@ -168,10 +173,58 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(batch_norm, (x,), *args, var, mean)
 
 
-def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What cannot be recorded after all is torch's own call, and runs at once."""
-    del func, kwargs
-    return _core.live(torch.batch_norm, args[:9], {}, False)
+class Group:
+    """The calls of one checkpoint: where a gradient goes to one, torch runs all of them again."""
+
+    n_made = 0
+
+    def __init__(self) -> None:
+        Group.n_made += 1
+        self.number = Group.n_made
+        self.moves: list[Callable[[], None]] = []  # of calls that ran whole, in their order
+        self.is_done = False  # in this backward
+
+    def move(self, gradient: Tensor) -> None:
+        """Move statistics once more, at the first gradient that comes."""
+        if self.is_done:
+            return
+        self.is_done = True
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self.end)
+        for move in self.moves:
+            move()
+
+    def end(self) -> None:
+        self.is_done = False
+
+
+def next_momentum(module: Any) -> float:
+    """Count one more batch; the share that it has in what a norm tracks."""
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    if module.momentum is not None:
+        return float(module.momentum)
+    return 1.0 / int(module.num_batches_tracked)
+
+
+class Again(float):
+    """The momentum of a batch_norm in the body of a checkpoint: backward moves its statistics by it
+    once more."""
+
+    module: Any
+    groups: tuple[Group, ...]
+
+    def hook(self, made: Tensor, x: Tensor) -> None:
+        """See to it in the backward of a result, which torch made of all of `x`."""
+        module = self.module
+
+        def move() -> None:
+            running = module.running_mean, module.running_var
+            torch.batch_norm_update_stats(x, *running, next_momentum(module))
+
+        for group in self.groups:
+            group.moves.append(move)
+            made.register_hook(group.move)
 
 
 class Statistics:
@@ -185,13 +238,17 @@ class Statistics:
 
     def write(self) -> None:
         """Move the running statistics."""
+        self.move(self.running, self.momentum)
+
+    def move(self, running: tuple[Tensor, Tensor], momentum: float) -> None:
+        """Move some running statistics towards these."""
         n_rows = sum(n for n, *_ in self.of_chunks.values())
         with torch.no_grad():
-            for i, running in enumerate(self.running, 1):
-                moved = (1 - self.momentum) * running.double()
+            for i, one in enumerate(running, 1):
+                moved = (1 - momentum) * one.double()
                 for chunk in self.of_chunks.values():
-                    moved += self.momentum * chunk[0] / n_rows * chunk[i]
-                running.copy_(moved)
+                    moved += momentum * chunk[0] / n_rows * chunk[i]
+                one.copy_(moved)
 
 
 def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
@@ -200,6 +257,16 @@ def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
     found = Statistics(mean, var, momentum)
     share = n_terms / (n_terms - 1) if n_terms > 1 else math.nan
     found.of_chunks[0] = 1, args[10].detach(), args[9].detach() * share
+    return found
+
+
+def of_whole(args: tuple[Any, ...]) -> Statistics:
+    """Those of a batch_norm that runs once, on all rows."""
+    x, _, _, mean, var, _, momentum, *_ = args
+    n_terms = x.numel() // x.shape[1]
+    of_x, squares = moments(x.detach(), {})
+    found = Statistics(mean, var, momentum)
+    found.of_chunks[0] = 1, of_x, squares / (n_terms - 1) if n_terms > 1 else squares * math.nan
     return found
 
 

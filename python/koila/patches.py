@@ -113,7 +113,7 @@ def _patch_function_apply() -> None:
         original = super(base, cls).apply if inherited is None else inherited.__get__(cls)
         if _holds_lazy(args) or _holds_lazy(kwargs):
             if checkpoints.is_transparent(cls, args):
-                return args[0](*args[2:])
+                return checkpoints.run(args[0], args[2:])
             explain.log_live(cls)
             return _core.live(original, args, kwargs, False)
         return original(*args, **kwargs)

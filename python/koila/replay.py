@@ -72,6 +72,9 @@ class Replay:
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         self.scratch = self._copy_statistics()
         self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
+        #: Batch normalizations in checkpoints; and the statistics of those that run once.
+        self.agains: dict[int, norms.Again] = {}
+        self.statistics_again: dict[int, norms.Statistics] = {}
         self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # by call and chunk
         self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
         self.draws = draws.Draws(program, self.grids)
@@ -206,6 +209,8 @@ class Replay:
             if i in run.parts and self._is_plain(node, run):
                 results = func(*args, **kwargs)
                 return tuple(results) if isinstance(results, tuple | list) else (results,)
+            if func is norms.batch_norm and isinstance(args[6], norms.Again):
+                args = self._note_again(node, args)
             if node.mode == ROWS and func in meets.N_OWN:
                 return self._go_on(node, run, func, args, kwargs)
             if node.mode == ROWS and func is torch.instance_norm:
@@ -242,6 +247,14 @@ class Replay:
             clone,
         )
         return env
+
+    def _note_again(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A batch_norm in the body of a checkpoint, whose statistics the commit is to move again;
+        its arguments without that."""
+        if node.mode != ROWS and node.id not in self.statistics_again:
+            self.statistics_again[node.id] = norms.of_whole(args)
+        self.agains[node.id] = args[6]
+        return *args[:6], float(args[6]), *args[7:]
 
     def _go_on(
         self,
@@ -664,6 +677,26 @@ class Replay:
         finally:
             _core.set_busy(False)
 
+    def _move_again(self) -> None:
+        """What torch's backward would run again has moved its statistics twice: the last checkpoint
+        first, its calls in their order."""
+        groups = {group.number for again in self.agains.values() for group in again.groups}
+        for number in sorted(groups, reverse=True):
+            inside = [
+                i for i, again in self.agains.items() if number in (g.number for g in again.groups)
+            ]
+            nodes = [self.program.node(i) for i in sorted(inside)]
+            if not any(self.program.needs_gradient(node.first_out) for node in nodes):
+                continue
+            for node in nodes:
+                again = self.agains[node.id]
+                known = self.statistics_again.get(node.id) or self.statistics[node.id]
+                running = again.module.running_mean, again.module.running_var
+                known.move(running, norms.next_momentum(again.module))
+                for k, i in enumerate(node.imports):
+                    if node.leaf_writes >> k & 1:
+                        _core.refresh_leaf(self.program.imports[i].value)
+
     def _commit(self) -> None:
         done: set[int] = _core.memo().setdefault("effects", set())
         nodes = self.program.nodes.values() if self.program.has_effects else ()
@@ -677,6 +710,8 @@ class Replay:
                     real.copy_(copy)
                 _core.refresh_leaf(value)
         done.update(n.id for n in fresh)
+        if not self.is_forward:
+            self._move_again()
         self.draws.commit()
         hooks.commit(self.hooked)
         self.numbers.deliver()
