@@ -499,7 +499,21 @@ def checkpointed_in_one(lazy: Lazy, is_reentrant: bool) -> Any:
 
 
 UNUSED = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+
+def checkpointed_channels(lazy: Lazy, is_reentrant: bool) -> Any:
+    """The rows are channels: the norm runs once, on all of them."""
+    linear = nn.Linear(192, 6).double()
+    norm = nn.BatchNorm1d(ROWS).double()
+    h = linear(lazy(pictures()[0]).flatten(1))
+    out = checkpoint(lambda t: norm(norm(t).tanh() * 2), h.T, use_reentrant=is_reentrant).T
+    plain = norm(h.sin().T).T
+    (out * plain + linear(out @ linear.weight)).sin().mean().backward()
+    return seen(linear), seen(norm)
+
+
 CHECKPOINTED = [
+    checkpointed_channels,
     checkpointed,
     functools.partial(checkpointed, momentum=None),
     checkpointed_twice,

@@ -13,8 +13,7 @@ backward gives (Ioffe and Szegedy, 2015, section 3).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from koila import _core
-from koila.errors import NotInChunksError
 
 Pair = tuple[Tensor, Tensor]
 
@@ -225,82 +223,3 @@ class Again(float):
         for group in self.groups:
             group.moves.append(move)
             made.register_hook(group.move)
-
-
-class Statistics:
-    """Running statistics, and those of a batch that they are moved towards: of all its rows, or of
-    each of its chunks, which count by their rows."""
-
-    def __init__(self, mean: Tensor, var: Tensor, momentum: float) -> None:
-        self.running = mean, var
-        self.momentum = momentum
-        self.of_chunks: dict[int, tuple[int, Tensor, Tensor]] = {}  # rows, mean, var of a sample
-
-    def write(self) -> None:
-        """Move the running statistics."""
-        self.move(self.running, self.momentum)
-
-    def move(self, running: tuple[Tensor, Tensor], momentum: float) -> None:
-        """Move some running statistics towards these."""
-        n_rows = sum(n for n, *_ in self.of_chunks.values())
-        with torch.no_grad():
-            for i, one in enumerate(running, 1):
-                moved = (1 - momentum) * one.double()
-                for chunk in self.of_chunks.values():
-                    moved += momentum * chunk[0] / n_rows * chunk[i]
-                one.copy_(moved)
-
-
-def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
-    """Those of a batch_norm, which were made of `n_terms` for each channel."""
-    mean, var, momentum = args[3], args[4], args[6]
-    found = Statistics(mean, var, momentum)
-    share = n_terms / (n_terms - 1) if n_terms > 1 else math.nan
-    found.of_chunks[0] = 1, args[10].detach(), args[9].detach() * share
-    return found
-
-
-def of_whole(args: tuple[Any, ...]) -> Statistics:
-    """Those of a batch_norm that runs once, on all rows."""
-    x, _, _, mean, var, _, momentum, *_ = args
-    n_terms = x.numel() // x.shape[1]
-    of_x, squares = moments(x.detach(), {})
-    found = Statistics(mean, var, momentum)
-    found.of_chunks[0] = 1, of_x, squares / (n_terms - 1) if n_terms > 1 else squares * math.nan
-    return found
-
-
-#: Of torch.instance_norm.
-WORDS = (
-    "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled".split()
-)
-
-
-def instance_norm(
-    args: tuple[Any, ...], chunk: int, known: Statistics | None, others: Iterable[Statistics]
-) -> tuple[Tensor, Statistics | None]:
-    """instance_norm with running statistics on a chunk, which leaves these as they are.
-
-    torch moves them by the mean of what its rows have, each by itself; with a momentum of 1 they
-    are that. In evaluation it writes what it has read.
-
-    Args:
-        args: of torch's own call.
-        chunk: its number.
-        known: the statistics of the same call on other chunks.
-        others: those of other calls.
-
-    Returns:
-        The result, and the statistics of the call, if it moves any.
-    """
-    x, weight, bias, mean, var, is_training, momentum, *rest = args
-    if not is_training:
-        if any(other.running[0].data_ptr() == mean.data_ptr() for other in others):
-            raise NotInChunksError("instance_norm: its running statistics are still to be moved")
-        own = mean.clone(), var.clone()
-        return torch.instance_norm(x, weight, bias, *own, False, momentum, *rest), None
-    found = Statistics(mean, var, momentum) if known is None else known
-    of_chunk = torch.zeros_like(mean), torch.zeros_like(var)
-    made = torch.instance_norm(x, weight, bias, *of_chunk, True, 1.0, *rest)
-    found.of_chunks[chunk] = x.shape[0], *of_chunk
-    return made, found

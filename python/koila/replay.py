@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -42,6 +41,7 @@ from koila.program import DATA, ROWS, Node, Op, Program, Run, Step
 from koila.reads import Reads
 from koila.rows import Bounds, Place, chunk_shape, cut, grid
 from koila.threads import in_turn
+from koila.tracked import Tracked
 
 
 class Replay:
@@ -71,10 +71,7 @@ class Replay:
         self.reads: dict[tuple[int, bool], Reads] = {}  # of the runs of one step of the schedule
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         self.scratch = self._copy_statistics()
-        self.statistics: dict[int, norms.Statistics] = {}  # what batch_norm calls write, by call
-        #: Batch normalizations in checkpoints; and the statistics of those that run once.
-        self.agains: dict[int, norms.Again] = {}
-        self.statistics_again: dict[int, norms.Statistics] = {}
+        self.tracked = Tracked(program)
         self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # by call and chunk
         self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
         self.draws = draws.Draws(program, self.grids)
@@ -210,11 +207,16 @@ class Replay:
                 results = func(*args, **kwargs)
                 return tuple(results) if isinstance(results, tuple | list) else (results,)
             if func is norms.batch_norm and isinstance(args[6], norms.Again):
-                args = self._note_again(node, args)
-            if node.mode == ROWS and func in meets.N_OWN:
-                return self._go_on(node, run, func, args, kwargs)
-            if node.mode == ROWS and func is torch.instance_norm:
-                return self._instance_norm(node, run, chunk, args, kwargs)
+                args = self.tracked.note_again(node, args)
+            is_alone = run.is_body and self.is_forward and len(self.grid_of(run)) == 1
+            is_given = node.mode == ROWS and func in meets.N_OWN
+            if is_given and is_alone:  # one forward without a graph: torch's own call
+                return meets.run_alone(func, args, kwargs)
+            if is_given:
+                self.tracked.note(node, func, args)
+                return func(*args, **kwargs)
+            if node.mode == ROWS and func is torch.instance_norm and not is_alone:
+                return self.tracked.instance_norm(node, run.stage, chunk, args, kwargs)
             if i in run.parts:
                 start = bounds[0] if bounds else 0
                 memo = self.memos.setdefault((i, chunk), {})
@@ -247,48 +249,6 @@ class Replay:
             clone,
         )
         return env
-
-    def _note_again(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A batch_norm in the body of a checkpoint, whose statistics the commit is to move again;
-        its arguments without that."""
-        if node.mode != ROWS and node.id not in self.statistics_again:
-            self.statistics_again[node.id] = norms.of_whole(args)
-        self.agains[node.id] = args[6]
-        return *args[:6], float(args[6]), *args[7:]
-
-    def _go_on(
-        self,
-        node: Node,
-        run: Run,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """A call on a chunk that is given what all rows have met in. The running statistics of
-        batch_norm are written at the commit, once."""
-        is_alone = self.is_forward and len(self.grid_of(run)) == 1
-        if is_alone:  # one forward without a graph: torch's own call, which writes them
-            own = {name: value for name, value in kwargs.items() if name != "starts"}
-            return func(*args[: meets.N_OWN[func]], **own)
-        is_norm = func is norms.batch_norm
-        if is_norm and args[3] is not None and node.id not in self.statistics:
-            shape = self.program.info(node.first_out).shape
-            self.statistics[node.id] = norms.of_batch(args, math.prod(shape) // shape[1])
-        return func(*args, **kwargs)
-
-    def _instance_norm(
-        self, node: Node, run: Run, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """With running statistics, which are written at the commit, once."""
-        if self.is_forward and len(self.grids[run.axis]) == 1:
-            return torch.instance_norm(*args, **kwargs)
-        known = self.statistics.get(node.id)
-        others = (one for i, one in self.statistics.items() if i != node.id)
-        more = (kwargs[name] for name in norms.WORDS[len(args) :])
-        made, found = norms.instance_norm((*args, *more), chunk, known, others)
-        if found is not None:
-            self.statistics[node.id] = found
-        return made
 
     def _is_plain(self, node: Node, run: Run) -> bool:
         """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
@@ -677,33 +637,12 @@ class Replay:
         finally:
             _core.set_busy(False)
 
-    def _move_again(self) -> None:
-        """What torch's backward would run again has moved its statistics twice: the last checkpoint
-        first, its calls in their order."""
-        groups = {group.number for again in self.agains.values() for group in again.groups}
-        for number in sorted(groups, reverse=True):
-            inside = [
-                i for i, again in self.agains.items() if number in (g.number for g in again.groups)
-            ]
-            nodes = [self.program.node(i) for i in sorted(inside)]
-            if not any(self.program.needs_gradient(node.first_out) for node in nodes):
-                continue
-            for node in nodes:
-                again = self.agains[node.id]
-                known = self.statistics_again.get(node.id) or self.statistics[node.id]
-                running = again.module.running_mean, again.module.running_var
-                known.move(running, norms.next_momentum(again.module))
-                for k, i in enumerate(node.imports):
-                    if node.leaf_writes >> k & 1:
-                        _core.refresh_leaf(self.program.imports[i].value)
-
     def _commit(self) -> None:
         done: set[int] = _core.memo().setdefault("effects", set())
         nodes = self.program.nodes.values() if self.program.has_effects else ()
         fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
         written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
-        for i in sorted(self.statistics.keys() - done):
-            self.statistics[i].write()
+        self.tracked.write(done)
         for value, (real, copy) in self.scratch.items():
             if value in written:
                 with torch.no_grad():
@@ -711,7 +650,7 @@ class Replay:
                 _core.refresh_leaf(value)
         done.update(n.id for n in fresh)
         if not self.is_forward:
-            self._move_again()
+            self.tracked.move_again()
         self.draws.commit()
         hooks.commit(self.hooked)
         self.numbers.deliver()

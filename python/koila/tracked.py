@@ -1,0 +1,143 @@
+"""Running statistics of normalizations: what a step in chunks moves them by, written at its commit.
+
+Until then what a program writes are copies; a call on a chunk leaves its share here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from koila import _core, norms
+from koila.errors import NotInChunksError
+from koila.program import ROWS, Node, Program
+
+
+class Statistics:
+    """Running statistics, and those of a batch that they are moved towards: of all its rows, or of
+    each of its chunks, which count by their rows."""
+
+    def __init__(self, mean: Tensor, var: Tensor, momentum: float) -> None:
+        self.running = mean, var
+        self.momentum = momentum
+        self.of_chunks: dict[int, tuple[int, Tensor, Tensor]] = {}  # rows, mean, var of a sample
+
+    def write(self) -> None:
+        """Move the running statistics."""
+        self.move(self.running, self.momentum)
+
+    def move(self, running: tuple[Tensor, Tensor], momentum: float) -> None:
+        """Move some running statistics towards these."""
+        n_rows = sum(n for n, *_ in self.of_chunks.values())
+        with torch.no_grad():
+            for i, one in enumerate(running, 1):
+                moved = (1 - momentum) * one.double()
+                for chunk in self.of_chunks.values():
+                    moved += momentum * chunk[0] / n_rows * chunk[i]
+                one.copy_(moved)
+
+
+def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
+    """Those of a batch_norm, which were made of `n_terms` for each channel."""
+    mean, var, momentum = args[3], args[4], args[6]
+    found = Statistics(mean, var, momentum)
+    share = n_terms / (n_terms - 1) if n_terms > 1 else math.nan
+    found.of_chunks[0] = 1, args[10].detach(), args[9].detach() * share
+    return found
+
+
+def of_whole(args: tuple[Any, ...]) -> Statistics:
+    """Those of a batch_norm that runs once, on all rows."""
+    x, _, _, mean, var, _, momentum, *_ = args
+    n_terms = x.numel() // x.shape[1]
+    of_x, squares = norms.moments(x.detach(), {})
+    found = Statistics(mean, var, momentum)
+    found.of_chunks[0] = 1, of_x, squares / (n_terms - 1) if n_terms > 1 else squares * math.nan
+    return found
+
+
+_WORDS = (
+    "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled".split()
+)
+
+
+class Tracked:
+    """Those of one step, by the call that moves them."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.moves: dict[int, Statistics] = {}
+        self.agains: dict[int, norms.Again] = {}  # of calls in the bodies of checkpoints
+        self.of_whole: dict[int, Statistics] = {}  # of those that run once
+
+    def note(self, node: Node, func: Any, args: tuple[Any, ...]) -> None:
+        """A call on a chunk that is given what all rows have met in; be it a batch_norm."""
+        is_norm = func is norms.batch_norm and args[3] is not None
+        if is_norm and node.id not in self.moves:
+            shape = self.program.info(node.first_out).shape
+            self.moves[node.id] = of_batch(args, math.prod(shape) // shape[1])
+
+    def note_again(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A batch_norm in the body of a checkpoint, whose statistics are moved again; its arguments
+        without that."""
+        if node.mode != ROWS and node.id not in self.of_whole:
+            self.of_whole[node.id] = of_whole(args)
+        self.agains[node.id] = args[6]
+        return *args[:6], float(args[6]), *args[7:]
+
+    def instance_norm(
+        self,
+        node: Node,
+        stage: int,
+        chunk: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """instance_norm with running statistics on a chunk, which leaves these as they are.
+
+        torch moves them by the mean of what its rows have, each by itself; with a momentum of 1
+        they are that. In evaluation it writes what it has read.
+        """
+        args = (*args, *(kwargs[name] for name in _WORDS[len(args) :]))
+        x, weight, bias, mean, var, is_training, momentum, *rest = args
+        if not is_training:
+            others = (one for i, one in self.moves.items() if i != node.id)
+            if any(other.running[0].data_ptr() == mean.data_ptr() for other in others):
+                why = "its running statistics are still to be moved"
+                raise NotInChunksError(f"{_core.node(node.id)[3]}: {why}")
+            own = mean.clone(), var.clone()
+            return torch.instance_norm(x, weight, bias, *own, False, momentum, *rest)
+        of_chunk = torch.zeros_like(mean), torch.zeros_like(var)
+        made = torch.instance_norm(x, weight, bias, *of_chunk, True, 1.0, *rest)
+        if node.stage == stage:  # else it is made again there, maybe in other chunks
+            found = self.moves.setdefault(node.id, Statistics(mean, var, momentum))
+            found.of_chunks[chunk] = x.shape[0], *of_chunk
+        return made
+
+    def write(self, done: set[int]) -> None:
+        """Move what is tracked, in the order of the calls, but for those that were `done`."""
+        for i in sorted(self.moves.keys() - done):
+            self.moves[i].write()
+
+    def move_again(self) -> None:
+        """What torch's backward would run again has moved its statistics twice: the last checkpoint
+        first, its calls in their order."""
+        groups = {group.number for again in self.agains.values() for group in again.groups}
+        for number in sorted(groups, reverse=True):
+            inside = [
+                i for i, again in self.agains.items() if number in (g.number for g in again.groups)
+            ]
+            nodes = [self.program.node(i) for i in sorted(inside)]
+            if not any(self.program.needs_gradient(node.first_out) for node in nodes):
+                continue
+            for node in nodes:
+                module = self.agains[node.id].module
+                known = self.of_whole.get(node.id) or self.moves[node.id]
+                running = module.running_mean, module.running_var
+                known.move(running, norms.next_momentum(module))
+                for k, i in enumerate(node.imports):
+                    if node.leaf_writes >> k & 1:
+                        _core.refresh_leaf(self.program.imports[i].value)
