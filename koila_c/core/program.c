@@ -547,7 +547,8 @@ can_be_of_head(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
 {
     const KlStages *stages = &build->program->stages;
     const KlNode *node = &build->tape->nodes[id];
-    bool is_able = !node->is_random && node->writes == 0 && node->leaf_writes == 0 && !node->is_open &&
+    bool is_able = !node->is_random && node->writes == 0 && node->leaf_writes == 0 &&
+                   !node->is_open &&
                    (stages->late_stage[id] == KL_STAGE_NONE || stages->late_stage[id] == stage ||
                     stages->late_stage[id] == KL_STAGE_DATA);
     for (uint32_t k = 0; k < node->n_inputs && is_able; k++) {
