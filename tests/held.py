@@ -21,7 +21,7 @@ class Held(NamedTuple):
 
     forward: Amount = Amount()
     backward: tuple[Amount, Amount, Amount] = (Amount(),) * 3
-    turned: float = 0.0  # results, where the gradient of the result is laid out otherwise
+    relaid: float = 0.0  # results, where the gradient of the result is laid out otherwise
     handed_on: tuple[int, ...] = ()  # operands whose gradient is the result's
     is_wide: bool = False  # other gradients are made as large as the result
     is_stepwise: bool = False
@@ -52,11 +52,11 @@ NOTHING = Held()
 
 
 def _held(told: _core._Held) -> Held:
-    forward, outs, ins, masks, turned, bits, *flags = told
+    forward, outs, ins, masks, relaid, bits, *flags = told
     backward = tuple(Amount(*amounts, masks) for amounts in zip(outs, ins, strict=True))
     assert len(backward) == 3
     handed_on = tuple(k for k in range(8) if bits >> k & 1)
-    return Held(Amount(*forward), backward, turned, handed_on, *flags)
+    return Held(Amount(*forward), backward, relaid, handed_on, *flags)
 
 
 #: By the name of the row; the entry of a write is that of the call without it.

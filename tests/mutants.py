@@ -31,7 +31,7 @@ STEPS = (
     "tests/test_draws_between.py tests/test_draws_order.py tests/test_factories.py "
     "tests/test_generator.py tests/test_held_outputs.py tests/test_hooks.py "
     "tests/test_masked_writes.py tests/test_one_call.py tests/test_out.py tests/test_precision.py "
-    "tests/test_run_now.py tests/test_scalars.py tests/test_tail.py tests/test_turned.py "
+    "tests/test_run_now.py tests/test_scalars.py tests/test_tail.py tests/test_inplace_views.py "
     "tests/test_views_again.py tests/test_written_after_read.py"
 )
 BUILT = "python/koila/_core*.so"

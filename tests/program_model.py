@@ -52,7 +52,7 @@ class Model:
         for value in self.program.wanted:
             info = self.info(value)
             base = self.info(info.base)
-            is_there = base.number is not None or self.node_of(info.base) is not None
+            is_there = base.result is not None or self.node_of(info.base) is not None
             if info.view is not None and base.real is not None:
                 continue
             is_shared = info.view is not None and info.storage in self.program.n_sharing

@@ -139,14 +139,14 @@ def measure(run: Callable[[], object]) -> tuple[int, int]:
     return peak, now
 
 
-def turned(x: Tensor) -> Tensor:
+def relaid(x: Tensor) -> Tensor:
     """Lay it out otherwise in memory."""
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
 
 
-def measure_back(outs: list[Tensor], wanted: list[Tensor], is_turned: bool) -> int:
+def measure_back(outs: list[Tensor], wanted: list[Tensor], is_laid_otherwise: bool) -> int:
     """The most bytes of a backward beyond what was there before it."""
-    seeds = [turned(seed) if is_turned else seed for seed in map(torch.randn_like, outs)]
+    seeds = [relaid(seed) if is_laid_otherwise else seed for seed in map(torch.randn_like, outs)]
     return measure(lambda: torch.autograd.grad(outs, wanted, seeds, allow_unused=True))[0]
 
 
@@ -235,21 +235,21 @@ def test_backward(row: str) -> None:
     """No call holds more than is said; and one holds that, but for half of a result."""
     entry, gaps, is_more = held.of(row), [], False
     for args, kwargs in large_calls(row):
-        for is_turned in (False, True) if entry.turned else (False,):
+        for is_laid_otherwise in (False, True) if entry.relaid else (False,):
             operands = tensors_of([args, kwargs])
             outs = list(filter(is_wanted, tensors_of(CALLABLES[row](*args, **kwargs))))
             wanted = list(filter(is_wanted, operands))
             if not outs or not wanted:
                 continue
             try:
-                used = measure_back(outs, wanted, is_turned)
+                used = measure_back(outs, wanted, is_laid_otherwise)
             except RuntimeError:
                 continue  # torch has no derivative of it, or none of these sizes
             saves: Any = _core.infer(row, args, kwargs)["saves"]
             most = allowed(entry, outs[0], operands, wanted)
             most += saves["bytes_backward"] + saves["bytes_row"]
             most += saves["bytes_extra"] if entry.is_composed else 0
-            most += entry.turned * n_bytes(outs[0]) + TRANSPOSED if is_turned else 0
+            most += entry.relaid * n_bytes(outs[0]) + TRANSPOSED if is_laid_otherwise else 0
             unit = max(n_bytes(outs[0]), n_bytes(operands[0]))
             more = MORE.get(row, (0.0, ""))[0] * unit
             is_more |= assert_within(used, (1 + SLACK) * most + SMALL, more, operands, row)

@@ -33,12 +33,12 @@ kl_py_id(PyObject *object, void *id)
         return 0;
     }
     int overflow = 0;
-    long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
-    if (overflow != 0 || number < 0 || number >= KL_ID_NONE) {
+    long long wide = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow != 0 || wide < 0 || wide >= KL_ID_NONE) {
         PyErr_Format(PyExc_IndexError, "no node and no value has the number %R", object);
         return 0;
     }
-    *(unsigned int *)id = (unsigned int)number;
+    *(unsigned int *)id = (unsigned int)wide;
     return 1;
 }
 
@@ -50,13 +50,13 @@ core_bind(PyObject *module, PyObject *args)
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
              *check_draws = NULL, *move_on = NULL, *read = NULL, *in_transform = NULL,
              *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *note_live = NULL,
-             *note_ran = NULL, *device_of = NULL, *land = NULL, *choose = NULL, *record_out = NULL,
-             *settle = NULL, *is_out_of_memory = NULL;
+             *note_ran = NULL, *device_of = NULL, *wait_for_copy = NULL, *choose = NULL,
+             *record_out = NULL, *settle = NULL, *is_out_of_memory = NULL;
     unsigned int reductions = 0;
     if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
                           &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
-                          &bind_hooks, &note_live, &note_ran, &device_of, &land, &choose,
+                          &bind_hooks, &note_live, &note_ran, &device_of, &wait_for_copy, &choose,
                           &record_out, &settle, &is_out_of_memory, &PyTuple_Type, &folders,
                           &reductions) ||
         kl_source_init(folders) < 0) {
@@ -73,7 +73,7 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.note_live, Py_NewRef(note_live));
     Py_XSETREF(kl_py.note_ran, Py_NewRef(note_ran));
     Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
-    Py_XSETREF(kl_py.land, Py_NewRef(land));
+    Py_XSETREF(kl_py.wait_for_copy, Py_NewRef(wait_for_copy));
     Py_XSETREF(kl_py.choose_attention, Py_NewRef(choose));
     Py_XSETREF(kl_py.record_out, Py_NewRef(record_out));
     Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
@@ -105,7 +105,7 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
-     "note_live, note_ran, device_of, land, choose_attention, record_out, settle, "
+     "note_live, note_ran, device_of, wait_for_copy, choose_attention, record_out, settle, "
      "is_out_of_memory, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},

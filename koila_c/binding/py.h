@@ -86,7 +86,7 @@ typedef struct KlPyValue {
     PyObject *pointer;  /* leaves: data_ptr() when it entered; NULL where it has none */
     int64_t version;    /* _version of a leaf when it entered, of a number when it was found; -1: it
                             has none (inference tensor) */
-    PyObject *number;   /* known: its value, without a graph; else NULL */
+    PyObject *result;   /* known: its value, without a graph; else NULL */
     PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
 } KlPyValue;
 
@@ -168,7 +168,7 @@ typedef struct KlPyState {
     PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
     PyObject *note_ran;                /* koila.reports.note_whole: what ran whole, and for whom */
     PyObject *device_of;               /* koila.devices: which device a name without index means */
-    PyObject *land;                    /* koila.devices: wait for a copy to the CPU */
+    PyObject *wait_for_copy;           /* koila.devices: wait for a copy to the CPU */
     PyObject *choose_attention;        /* koila.attention: put a setting of its kernels in force */
     PyObject *checksum;                /* koila.meta.checksum */
     PyObject *draw_like;               /* koila.meta.draw_like */
@@ -503,7 +503,7 @@ PyObject *kl_promise_check_result(PyObject *module, PyObject *args);
 /* -- py_stage.c ---------------------------------------------------------------------------------- */
 
 /* Wait where a node copied something to the CPU, so that its numbers are there. */
-int kl_stage_land(const Tape *tape, const KlNode *node);
+int kl_stage_wait_for_copy(const Tape *tape, const KlNode *node);
 
 /* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
 

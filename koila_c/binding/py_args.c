@@ -181,11 +181,11 @@ convert_floats(const Binder *binder, PyObject *const *entries, Py_ssize_t n, KlA
         return -1;
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        int64_t number = 0;
+        int64_t slot = 0;
         if (PyFloat_Check(entries[i])) {
             floats[i] = PyFloat_AS_DOUBLE(entries[i]);
-        } else if (get_int(entries[i], &number)) {
-            floats[i] = (double)number;
+        } else if (get_int(entries[i], &slot)) {
+            floats[i] = (double)slot;
         } else {
             arg->kind = KL_ARG_OTHER;
             return 0;
@@ -198,7 +198,7 @@ convert_floats(const Binder *binder, PyObject *const *entries, Py_ssize_t n, KlA
 
 /* A sequence of ints, of numbers or of tensors; anything else, and a mixture, is OTHER. */
 static int
-convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, uint32_t number,
+convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, uint32_t slot,
                  KlArg *arg)
 {
     KlPyBound *bound = binder->bound;
@@ -235,7 +235,7 @@ convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, u
             }
             has_tensor = true;
         }
-        if (add_input(bound, meta, entries[i], number, (uint32_t)i) < 0) {
+        if (add_input(bound, meta, entries[i], slot, (uint32_t)i) < 0) {
             return -1;
         }
     }
@@ -245,7 +245,7 @@ convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, u
 }
 
 static int
-convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t number, KlArg *arg)
+convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t slot, KlArg *arg)
 {
     arg->kind = KL_ARG_OTHER;
     if (object == Py_None) {
@@ -267,15 +267,15 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t n
         return 0;
     }
     if (PyTuple_Check(object) || PyList_Check(object)) {
-        binder->bound->origins[number].is_sequence = true;
+        binder->bound->origins[slot].is_sequence = true;
         return convert_sequence(binder, PySequence_Fast_ITEMS(object),
-                                PySequence_Fast_GET_SIZE(object), number, arg);
+                                PySequence_Fast_GET_SIZE(object), slot, arg);
     }
     const KlMeta *meta = binder->types->meta_of(binder->context, object);
     if (meta != NULL) {
         arg->kind = KL_ARG_VALUE;
         arg->input = binder->bound->n_inputs;
-        return add_input(binder->bound, meta, object, number, 0);
+        return add_input(binder->bound, meta, object, slot, 0);
     }
     if (PyUnicode_Check(object) && word->is_device) {
         int device = binder->types->device_of == NULL
@@ -316,7 +316,7 @@ is_selecting(const KlMeta *meta)
 }
 
 static int
-convert_item(const Binder *binder, PyObject *object, uint32_t number, uint32_t entry, KlIndex *item)
+convert_item(const Binder *binder, PyObject *object, uint32_t slot, uint32_t entry, KlIndex *item)
 {
     *item = (KlIndex){.kind = KL_INDEX_OTHER};
     if (object == Py_None) {
@@ -350,14 +350,14 @@ convert_item(const Binder *binder, PyObject *object, uint32_t number, uint32_t e
             item->input = binder->bound->n_inputs;
             item->is_row_range =
                 types->is_row_range != NULL && types->is_row_range(binder->context, object, meta);
-            return add_input(binder->bound, meta, object, number, entry);
+            return add_input(binder->bound, meta, object, slot, entry);
         }
     }
     return 0;
 }
 
 static int
-convert_index(const Binder *binder, PyObject *object, uint32_t number, KlArg *arg)
+convert_index(const Binder *binder, PyObject *object, uint32_t slot, KlArg *arg)
 {
     bool is_tuple = PyTuple_Check(object);
     Py_ssize_t n = is_tuple ? PyTuple_GET_SIZE(object) : 1;
@@ -368,10 +368,10 @@ convert_index(const Binder *binder, PyObject *object, uint32_t number, KlArg *ar
     arg->kind = KL_ARG_INDEX;
     arg->n = (uint32_t)n;
     arg->u.items = items;
-    binder->bound->origins[number].is_sequence = is_tuple;
+    binder->bound->origins[slot].is_sequence = is_tuple;
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *item = is_tuple ? PyTuple_GET_ITEM(object, i) : object;
-        if (convert_item(binder, item, number, (uint32_t)i, &items[i]) < 0) {
+        if (convert_item(binder, item, slot, (uint32_t)i, &items[i]) < 0) {
             return -1;
         }
     }
@@ -380,20 +380,20 @@ convert_index(const Binder *binder, PyObject *object, uint32_t number, KlArg *ar
 
 /* The positional arguments from `first` on, gathered by *word. */
 static int
-convert_spread(const Binder *binder, const KlPyWord *word, Py_ssize_t first, Py_ssize_t n,
-               uint32_t number, KlArg *arg)
+convert_variadic(const Binder *binder, const KlPyWord *word, Py_ssize_t first, Py_ssize_t n,
+                 uint32_t slot, KlArg *arg)
 {
     PyObject *const *entries = binder->args + first;
-    KlPyOrigin *origin = &binder->bound->origins[number];
+    KlPyOrigin *origin = &binder->bound->origins[slot];
     origin->position = n == 0 ? -1 : (int32_t)first;
     int64_t value = 0;
     bool is_single = n == 1 && !get_int(entries[0], &value) &&
                      binder->types->meta_of(binder->context, entries[0]) == NULL;
     if (is_single) {
-        return convert(binder, word, entries[0], number, arg);
+        return convert(binder, word, entries[0], slot, arg);
     }
-    origin->is_spread = true;
-    return convert_sequence(binder, entries, n, number, arg);
+    origin->is_variadic = true;
+    return convert_sequence(binder, entries, n, slot, arg);
 }
 
 /* The word a keyword stands for: first among torch's own names, then among the others. */
@@ -417,18 +417,18 @@ bind(KlPyBound *bound, const KlPySignature *signature, const Binder *binder, Py_
      PyObject *const *names, Py_ssize_t n_names)
 {
     PyObject *found[KL_PY_WORDS_MAX] = {NULL};
-    Py_ssize_t n_spread = -1; /* positional arguments taken by *word, the last positional word */
+    Py_ssize_t n_variadic = -1; /* positional arguments taken by *word, the last positional word */
     uint32_t n_positional = signature->n_positional;
     for (uint32_t i = 0; i < signature->n_words; i++) {
         bound->origins[i] = (KlPyOrigin){.position = -1};
     }
-    for (Py_ssize_t i = 0; i < n_args && n_spread < 0; i++) {
+    for (Py_ssize_t i = 0; i < n_args && n_variadic < 0; i++) {
         if (i >= (Py_ssize_t)n_positional) {
             return 0;
         }
         found[i] = binder->args[i];
         bound->origins[i].position = (int32_t)i;
-        n_spread = signature->words[i].is_spread ? n_args - i : -1;
+        n_variadic = signature->words[i].is_variadic ? n_args - i : -1;
     }
     for (Py_ssize_t k = 0; k < n_names; k++) {
         int i = find_word(signature, names[k], found);
@@ -454,9 +454,9 @@ bind(KlPyBound *bound, const KlPySignature *signature, const Binder *binder, Py_
         int status = 0;
         if (word->is_index) {
             status = convert_index(binder, found[i], i, &bound->args[i]);
-        } else if (word->is_spread && bound->origins[i].position < n_args) {
-            status = convert_spread(binder, word, bound->origins[i].position, n_spread, i,
-                                    &bound->args[i]);
+        } else if (word->is_variadic && bound->origins[i].position < n_args) {
+            status = convert_variadic(binder, word, bound->origins[i].position, n_variadic, i,
+                                      &bound->args[i]);
         } else {
             status = convert(binder, word, found[i], i, &bound->args[i]);
         }

@@ -29,7 +29,7 @@ typedef struct KlPyWord {
     PyObject *names[KL_PY_NAMES_MAX]; /* [n_names] interned; torch's name first */
     uint8_t n_names;
     bool is_optional;
-    bool is_spread; /* *word */
+    bool is_variadic; /* *word */
     bool is_index;
     bool is_device;
     bool is_out;
@@ -62,7 +62,7 @@ typedef struct KlPyTypes {
  * of the keywords in their order; -1: absent. */
 typedef struct KlPyOrigin {
     int32_t position;
-    bool is_spread; /* entry e is the argument at position + e */
+    bool is_variadic; /* entry e is the argument at position + e */
     bool
         is_sequence; /* entry e is item e of the argument; neither: the argument itself is entry 0 */
 } KlPyOrigin;

@@ -148,12 +148,12 @@ PyObject *
 kl_context_note_attention(PyObject *module, PyObject *args)
 {
     (void)module;
-    unsigned int number = 0;
+    unsigned int index = 0;
     int is_flash_allowed = 0;
-    if (!PyArg_ParseTuple(args, "Ip", &number, &is_flash_allowed)) {
+    if (!PyArg_ParseTuple(args, "Ip", &index, &is_flash_allowed)) {
         return NULL;
     }
-    state.attention = number;
+    state.attention = index;
     kl_py.is_flash_allowed = is_flash_allowed;
     return Py_NewRef(Py_None);
 }

@@ -117,7 +117,7 @@ core_keep_lazy(PyObject *module, PyObject *object)
     Py_ssize_t n_held = value->tape == NULL;
     for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlPyValue *entry = &tape->values[i];
-        n_held += (entry->real == real) + (entry->number == real) + (entry->recorded == real);
+        n_held += (entry->real == real) + (entry->result == real) + (entry->recorded == real);
     }
     bool is_alone = Py_REFCNT(real) == n_held;
     value->is_input = value->is_input || is_alone;
@@ -640,8 +640,8 @@ core_known(PyObject *module, PyObject *object)
     if (value == NULL) {
         return NULL;
     }
-    PyObject *number = kl_lazy_number(value);
-    return Py_NewRef(number != NULL ? number : Py_None);
+    PyObject *result = kl_lazy_number(value);
+    return Py_NewRef(result != NULL ? result : Py_None);
 }
 
 /* Bytes that the pending calls would make and keep, by a quick sum. */

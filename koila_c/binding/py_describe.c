@@ -43,7 +43,7 @@ where_object(const KlPyBound *bound, uint32_t arg, uint32_t entry, Py_ssize_t n_
              PyObject *kwargs)
 {
     const KlPyOrigin *origin = &bound->origins[arg];
-    int32_t position = origin->position + (origin->is_spread ? (int32_t)entry : 0);
+    int32_t position = origin->position + (origin->is_variadic ? (int32_t)entry : 0);
     if (position < n_args) {
         return PyLong_FromLong(position);
     }

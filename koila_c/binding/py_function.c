@@ -75,21 +75,21 @@ find_accessor(PyObject *func)
     return (Function *)found;
 }
 
-/* Functions found lately, by the address of their callable, which they keep alive. */
-#define KL_N_LATELY 256
+/* Functions found recent, by the address of their callable, which they keep alive. */
+#define KL_N_RECENT 256
 
-static Function *lately[KL_N_LATELY]; /* borrowed from the table */
+static Function *recent[KL_N_RECENT]; /* borrowed from the table */
 
 Function *
 kl_function_find(PyObject *func)
 {
-    size_t slot = ((size_t)func >> 4) % KL_N_LATELY;
-    if (lately[slot] != NULL && lately[slot]->func == func) {
-        return lately[slot];
+    size_t slot = ((size_t)func >> 4) % KL_N_RECENT;
+    if (recent[slot] != NULL && recent[slot]->func == func) {
+        return recent[slot];
     }
     PyObject *found = PyDict_GetItemWithError(kl_py.functions, func);
     if (found != NULL && ((Function *)found)->func == func) { /* not only equal to it */
-        lately[slot] = (Function *)found;
+        recent[slot] = (Function *)found;
     }
     if (found == NULL && !PyErr_Occurred() && Py_IS_TYPE(func, &_PyMethodWrapper_Type)) {
         found = (PyObject *)find_accessor(func);
@@ -142,7 +142,7 @@ kl_function_register(PyObject *module, PyObject *args)
         before = Py_XNewRef(PyDict_GetItemWithError(kl_py.functions, func));
         result =
             PyErr_Occurred() ? -1 : PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
-        memset(lately, 0, sizeof(lately));
+        memset(recent, 0, sizeof(recent));
     }
     Py_XDECREF(before);
     Py_DECREF(function);

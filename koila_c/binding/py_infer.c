@@ -17,7 +17,7 @@ typedef struct {
     uint32_t n_metas;
     KlPyTypes *types;
     PyObject *tensor_type;
-} Desk;
+} MetaReader;
 
 static bool
 read_ints(PyObject *sequence, int64_t *ints, int32_t n)
@@ -54,7 +54,7 @@ is_strided(PyObject *object)
 }
 
 static bool
-read_meta(const Desk *desk, PyObject *object, KlMeta *meta)
+read_meta(const MetaReader *reader, PyObject *object, KlMeta *meta)
 {
     *meta = (KlMeta){.place = KL_PLACE_WHOLE, .dtype = KL_DTYPE_OTHER};
     PyObject *shape = PyObject_GetAttrString(object, "shape");
@@ -71,7 +71,7 @@ read_meta(const Desk *desk, PyObject *object, KlMeta *meta)
         is_read = is_read && kl_meta_read_device(object, meta) == 0;
     }
     for (int i = 0; is_read && i < KL_N_DTYPES; i++) {
-        if (dtype == desk->types->dtypes[i]) {
+        if (dtype == reader->types->dtypes[i]) {
             meta->dtype = (KlDtype)i;
         }
     }
@@ -85,16 +85,16 @@ read_meta(const Desk *desk, PyObject *object, KlMeta *meta)
 static const KlMeta *
 desk_meta_of(void *context, PyObject *object)
 {
-    Desk *desk = context;
-    if (PyObject_IsInstance(object, desk->tensor_type) != 1 || desk->n_metas == METAS_MAX) {
+    MetaReader *reader = context;
+    if (PyObject_IsInstance(object, reader->tensor_type) != 1 || reader->n_metas == METAS_MAX) {
         PyErr_Clear();
         return NULL;
     }
-    KlMeta *meta = &desk->metas[desk->n_metas];
-    if (!is_strided(object) || !read_meta(desk, object, meta)) {
+    KlMeta *meta = &reader->metas[reader->n_metas];
+    if (!is_strided(object) || !read_meta(reader, object, meta)) {
         return NULL;
     }
-    desk->n_metas++;
+    reader->n_metas++;
     return meta;
 }
 
@@ -130,7 +130,8 @@ desk_is_row_range(void *context, PyObject *object, const KlMeta *meta)
 
 /* The places of the inputs, and from them the rows of the axes that `rows` does not give. */
 static int
-set_places(const KlPyBound *bound, Desk *desk, PyObject *places, int64_t *rows, uint32_t *n_axes)
+set_places(const KlPyBound *bound, MetaReader *reader, PyObject *places, int64_t *rows,
+           uint32_t *n_axes)
 {
     if (places == Py_None || places == NULL) {
         return 0;
@@ -145,7 +146,7 @@ set_places(const KlPyBound *bound, Desk *desk, PyObject *places, int64_t *rows, 
         if (given == Py_None || bound->inputs[i] == NULL) {
             continue;
         }
-        KlMeta *meta = &desk->metas[bound->inputs[i] - desk->metas];
+        KlMeta *meta = &reader->metas[bound->inputs[i] - reader->metas];
         if (!read_ints(given, place, 4) || place[0] < 0 || place[0] >= AXES_MAX || place[1] < 0 ||
             place[1] >= meta->n_dims || place[2] < 1 || place[3] < 1) {
             Py_DECREF(list);
@@ -189,13 +190,13 @@ status_name(KlStatus status)
 
 /* torch's default dtype and grad mode, as the call finds them. */
 static int
-set_context(KlCall *call, const Desk *desk)
+set_context(KlCall *call, const MetaReader *reader)
 {
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *dtype = torch == NULL ? NULL : PyObject_CallMethod(torch, "get_default_dtype", NULL);
     PyObject *grad = dtype == NULL ? NULL : PyObject_CallMethod(torch, "is_grad_enabled", NULL);
     for (int i = 0; i < KL_N_DTYPES; i++) {
-        if (dtype == desk->types->dtypes[i]) {
+        if (dtype == reader->types->dtypes[i]) {
             call->default_dtype = (KlDtype)i;
         }
     }
@@ -210,8 +211,8 @@ set_context(KlCall *call, const Desk *desk)
 }
 
 static int
-infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *desk, PyObject *args,
-           PyObject *kwargs)
+infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const MetaReader *reader,
+           PyObject *args, PyObject *kwargs)
 {
     KlInferred result = {0};
     KlSaves saves = {0};
@@ -221,7 +222,7 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *des
     call->n_args = bound->n_args;
     call->inputs = (const KlMeta *const *)bound->inputs;
     call->n_inputs = bound->n_inputs;
-    int failed = context < 0 ? -1 : set_context(call, desk);
+    int failed = context < 0 ? -1 : set_context(call, reader);
     if (failed == 0) {
         KlStatus status = kl_context_infer(call, (uint32_t)context, &result, &saves, &error);
         failed = kl_py_set_new(dict, "status", PyUnicode_FromString(status_name(status))) < 0 ||
@@ -238,7 +239,7 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const Desk *des
 
 static PyObject *
 infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places,
-            PyObject *rows_given, Desk *desk)
+            PyObject *rows_given, MetaReader *reader)
 {
     int64_t rows[AXES_MAX];
     uint32_t n_axes = 0;
@@ -259,7 +260,7 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         }
         n_axes = (uint32_t)n;
     }
-    int status = kl_py_args_bind_dict(&bound, signature, desk->types, desk, args, kwargs);
+    int status = kl_py_args_bind_dict(&bound, signature, reader->types, reader, args, kwargs);
     if (status < 0) {
         goto error;
     }
@@ -270,11 +271,11 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         }
     } else {
         KlCall call = {.row = row, .axis_rows = rows};
-        if (set_places(&bound, desk, places, rows, &n_axes) < 0) {
+        if (set_places(&bound, reader, places, rows, &n_axes) < 0) {
             goto error;
         }
         call.n_axes = n_axes;
-        if (infer_into(dict, &call, &bound, desk, args, kwargs) < 0) {
+        if (infer_into(dict, &call, &bound, reader, args, kwargs) < 0) {
             goto error;
         }
     }
@@ -314,19 +315,19 @@ core_infer(PyObject *module, PyObject *args)
         return NULL;
     }
     PyObject *dict = NULL;
-    Desk *desk = kl_alloc_zeroed(1, sizeof(*desk));
-    if (desk == NULL) {
+    MetaReader *reader = kl_alloc_zeroed(1, sizeof(*reader));
+    if (reader == NULL) {
         PyErr_NoMemory();
     } else {
-        desk->types = &types;
-        desk->tensor_type = tensor_type;
+        reader->types = &types;
+        reader->tensor_type = tensor_type;
         types.meta_of = desk_meta_of;
         types.device_of = desk_device_of;
         types.is_row_range = desk_is_row_range;
         dict = infer_bound(row, call_args, call_kwargs == Py_None ? NULL : call_kwargs, places,
-                           rows, desk);
+                           rows, reader);
     }
-    kl_alloc_free(desk);
+    kl_alloc_free(reader);
     kl_py_types_fini(&types);
     Py_DECREF(tensor_type);
     return dict;
@@ -349,7 +350,7 @@ held_object(const KlHeld *held)
     }
     const double *outs = held->back_outs, *ins = held->back_ins;
     return Py_BuildValue("(N(ddd)(ddd)ddiNNNNN)", amount_object(&held->run), outs[0], outs[1],
-                         outs[2], ins[0], ins[1], ins[2], held->back_masks, held->turned,
+                         outs[2], ins[0], ins[1], ins[2], held->back_masks, held->relaid,
                          held->handed_on, PyBool_FromLong(held->is_wide),
                          PyBool_FromLong(held->is_stepwise), PyBool_FromLong(held->is_composed),
                          PyBool_FromLong(held->is_of_terms), PyBool_FromLong(held->turns));

@@ -177,7 +177,7 @@ kl_lazy_number(const Value *value)
         return real;
     }
     bool is_stale = kl_tape_is_stale(&value->tape->core, value->id);
-    return is_stale ? NULL : value->tape->values[value->id].number;
+    return is_stale ? NULL : value->tape->values[value->id].result;
 }
 
 /* -- making lazies ----------------------------------------------------------------------------- */

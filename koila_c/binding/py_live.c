@@ -134,17 +134,17 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
         return -1;
     }
     const KlNode *node = &tape->core.nodes[id];
-    if (node->review_of != KL_ID_NONE) {
+    if (node->refresh_of != KL_ID_NONE) {
         /* The view from before the write is there, and torch let it see the write. */
-        if (bind(tape, id, node->first_out + node->review_out, tape->values[node->review_of].real) <
-            0) {
+        if (bind(tape, id, node->first_out + node->refresh_out,
+                 tape->values[node->refresh_of].real) < 0) {
             return -1;
         }
     } else {
         PyObject *result = run_call(tape, id);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
         if (status == 0) {
-            status = kl_stage_land(tape, node);
+            status = kl_stage_wait_for_copy(tape, node);
         }
         Py_XDECREF(result);
         if (status < 0) {
@@ -157,7 +157,7 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
         }
     }
     kl_tape_set_done(&tape->core, id);
-    release_if_dead(tape, node->review_of);
+    release_if_dead(tape, node->refresh_of);
     for (uint32_t i = 0; i < node->n_inputs; i++) {
         release_if_dead(tape, tape->core.inputs[node->first_input + i].value);
     }
@@ -476,25 +476,25 @@ kl_live_force(Value *value)
 
 /* -- calls that run at once --------------------------------------------------------------------------- */
 
-#define KL_MET_MAX 64
+#define KL_LAZY_ARGS_MAX 64
 
 /* The lazies of one call: their reals are found again among its results. */
-typedef struct Met {
-    PyObject *lazies[KL_MET_MAX]; /* borrowed from the call's arguments */
+typedef struct LazyArgs {
+    PyObject *lazies[KL_LAZY_ARGS_MAX]; /* borrowed from the call's arguments */
     int n;
     KlLiveKind kind;
     PyObject *args, *kwargs; /* what was really passed */
-} Met;
+} LazyArgs;
 
 static int
 force_one(PyObject *lazy, void *context)
 {
-    Met *met = context;
+    LazyArgs *lazy_args = context;
     Value *value = kl_lazy_checked(lazy);
     if (value == NULL) {
         return -1;
     }
-    if (met->kind == KL_LIVE_READ || met->kind == KL_LIVE_NUMBERS) {
+    if (lazy_args->kind == KL_LIVE_READ || lazy_args->kind == KL_LIVE_NUMBERS) {
         if (kl_live_read(value) < 0) {
             return -1;
         }
@@ -505,8 +505,8 @@ force_one(PyObject *lazy, void *context)
         }
         Py_DECREF(real);
     }
-    if (met->n < KL_MET_MAX) {
-        met->lazies[met->n++] = lazy;
+    if (lazy_args->n < KL_LAZY_ARGS_MAX) {
+        lazy_args->lazies[lazy_args->n++] = lazy;
     }
     return 0;
 }
@@ -514,15 +514,15 @@ force_one(PyObject *lazy, void *context)
 /* The place of a result: rows again where an input's rows are and the size is right. Cutting a value that
  * is there whole is right along any dim; this is the one likely to be of use. */
 static const Value *
-find_rows(const Met *met, PyObject *real, KlPlace *place)
+find_rows(const LazyArgs *lazy_args, PyObject *real, KlPlace *place)
 {
     KlMeta meta;
     if (kl_meta_read(real, &meta) != 0) {
         PyErr_Clear();
         return NULL;
     }
-    for (int i = 0; i < met->n; i++) {
-        const Value *value = kl_lazy_value(met->lazies[i]);
+    for (int i = 0; i < lazy_args->n; i++) {
+        const Value *value = kl_lazy_value(lazy_args->lazies[i]);
         if (!kl_place_is_rows(&value->place) || value->place.outer != 1 ||
             value->place.inner != 1 || value->place.dim >= meta.n_dims ||
             meta.shape[value->place.dim] != value->rows) {
@@ -557,18 +557,19 @@ is_among(PyObject *object, PyObject *tensor)
 
 /* What comes back is the very object that went in, where it was written or needed no change. */
 static PyObject *
-wrap_tensor(const Met *met, PyObject *real)
+wrap_tensor(const LazyArgs *lazy_args, PyObject *real)
 {
-    for (int i = 0; i < met->n; i++) {
-        if (kl_lazy_real(kl_lazy_value(met->lazies[i])) == real) {
-            return Py_NewRef(met->lazies[i]);
+    for (int i = 0; i < lazy_args->n; i++) {
+        if (kl_lazy_real(kl_lazy_value(lazy_args->lazies[i])) == real) {
+            return Py_NewRef(lazy_args->lazies[i]);
         }
     }
-    if (met->kind == KL_LIVE_SETTLED || is_among(met->args, real) || is_among(met->kwargs, real)) {
+    if (lazy_args->kind == KL_LIVE_SETTLED || is_among(lazy_args->args, real) ||
+        is_among(lazy_args->kwargs, real)) {
         return Py_NewRef(real);
     }
     KlPlace place;
-    const Value *source = find_rows(met, real, &place);
+    const Value *source = find_rows(lazy_args, real, &place);
     return source == NULL
                ? kl_lazy_new_detached(real, NULL, 0, 0, false)
                : kl_lazy_new_detached(real, &place, source->axis_key, source->rows, false);
@@ -591,33 +592,33 @@ holds_tensor(PyObject *object)
 }
 
 static PyObject *
-wrap(void *met, PyObject *object)
+wrap(void *lazy_args, PyObject *object)
 {
     if (!holds_tensor(object)) {
         return Py_NewRef(object); /* torch.Size and the like keep their type */
     }
     if (PyObject_TypeCheck(object, kl_py.tensor_base)) {
-        return kl_lazy_check(object) ? Py_NewRef(object) : wrap_tensor(met, object);
+        return kl_lazy_check(object) ? Py_NewRef(object) : wrap_tensor(lazy_args, object);
     }
-    return kl_call_map(object, wrap, met);
+    return kl_call_map(object, wrap, lazy_args);
 }
 
 /* Whether a result is, or is a view of, the number of a lazy whose graph is still on the tape: torch gives
  * many inputs back unchanged, and its schemas do not say which. */
 static bool
-hands_out_number(const Met *met, PyObject *result)
+hands_out_number(const LazyArgs *lazy_args, PyObject *result)
 {
     if (PyTuple_Check(result) || PyList_Check(result)) {
         bool is_found = false;
         for (Py_ssize_t i = 0; !is_found && i < PySequence_Fast_GET_SIZE(result); i++) {
-            is_found = hands_out_number(met, PySequence_Fast_GET_ITEM(result, i));
+            is_found = hands_out_number(lazy_args, PySequence_Fast_GET_ITEM(result, i));
         }
         return is_found;
     }
-    for (int i = 0; i < met->n && PyObject_TypeCheck(result, kl_py.tensor_base); i++) {
-        const Value *value = kl_lazy_value(met->lazies[i]);
-        PyObject *number = kl_lazy_real(value) == NULL ? kl_lazy_number(value) : NULL;
-        if (number != NULL && kl_meta_may_alias(result, number)) {
+    for (int i = 0; i < lazy_args->n && PyObject_TypeCheck(result, kl_py.tensor_base); i++) {
+        const Value *value = kl_lazy_value(lazy_args->lazies[i]);
+        PyObject *known = kl_lazy_real(value) == NULL ? kl_lazy_number(value) : NULL;
+        if (known != NULL && kl_meta_may_alias(result, known)) {
             return true;
         }
     }
@@ -645,7 +646,7 @@ write_what_is_read(PyObject *args, PyObject *kwargs)
 PyObject *
 kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
-    Met met = {.kind = kind};
+    LazyArgs lazy_args = {.kind = kind};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
     if (write_what_is_read(args, has_kwargs ? kwargs : NULL) < 0) {
@@ -653,9 +654,9 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     }
     PyObject *before = caller;
     caller = func;
-    int status = kl_call_visit(args, force_one, &met);
+    int status = kl_call_visit(args, force_one, &lazy_args);
     if (status >= 0 && has_kwargs) {
-        status = kl_call_visit(kwargs, force_one, &met);
+        status = kl_call_visit(kwargs, force_one, &lazy_args);
     }
     caller = before;
     if (status < 0) {
@@ -671,14 +672,14 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     if (tape != NULL && kl_stale_release(tape) < 0) {
         Py_CLEAR(result);
     }
-    met.args = real_args;
-    met.kwargs = real_kwargs;
-    if (result != NULL && kind == KL_LIVE_NUMBERS && hands_out_number(&met, result)) {
+    lazy_args.args = real_args;
+    lazy_args.kwargs = real_kwargs;
+    if (result != NULL && kind == KL_LIVE_NUMBERS && hands_out_number(&lazy_args, result)) {
         Py_SETREF(result, Py_NewRef(Py_NotImplemented));
         goto error;
     }
     if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
-        Py_SETREF(result, wrap(&met, result));
+        Py_SETREF(result, wrap(&lazy_args, result));
     }
 error:
     Py_XDECREF(real_kwargs);

@@ -33,7 +33,7 @@ find_cuts(const Tape *tape, const KlStages *stages, Found *found)
     for (size_t i = 0; i < stages->n_imports; i++) {
         const KlImport *import = &stages->imports[i];
         const KlPyValue *value = &tape->values[import->value];
-        PyObject *tensor = value->real != NULL ? value->real : value->number;
+        PyObject *tensor = value->real != NULL ? value->real : value->result;
         KlMeta meta = tape->core.values[import->value].meta;
         int result =
             kl_place_is_rows(&import->place) && tensor != NULL ? kl_meta_read(tensor, &meta) : 0;

@@ -320,11 +320,11 @@ static int
 read_root(Tape *tape, PyObject *root, KlValueId *id)
 {
     if (PyLong_Check(root)) {
-        unsigned long number = PyLong_AsUnsignedLong(root);
-        if (!PyErr_Occurred() && number >= tape->core.n_values) {
-            PyErr_Format(PyExc_IndexError, "stage: there is no value %lu", number);
+        unsigned long index = PyLong_AsUnsignedLong(root);
+        if (!PyErr_Occurred() && index >= tape->core.n_values) {
+            PyErr_Format(PyExc_IndexError, "stage: there is no value %lu", index);
         }
-        *id = (KlValueId)number;
+        *id = (KlValueId)index;
         return PyErr_Occurred() ? -1 : 0;
     }
     if (!kl_lazy_check(root) || kl_lazy_checked(root) == NULL) {
@@ -461,7 +461,7 @@ entered_object(const Tape *tape, const KlStages *stages)
     for (size_t i = 0; list != NULL && i < stages->n_imports; i++) {
         const KlPyValue *entry = &tape->values[stages->imports[i].value];
         if ((entry->real != NULL && PyList_Append(list, entry->real) < 0) ||
-            (entry->number != NULL && PyList_Append(list, entry->number) < 0)) {
+            (entry->result != NULL && PyList_Append(list, entry->result) < 0)) {
             Py_CLEAR(list);
         }
     }
@@ -531,10 +531,10 @@ kl_program_told(PyObject *module, PyObject *args)
 
 /* The program of a handle and the number beside it; NULL on failure. */
 static const KlProgram *
-read_number(const Tape *tape, PyObject *args, unsigned int *number)
+read_index(const Tape *tape, PyObject *args, unsigned int *index)
 {
     PyObject *handle = NULL;
-    return tape != NULL && PyArg_ParseTuple(args, "OO&", &handle, kl_py_id, number)
+    return tape != NULL && PyArg_ParseTuple(args, "OO&", &handle, kl_py_id, index)
                ? kl_program_of(handle, tape)
                : NULL;
 }
@@ -547,7 +547,7 @@ kl_program_maker(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
-    const KlProgram *program = read_number(tape, args, &id);
+    const KlProgram *program = read_index(tape, args, &id);
     if (program == NULL || id >= program->stages.n_values) {
         return program == NULL ? NULL
                                : PyErr_Format(PyExc_IndexError, "maker: there is no value %u", id);
@@ -569,7 +569,7 @@ kl_program_staged(PyObject *module, PyObject *args)
     (void)module;
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
-    const KlProgram *program = read_number(tape, args, &id);
+    const KlProgram *program = read_index(tape, args, &id);
     bool is_in = program != NULL && id < program->stages.n_nodes &&
                  program->stages.node_stage[id] != KL_STAGE_NONE;
     if (program != NULL && !is_in) {
@@ -592,7 +592,7 @@ ask(Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handl
     }
     for (size_t i = 0; i < n; i++) {
         (*flags)[i] = tape->values[i].real != NULL;
-        (*flags)[n + i] = tape->values[i].number != NULL;
+        (*flags)[n + i] = tape->values[i].result != NULL;
     }
     asked->has_real = *flags;
     asked->has_number = *flags + n;
@@ -679,11 +679,11 @@ kl_program_gradient_part(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *handle = NULL, *values = NULL, *result = NULL;
-    unsigned int number = 0;
+    unsigned int index = 0;
     uint32_t added = 0;
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "OO&O!:gradient_part", &handle, kl_py_id, &number,
+    if (tape == NULL || !PyArg_ParseTuple(args, "OO&O!:gradient_part", &handle, kl_py_id, &index,
                                           &PyList_Type, &values)) {
         return NULL;
     }
@@ -692,8 +692,8 @@ kl_program_gradient_part(PyObject *module, PyObject *args)
         return NULL;
     }
     KlProgram *program = PyCapsule_GetPointer(handle, HANDLE);
-    if (number >= program->n_runs || kl_program_is_body(&program->runs[number])) {
-        return PyErr_Format(PyExc_IndexError, "gradient_part: there is no joint %u", number);
+    if (index >= program->n_runs || kl_program_is_body(&program->runs[index])) {
+        return PyErr_Format(PyExc_IndexError, "gradient_part: there is no joint %u", index);
     }
     bool *is_made = kl_alloc_zeroed(tape->core.n_values, sizeof(bool)); /* [n_values] */
     if (is_made == NULL) {
@@ -707,7 +707,7 @@ kl_program_gradient_part(PyObject *module, PyObject *args)
         }
         is_made[value] = true;
     }
-    if (kl_program_add_gradient_part(&tape->core, program, number, is_made, &added, &error) !=
+    if (kl_program_add_gradient_part(&tape->core, program, index, is_made, &added, &error) !=
         KL_OK) {
         (void)kl_py_raise(&error);
         goto error;
@@ -761,7 +761,7 @@ kl_program_value(PyObject *module, PyObject *args)
     return Py_BuildValue("(ONONLOOIINON)", dtype, size,
                          value->meta.requires_grad ? Py_True : Py_False, place_object(&place), rows,
                          entry->real != NULL ? entry->real : Py_None,
-                         entry->number != NULL ? entry->number : Py_None, value->storage,
+                         entry->result != NULL ? entry->result : Py_None, value->storage,
                          tape->core.storages[value->storage].base, view_object(tape, id),
                          PyList_GET_ITEM(kl_py.devices, value->meta.device), strides);
 }

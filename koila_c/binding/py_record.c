@@ -8,11 +8,11 @@
 
 /* -- what the lazies of a call say ----------------------------------------------------------------- */
 
-typedef struct Met {
+typedef struct LazyArgs {
     Tape *tape;          /* this thread's, or NULL */
     bool is_any_lazy;    /* one at least is not settled: the call is worth recording */
     bool is_any_foreign; /* one at least is made by another thread's program */
-} Met;
+} LazyArgs;
 
 /* Settled: it has its number and nothing can be gained by recording on it. */
 static bool
@@ -33,17 +33,17 @@ is_settled(const Value *value)
 static int
 look_at(PyObject *lazy, void *context)
 {
-    Met *met = context;
+    LazyArgs *found = context;
     const Value *value = kl_lazy_checked(lazy);
     if (value == NULL) {
         return -1;
     }
-    if (value->tape != NULL && value->tape != met->tape &&
+    if (value->tape != NULL && value->tape != found->tape &&
         value->tape->core.values[value->id].node != KL_ID_NONE) {
-        met->is_any_foreign = true; /* a leaf is but a tensor: this tape takes it over */
+        found->is_any_foreign = true; /* a leaf is but a tensor: this tape takes it over */
     }
     if (!is_settled(value)) {
-        met->is_any_lazy = true;
+        found->is_any_lazy = true;
     }
     return 0;
 }
@@ -210,7 +210,7 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
         .context = (uint32_t)context,
         .is_random = function->is_random,
         .is_grad_enabled = is_grad_enabled,
-        .review_of = KL_ID_NONE,
+        .refresh_of = KL_ID_NONE,
     };
     int appended = kl_record_append(tape, &record, func, &call, &id);
     tape->inferred.split.places = places;
@@ -537,12 +537,12 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
 PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
-    Met met = {.tape = kl_tape_open()};
-    if (met.tape == NULL || kl_call_visit(args, look_at, &met) < 0 ||
-        (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, look_at, &met) < 0)) {
+    LazyArgs found = {.tape = kl_tape_open()};
+    if (found.tape == NULL || kl_call_visit(args, look_at, &found) < 0 ||
+        (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, look_at, &found) < 0)) {
         return NULL;
     }
-    if (!met.is_any_lazy) {
+    if (!found.is_any_lazy) {
         PyObject *out = out_of(kwargs);
         bool is_watched = false; /* a view of what waiting calls read: writes through it are seen */
         if (draw_before(function) < 0 ||
@@ -553,16 +553,16 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         }
         return kl_live_call(func, args, kwargs, is_watched ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
     }
-    if (!met.is_any_foreign && !is_in_a_run(met.tape)) {
+    if (!found.is_any_foreign && !is_in_a_run(found.tape)) {
         PyObject *results = NULL;
-        if (function->is_draw_like && !kl_tape_has_draw(&met.tape->core)) {
+        if (function->is_draw_like && !kl_tape_has_draw(&found.tape->core)) {
             PyObject *drawn = draw_now(func, args, kwargs);
             if (drawn != Py_NotImplemented) {
                 return drawn;
             }
             Py_DECREF(drawn);
         }
-        int recorded = record(met.tape, function, func, args, kwargs, &results);
+        int recorded = record(found.tape, function, func, args, kwargs, &results);
         if (recorded == KL_ROWS_ILLEGAL) {
             return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
         }

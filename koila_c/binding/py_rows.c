@@ -6,10 +6,10 @@
 
 /* -- what binding asks about torch's objects --------------------------------------------------------- */
 
-typedef struct Desk {
+typedef struct MetaReader {
     Tape *tape;
     bool is_unknown; /* a tensor was met that has no KlMeta */
-} Desk;
+} MetaReader;
 
 static KlPyTypes types; /* filled at import */
 
@@ -35,17 +35,17 @@ value_with(const Tape *tape, const KlMeta *meta)
 static const KlMeta *
 desk_meta_of(void *context, PyObject *object)
 {
-    Desk *desk = context;
+    MetaReader *reader = context;
     if (!kl_lazy_is_tensor(object)) {
         return NULL;
     }
-    KlValueId id = value_of(desk->tape, object);
+    KlValueId id = value_of(reader->tape, object);
     if (id == KL_ID_NONE) {
-        desk->is_unknown = true;
+        reader->is_unknown = true;
         return NULL;
     }
-    KlMeta *meta = &desk->tape->core.values[id].meta;
-    meta->place.axis = kl_tape_axis_find(&desk->tape->core, meta->place.axis);
+    KlMeta *meta = &reader->tape->core.values[id].meta;
+    meta->place.axis = kl_tape_axis_find(&reader->tape->core, meta->place.axis);
     return meta;
 }
 
@@ -63,9 +63,9 @@ static bool
 desk_is_row_range(void *context, PyObject *object, const KlMeta *meta)
 {
     (void)meta;
-    Desk *desk = context;
-    KlValueId id = value_of(desk->tape, object);
-    PyObject *real = id != KL_ID_NONE ? desk->tape->values[id].real : NULL;
+    MetaReader *reader = context;
+    KlValueId id = value_of(reader->tape, object);
+    PyObject *real = id != KL_ID_NONE ? reader->tape->values[id].real : NULL;
     if (real == NULL) {
         return false;
     }
@@ -286,7 +286,7 @@ place_rewrites(Recording *recording)
         KlRewrite *rewrite = &split->rewrites[i];
         const KlPyOrigin *origin = &recording->bound.origins[rewrite->arg];
         uint16_t position = (uint16_t)origin->position;
-        if (origin->is_spread) {
+        if (origin->is_variadic) {
             position = (uint16_t)(position + rewrite->entry);
         }
         rewrite->arg = position;
@@ -409,7 +409,7 @@ append(Recording *recording, PyObject **results)
                                  writes != 0 && kl_view_is_detached(tape, recording->inputs[0]),
                              .is_random = inferred->is_random,
                              .is_grad_enabled = recording->is_grad_enabled,
-                             .review_of = KL_ID_NONE};
+                             .refresh_of = KL_ID_NONE};
     if (kl_record_append(tape, &record, recording->func, &recording->call, &id) < 0) {
         return -1;
     }
@@ -454,10 +454,10 @@ static int
 bind_and_append(Recording *recording, PyObject **results)
 {
     KlError error;
-    Desk desk = {.tape = recording->tape};
+    MetaReader reader = {.tape = recording->tape};
     int bound = kl_py_args_bind_dict(&recording->bound, recording->function->signature, &types,
-                                     &desk, recording->args, recording->kwargs);
-    if (bound <= 0 || desk.is_unknown) {
+                                     &reader, recording->args, recording->kwargs);
+    if (bound <= 0 || reader.is_unknown) {
         return bound < 0 ? -1 : 0;
     }
     if (find_inputs(recording) < 0) {

@@ -83,7 +83,7 @@ parse_word(KlPyWord *word, const char *text, size_t length)
     word->is_optional = equals != NULL;
     end = equals == NULL ? end : equals;
     if (*text == '*') {
-        word->is_spread = true;
+        word->is_variadic = true;
         word->is_optional = true;
         text++;
     }

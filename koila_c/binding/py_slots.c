@@ -239,13 +239,13 @@ install_operators(void)
             return -1;
         }
     }
-    PyNumberMethods *number = kl_py.lazy->tp_as_number;
-    number->nb_add = add;
-    number->nb_subtract = subtract;
-    number->nb_multiply = multiply;
-    number->nb_true_divide = divide;
-    number->nb_matrix_multiply = matmul;
-    number->nb_negative = negate;
+    PyNumberMethods *protocol = kl_py.lazy->tp_as_number;
+    protocol->nb_add = add;
+    protocol->nb_subtract = subtract;
+    protocol->nb_multiply = multiply;
+    protocol->nb_true_divide = divide;
+    protocol->nb_matrix_multiply = matmul;
+    protocol->nb_negative = negate;
     return 0;
 }
 

@@ -45,18 +45,18 @@ run_value(void *env, KlValueId value)
         if (run->program == NULL) {
             break;
         }
-        uint32_t number = run->program->stages.import_of[run->node->first_input + k];
+        uint32_t integer = run->program->stages.import_of[run->node->first_input + k];
         bool is_gathered =
             kl_stage_is_gathered(&run->tape->core, &run->program->stages, run->node, k);
         if (made == Py_None || is_gathered) {
-            PyObject *given = PyList_GET_ITEM(run->imports, number);
+            PyObject *given = PyList_GET_ITEM(run->imports, integer);
             return given != Py_None ? given : NULL;
         }
         bool is_cut = run->rows >= 0 && run->node->mode != KL_MODE_ONCE &&
                       kl_place_is_rows(&inputs[k].place) &&
                       !kl_place_is_rows(&run->tape->core.values[value].meta.place);
         if (is_cut) {
-            PyObject *part = PyObject_CallFunction(run->cut, "OI", made, number);
+            PyObject *part = PyObject_CallFunction(run->cut, "OI", made, integer);
             if (part != NULL && PyList_Append(run->scratch, part) < 0) {
                 Py_CLEAR(part);
             }
@@ -99,13 +99,13 @@ rewrite_entry(PyObject *object, Py_ssize_t entry, PyObject *item)
 }
 
 static PyObject *
-rewrite_slice(PyObject *object, int part, PyObject *number)
+rewrite_slice(PyObject *object, int part, PyObject *integer)
 {
     if (!PySlice_Check(object)) {
-        return Py_NewRef(number);
+        return Py_NewRef(integer);
     }
     const PySliceObject *slice = (const PySliceObject *)object;
-    return PySlice_New(part == 0 ? number : slice->start, part == 1 ? number : slice->stop,
+    return PySlice_New(part == 0 ? integer : slice->start, part == 1 ? integer : slice->stop,
                        slice->step);
 }
 
@@ -116,21 +116,21 @@ apply_rewrites(const Run *run, PyObject *args)
     for (uint32_t i = 0; i < run->node->n_rewrites; i++) {
         const KlRewrite *rewrite = &run->tape->core.rewrites[run->node->first_rewrite + i];
         PyObject *before = PyList_GET_ITEM(args, rewrite->arg);
-        PyObject *number = PyLong_FromLongLong(rewrite->scale * run->rows);
+        PyObject *integer = PyLong_FromLongLong(rewrite->scale * run->rows);
         PyObject *after = NULL;
-        if (number == NULL) {
+        if (integer == NULL) {
             return -1;
         }
         if (rewrite->entry == UINT16_MAX) {
-            after = rewrite_slice(before, rewrite->part, number);
+            after = rewrite_slice(before, rewrite->part, integer);
         } else {
             PyObject *item = PySequence_GetItem(before, rewrite->entry);
-            PyObject *changed = item != NULL ? rewrite_slice(item, rewrite->part, number) : NULL;
+            PyObject *changed = item != NULL ? rewrite_slice(item, rewrite->part, integer) : NULL;
             after = changed != NULL ? rewrite_entry(before, rewrite->entry, changed) : NULL;
             Py_XDECREF(item);
             Py_XDECREF(changed);
         }
-        Py_DECREF(number);
+        Py_DECREF(integer);
         if (after == NULL || PyList_SetItem(args, rewrite->arg, after) < 0) {
             return -1;
         }
@@ -172,12 +172,12 @@ call_node(Run *run, KlNodeId id)
             Py_CLEAR(named);
         }
     }
-    PyObject *number = PyLong_FromUnsignedLong(id);
-    if (tuple != NULL && named != NULL && number != NULL) {
+    PyObject *integer = PyLong_FromUnsignedLong(id);
+    if (tuple != NULL && named != NULL && integer != NULL) {
         result =
-            PyObject_CallFunctionObjArgs(run->run_other, number, call->func, tuple, named, NULL);
+            PyObject_CallFunctionObjArgs(run->run_other, integer, call->func, tuple, named, NULL);
     }
-    Py_XDECREF(number);
+    Py_XDECREF(integer);
     Py_XDECREF(named);
     Py_XDECREF(tuple);
 error:
@@ -268,7 +268,7 @@ keep_results(const Run *run, PyObject *result)
 }
 
 int
-kl_stage_land(const Tape *tape, const KlNode *node)
+kl_stage_wait_for_copy(const Tape *tape, const KlNode *node)
 {
     const KlTape *core = &tape->core;
     if (PyList_GET_SIZE(kl_py.devices) == 1 || core->values[node->first_out].meta.device != 0) {
@@ -279,7 +279,7 @@ kl_stage_land(const Tape *tape, const KlNode *node)
         uint8_t device = value == KL_ID_NONE ? 0 : core->values[value].meta.device;
         if (device != 0) {
             PyObject *from = PyList_GET_ITEM(kl_py.devices, device);
-            PyObject *result = PyObject_CallOneArg(kl_py.land, from);
+            PyObject *result = PyObject_CallOneArg(kl_py.wait_for_copy, from);
             Py_XDECREF(result);
             return result == NULL ? -1 : 0;
         }
@@ -331,7 +331,7 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context)
     status = result == NULL ? -1 : keep_results(run, result);
     Py_CLEAR(run->forked);
     if (status == 0) {
-        status = kl_stage_land(run->tape, run->node);
+        status = kl_stage_wait_for_copy(run->tape, run->node);
     }
     Py_XDECREF(result);
     if (PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0) {
@@ -406,11 +406,11 @@ kl_stage_run(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *handle = NULL;
-    unsigned int number = 0;
+    unsigned int integer = 0;
     int is_grad_off = 0;
     Run run = {.tape = kl_tape_open()};
     if (run.tape == NULL ||
-        !PyArg_ParseTuple(args, "OO&O!O!LpOOO!O:run", &handle, kl_py_id, &number, &PyList_Type,
+        !PyArg_ParseTuple(args, "OO&O!O!LpOOO!O:run", &handle, kl_py_id, &integer, &PyList_Type,
                           &run.env, &PyList_Type, &run.imports, &run.rows, &is_grad_off,
                           &run.run_other, &run.cut, &PySet_Type, &run.cloned, &run.clone)) {
         return NULL;
@@ -419,10 +419,10 @@ kl_stage_run(PyObject *module, PyObject *args)
     if (run.program == NULL || !has_room(&run)) {
         return NULL;
     }
-    if (number >= run.program->n_runs) {
-        return PyErr_Format(PyExc_IndexError, "run: there is no run %u", number);
+    if (integer >= run.program->n_runs) {
+        return PyErr_Format(PyExc_IndexError, "run: there is no run %u", integer);
     }
-    return run_nodes(&run, run.program->runs[number].nodes, KL_ID_NONE, is_grad_off);
+    return run_nodes(&run, run.program->runs[integer].nodes, KL_ID_NONE, is_grad_off);
 }
 
 /* run_alone(node, env, rows, no_grad, run_other): run one node; env has all that it reads. */
@@ -465,7 +465,7 @@ kl_stage_deliver(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_IndexError, "deliver: there is no value %u", id);
     }
     tape->core.values[id].state = KL_STATE_KNOWN;
-    Py_XSETREF(tape->values[id].number, Py_NewRef(tensor));
+    Py_XSETREF(tape->values[id].result, Py_NewRef(tensor));
     if (tape->core.values[id].node != KL_ID_NONE) {
         tape->values[id].version = kl_stale_version(tensor);
     }
@@ -494,7 +494,7 @@ kl_stage_cut(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_IndexError, "cut: there is no value %u", id);
     }
     Py_XSETREF(tape->values[id].real, Py_NewRef(tensor));
-    Py_CLEAR(tape->values[id].number);
+    Py_CLEAR(tape->values[id].result);
     kl_tape_cut(&tape->core, id);
     kl_tape_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);

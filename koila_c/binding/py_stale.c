@@ -212,10 +212,10 @@ kl_stale_drop_numbers(Tape *tape)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
         KlPyValue *entry = &tape->values[i];
-        bool is_left = entry->number != NULL && entry->handle == NULL;
-        if (is_left && kl_stale_version(entry->number) != entry->version) {
+        bool is_left = entry->result != NULL && entry->handle == NULL;
+        if (is_left && kl_stale_version(entry->result) != entry->version) {
             tape->core.values[i].state = KL_STATE_PENDING;
-            Py_CLEAR(entry->number);
+            Py_CLEAR(entry->result);
         }
     }
 }
@@ -244,7 +244,7 @@ kl_stale_forget_left(PyObject *module, PyObject *ignored)
                        storages[value->storage] == DIFFERENTIATED;
         if (is_left && !tape->core.nodes[value->node].is_done) {
             value->state = KL_STATE_PENDING;
-            Py_CLEAR(tape->values[i].number);
+            Py_CLEAR(tape->values[i].result);
         }
     }
     kl_alloc_free(storages);
@@ -277,8 +277,8 @@ static bool
 is_enough(const Tape *tape, KlValueId value)
 {
     const KlPyValue *entry = &tape->values[value];
-    return entry->number != NULL && tape->core.values[value].view_of == KL_ID_NONE &&
-           kl_stale_version(entry->number) == entry->version;
+    return entry->result != NULL && tape->core.values[value].view_of == KL_ID_NONE &&
+           kl_stale_version(entry->result) == entry->version;
 }
 
 /* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed.
@@ -303,7 +303,7 @@ find_outdated(const Tape *tape, bool *lost, PyObject *list, bool is_cutting)
             if (core->values[out].node != i) {
                 continue; /* it was cut */
             }
-            bool is_known = is_cutting ? is_enough(tape, out) : tape->values[out].number != NULL;
+            bool is_known = is_cutting ? is_enough(tape, out) : tape->values[out].result != NULL;
             lost[out] = !is_cutting || !is_known;
             if (tape->values[out].handle == NULL && !is_cutting) {
                 continue;

@@ -106,13 +106,13 @@ free_weak(const Storage *storage)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *number = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
-    PyObject *none = number != NULL ? PyObject_CallOneArg(state.free_weak, number) : NULL;
+    PyObject *address = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
+    PyObject *none = address != NULL ? PyObject_CallOneArg(state.free_weak, address) : NULL;
     if (none == NULL) {
         PyErr_WriteUnraisable(state.free_weak);
     }
     Py_XDECREF(none);
-    Py_XDECREF(number);
+    Py_XDECREF(address);
     PyErr_Restore(type, value, traceback);
 }
 
@@ -161,8 +161,8 @@ rebuild(bool is_empty)
 static int
 take_weak(const Storage *storage)
 {
-    PyObject *number = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
-    PyObject *object = number != NULL ? PyObject_CallOneArg(state.lock, number) : NULL;
+    PyObject *address = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
+    PyObject *object = address != NULL ? PyObject_CallOneArg(state.lock, address) : NULL;
     PyObject *weak = NULL;
     if (object != NULL && object != Py_None) {
         weak = PyObject_CallMethod(object, "_weak_ref", NULL);
@@ -170,7 +170,7 @@ take_weak(const Storage *storage)
     int result = weak != NULL ? 1 : object == Py_None ? 0 : -1;
     Py_XDECREF(weak);
     Py_XDECREF(object);
-    Py_XDECREF(number);
+    Py_XDECREF(address);
     return result;
 }
 

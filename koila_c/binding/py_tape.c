@@ -325,7 +325,7 @@ clear_tape(Tape *tape)
     for (size_t i = 0; i < n_values; i++) {
         Py_CLEAR(arrays.values[i].real);
         Py_CLEAR(arrays.values[i].pointer);
-        Py_CLEAR(arrays.values[i].number);
+        Py_CLEAR(arrays.values[i].result);
         Py_CLEAR(arrays.values[i].recorded);
     }
     for (size_t i = 0; i < n_slots; i++) {
@@ -368,7 +368,7 @@ Tape_traverse(Tape *tape, visitproc visit, void *arg)
     }
     for (size_t i = 0; i < tape->n_values_max && i < tape->core.n_values; i++) {
         Py_VISIT(tape->values[i].real);
-        Py_VISIT(tape->values[i].number);
+        Py_VISIT(tape->values[i].result);
         Py_VISIT(tape->values[i].recorded);
     }
     for (size_t i = 0; i < tape->n_slots; i++) {

@@ -157,8 +157,8 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
                              .saves = node.saves,
                              .context = node.context,
                              .is_grad_enabled = node.is_grad_enabled,
-                             .review_of = value,
-                             .review_out = origin - node.first_out};
+                             .refresh_of = value,
+                             .refresh_out = origin - node.first_out};
     int result = infer_again(tape, &node, &old, source, again, &inferred);
     if (result == 0) {
         result = copy_call(tape, old.node, now, &call);
@@ -173,7 +173,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     inferred.split.places = NULL; /* they are not its own */
     kl_infer_fini(&inferred);
     if (result == 0) {
-        *current = tape->core.nodes[id].first_out + record.review_out;
+        *current = tape->core.nodes[id].first_out + record.refresh_out;
     }
     return result;
 }

@@ -29,12 +29,12 @@ kl_measure_largest_chunk(const KlMeasured *measured, double budget)
         /* The number of chunks is rounded up. */
         double left = budget - moment->fixed - moment->per_chunk;
         double parts = moment->per_chunk * (double)measured->rows;
-        double spread = left * left - 4 * moment->per_row * parts;
-        if (left < 0 || spread < 0) {
+        double discriminant = left * left - 4 * moment->per_row * parts;
+        if (left < 0 || discriminant < 0) {
             return 0;
         }
         /* per_row * r + parts / r <= left, between the two roots */
-        double root = left + sqrt(spread);
+        double root = left + sqrt(discriminant);
         if (moment->per_row > 0) {
             best = fmin(best, floor(root / (2 * moment->per_row)));
         }

@@ -194,7 +194,7 @@ typedef struct KlAmount {
 typedef struct KlHeld {
     KlAmount run;
     double back_outs[3], back_ins[3], back_masks; /* as the parts of an amount */
-    double turned;     /* results, where the gradient that comes is laid out otherwise than them */
+    double relaid;     /* results, where the gradient that comes is laid out otherwise than them */
     uint8_t handed_on; /* bit i: the gradient of operand i is that of the result */
     bool
         gives_view; /* the result, of more than two dims, is a view of a tensor that nobody else sees */

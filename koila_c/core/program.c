@@ -234,7 +234,7 @@ find_kept(Build *build)
 /* -- one run ------------------------------------------------------------------------------------------ */
 
 static uint32_t
-number_of(const Build *build)
+serial_of(const Build *build)
 {
     return (uint32_t)build->program->n_runs + 1;
 }
@@ -265,10 +265,10 @@ note_reads(Build *build, const KlRun *run, KlNodeId id, uint32_t position)
             continue;
         }
         bool is_gathered = kl_stage_is_gathered(build->tape, &build->program->stages, node, k);
-        if (build->made_in[value] == number_of(build) && !is_gathered) {
+        if (build->made_in[value] == serial_of(build) && !is_gathered) {
             build->last_use[value] = position;
-        } else if (build->given_in[import] != number_of(build)) {
-            build->given_in[import] = number_of(build);
+        } else if (build->given_in[import] != serial_of(build)) {
+            build->given_in[import] = serial_of(build);
             status = push(build, &build->program->imports, import);
         }
     }
@@ -321,7 +321,7 @@ note_shadows(Build *build, const KlRun *run)
                             program->stages.node_stage[id] != run->stage;
             if (is_open ? node->is_open : is_early) {
                 uint32_t import = program->stages.import_of[node->first_input];
-                if (build->given_in[import] != number_of(build)) {
+                if (build->given_in[import] != serial_of(build)) {
                     status = push(build, &build->program->shadows, import);
                 }
             }
@@ -350,7 +350,7 @@ note_deaths(Build *build, const KlRun *run)
         for (uint32_t k = node->n_outs; k-- > 0;) {
             KlValueId out = node->first_out + k;
             uint32_t at = build->last_use[out];
-            bool is_written = build->written_in[tape->values[out].storage] == number_of(build);
+            bool is_written = build->written_in[tape->values[out].storage] == serial_of(build);
             build->last_use[out] = UINT32_MAX;
             if (at != UINT32_MAX && !is_written) {
                 build->next_dead[out] = by_reader->ids[at];
@@ -376,7 +376,7 @@ finish_run(Build *build, KlRun *run)
 {
     KlProgram *program = build->program;
     const KlTape *tape = build->tape;
-    uint32_t number = number_of(build);
+    uint32_t serial = serial_of(build);
     run->nodes = slice_since(&program->nodes, run->nodes.first);
     for (uint32_t i = 0; i < run->nodes.n; i++) {
         KlNodeId id = program->nodes.ids[run->nodes.first + i];
@@ -384,16 +384,16 @@ finish_run(Build *build, KlRun *run)
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             build->last_use[out] = i;
-            build->made_in[out] = program->parts.ids[run->nodes.first + i] == 0 ? number : 0;
+            build->made_in[out] = program->parts.ids[run->nodes.first + i] == 0 ? serial : 0;
         }
         if (node->writes != 0) {
-            build->written_in[tape->values[node->first_out].storage] = number;
+            build->written_in[tape->values[node->first_out].storage] = serial;
         }
     }
     for (uint32_t i = 0; i < run->combined.n; i++) {
         const KlNode *node = &tape->nodes[program->combined.ids[run->combined.first + i]];
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            build->made_in[node->first_out + k] = number;
+            build->made_in[node->first_out + k] = serial;
         }
     }
     run->imports.first = (uint32_t)program->imports.n;
@@ -483,10 +483,10 @@ take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
     while (stack->n > 0 && status == KL_OK) {
         KlNodeId next = stack->ids[--stack->n];
         const KlNode *node = &build->tape->nodes[next];
-        if (build->taken_in[next] == number_of(build)) {
+        if (build->taken_in[next] == serial_of(build)) {
             continue;
         }
-        build->taken_in[next] = number_of(build);
+        build->taken_in[next] = serial_of(build);
         status = push(build, taken, next);
         for (uint32_t k = first_read(build, next, stage); k < node->n_inputs && status == KL_OK;
              k++) {

@@ -29,10 +29,10 @@ kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback, int64_t *value)
 KlStatus
 kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *value)
 {
-    int64_t number = 0;
-    KlStatus status = kl_rules_int(call, arg, fallback, &number);
+    int64_t entry = 0;
+    KlStatus status = kl_rules_int(call, arg, fallback, &entry);
     if (status == KL_OK) {
-        *value = number != 0;
+        *value = entry != 0;
     }
     return status;
 }
@@ -44,14 +44,14 @@ kl_rules_float(const KlCall *call, uint32_t arg, double fallback, double *value)
         *value = call->args[arg].u.f;
         return KL_OK;
     }
-    int64_t number = 0;
+    int64_t entry = 0;
     if (!kl_rules_is_given(call, arg)) {
         *value = fallback;
         return KL_OK;
     }
-    KlStatus status = kl_rules_int(call, arg, 0, &number);
+    KlStatus status = kl_rules_int(call, arg, 0, &entry);
     if (status == KL_OK) {
-        *value = (double)number;
+        *value = (double)entry;
     }
     return status;
 }

@@ -18,9 +18,9 @@ read_options(const KlCall *call, double *dropout, bool *is_causal, bool *is_grou
     if (status == KL_OK) {
         status = kl_rules_bool(call, GROUPED, false, is_grouped);
     }
-    bool is_odd =
+    bool is_declined =
         kl_rules_is_given(call, MASK) && (kl_rules_input(call, MASK) == NULL || *is_causal);
-    return status == KL_OK && is_odd ? KL_DECLINED : status;
+    return status == KL_OK && is_declined ? KL_DECLINED : status;
 }
 
 /* Shape of the attention weights, without their last two dims: query, key and value broadcast. */

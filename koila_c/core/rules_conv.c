@@ -88,10 +88,11 @@ read_conv(const KlCall *call, bool is_transposed, int32_t n, Conv *conv)
     }
     for (int32_t i = 0; i < n && status == KL_OK; i++) {
         int64_t widest = conv->stride[i] > conv->dilation[i] ? conv->stride[i] : conv->dilation[i];
-        bool is_odd = conv->stride[i] <= 0 || conv->dilation[i] <= 0 || conv->padding[i] < 0 ||
-                      conv->output_padding[i] < 0 || conv->groups <= 0 ||
-                      conv->output_padding[i] >= widest || (conv->is_same && conv->stride[i] != 1);
-        status = is_odd ? KL_DECLINED : KL_OK;
+        bool is_declined = conv->stride[i] <= 0 || conv->dilation[i] <= 0 || conv->padding[i] < 0 ||
+                           conv->output_padding[i] < 0 || conv->groups <= 0 ||
+                           conv->output_padding[i] >= widest ||
+                           (conv->is_same && conv->stride[i] != 1);
+        status = is_declined ? KL_DECLINED : KL_OK;
     }
     return status;
 }
@@ -117,9 +118,9 @@ check_operands(const KlCall *call, bool is_transposed, const Conv *conv, KlError
                             (long long)channels, (long long)expected);
     }
     int64_t channels_out = is_transposed ? weight->shape[1] * conv->groups : weight->shape[0];
-    bool is_odd = weight->shape[0] % conv->groups != 0 || channels == 0 || channels_out == 0 ||
-                  (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != channels_out));
-    return is_odd ? KL_DECLINED : KL_OK;
+    bool is_declined = weight->shape[0] % conv->groups != 0 || channels == 0 || channels_out == 0 ||
+                       (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != channels_out));
+    return is_declined ? KL_DECLINED : KL_OK;
 }
 
 static int64_t
@@ -255,13 +256,13 @@ work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is
                 KlSaves *saves)
 {
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
-    const KlMeta *spread = is_transposed ? input : out; /* a patch for each of its places */
+    const KlMeta *wide = is_transposed ? input : out; /* a patch for each of its places */
     const bool is_volume = conv->n == 3, is_batched = input->n_dims == weight->n_dims;
     bool is_plain = true,
          is_dilated = false; /* a product as it is; places between those of a patch */
     int64_t n_places = 1, n_patch = weight->shape[1];
-    for (int32_t dim = 0; dim < spread->n_dims; dim++) {
-        n_places *= dim == spread->n_dims - conv->n - 1 ? 1 : spread->shape[dim];
+    for (int32_t dim = 0; dim < wide->n_dims; dim++) {
+        n_places *= dim == wide->n_dims - conv->n - 1 ? 1 : wide->shape[dim];
     }
     for (int32_t i = 0; i < conv->n; i++) {
         n_patch *= weight->shape[2 + i];
@@ -269,7 +270,7 @@ work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is
         is_dilated = is_dilated || conv->dilation[i] > 1;
     }
     const bool has_copies = conv->groups > 1 && (is_transposed || is_dilated || !is_volume);
-    int64_t n_rows = is_batched && spread->shape[0] > 0 ? spread->shape[0] : 1;
+    int64_t n_rows = is_batched && wide->shape[0] > 0 ? wide->shape[0] : 1;
     int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out);
     int64_t n_all = n_places * n_patch * (int64_t)kl_meta_dtype_bytes(out->dtype);
     n_all *= is_plain ? 0 : conv->groups > 1 && !has_copies ? conv->groups : 1;

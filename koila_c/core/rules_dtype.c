@@ -145,10 +145,10 @@ dtype_all_float(const KlCall *call, KlInferred *result, KlError *error)
 
 /* The dtypes of two arguments, of which neither is the condition in args[number]. */
 static KlStatus
-promote_beside(const KlCall *call, KlInferred *result, uint32_t number)
+promote_beside(const KlCall *call, KlInferred *result, uint32_t input)
 {
-    const KlMeta *condition = kl_rules_input(call, number);
-    KlArg args[2] = {call->args[number == 0 ? 1 : 0], call->args[2]};
+    const KlMeta *condition = kl_rules_input(call, input);
+    KlArg args[2] = {call->args[input == 0 ? 1 : 0], call->args[2]};
     KlCall pair = *call;
     KlDtype dtype = KL_DTYPE_OTHER;
     if (condition == NULL || condition->dtype != KL_DTYPE_BOOL) {

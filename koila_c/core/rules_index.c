@@ -63,9 +63,9 @@ shape_getitem(const KlCall *call, KlInferred *result, KlError *error)
 /* The digit of the batch dim after item `number` sliced it: whole turns of the rows stay rows, and the
  * slice's own numbers follow the chunk. NULL, or the reason why not. */
 static const char *
-slice_place(const KlCall *call, KlInferred *result, int32_t number, KlPlace *place)
+slice_place(const KlCall *call, KlInferred *result, int32_t at, KlPlace *place)
 {
-    const KlIndex *item = &call->args[1].u.items[number];
+    const KlIndex *item = &call->args[1].u.items[at];
     int64_t turn = kl_rules_rows(call, result) * place->inner;
     int64_t size = place->outer * turn;
     int64_t start = 0;
@@ -78,10 +78,10 @@ slice_place(const KlCall *call, KlInferred *result, int32_t number, KlPlace *pla
     place->outer = (stop - start) / turn;
     /* A bound past either end is cut off in every chunk too. */
     if (item->has_start && item->start != 0 && item->start >= -size && item->start <= size) {
-        (void)kl_rules_rewrite(result, 1, (uint32_t)number, 0, item->start / turn * place->inner);
+        (void)kl_rules_rewrite(result, 1, (uint32_t)at, 0, item->start / turn * place->inner);
     }
     if (item->has_stop && item->stop >= -size && item->stop <= size) {
-        (void)kl_rules_rewrite(result, 1, (uint32_t)number, 1, item->stop / turn * place->inner);
+        (void)kl_rules_rewrite(result, 1, (uint32_t)at, 1, item->stop / turn * place->inner);
     }
     return NULL;
 }
@@ -133,10 +133,10 @@ follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, c
 
 /* x[arange(rows), index]: each row is met with its own index. */
 static const char *
-range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, int32_t number,
+range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, int32_t at,
             KlPlace *place)
 {
-    const KlOutlineTensor *tensor = &outline->tensors[number];
+    const KlOutlineTensor *tensor = &outline->tensors[at];
     int32_t dim = range_dim(tensor, kl_rules_rows(call, result));
     if (!tensor->is_range || tensor->input < 0 || tensor->input >= 64 || dim < 0 ||
         place->outer != 1 || place->inner != 1) {
@@ -146,7 +146,7 @@ range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, in
     own.dim = dim;
     KlPlace want = own;
     want.dim += outline->block.n_dims - tensor->meta.n_dims;
-    const char *reason = follow_block(call, result, outline, &want, number);
+    const char *reason = follow_block(call, result, outline, &want, at);
     result->split.places[tensor->input] = own;
     result->split.row_ranges |= UINT64_C(1) << tensor->input;
     place->dim = outline->block_start + want.dim;
@@ -201,12 +201,12 @@ place_getitem(const KlCall *call, KlInferred *result, KlError *error)
     if (kl_place_is_rows(&place)) {
         reason = indexed_place(call, result, &outline, &place);
     } else {
-        int32_t number = first_rows_tensor(call, &outline);
-        if (number < 0) {
+        int32_t at = first_rows_tensor(call, &outline);
+        if (at < 0) {
             return kl_rules_once(result, "a single entry is chosen by a row");
         }
-        place = outline.tensors[number].meta.place;
-        place.dim += outline.block.n_dims - outline.tensors[number].meta.n_dims;
+        place = outline.tensors[at].meta.place;
+        place.dim += outline.block.n_dims - outline.tensors[at].meta.n_dims;
         reason = follow_block(call, result, &outline, &place, -1);
         place.dim += outline.block_start;
     }

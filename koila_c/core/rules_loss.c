@@ -13,14 +13,14 @@ enum { REDUCTION_NONE, REDUCTION_SUM = 2 };
 static uint32_t
 reduction_arg(const KlCall *call)
 {
-    uint32_t number = 0;
+    uint32_t position = 0;
     for (const char *at = call->row->call; *at != '\0'; at++) {
         if (strncmp(at, "reduction", 9) == 0) {
-            return number;
+            return position;
         }
-        number += *at == ',' && strncmp(at, ", *,", 4) != 0 ? 1 : 0;
+        position += *at == ',' && strncmp(at, ", *,", 4) != 0 ? 1 : 0;
     }
-    return number;
+    return position;
 }
 
 KlStatus

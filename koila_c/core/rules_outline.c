@@ -40,7 +40,7 @@ kl_outline_slice_bounds(const KlIndex *item, int64_t size, int64_t *start, int64
 }
 
 static KlStatus
-read_slice(Reader *reader, const KlIndex *item, int32_t number, KlError *error)
+read_slice(Reader *reader, const KlIndex *item, int32_t at, KlError *error)
 {
     int64_t size = reader->input->shape[reader->next];
     int64_t step = item->has_step ? item->step : 1;
@@ -51,13 +51,13 @@ read_slice(Reader *reader, const KlIndex *item, int32_t number, KlError *error)
     }
     kl_outline_slice_bounds(item, size, &start, &stop);
     push(reader, (stop - start + step - 1) / step, reader->input->strides[reader->next] * step,
-         reader->next, number);
+         reader->next, at);
     reader->next++;
     return KL_OK;
 }
 
 static KlStatus
-read_tensor(Reader *reader, const KlIndex *item, int32_t number)
+read_tensor(Reader *reader, const KlIndex *item, int32_t at)
 {
     KlOutline *outline = reader->outline;
     KlOutlineTensor tensor = {
@@ -80,20 +80,20 @@ read_tensor(Reader *reader, const KlIndex *item, int32_t number)
         return KL_DECLINED;
     }
     push(reader, reader->input->shape[reader->next], reader->input->strides[reader->next],
-         reader->next, number);
+         reader->next, at);
     reader->next++;
     outline->tensors[outline->n_tensors++] = tensor;
     return KL_OK;
 }
 
 static KlStatus
-read_item(Reader *reader, const KlIndex *item, int32_t number, int32_t n_skipped, KlError *error)
+read_item(Reader *reader, const KlIndex *item, int32_t at, int32_t n_skipped, KlError *error)
 {
     const KlMeta *input = reader->input;
     if (item->kind == KL_INDEX_NONE) {
         bool is_last = reader->next == input->n_dims;
         int64_t stride = is_last ? 1 : input->shape[reader->next] * input->strides[reader->next];
-        push(reader, 1, stride, -1, number);
+        push(reader, 1, stride, -1, at);
         return KL_OK;
     }
     if (item->kind == KL_INDEX_ELLIPSIS) {
@@ -104,7 +104,7 @@ read_item(Reader *reader, const KlIndex *item, int32_t number, int32_t n_skipped
         return KL_OK;
     }
     if (item->kind == KL_INDEX_SLICE) {
-        return read_slice(reader, item, number, error);
+        return read_slice(reader, item, at, error);
     }
     if (item->kind == KL_INDEX_INT) {
         int64_t size = input->shape[reader->next];
@@ -116,7 +116,7 @@ read_item(Reader *reader, const KlIndex *item, int32_t number, int32_t n_skipped
         reader->outline->basic_of[reader->next++] = -1;
         return KL_OK;
     }
-    return read_tensor(reader, item, number);
+    return read_tensor(reader, item, at);
 }
 
 /* The index tensors' common shape, and where its dims go. */

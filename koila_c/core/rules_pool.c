@@ -36,9 +36,9 @@ read_pool(const KlCall *call, Pool *pool)
     }
     for (int32_t i = 0; i < n && status == KL_OK; i++) {
         pool->dilation[i] = pool->has_dilation ? pool->dilation[i] : 1;
-        bool is_odd = pool->kernel[i] <= 0 || pool->stride[i] <= 0 || pool->dilation[i] <= 0 ||
-                      pool->padding[i] < 0 || pool->padding[i] > pool->kernel[i] / 2;
-        status = is_odd ? KL_DECLINED : KL_OK;
+        bool is_declined = pool->kernel[i] <= 0 || pool->stride[i] <= 0 || pool->dilation[i] <= 0 ||
+                           pool->padding[i] < 0 || pool->padding[i] > pool->kernel[i] / 2;
+        status = is_declined ? KL_DECLINED : KL_OK;
     }
     return status;
 }

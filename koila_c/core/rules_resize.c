@@ -235,9 +235,9 @@ read_factor(const KlCall *call, int32_t n_dims_min, const KlMeta **input, int64_
 {
     *input = kl_rules_input(call, 0);
     KlStatus status = kl_rules_int(call, 1, 0, factor);
-    bool is_odd = status != KL_OK || *input == NULL || (*input)->n_dims < n_dims_min ||
-                  *factor < 1 || *factor > 1 << 20 || kl_meta_n_elements(*input) == 0;
-    return is_odd ? KL_DECLINED : KL_OK;
+    bool is_declined = status != KL_OK || *input == NULL || (*input)->n_dims < n_dims_min ||
+                       *factor < 1 || *factor > 1 << 20 || kl_meta_n_elements(*input) == 0;
+    return is_declined ? KL_DECLINED : KL_OK;
 }
 
 /* (*, c * r * r, h, w) -> (*, c, h * r, w * r) */

@@ -161,7 +161,7 @@ static void
 choose_homes(Build *build)
 {
     const KlProgram *program = build->program;
-    uint32_t number = 0;
+    uint32_t n_leaving = 0;
     for (uint32_t u = 0; u < build->n_units && build->homes->keep_every > 1; u++) {
         Unit *unit = &build->units[u];
         bool leaves_rows = false;
@@ -173,8 +173,8 @@ choose_homes(Build *build)
             }
         }
         if (leaves_rows && unit->has_gradient) {
-            number++;
-            unit->is_again = number % build->homes->keep_every != 0;
+            n_leaving++;
+            unit->is_again = n_leaving % build->homes->keep_every != 0;
         }
     }
 }

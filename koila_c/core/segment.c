@@ -127,7 +127,7 @@ kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_s
 {
     Body body;
     KlStatus status = open_body(&body, tape, nodes, n, segment, error);
-    uint32_t number = 0;
+    uint32_t part_of = 0;
     size_t next = 0;
     for (uint32_t part = 1; part <= n_segments && status == KL_OK; part++) {
         size_t end = part < n_segments ? find_cut(&body, next, part, n_segments) : n;
@@ -135,9 +135,9 @@ kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_s
             continue;
         }
         for (size_t i = next; i < end; i++) {
-            segment[nodes[i]] = number;
+            segment[nodes[i]] = part_of;
         }
-        number++;
+        part_of++;
         next = end;
     }
     close_body(&body);

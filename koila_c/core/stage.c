@@ -159,7 +159,7 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     bool is_light =
         node->mode == KL_MODE_REDUCE || (node->row != NULL && kl_ops_is_light(node->row));
     if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->writes != 0 ||
-        node->review_of != KL_ID_NONE) {
+        node->refresh_of != KL_ID_NONE) {
         return false;
     }
     for (uint32_t k = 0; k < node->n_outs; k++) {
@@ -575,7 +575,7 @@ kl_stage_find_overwritten(const KlTape *tape, const KlStages *stages, KlNodeId b
     for (size_t i = before < tape->n_nodes ? before : tape->n_nodes; i-- > 0;) {
         const KlNode *node = &tape->nodes[i];
         bool is_differentiated = stages->node_stage[i] != KL_STAGE_NONE && node->is_grad_enabled &&
-                                 !node->is_for_chunks && node->review_of == KL_ID_NONE &&
+                                 !node->is_for_chunks && node->refresh_of == KL_ID_NONE &&
                                  kl_stage_has_gradient(tape, stages, node);
         if (is_differentiated && keeps_overwritten(tape, node)) {
             return (KlNodeId)i;

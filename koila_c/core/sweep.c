@@ -7,7 +7,7 @@
 
 /* Of the run `number`; of another: as if it were new. */
 struct KlSweepStorage {
-    uint32_t number;
+    uint32_t serial;
     uint32_t last_use; /* the position of the last node that makes or reads it */
     uint32_t saved_by; /* that of the first node that saves it, the last to need it; KL_ID_NONE */
     bool is_held;      /* to the end of the run */
@@ -17,7 +17,7 @@ struct KlSweepStorage {
 };
 
 struct KlSweepValue {
-    uint32_t number;
+    uint32_t serial;
     KlValueId buffer;  /* in whose buffer its gradient lies; KL_ID_NONE: it has none now */
     uint32_t n_users;  /* values whose gradient lies in its buffer */
     uint32_t n_coming; /* from outside: gradients that are still to come */
@@ -52,8 +52,8 @@ static KlSweepStorage *
 storage_of(const KlSweep *sweep, KlValueId value)
 {
     KlSweepStorage *storage = &sweep->storages[sweep->sizes[value].storage];
-    if (storage->number != sweep->number) {
-        *storage = (KlSweepStorage){.number = sweep->number, .saved_by = KL_ID_NONE};
+    if (storage->serial != sweep->serial) {
+        *storage = (KlSweepStorage){.serial = sweep->serial, .saved_by = KL_ID_NONE};
     }
     return storage;
 }
@@ -62,8 +62,8 @@ static KlSweepValue *
 state_of(const KlSweep *sweep, KlValueId value)
 {
     KlSweepValue *state = &sweep->values[value];
-    if (state->number != sweep->number) {
-        *state = (KlSweepValue){.number = sweep->number, .buffer = KL_ID_NONE};
+    if (state->serial != sweep->serial) {
+        *state = (KlSweepValue){.serial = sweep->serial, .buffer = KL_ID_NONE};
     }
     return state;
 }
@@ -79,10 +79,10 @@ size_of(const KlSweep *sweep, KlValueId value)
     if (!sweep->span.is_body) {
         return (KlBytes){whole, 0};
     }
-    if (size->cut_in == sweep->number) {
+    if (size->cut_in == sweep->serial) {
         return (KlBytes){0, whole / (double)sweep->rows};
     }
-    bool has_rows = size->per_row > 0 && size->gathered_in != sweep->number;
+    bool has_rows = size->per_row > 0 && size->gathered_in != sweep->serial;
     return has_rows ? (KlBytes){0, size->per_row} : (KlBytes){whole, 0};
 }
 
@@ -223,9 +223,9 @@ find_cut(KlSweep *sweep)
         const KlValue *value = &sweep->tape->values[import->value];
         bool has_rows = kl_place_is_rows(&value->meta.place);
         if (kl_place_is_rows(&import->place) && !has_rows) {
-            sweep->sizes[import->value].cut_in = sweep->number;
+            sweep->sizes[import->value].cut_in = sweep->serial;
         } else if (!kl_place_is_rows(&import->place) && has_rows) {
-            sweep->sizes[import->value].gathered_in = sweep->number;
+            sweep->sizes[import->value].gathered_in = sweep->serial;
         }
     }
 }
@@ -299,7 +299,7 @@ void
 kl_sweep_open(KlSweep *sweep, const KlSpan *span)
 {
     sweep->span = *span;
-    sweep->number++;
+    sweep->serial++;
     sweep->made = sweep->further = sweep->gradients = zero;
     sweep->freed = 0;
     sweep->most = 0;
@@ -337,12 +337,12 @@ drop(KlSweep *sweep, KlSweepStorage *storage)
 
 /* Whether what is read is there already; else a copy is made for this run. */
 static bool
-is_given(const KlSweep *sweep, uint32_t number)
+is_given(const KlSweep *sweep, uint32_t serial)
 {
     const KlStages *stages = &sweep->program->stages;
-    const KlImport *import = &stages->imports[number];
+    const KlImport *import = &stages->imports[serial];
     if (sweep->span.is_body) {
-        return !kl_place_is_rows(&import->place) || sweep->known.is_cut_in_place[number];
+        return !kl_place_is_rows(&import->place) || sweep->known.is_cut_in_place[serial];
     }
     const KlValue *value = &sweep->tape->values[import->value];
     bool is_made = !stages->is_leaf[import->value] && value->node != KL_ID_NONE &&
@@ -601,8 +601,8 @@ in_flight(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
                                          held->back_masks));
         }
     }
-    if (held->turned > 0 && sweep->sizes[node->first_out].is_turned) {
-        more = plus(more, times(held->turned, size_of(sweep, node->first_out)));
+    if (held->relaid > 0 && sweep->sizes[node->first_out].is_laid_otherwise) {
+        more = plus(more, times(held->relaid, size_of(sweep, node->first_out)));
     }
     return held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
 }

@@ -57,7 +57,7 @@ typedef struct KlSize {
     /* Who goes through the steps says these two. */
     bool is_put_together; /* its chunks are parts of one tensor */
     bool is_let_go;       /* and what a run made goes before its backward, for no gradient comes */
-    bool is_turned;       /* its gradient comes laid out otherwise than itself */
+    bool is_laid_otherwise; /* its gradient comes laid out otherwise than itself */
 } KlSize;
 
 /* What is known of a node, close together: the tape's own is several times as long. */
@@ -91,7 +91,7 @@ typedef struct KlSweep {
     KlSweepNode *nodes;       /* [n_nodes] those that are staged */
     KlValueId *inputs;        /* [n_inputs] as the tape's */
     KlSpan span;
-    uint32_t number;                  /* of the run that is open, from 1 on */
+    uint32_t serial;                  /* of the run that is open, from 1 on */
     int64_t rows;                     /* of the axis of a body */
     KlBytes made, further, gradients; /* live now: storages, what else is kept, gradients */
     double freed;                     /* fixed bytes that going back has let go */

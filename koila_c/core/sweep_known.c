@@ -26,9 +26,9 @@ static void
 turn(KlSweep *sweep, KlValueId value)
 {
     int64_t n_elements = sweep->sizes[value].n_elements;
-    while (value != KL_ID_NONE && !sweep->sizes[value].is_turned &&
+    while (value != KL_ID_NONE && !sweep->sizes[value].is_laid_otherwise &&
            sweep->sizes[value].n_elements == n_elements) {
-        sweep->sizes[value].is_turned = true;
+        sweep->sizes[value].is_laid_otherwise = true;
         value = sweep->tape->values[value].view_of;
     }
 }

@@ -256,8 +256,8 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         .mode = (uint8_t)split->mode,
         .reduce = (uint8_t)split->reduce,
         .is_random = record->is_random,
-        .review_of = record->review_of,
-        .review_out = record->review_out,
+        .refresh_of = record->refresh_of,
+        .refresh_out = record->refresh_out,
         .is_grad_enabled = record->is_grad_enabled,
     };
     for (uint32_t i = 0; i < record->n_inputs; i++) {
@@ -271,8 +271,8 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
             tape->n_aside += writes_aside(record->leaf_writes, i);
         }
     }
-    if (record->review_of != KL_ID_NONE) {
-        tape->values[record->review_of].n_pending++;
+    if (record->refresh_of != KL_ID_NONE) {
+        tape->values[record->refresh_of].n_pending++;
     }
     if (split->n_rewrites > 0) {
         memcpy(&tape->rewrites[tape->n_rewrites], split->rewrites,
@@ -320,8 +320,8 @@ kl_tape_set_done(KlTape *tape, KlNodeId id)
             tape->n_aside -= writes_aside(node->leaf_writes, i);
         }
     }
-    if (node->review_of != KL_ID_NONE) {
-        tape->values[node->review_of].n_pending--;
+    if (node->refresh_of != KL_ID_NONE) {
+        tape->values[node->refresh_of].n_pending--;
     }
     while (tape->n_done < tape->n_nodes && tape->nodes[tape->n_done].is_done) {
         tape->n_done++;
@@ -348,7 +348,7 @@ reads_failed(const KlTape *tape, const KlNode *node)
             return true;
         }
     }
-    return kl_tape_is_failed(tape, node->review_of);
+    return kl_tape_is_failed(tape, node->refresh_of);
 }
 
 void
@@ -397,8 +397,8 @@ find_reached(KlTape *tape)
                 tape->values[value].is_reached = true;
             }
         }
-        if (is_reached && node->review_of != KL_ID_NONE) {
-            tape->values[node->review_of].is_reached = true; /* a live run takes its tensor */
+        if (is_reached && node->refresh_of != KL_ID_NONE) {
+            tape->values[node->refresh_of].is_reached = true; /* a live run takes its tensor */
         }
     }
 }

@@ -58,9 +58,9 @@ typedef struct KlNode {
     bool is_failed;     /* done without a number: it, or what it reads, raised */
     KlNodeId failed_by; /* failed: the node that raised */
     KlValueId
-        review_of; /* a view taken again after a write: the value that stands for it from before,
+        refresh_of; /* a view taken again after a write: the value that stands for it from before,
                               whose tensor live replay uses; else KL_ID_NONE */
-    uint32_t review_out; /* which output that is */
+    uint32_t refresh_out; /* which output that is */
     bool is_grad_enabled;
     bool is_open;       /* made by sizes alone: WHOLE until a reader says where its rows are */
     bool must_run;      /* scratch of kl_tape_find_known */
@@ -139,8 +139,8 @@ typedef struct KlRecord {
     bool is_random;
     bool is_grad_enabled;
     KlValueId
-        review_of; /* KL_ID_NONE, or the value of which output `review_out` is a later version */
-    uint32_t review_out;
+        refresh_of; /* KL_ID_NONE, or the value of which output `refresh_out` is a later version */
+    uint32_t refresh_out;
 } KlRecord;
 
 /* Append a node. On success `*node` is its id and its outputs are values first_out, first_out + 1, ...

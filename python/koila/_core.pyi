@@ -125,7 +125,7 @@ def bind(
     note_live: Callable[[Any], None],
     note_ran: Callable[[Any, int, int, type[BaseException] | None], None],
     device_of: Callable[[torch.device | str], torch.device | None],
-    land: Callable[[torch.device], None],
+    wait_for_copy: Callable[[torch.device], None],
     choose_attention: Callable[[int], None],
     record_out: Callable[..., Any],
     settle: Callable[[], None],

@@ -36,9 +36,9 @@ def note() -> None:
     _core.note_attention(_met.index(setting), torch._C._get_flash_sdp_enabled())
 
 
-def choose(number: int) -> None:
+def choose(setting: int) -> None:
     """Put a setting in force: a replay goes on with a call that was recorded under it."""
-    flags, order = _met[number]
+    flags, order = _met[setting]
     for kernel, flag in zip(_KERNELS, flags, strict=True):
         _originals[f"_set_sdp_use_{kernel}"](flag)
     _originals["_set_sdp_priority_order"](list(order))

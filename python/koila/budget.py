@@ -103,9 +103,9 @@ def _left_in_groups() -> Iterator[int]:
             continue
         cache = 0
         for line in _read(group / "memory.stat").splitlines():
-            name, _, number = line.partition(" ")
-            if name == files.cache and number.isdigit():
-                cache = int(number)
+            name, _, text = line.partition(" ")
+            if name == files.cache and text.isdigit():
+                cache = int(text)
         yield limit - max(0, used - cache)
 
 

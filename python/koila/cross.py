@@ -143,11 +143,11 @@ class Cross:
             self.chunks[chunk] = _to_keep(tensor)
 
     def add_parts(
-        self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
+        self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> None:
         parts = self.parts.setdefault(chunk, {})
-        for number, tensor in zip(numbers, tensors, strict=True):
-            parts[number] = _to_keep(tensor)
+        for part, tensor in zip(part_ids, tensors, strict=True):
+            parts[part] = _to_keep(tensor)
 
     # -- what a reading stage is given ------------------------------------------------------------
 
@@ -199,12 +199,12 @@ class Cross:
             return self.read_whole(is_graph)
         if self.gathered is None:
             assert self.info.place is not None
-            numbers, place = sorted(self.chunks), self.info.place
-            chunks = [self.chunks[c] for c in numbers]
+            part_ids, place = sorted(self.chunks), self.info.place
+            chunks = [self.chunks[c] for c in part_ids]
             self.gathered = rows.gather(chunks, place, self.info.strides)
             if len(chunks) > 1 and rows.is_cut_in_place(self.gathered, place):
                 sizes = [chunk.shape[place[1]] for chunk in chunks]
-                self.chunks = dict(zip(numbers, self.gathered.split(sizes, place[1]), strict=True))
+                self.chunks = dict(zip(part_ids, self.gathered.split(sizes, place[1]), strict=True))
         return self._alias(GATHERED, self.gathered, is_graph)
 
     def read_rows(
@@ -333,11 +333,11 @@ class Cross:
         return rows.gather(filled, self.info.place, self._strides())
 
     def part_seeds(
-        self, chunk: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
+        self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         pairs = []
-        for number, tensor in zip(numbers, tensors, strict=True):
-            key = ("part", chunk, number)
+        for part, tensor in zip(part_ids, tensors, strict=True):
+            key = ("part", chunk, part)
             alias = self.aliases.get(key)
             seed = add(self.seeds.get(key), alias.grad if alias is not None else None)
             pairs.append((tensor, seed))
@@ -377,7 +377,7 @@ class Cross:
 
     def zero_parts(
         self,
-        numbers: Sequence[int],
+        part_ids: Sequence[int],
         tensors: Sequence[torch.Tensor],
         grid: Sequence[Bounds],
         early: dict[int, dict[int, torch.Tensor]],
@@ -392,12 +392,12 @@ class Cross:
         for chunk, (start, stop) in enumerate(grid):
             parts = self.parts.setdefault(chunk, {})
             parts.update(early.get(chunk, {}))
-            for number, tensor in zip(numbers, tensors, strict=True):
+            for part, tensor in zip(part_ids, tensors, strict=True):
                 if tensor.requires_grad:
-                    parts[number] = torch.zeros_like(tensor).requires_grad_()
-                    leaves.append((self, ("part", chunk, number), parts[number]))
+                    parts[part] = torch.zeros_like(tensor).requires_grad_()
+                    leaves.append((self, ("part", chunk, part), parts[part]))
                 else:
-                    parts[number] = tensor * ((stop - start) / first) if chunk else tensor
+                    parts[part] = tensor * ((stop - start) / first) if chunk else tensor
         self.aliases = {
             ("part", c, p): t for c, parts in self.parts.items() for p, t in parts.items()
         }

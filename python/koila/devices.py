@@ -37,7 +37,7 @@ def _wait_for_cuda(device: torch.device) -> None:
 _WAITS: dict[str, Callable[[torch.device], None]] = {"cuda": _wait_for_cuda}
 
 
-def land(device: torch.device) -> None:
+def wait_for_copy(device: torch.device) -> None:
     """Wait for a copy from an accelerator to the CPU.
 
     Whoever asks for one that does not block waits for the device before reading it. Recorded, it is

@@ -443,7 +443,9 @@ class Draws:
     def _draw_alone(self, i: int, n_rows: int) -> None:
         """Make a call for a chunk for its draws alone."""
         entries = [
-            self.program.imports[number] for number in self.program.node(i).imports if number >= 0
+            self.program.imports[import_id]
+            for import_id in self.program.node(i).imports
+            if import_id >= 0
         ]
         given = {entry.value: _stand_in(entry.value, entry.place, n_rows) for entry in entries}
         run_alone(i, n_rows, given, self.program.n_values, True)

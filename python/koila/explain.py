@@ -37,8 +37,8 @@ _logged: set[str] = set()
 
 def cause_of_whole(program: Program) -> Decision:
     """Why a program runs whole that has no body, or a write across stages."""
-    if program.spread is not None:
-        node, why = program.spread
+    if program.unstageable is not None:
+        node, why = program.unstageable
         made, n_calls = program.amounts.made, program.n_nodes
         whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
         return Decision(why, whole=(whole_for,))
@@ -60,13 +60,13 @@ def scheduled(
     """What is known of a run before it begins; it may need memory, which nothing after it does."""
     stages = (
         Stage(
-            number,
+            position,
             len(run.nodes) + len(run.combined),
             len(grid_of(run)) if run.is_body else 1,
             max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
             _passes(steps, run),
         )
-        for number, run in enumerate(_runs(program), 1)
+        for position, run in enumerate(_runs(program), 1)
     )
     return Scheduled(tuple(stages), way_in_words(program, way, steps))
 
@@ -106,8 +106,8 @@ def told(
 def log_whole(program: Program) -> None:
     """Say once, with the line, where a joint leaves most of a program's memory whole."""
     amounts = program.amounts
-    if program.spread is not None:
-        node, why = program.spread
+    if program.unstageable is not None:
+        node, why = program.unstageable
         where = where_of_node(node)
         _log(where, "%s makes the program run whole (%s): %s", name_of_node(node), where, why)
     elif 2 * amounts.once > max(amounts.entered, amounts.made):
@@ -196,13 +196,13 @@ def _passes(steps: Sequence[Step], run: Run) -> str:
     return count(forward, "forward") + (f", {count(back, 'backward')}" if back else "")
 
 
-def _head(program: Program, steps: Sequence[Step], run: Run, number: int) -> str:
+def _head(program: Program, steps: Sequence[Step], run: Run, position: int) -> str:
     if not run.is_body:
-        return f"stage {number}: joint, runs once"
+        return f"stage {position}: joint, runs once"
     rows = program.axes[run.axis]
     n_segments = max(len(step.runs) for step in steps if run in step.runs)
     part = f", segment {run.segment + 1} of {n_segments}" if n_segments > 1 else ""
-    return f"stage {number}: body over {rows} rows{part}, {_passes(steps, run)}"
+    return f"stage {position}: body over {rows} rows{part}, {_passes(steps, run)}"
 
 
 def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
@@ -323,21 +323,21 @@ def explain(*losses: Any) -> Explanation:
     program = Program(roots)
     runs = _runs(program)
     lines = [f"program of {count(program.n_nodes, 'call')} in {count(len(runs), 'stage')}"]
-    spread = program.spread
-    if spread is not None:
-        lines.append(f"it runs whole: {spread[1]}\n" + _line(program, spread[0]))
+    unstageable = program.unstageable
+    if unstageable is not None:
+        lines.append(f"it runs whole: {unstageable[1]}\n" + _line(program, unstageable[0]))
     elif program.last_body is not None and not program.is_tail_linear:
         tail = program.node(program.tail_node) if program.tail_node is not None else None
         name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
-    if program.axes and spread is None:
+    if program.axes and unstageable is None:
         is_graph = any(root.requires_grad for root in roots)
         forecast, program, steps = _forecast(program, is_graph)
         lines.append(forecast)
     else:
         steps = program.schedule(False)
-    for number, run in enumerate(_runs(program), 1):
-        lines.append(_head(program, steps, run, number))
+    for position, run in enumerate(_runs(program), 1):
+        lines.append(_head(program, steps, run, position))
         lines += [f"    {n.id:4d} combine the partials" for n in run.combined if n.mode == REDUCE]
         lines += [_line(program, program.node(i)) for i in run.nodes]
     return Explanation("\n".join(lines))

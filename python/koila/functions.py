@@ -18,6 +18,7 @@ from koila import (
     explain,
     handlers,
     hooks,
+    inplace_views,
     meets,
     meta,
     norms,
@@ -29,7 +30,6 @@ from koila import (
     reports,
     scalars,
     scans,
-    turned,
     versions,
     written,
 )
@@ -214,7 +214,7 @@ def register_all() -> None:
         explain.log_live,
         reports.note_whole,
         devices.meant,
-        devices.land,
+        devices.wait_for_copy,
         attention.choose,
         outs.record,
         numbers.settle_outdated,
@@ -225,12 +225,12 @@ def register_all() -> None:
     _core.set_blocked_halves(tuple(_blocked_halves()))
     for func, name in _names().items():
         _register(func, name)
-    number = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
-    _core.register(number, READ, "item", None, False, False, False, None, None)
+    item = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
+    _core.register(item, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
     # What it writes are no numbers: of the rows that write, zero_() reads and keeps least.
-    _core.register(turned.touch, OP, "touch", None, False, False, False, "zero_", tuple)
+    _core.register(inplace_views.touch, OP, "touch", None, False, False, False, "zero_", tuple)
     _core.register(
         norms.batch_moments, OP, "batch_norm", None, False, False, False, "var_mean", tuple
     )

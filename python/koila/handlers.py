@@ -19,6 +19,7 @@ from koila import (
     enter,
     explain,
     hooks,
+    inplace_views,
     meets,
     meta,
     norms,
@@ -26,7 +27,6 @@ from koila import (
     replay,
     reports,
     scans,
-    turned,
 )
 
 LazyTensor = _core.LazyTensor
@@ -445,11 +445,11 @@ def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     x = words["input"]
     if not words["training"] or words["generator"] is not None or type(x) is not LazyTensor:
         return NotImplemented
-    number = _core.read(x).detach()
-    slopes = torch.empty_like(number, memory_format=torch.contiguous_format)
+    real = _core.read(x).detach()
+    slopes = torch.empty_like(real, memory_format=torch.contiguous_format)
     draws.make_way()
     nn: Any = torch._C._nn
-    nn.rrelu_with_noise(number, slopes, words["lower"], words["upper"], True)
+    nn.rrelu_with_noise(real, slopes, words["lower"], words["upper"], True)
     return x * _core.like(slopes, x)
 
 
@@ -458,9 +458,9 @@ def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     x = args[0] if args else kwargs.get("input")
     if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
         return NotImplemented
-    number = _core.read(x).detach()
+    real = _core.read(x).detach()
     draws.make_way()
-    drawn = _core.like(torch.poisson(number), x)
+    drawn = _core.like(torch.poisson(real), x)
     return drawn + x * 0 if x.requires_grad and torch.is_grad_enabled() else drawn
 
 
@@ -515,5 +515,5 @@ DECLINED: dict[str, Handler] = {
     "poisson": poisson,
     "type": type_of,
     **composed.HANDLERS,
-    **dict.fromkeys(turned.NAMES, turned.record),
+    **dict.fromkeys(inplace_views.NAMES, inplace_views.record),
 }

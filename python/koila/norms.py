@@ -178,7 +178,7 @@ class Group:
 
     def __init__(self) -> None:
         Group.n_made += 1
-        self.number = Group.n_made
+        self.index = Group.n_made
         self.moves: list[Callable[[], None]] = []  # of calls that ran whole, in their order
         self.is_done = False  # in this backward
 

@@ -50,24 +50,24 @@ class Numbers:
     def _number(self, value: int) -> torch.Tensor:
         if self.program.made(value).is_kept:
             return self._of_kept(value)
-        number = self._of_storage(value)
-        is_new = self._is_spent(value) and not number.requires_grad
-        return spent(number) if is_new else number
+        result = self._of_storage(value)
+        is_new = self._is_spent(value) and not result.requires_grad
+        return spent(result) if is_new else result
 
     def _of_kept(self, value: int) -> torch.Tensor:
         if value not in self.made:
-            known = self.program.info(value).number  # what was read stays what it was
+            known = self.program.info(value).result  # what was read stays what it was
             # Put together without a graph it may be a view, which torch would not let be written.
-            number = known if known is not None else self.cross[value].read_whole(False).detach()
-            self.made[value] = spent(number) if self._is_spent(value) else number
+            result = known if known is not None else self.cross[value].read_whole(False).detach()
+            self.made[value] = spent(result) if self._is_spent(value) else result
         return self.made[value]
 
     def _of_storage(self, value: int) -> torch.Tensor:
         """A value taken of the memory that its storage has now, as it was taken when recorded: a
         write through it brings a graph to all that share the memory."""
-        number = self.program.info(value).base
-        real = self.program.info(number).real
-        memory = real if real is not None else self._of_kept(number)
+        base = self.program.info(value).base
+        real = self.program.info(base).real
+        memory = real if real is not None else self._of_kept(base)
         is_spent = self._is_spent(value)
         if memory.requires_grad and (real is not None or not is_spent):
             memory = memory.detach()
@@ -75,8 +75,8 @@ class Numbers:
 
     def deliver(self) -> None:
         """Give each lazy its number."""
-        for value, number, is_final in self.found:
-            given = hooks.give(value, number) if self._is_spent(value) else number
+        for value, result, is_final in self.found:
+            given = hooks.give(value, result) if self._is_spent(value) else result
             _core.deliver(value, given, is_final)
 
 
@@ -85,12 +85,12 @@ def settle_outdated() -> None:
     """What has a number, and whose parameters have changed since, keeps it and loses its graph."""
     all_such, some = _core.outdated()
     for value in (*all_such, *some):
-        number, requires_grad = _core.value(value)[6], _core.value(value)[2]
-        assert number is not None
-        number = hooks.give(value, outdated(number)) if requires_grad else number
+        result, requires_grad = _core.value(value)[6], _core.value(value)[2]
+        assert result is not None
+        result = hooks.give(value, outdated(result)) if requires_grad else result
         if all_such:
-            _core.deliver(value, number, True)
+            _core.deliver(value, result, True)
         else:
-            _core.cut(value, number)
+            _core.cut(value, result)
     if all_such or some:
         _core.close()

@@ -39,17 +39,17 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
     while heap:
         _, _, node = heapq.heappop(heap)
         taken, made, kept = waiting.pop(node), 0.0, 0.0
-        for following, number in node.next_functions:
+        for following, output in node.next_functions:
             if following is None:
                 continue
             is_leaf = type(following) is _ACCUMULATE  # a custom node may have any attribute
             leaf = getattr(following, "variable", None) if is_leaf else None
-            size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[number])
+            size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[output])
             made += 0 if node.name() in _HANDS_ON and size <= taken else size
             if leaf is not None:
                 kept += size if leaf.grad is None else 0
-            elif (following, number) not in arrived:
-                arrived.add((following, number))
+            elif (following, output) not in arrived:
+                arrived.add((following, output))
                 if following not in waiting:
                     waiting[following] = 0.0
                     heapq.heappush(heap, (-following._sequence_nr(), id(following), following))

@@ -229,11 +229,11 @@ class Var(Reduction):
         n = total(ns)
         weights = [(one / n).to(squares[0].dtype) for one in ns]
         mean = total([w * m for w, m in zip(weights, means, strict=True)])
-        spread = [
+        deviations = [
             one.to(squares[0].dtype) * abs_squared(m - mean) + s
             for one, m, s in zip(ns, means, squares, strict=True)
         ]
-        var = total(spread) / (n - correction).clamp(min=0).to(squares[0].dtype)
+        var = total(deviations) / (n - correction).clamp(min=0).to(squares[0].dtype)
         name = call.func.__name__
         value = root(var) if name.startswith("std") else var
         value = value.to(real_of(call.dtype))

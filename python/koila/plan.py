@@ -87,7 +87,7 @@ class Plan:
         n_segments = 2 * self.way.n_segments
         while program.roots and n_segments <= _SEGMENTS[-1]:
             cut = program.cut_for(Way(n_segments))
-            if cut.n_cut > program.n_cut and cut.spread is None:
+            if cut.n_cut > program.n_cut and cut.unstageable is None:
                 return cut, dataclasses.replace(self, way=Way(n_segments, 1, _can_offload(program)))
             n_segments *= 2
         return None
@@ -203,7 +203,7 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
     caused: dict[int, list[Node]] = {}  # by the call that reads rows
     cause_of: dict[int, int] = {}  # of the values that they make
     for node in program.once():
-        reads = (program.imports[number].value for number in node.imports if number >= 0)
+        reads = (program.imports[import_id].value for import_id in node.imports if import_id >= 0)
         cause = next((cause_of[value] for value in reads if value in cause_of), None)
         if program.joins_rows(node):
             cause = node.id
@@ -302,7 +302,7 @@ def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estima
     n_before = program.n_cut
     for n_segments in _SEGMENTS:
         cut = program.cut_for(Way(n_segments))
-        if cut.spread is not None or cut.n_cut <= n_before:
+        if cut.unstageable is not None or cut.n_cut <= n_before:
             continue  # a write would cross where none can, or there is nothing left to cut
         n_before = cut.n_cut
         for way in (Way(n_segments), *((Way(n_segments, 1, True),) if can_offload else ())):
@@ -312,7 +312,7 @@ def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estima
 def _pieces(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estimate]]:
     """The ways that run the head in pieces, where there is one that can."""
     cut = program.cut_for(Way(n_pieces=_PIECES[0]))
-    if is_graph and cut.n_cut > program.n_cut and cut.spread is None:
+    if is_graph and cut.n_cut > program.n_cut and cut.unstageable is None:
         for way in (Way(n_pieces=n) for n in _PIECES):
             yield way, memory.estimate(cut, is_graph, way)
 
@@ -328,7 +328,7 @@ def _last_way(
     """The way that a program of this shape was given where as much was left, if it fits."""
     way, left = _last_ways.get(shape, (AS_IT_IS, 0.0))
     cut = program.cut_for(way)
-    if way == AS_IT_IS or abs(allowed - left) > _NEAR * left or cut.spread is not None:
+    if way == AS_IT_IS or abs(allowed - left) > _NEAR * left or cut.unstageable is not None:
         return None
     estimate = memory.estimate(cut, is_graph, way)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
@@ -403,7 +403,7 @@ def _fit(
     if last is not None and not was_whole:
         allowed = left + slack  # what a first step takes was taken
         cut = program.cut_for(last.way)
-        way = last.way if cut.spread is None else AS_IT_IS
+        way = last.way if cut.unstageable is None else AS_IT_IS
         size = last.rows(estimate.rows)
         estimate = memory.estimate(program.cut_for(way), is_graph, way)
         rows = estimate.largest_chunk(CHUNK_SHARE * allowed)

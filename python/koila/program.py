@@ -98,7 +98,7 @@ class Info(NamedTuple):
     place: Place | None
     rows: int
     real: torch.Tensor | None
-    number: torch.Tensor | None
+    result: torch.Tensor | None
     storage: int
     base: int  # the value of the whole storage, after all writes
     view: tuple[int, int, int] | None  # the node that took it, its output, what it views
@@ -110,7 +110,7 @@ class Info(NamedTuple):
 class Run:
     """The nodes of one stage and axis in the order they run."""
 
-    number: int  # the core's
+    index: int  # the core's
     stage: int
     axis: int
     segment: int = 0  # of its body
@@ -235,19 +235,19 @@ class Program:
         return [value for value in self._reached if self.node_of(value) is not None]
 
     @functools.cached_property
-    def spread(self) -> tuple[Node, str] | None:
+    def unstageable(self) -> tuple[Node, str] | None:
         """A call that cannot run by stages, and why: the program runs whole."""
-        return self._find_spread()
+        return self._find_unstageable()
 
     @property
     def cloned(self) -> set[int]:
         """Writes that are run on a clone."""
-        _ = self.spread
+        _ = self.unstageable
         return self._cloned
 
     def _run(
         self,
-        number: int,
+        index: int,
         stage: int,
         axis: int,
         segment: int,
@@ -263,7 +263,7 @@ class Program:
         made = [self.node(i) for i in combined]
         numbers = {i: tuple(p for p in range(32) if bits >> p & 1) for i, bits in parts.items()}
         lists = nodes, numbers, imports, exports, inner, made, shadows
-        return Run(number, stage, axis, segment, *lists, has_gradient)
+        return Run(index, stage, axis, segment, *lists, has_gradient)
 
     def node(self, i: int) -> Node:
         """A call of it."""
@@ -289,7 +289,7 @@ class Program:
 
     def joins_rows(self, node: Node) -> bool:
         """Whether a call runs once although it reads rows of a batch."""
-        reads = (self.imports[number].value for number in node.imports if number >= 0)
+        reads = (self.imports[import_id].value for import_id in node.imports if import_id >= 0)
         infos = [self.info(v) for v in reads] if node.mode == ONCE else []
         return any(info.place is not None and 0 not in info.shape for info in infos)
 
@@ -314,11 +314,11 @@ class Program:
     def ends(self) -> list[int]:
         """The values a backward may start from: wanted, and nothing goes on from them."""
         inner = {
-            self.imports[number].value
+            self.imports[import_id].value
             for node in self.nodes.values()
             if any(self.info(v).requires_grad for v in node.outs)
-            for number in node.imports
-            if number >= 0
+            for import_id in node.imports
+            if import_id >= 0
         }
         return [v for v in self.wanted if self.info(v).requires_grad and v not in inner]
 
@@ -347,8 +347,8 @@ class Program:
         """What a body with these segments leaves for others."""
         return [value for run in runs for value in run.exports if value not in run.inner]
 
-    def _find_spread(self) -> tuple[Node, str] | None:
-        node = self._spread_writes() if self.has_writes else None
+    def _find_unstageable(self) -> tuple[Node, str] | None:
+        node = self._find_unstageable_write() if self.has_writes else None
         if node is not None:
             return node, "memory that several stages use is written where no stage can"
         for node in self.nodes.values() if self.is_drawing else ():
@@ -356,7 +356,7 @@ class Program:
                 return node, "how the memory lies that it draws for is known only when it has run"
         return None
 
-    def _spread_writes(self) -> Node | None:
+    def _find_unstageable_write(self) -> Node | None:
         """A write that cannot run by stages; or None, and `_cloned` are those that write a clone.
 
         A run may write what it made, and nothing else: what other stages made, or read as it was
@@ -412,8 +412,8 @@ class Program:
 
     def gradient_part(self, run: Run, made: Iterable[int]) -> Run:
         """The part of a joint that gradients go through, after the combined reductions `made`."""
-        found = _core.gradient_part(self.handle, run.number, list(made))
-        number, nodes, imports, exports, combined = found
-        part = Run(number, run.stage, run.axis, nodes=nodes, imports=imports, exports=exports)
+        found = _core.gradient_part(self.handle, run.index, list(made))
+        index, nodes, imports, exports, combined = found
+        part = Run(index, run.stage, run.axis, nodes=nodes, imports=imports, exports=exports)
         part.combined = [self.nodes[i] for i in combined]
         return part

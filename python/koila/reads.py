@@ -21,16 +21,16 @@ class Reads:
         self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # by chunk
         self.others: list[int] = []  # what the program made
         grid = replay.grid_of(run)
-        for number in run.imports:
-            value, place, is_range = replay.program.imports[number]
+        for import_id in run.imports:
+            value, place, is_range = replay.program.imports[import_id]
             cross = replay.cross_of(value)
             cut = None
             if replay.program.is_leaf(value) and not is_range:
                 if place is None:
-                    self.common[number] = cross.read_whole(is_graph)
+                    self.common[import_id] = cross.read_whole(is_graph)
                     continue
                 cut = cross.cut_all(place, grid, is_graph)
             if cut is None:
-                self.others.append(number)
+                self.others.append(import_id)
             else:
-                self.pieces.append((number, cut))
+                self.pieces.append((import_id, cut))

@@ -105,9 +105,9 @@ class Replay:
         """Leaves that a node writes on the side, each with the copy that it writes instead."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for node in self.program.nodes.values() if self.program.has_effects else ():
-            for k, number in enumerate(node.imports):
-                if node.leaf_writes >> k & 1 and number >= 0:
-                    value = self.program.imports[number].value
+            for k, import_id in enumerate(node.imports):
+                if node.leaf_writes >> k & 1 and import_id >= 0:
+                    value = self.program.imports[import_id].value
                     real = self.program.info(value).real
                     assert real is not None
                     copies.setdefault(value, (real, real.detach().clone()))
@@ -119,7 +119,7 @@ class Replay:
         """The value as other stages see it; leaves enter when first asked for."""
         if value not in self.cross:
             info = self.program.info(value)
-            tensor = info.real if info.real is not None else info.number
+            tensor = info.real if info.real is not None else info.result
             assert tensor is not None, f"value {value} has neither a tensor nor a number"
             if value in self.scratch:
                 tensor = self.scratch[value][1]
@@ -127,39 +127,44 @@ class Replay:
         return self.cross[value]
 
     def _given(
-        self, number: int, run: Run, chunk: int, is_graph: bool, stand_ins: dict[int, Cross] | None
+        self,
+        import_id: int,
+        run: Run,
+        chunk: int,
+        is_graph: bool,
+        stand_ins: dict[int, Cross] | None,
     ) -> torch.Tensor:
-        entry = self.program.imports[number]
+        entry = self.program.imports[import_id]
         cross = (stand_ins or {}).get(entry.value) or self.cross_of(entry.value)
         if not run.is_body:
             return cross.read_whole(is_graph)
         bounds = self.grid_of(run)[chunk]
         if entry.is_range:
             return cross.read_whole(False).narrow(0, 0, bounds[1] - bounds[0])
-        place, grid = self._part_of(number, run)
+        place, grid = self._part_of(import_id, run)
         if place is None:
             return cross.gather(is_graph)
         return cross.read_rows(place, grid, chunk, is_graph)
 
-    def _part_of(self, number: int, run: Run) -> tuple[Place | None, Sequence[Bounds]]:
+    def _part_of(self, import_id: int, run: Run) -> tuple[Place | None, Sequence[Bounds]]:
         """Where that of an import is which a chunk is given: its rows, or the entry made for it."""
-        value, place, _ = self.program.imports[number]
+        value, place, _ = self.program.imports[import_id]
         if value in self.by_chunk:
             dim, n_chunks = self.by_chunk[value], len(self.grid_of(run))
             return (run.axis, dim, 1, 1), [(chunk, chunk + 1) for chunk in range(n_chunks)]
         return place, self.grid_of(run)
 
-    def _shadow(self, number: int, run: Run, chunk: int) -> torch.Tensor:
+    def _shadow(self, import_id: int, run: Run, chunk: int) -> torch.Tensor:
         """A tensor with the sizes of a value that is not there yet."""
-        value, place, _ = self.program.imports[number]
+        value, place, _ = self.program.imports[import_id]
         shape, rows = self.program.info(value).shape, -1
         if place is not None:
             start, stop = self.grid_of(run)[chunk]
             rows = stop - start
-        if (number, rows) not in self.zeros_of:
+        if (import_id, rows) not in self.zeros_of:
             shape = shape if place is None else chunk_shape(shape, place, rows)
-            self.zeros_of[number, rows] = self.zeros(value, shape)
-        return self.zeros_of[number, rows]
+            self.zeros_of[import_id, rows] = self.zeros(value, shape)
+        return self.zeros_of[import_id, rows]
 
     def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Stand in for a value, with no memory to speak of."""
@@ -179,19 +184,19 @@ class Replay:
         env: list[Any] = [None] * self.program.n_values
         numbers = run.imports
         if run.is_body:
-            key = run.number, is_graph
+            key = run.index, is_graph
             if key not in self.reads:
                 self.reads[key] = Reads(self, run, is_graph)
             reads = self.reads[key]
             imports, numbers = reads.common.copy(), reads.others
-            for number, pieces in reads.pieces:
-                imports[number] = pieces[chunk]
+            for import_id, pieces in reads.pieces:
+                imports[import_id] = pieces[chunk]
         else:
             imports = [None] * self.program.n_imports
-        for number in numbers:
-            imports[number] = self._given(number, run, chunk, is_graph, stand_ins)
-        for number in run.shadows:
-            imports[number] = self._shadow(number, run, chunk)
+        for import_id in numbers:
+            imports[import_id] = self._given(import_id, run, chunk, is_graph, stand_ins)
+        for import_id in run.shadows:
+            imports[import_id] = self._shadow(import_id, run, chunk)
         if not run.is_body:
             self._combine(run, env, is_graph, stand_ins)
         bounds = self.grid_of(run)[chunk] if run.is_body else None
@@ -231,14 +236,14 @@ class Replay:
                 storage = storage.clone()
                 return views.take(self.program, value, storage, rows, is_graph), storage
 
-        def cut_import(tensor: torch.Tensor, number: int) -> torch.Tensor:
-            entry = self.program.imports[number]
+        def cut_import(tensor: torch.Tensor, import_id: int) -> torch.Tensor:
+            entry = self.program.imports[import_id]
             assert bounds is not None and entry.place is not None
             return cut(tensor, entry.place, self.grid_of(run)[-1][1], bounds)
 
         _core.run(
             self.program.handle,
-            run.number,
+            run.index,
             env,
             imports,
             rows,
@@ -307,7 +312,9 @@ class Replay:
 
     def _handed(self, runs: Sequence[Run]) -> set[int]:
         """What segments of a body make for later ones."""
-        read = {self.program.imports[number].value for run in runs[1:] for number in run.imports}
+        read = {
+            self.program.imports[import_id].value for run in runs[1:] for import_id in run.imports
+        }
         return {value for run in runs[:-1] for value in run.exports if value in read}
 
     def _make_homes(self, step: Step) -> None:
@@ -377,8 +384,8 @@ class Replay:
         """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
         if not self.planned.way.is_offloaded:
             return
-        for number in run.imports:
-            cross = self.cross.get(self.program.imports[number].value)
+        for import_id in run.imports:
+            cross = self.cross.get(self.program.imports[import_id].value)
             if cross is not None and cross.is_offloaded:
                 self._forget(cross.settle(chunk))
 
@@ -515,9 +522,9 @@ class Replay:
 
     def _take_rows(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
         """Gradients for rows of what is there whole go to their places."""
-        for number in run.imports:
-            value = self.program.imports[number].value
-            place, grid = self._part_of(number, run)
+        for import_id in run.imports:
+            value = self.program.imports[import_id].value
+            place, grid = self._part_of(import_id, run)
             cross = stand_ins.get(value) or self.cross.get(value)
             if cross is not None and place is not None:
                 self._forget(cross.take_rows(place, grid, chunk))
@@ -711,7 +718,7 @@ def _stage(
     if not program.n_nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
-    if program.spread is not None or (roots and not program.has_body):
+    if program.unstageable is not None or (roots and not program.has_body):
         steps.note_end(None)
         reports.decide(explain.cause_of_whole(program))
         return None

@@ -109,16 +109,16 @@ def _read_words(
     if name in _READ_TENSORS and any(getattr(arg, "dtype", None) is torch.bool for arg in args[1:]):
         return args, kwargs  # no number to torch
 
-    def kinds_at(number: int) -> frozenset[str] | None:
-        if number < len(positions):
-            return positions[number][0]
+    def kinds_at(position: int) -> frozenset[str] | None:
+        if position < len(positions):
+            return positions[position][0]
         gathers = bool(positions) and any(is_list for _, is_list in positions[1:])
         return frozenset({"int"}) if gathers else None
 
     return (
         tuple(
-            _read(arg) if _is_number_word(kinds_at(number)) else arg
-            for number, arg in enumerate(args)
+            _read(arg) if _is_number_word(kinds_at(position)) else arg
+            for position, arg in enumerate(args)
         ),
         {
             word: _read(arg) if _is_number_word(keywords.get(word)) else arg

@@ -34,7 +34,7 @@ def _second_time() -> str:
     raise AssertionError("a graph that was used up can be used again")
 
 
-def spent(number: torch.Tensor) -> torch.Tensor:
+def spent(value: torch.Tensor) -> torch.Tensor:
     """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
     through it again. Whoever keeps that graph keeps none of the memory, as with eager's.
 
@@ -46,9 +46,9 @@ def spent(number: torch.Tensor) -> torch.Tensor:
     """
     with torch._C._InferenceMode(False), torch.enable_grad():
         refuse: Any = torch._C._functions.DelayedError(_second_time(), 1)
-        anchor = _anchor(number.dtype, number.device)
-        given: torch.Tensor = refuse(anchor.expand(number.shape))
-        _DATA.__set__(given, number.detach())
+        anchor = _anchor(value.dtype, value.device)
+        given: torch.Tensor = refuse(anchor.expand(value.shape))
+        _DATA.__set__(given, value.detach())
     return given
 
 
@@ -56,8 +56,8 @@ class _Outdated(torch.autograd.Function):
     """A number whose graph read what has changed since."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return number.detach()
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -67,9 +67,9 @@ class _Outdated(torch.autograd.Function):
         )
 
 
-def outdated(number: torch.Tensor) -> torch.Tensor:
+def outdated(value: torch.Tensor) -> torch.Tensor:
     """`number` with a graph behind it that raises: what it was computed with is another now."""
-    anchor = _anchor(number.dtype, number.device)
+    anchor = _anchor(value.dtype, value.device)
     with torch.enable_grad():
-        result: torch.Tensor = _Outdated.apply(anchor, number)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Outdated.apply(anchor, value)  # type: ignore[no-untyped-call]
     return result

@@ -137,7 +137,7 @@ def _read_by_tail(program: Program) -> set[int]:
     """What the joints after the last body read, and what is differentiated."""
     read = set(program.roots)
     for run in _tail(program):
-        read.update(program.imports[number].value for number in run.imports)
+        read.update(program.imports[import_id].value for import_id in run.imports)
         read.update(node.first_out for node in run.combined)
     return read
 
@@ -166,7 +166,7 @@ def _run(replay: Replay, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
     made = dict(stand_ins)
     for run in _tail(program):
         part = program.gradient_part(run, made)
-        for value in {program.imports[number].value for number in part.imports}:
+        for value in {program.imports[import_id].value for import_id in part.imports}:
             if not (value in made or _is_there(replay, value) or program.is_leaf(value)):
                 info = program.info(value)
                 made[value] = Cross(info, False, replay.fresh, replay.zeros(value, info.shape))

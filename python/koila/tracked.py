@@ -125,10 +125,10 @@ class Tracked:
     def move_again(self) -> None:
         """What torch's backward would run again has moved its statistics twice: the last checkpoint
         first, its calls in their order."""
-        groups = {group.number for again in self.agains.values() for group in again.groups}
-        for number in sorted(groups, reverse=True):
+        groups = {group.index for again in self.agains.values() for group in again.groups}
+        for index in sorted(groups, reverse=True):
             inside = [
-                i for i, again in self.agains.items() if number in (g.number for g in again.groups)
+                i for i, again in self.agains.items() if index in (g.index for g in again.groups)
             ]
             nodes = [self.program.node(i) for i in sorted(inside)]
             if not any(self.program.needs_gradient(node.first_out) for node in nodes):

@@ -182,11 +182,11 @@ def test_value() -> None:
     assert out.place is not None and out.place[1:] == (0, 1, 1) and out.rows == 4
     assert view.place is not None and view.place[1:] == (1, 1, 1)
     assert view.storage == out.storage != leaf.storage
-    assert out.real is out.number is None
+    assert out.real is out.result is None
     assert out.device == torch.device("cpu")
     with split(2):
         number = core.read(made)
-    assert Info(*core.value(3)).number is number
+    assert Info(*core.value(3)).result is number
 
 
 # node ---------------------------------------------------------------------------------------------

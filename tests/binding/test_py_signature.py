@@ -17,7 +17,7 @@ from koila import _core
 KOILA_C = Path(__file__).parents[2] / "koila_c"
 SOURCES = "binding/py_signature.c core/alloc.c core/error.c core/meta.c".split()
 N_WORDS_MAX, N_NAMES_MAX = 24, 6
-FLAGS = "is_optional is_spread is_index is_device is_out is_size is_rows".split()
+FLAGS = "is_optional is_variadic is_index is_device is_out is_size is_rows".split()
 
 
 class CWord(ctypes.Structure):
@@ -116,7 +116,7 @@ def test_annotations(read: Read) -> None:
 def test_a_spread_may_be_empty(read: Read) -> None:
     assert read("x1, *shape:size") == (
         2,
-        [Word(("x1",), set()), Word(("shape",), {"spread", "optional", "size"})],
+        [Word(("x1",), set()), Word(("shape",), {"variadic", "optional", "size"})],
     )
 
 
@@ -197,6 +197,6 @@ def test_every_row_is_read_as_it_is_written(read: Read) -> None:
             names, _, annotation = names.partition(":")
             own = [name for name in word.names if name in names.split("|")]
             assert own == names.split("|"), row
-            spread = {"spread"} if text.startswith("*") else set()
+            spread = {"variadic"} if text.startswith("*") else set()
             optional = {"optional"} if equals or spread else set()
             assert word.flags == spread | optional | ({annotation} if annotation else set()), row

@@ -240,7 +240,7 @@ def test_a_number_is_delivered_for_good_or_for_now() -> None:
     assert number == 2
     assert not is_pending(first)
     value = program.Info(*core.value(2))
-    assert value.number is known
+    assert value.result is known
     core.deliver(2, last, True)
     assert core.real(first) is core.known(first) is last
     assert second.tolist() == (batch() * 3).tolist()

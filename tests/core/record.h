@@ -189,7 +189,7 @@ record(Program *program, const char *name, uint32_t n_args, const KlArg *args, u
                        .inputs = ids,
                        .n_inputs = n_inputs,
                        .is_grad_enabled = !program->is_grad_off,
-                       .review_of = KL_ID_NONE};
+                       .refresh_of = KL_ID_NONE};
     const KlTape before = program->tape;
     if (is_refused(program, append_call(program, &bound.call, &wanted), &before)) {
         for (uint32_t i = 0; i < n_inputs; i++) { /* the values may have moved */
@@ -230,7 +230,7 @@ unknown(Program *program, KlMeta meta, uint32_t n_inputs, const KlValueId *ids)
     KlInferred inferred = {.outs = &meta, .n_outs = 1};
     inferred.split = (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE};
     KlRecord wanted = {
-        .inputs = ids, .n_inputs = n_inputs, .inferred = &inferred, .review_of = KL_ID_NONE};
+        .inputs = ids, .n_inputs = n_inputs, .inferred = &inferred, .refresh_of = KL_ID_NONE};
     CHECK(kl_tape_append(&program->tape, &wanted, &program->node, &program->error) == KL_OK);
     return program->tape.nodes[program->node].first_out;
 }

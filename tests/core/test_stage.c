@@ -76,7 +76,7 @@ test_what_is_data(void)
         CHECK(stages.node_stage[node_of(&p, all[i])] == expected[i].stage);
     }
     kl_stage_fini(&stages);
-    p.tape.nodes[node_of(&p, light)].review_of = s.x; /* a view taken again stays where it is */
+    p.tape.nodes[node_of(&p, light)].refresh_of = s.x; /* a view taken again stays where it is */
     CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
     CHECK(!stages.is_data[node_of(&p, light)] && !stages.is_data[node_of(&p, twice)]);
     kl_stage_fini(&stages);

@@ -220,10 +220,10 @@ test_a_review_reads_its_earlier_version(void)
                              .inputs = IDS(written),
                              .n_inputs = 1,
                              .inferred = &inferred,
-                             .review_of = view};
+                             .refresh_of = view};
     KlNodeId id = KL_ID_NONE;
     CHECK(kl_tape_append(&p.tape, &review, &id, NULL) == KL_OK && id == 2);
-    CHECK(value(&p, view)->n_pending == 1 && p.tape.nodes[id].review_of == view);
+    CHECK(value(&p, view)->n_pending == 1 && p.tape.nodes[id].refresh_of == view);
     CHECK(!kl_tape_is_stale(&p.tape, p.tape.nodes[id].first_out));
     p.tape.values[p.tape.nodes[id].first_out].is_wanted = true;
     kl_tape_retire(&p.tape, false);
@@ -301,7 +301,7 @@ test_failure_spreads_to_readers(void)
     KlMeta meta = value(&p, neg)->meta;
     KlInferred inferred = {.outs = &meta, .n_outs = 1, .split = {.mode = KL_MODE_ONCE}};
     const KlRecord review = {
-        .inputs = IDS(neg), .n_inputs = 1, .inferred = &inferred, .review_of = both};
+        .inputs = IDS(neg), .n_inputs = 1, .inferred = &inferred, .refresh_of = both};
     KlNodeId id = KL_ID_NONE;
     CHECK(kl_tape_append(&p.tape, &review, &id, NULL) == KL_OK); /* 5: a review of a failed one */
     kl_tape_set_done(&p.tape, 0);

@@ -107,7 +107,7 @@ def of_a_reduction(x: Tensor, w: Tensor) -> Any:
     return r * m
 
 
-@PROGRAMS.add_but(partly="a view that is taken without gradients runs at once")
+@PROGRAMS.add
 def without_gradients(x: Tensor, w: Tensor) -> Any:
     mask = x > 0
     with torch.no_grad():
@@ -184,8 +184,7 @@ def test_errors_are_torchs(wrong: Callable[..., Any], chunks: int) -> None:
         return caught.type, str(caught.value).split("[torch")[0]
 
     wanted = text(eager)
-    whole = "" if wrong is kept_before else "it is refused as it is recorded"
-    with split(chunks, whole=whole):
+    with split(chunks, whole="it is refused before anything runs"):
         assert text(koila.lazy) == wanted
 
 

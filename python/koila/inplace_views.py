@@ -41,7 +41,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented  # only one of them is a number to torch
     handle_torch_function(touch, (x,), x)
     with torch.enable_grad():  # in torch it is no view made without gradients, but itself
-        turned = view(x, *rest, **kwargs)
-    if turned is not x:
-        _core.swap(x, turned)
+        viewed = view(x, *rest, **kwargs)
+    if viewed is not x:
+        _core.swap(x, viewed)
     return x
