@@ -100,7 +100,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **each(
         "add div eq ge gt le lt mul ne remainder fmod floor_divide pow rsub sub xlogy", with_numbers
     ),
-    **each("atan2 copysign fmax fmin hypot logaddexp maximum minimum", binary),
+    **each("atan2 copysign fmax fmin hypot logaddexp logaddexp2 maximum minimum", binary),
     **each("logical_and logical_or logical_xor", binary),
     **each("bitwise_and bitwise_or bitwise_xor", binary_bits),
     **each("bitwise_left_shift bitwise_right_shift", shifts),

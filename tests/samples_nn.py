@@ -222,6 +222,14 @@ LAYERS: dict[str, Make] = {
         "softmax log_softmax",
         lambda: [call(f(4, 3), 1), call(f(4, 3), 0), call(f(2, 4, 3).mT, -1), call(f(), 0)],
     ),
+    "linalg_cross": varied(
+        lambda: [
+            call(f(4, 3), f(4, 3)),
+            call(f(4, 1, 3), f(1, 2, 3)),
+            call(f(3, 4), f(3, 4), dim=0),
+            call(f(4, 3, 2), f(1, 3, 2), dim=1),
+        ]
+    ),
     "cosine_similarity": varied(
         lambda: [
             call(f(4, 3), f(4, 3)),

@@ -144,6 +144,39 @@ place_cosine_similarity(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? wire_pair(call, result, &full, dim, false) : status;
 }
 
+/* --- linalg_cross: input, other, dim ------------------------------------------------------------ */
+
+static KlStatus
+read_cross(const KlCall *call, KlMeta *full, int32_t *dim, KlError *error)
+{
+    KlStatus status = read_pair(call, -1, full, dim, error);
+    status = status == KL_OK ? kl_rules_dim(call, 2, -1, full->n_dims, dim, error) : status;
+    for (int i = 0; i < 2 && status == KL_OK; i++) {
+        bool is_vector =
+            call->inputs[i]->n_dims == full->n_dims && call->inputs[i]->shape[*dim] == 3;
+        status = is_vector ? KL_OK : KL_DECLINED; /* torch says what is wrong */
+    }
+    return status;
+}
+
+KlStatus
+shape_cross(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta full;
+    int32_t dim = 0;
+    KlStatus status = read_cross(call, &full, &dim, error);
+    return status == KL_OK ? kl_rules_out_plain(call, result, &full, error) : status;
+}
+
+KlStatus
+place_cross(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlMeta full;
+    int32_t dim = 0;
+    KlStatus status = read_cross(call, &full, &dim, error);
+    return status == KL_OK ? wire_pair(call, result, &full, dim, true) : status;
+}
+
 /* For each side that needs a gradient: itself, its norm before and after clamping, the other
  * normalised. */
 void
