@@ -13,8 +13,6 @@ from torch import Tensor
 import koila
 from allocations import Allocations
 from chunked import split
-from koila import _core
-from koila.program import Program, Way
 from oracle import eager
 from test_pairs import N_ROWS, Loss, assert_by_rows, assert_near, joints, step
 
@@ -317,22 +315,3 @@ def test_a_batch_of_one_row() -> None:
     want = found(eager)
     with koila.config(chunks=2):
         assert_near(found(koila.lazy), want)
-
-
-def test_no_pieces() -> None:
-    """What chunks are given is of chunks: the head of a body with a running sum is not cut."""
-    words = torch.randint(0, 500, (N_ROWS, 12))
-    table = torch.randn(500, 8, dtype=torch.float64, requires_grad=True)
-    found = []
-    with koila.config(memory_limit="8 GiB"):
-        for is_running in (False, True):
-            x = koila.lazy(words)
-            h = F.embedding(x, table)
-            scores = (h - h.mean(0)).tanh() @ table.T
-            if is_running:
-                scores = scores + h.cumsum(0)[..., :1]
-            loss = F.cross_entropy(scores.transpose(1, 2), x)
-            program = Program([loss])
-            found.append(program.cut_for(Way(n_pieces=2)).n_cut - program.n_cut)
-            _core.forget()
-    assert found == [1, 0]

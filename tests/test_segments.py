@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import koila
@@ -95,6 +96,36 @@ def test_head_in_pieces(program: Written, chunks: int, force: Force) -> None:
     assert_same(program, program.rows(N_ROWS), chunks=chunks)
     is_cut = program.name.startswith(HEADED) and "dropout" not in program.name
     assert seen.n_pieces == 2 * chunks if is_cut else seen.n_pieces in (0, 2 * chunks)
+
+
+@pytest.mark.parametrize(
+    "running, n_pieces", [("", 6), ("activations", 0), ("head", 6), ("inputs", 0)]
+)
+def test_running_sums_and_pieces(running: str, n_pieces: int, force: Force) -> None:
+    """What chunks are given of what came before them is of chunks: it is not for pieces."""
+    seen = force(Way(n_pieces=2))
+    torch.manual_seed(0)
+    words = torch.randint(0, 500, (N_ROWS, 12))
+    table = torch.randn(500, 8, dtype=torch.float64, requires_grad=True)
+
+    def gradient(lazy: Callable[..., Any]) -> Tensor:
+        x = lazy(words)
+        h = F.embedding(x, table).tanh()
+        scores = h @ table.T
+        if running == "activations":
+            scores = scores + h.cumsum(0)[..., :1]
+        elif running == "head":
+            scores = scores.cumsum(0).sin()
+        elif running:
+            scores = scores + x.double().cumsum(0)[..., None].sin()
+        (grad,) = torch.autograd.grad(F.cross_entropy(scores.transpose(1, 2), x), [table])
+        return grad
+
+    want = gradient(lambda x: x)
+    with split(3):
+        got = gradient(koila.lazy)
+    assert_close(got, want, running)
+    assert seen.n_pieces == n_pieces
 
 
 #: Some of what several bodies hand to each other.

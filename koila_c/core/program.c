@@ -572,8 +572,9 @@ can_be_of_head(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
     return is_able;
 }
 
-/* Whether all reductions of labels that are counted before the bodies are of the head: its nodes are those of
- * segment 1. A count is of the same chunks as its sum. */
+/* Whether all that is reduced before the bodies may be in pieces. Labels are counted on the same chunks as the losses
+ * of them are summed on, so those are of the head: its nodes are those of segment 1. What each chunk is given
+ * something of is on the chunks of its body. */
 static bool
 is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
 {
@@ -582,8 +583,8 @@ is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
     for (uint32_t i = build->first_at[KL_STAGE_DATA]; i < build->first_at[KL_STAGE_DATA + 1]; i++) {
         KlNodeId id = build->at[i];
         bool is_part = stages->late_stage[id] == KL_STAGE_DATA && axis_of(build, id) == axis;
-        is_so =
-            is_so && (!is_part || (stages->node_stage[id] == stage && stages->segment[id] == 1));
+        bool is_of_head = stages->node_stage[id] == stage && stages->segment[id] == 1;
+        is_so = is_so && (!is_part || is_of_head) && !build->tape->nodes[id].is_for_chunks;
     }
     return is_so;
 }
@@ -605,7 +606,8 @@ cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
     for (size_t i = 0; i < nodes->n && status == KL_OK; i++) {
         stages->segment[nodes->ids[i]] = i >= first;
     }
-    for (size_t i = first; i < nodes->n && !is_counted_for_head(build, stage, axis); i++) {
+    bool is_able = status == KL_OK && is_counted_for_head(build, stage, axis);
+    for (size_t i = first; i < nodes->n && !is_able; i++) {
         stages->segment[nodes->ids[i]] = 0;
     }
     return status;
