@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sanitize
 PROGRAMS = Programs()
 
 
-@PROGRAMS.add_but(partly="what is added to a number runs at once")
+@PROGRAMS.add
 def added_to(x: Tensor, w: Tensor) -> Any:
     h = x @ w
     out, other = torch.zeros_like(h), torch.zeros_like(h)

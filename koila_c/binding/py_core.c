@@ -102,8 +102,8 @@ core_is_input(PyObject *module, PyObject *object)
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
-/* Whether nobody but a lazy, and the tape, holds its tensor: then what is done with it is recorded from now
- * on, as with an input. */
+/* Whether nobody but a lazy, and the tape, holds its tensor, and no call waits that reads it: then what is done
+ * with it is recorded from now on, as with an input. */
 PyObject *
 core_keep_lazy(PyObject *module, PyObject *object)
 {
@@ -115,11 +115,14 @@ core_keep_lazy(PyObject *module, PyObject *object)
         return tape == NULL ? NULL : Py_NewRef(Py_False);
     }
     Py_ssize_t n_held = value->tape == NULL;
+    bool is_read = false;
     for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlPyValue *entry = &tape->values[i];
-        n_held += (entry->real == real) + (entry->result == real) + (entry->recorded == real);
+        int n = (entry->real == real) + (entry->result == real) + (entry->recorded == real);
+        n_held += n;
+        is_read = is_read || (n > 0 && tape->core.values[i].n_pending > 0);
     }
-    bool is_alone = Py_REFCNT(real) == n_held;
+    bool is_alone = !is_read && Py_REFCNT(real) == n_held;
     value->is_input = value->is_input || is_alone;
     return PyBool_FromLong(is_alone);
 }

@@ -128,9 +128,9 @@ class _Normalized(torch.autograd.Function):
 def batch_moments(
     x: Tensor, dim: list[int], *, correction: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """torch.var_mean, by a name of its own: it is called in chunks alone, be it one, where its
-    parts are made by `moments`."""
-    raise NotImplementedError
+    """torch.var_mean, by a name of its own: in chunks, be it one, its parts are made by `moments`.
+    It is called where it could not be recorded: of no rows."""
+    return torch.var_mean(x.to(dtype), dim, correction=correction)
 
 
 def batch_norm(
