@@ -633,6 +633,7 @@ class Replay:
 
     def settle(self, is_spent: bool) -> None:
         """Find the numbers of the user's lazies."""
+        self.tracked.settle()
         self.numbers = Numbers(self.program, self.cross, is_spent)
 
     def commit(self) -> None:

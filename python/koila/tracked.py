@@ -25,19 +25,26 @@ class Statistics:
         self.momentum = momentum
         self.of_chunks: dict[int, tuple[int, Tensor, Tensor]] = {}  # rows, mean, var of a sample
 
+        self.towards: list[Tensor] = []
+
+    def settle(self) -> None:
+        """Find what is moved towards; to move takes no memory then."""
+        chunks = list(self.of_chunks.values())
+        n_rows = sum(n for n, *_ in chunks)
+        means = [n / n_rows * mean.double() for n, mean, _ in chunks]
+        variances = [n / n_rows * var.double() for n, _, var in chunks]
+        for one, shares in zip(self.running, (means, variances), strict=True):
+            self.towards.append(sum(shares[1:], shares[0]).to(one.dtype))
+
     def write(self) -> None:
         """Move the running statistics."""
         self.move(self.running, self.momentum)
 
     def move(self, running: tuple[Tensor, Tensor], momentum: float) -> None:
-        """Move some running statistics towards these."""
-        n_rows = sum(n for n, *_ in self.of_chunks.values())
+        """Move some running statistics towards these, as torch does."""
         with torch.no_grad():
-            for i, one in enumerate(running, 1):
-                moved = (1 - momentum) * one.double()
-                for chunk in self.of_chunks.values():
-                    moved += momentum * chunk[0] / n_rows * chunk[i]
-                one.copy_(moved)
+            for one, towards in zip(running, self.towards, strict=True):
+                one.mul_(1 - momentum).add_(towards, alpha=momentum)
 
 
 def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
@@ -116,6 +123,11 @@ class Tracked:
             found = self.moves.setdefault(node.id, Statistics(mean, var, momentum))
             found.of_chunks[chunk] = x.shape[0], *of_chunk
         return made
+
+    def settle(self) -> None:
+        """The last of what takes memory."""
+        for found in (*self.moves.values(), *self.of_whole.values()):
+            found.settle()
 
     def write(self, done: set[int]) -> None:
         """Move what is tracked, in the order of the calls, but for those that were `done`."""
