@@ -51,7 +51,7 @@ MORE = {
     **dict.fromkeys("conv1d conv2d conv3d".split(), (0.9, "padding on one side")),
     **dict.fromkeys(
         "gru lstm rnn_relu rnn_tanh".split(),
-        (4.0, "gates of all steps, beside what was kept of them, which goes meanwhile"),
+        (4.5, "gates of all steps, beside what was kept of them, which goes meanwhile"),
     ),
     "hinge_embedding_loss": (0.5, "composed of other calls"),
     "instance_norm": (1.5, "a weight that is repeated for each row"),

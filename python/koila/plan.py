@@ -419,7 +419,8 @@ def _fit(
         if isinstance(found, Needs):
             return found
         way, estimate, rows = found
-    elif way == AS_IT_IS and last is None and _cost(way, rows) > _DEAR:
+    elif way == AS_IT_IS and not _is_measured() and _cost(way, rows) > _DEAR:
+        # Else pieces are sizes more that kernels are compiled for, which takes what is measured.
         way, estimate, rows = _larger_chunks(
             program, is_graph, shape, allowed, (way, estimate, rows)
         )
