@@ -36,7 +36,7 @@ _NAMES = {
     igamma igammac index_put index_reduce.amax index_reduce.amin index_reduce.mean
     index_reduce.prod inner isclose isin isreal jiterator_2inputs_2outputs
     jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref
-    jiterator_unary kron ldexp linalg.cholesky linalg.cholesky_ex linalg.cond linalg.cross
+    jiterator_unary kron ldexp linalg.cholesky linalg.cholesky_ex linalg.cond
     linalg.det linalg.diagonal linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh
     linalg.householder_product linalg.inv linalg.inv_ex linalg.ldl_factor linalg.ldl_factor_ex
     linalg.ldl_solve linalg.lstsq linalg.lstsq.grad_oriented linalg.lu linalg.lu_factor
@@ -44,7 +44,7 @@ _NAMES = {
     linalg.matrix_rank linalg.matrix_rank.hermitian linalg.multi_dot linalg.pinv
     linalg.pinv.hermitian linalg.pinv.singular linalg.qr linalg.slogdet linalg.solve
     linalg.solve_ex linalg.solve_triangular linalg.svd linalg.svdvals linalg.tensorinv
-    linalg.tensorsolve linalg.vander linalg.vecdot log_normal logaddexp2 logdet lu lu_solve
+    linalg.tensorsolve linalg.vander linalg.vecdot log_normal logdet lu lu_solve
     lu_unpack mH masked_scatter matrix_exp max_pool2d_with_indices_backward
     meshgrid.list_of_tensors meshgrid.variadic_tensors msort mvlgamma.mvlgamma_p_1
     mvlgamma.mvlgamma_p_3 mvlgamma.mvlgamma_p_5 nanmean nanquantile narrow_copy

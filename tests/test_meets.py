@@ -315,3 +315,13 @@ def test_a_batch_of_one_row() -> None:
     want = found(eager)
     with koila.config(chunks=2):
         assert_near(found(koila.lazy), want)
+
+
+@pytest.mark.parametrize("over", [torch.softmax, torch.log_softmax, F.softmin])
+def test_of_integers(over: Over) -> None:
+    """torch's own call refuses them, in its words."""
+    x = torch.arange(12).reshape(4, 3)
+    with pytest.raises(NotImplementedError) as plain:
+        over(x, 0)
+    with koila.config(chunks=2), pytest.raises(NotImplementedError, match=str(plain.value)):
+        over(koila.lazy(x, batch=0), 0)

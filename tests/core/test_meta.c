@@ -126,6 +126,39 @@ test_places(void)
     CHECK(!kl_place_is_equal(&whole, &place) && !kl_place_is_equal(&place, &whole));
 }
 
+/* Whether a chunk of rows at `dim` lies in the memory of the whole. */
+static bool
+is_cut_at(const KlMeta *meta, int32_t dim)
+{
+    KlPlace place = {.axis = 0, .dim = dim, .outer = 1, .inner = 1};
+    return kl_meta_is_cut_in_place(meta, &place);
+}
+
+static void
+test_what_is_cut_in_place(void)
+{
+    KlMeta meta = sized(3, 2, 3, 5);
+    CHECK(is_cut_at(&meta, 0) && !is_cut_at(&meta, 1) && !is_cut_at(&meta, 2)); /* in order */
+    kl_meta_set_contiguous(&meta);
+    CHECK(is_cut_at(&meta, 0) && !is_cut_at(&meta, 1) && !is_cut_at(&meta, 2));
+    meta.strides[0] = 5; /* transposed: rows are the second dim */
+    meta.strides[1] = 10;
+    CHECK(!is_cut_at(&meta, 0) && is_cut_at(&meta, 1));
+    KlMeta narrow = sized(3, 2, 3, 5); /* a part of wider memory: nothing goes on where rows end */
+    narrow.is_strided = true;
+    narrow.strides[0] = 30;
+    narrow.strides[1] = 5;
+    narrow.strides[2] = 1;
+    CHECK(is_cut_at(&narrow, 0) && is_cut_at(&narrow, 1));
+    KlMeta single = sized(3, 1, 3, 5); /* a dim of one goes on nowhere */
+    CHECK(is_cut_at(&single, 1));
+    kl_meta_set_contiguous(&single);
+    CHECK(is_cut_at(&single, 1));
+    const KlPlace blocks = {.axis = 0, .dim = 0, .outer = 2, .inner = 1};
+    kl_meta_set_contiguous(&meta);
+    CHECK(!kl_meta_is_cut_in_place(&meta, &blocks));
+}
+
 int
 main(void)
 {
@@ -134,5 +167,6 @@ main(void)
     test_row_major_strides();
     test_what_is_contiguous();
     test_places();
+    test_what_is_cut_in_place();
     return check_result();
 }

@@ -6,18 +6,25 @@
 
 #define MAX_NODES 64
 
-static uint32_t
-cut(Program *p, uint32_t n_segments, uint32_t *segment)
+/* All calls of the program, in their order; returns how many. */
+static size_t
+all_nodes(const Program *p, KlNodeId nodes[MAX_NODES])
 {
-    KlNodeId nodes[MAX_NODES];
     CHECK(p->tape.n_nodes <= MAX_NODES);
     for (size_t i = 0; i < p->tape.n_nodes; i++) {
         nodes[i] = (KlNodeId)i;
     }
-    CHECK(kl_segment_cut(&p->tape, nodes, p->tape.n_nodes, n_segments, segment, &p->error) ==
-          KL_OK);
+    return p->tape.n_nodes;
+}
+
+static uint32_t
+cut(Program *p, uint32_t n_segments, uint32_t *segment)
+{
+    KlNodeId nodes[MAX_NODES];
+    size_t n = all_nodes(p, nodes);
+    CHECK(kl_segment_cut(&p->tape, nodes, n, n_segments, segment, &p->error) == KL_OK);
     uint32_t last = 0;
-    for (size_t i = 0; i < p->tape.n_nodes; i++) {
+    for (size_t i = 0; i < n; i++) {
         CHECK(segment[i] == last || segment[i] == last + 1); /* in the order of the calls */
         last = segment[i];
     }
@@ -62,10 +69,7 @@ test_head(void)
     (void)call1(&p, "exp", call1(&p, "sin", call2(&p, "linear", h, wide)));
     KlNodeId nodes[MAX_NODES];
     uint32_t position[MAX_NODES] = {0};
-    size_t n = p.tape.n_nodes, first = 0;
-    for (size_t i = 0; i < n; i++) {
-        nodes[i] = (KlNodeId)i;
-    }
+    size_t n = all_nodes(&p, nodes), first = 0;
     CHECK(kl_segment_head(&p.tape, nodes, n, position, &first, &p.error) == KL_OK);
     CHECK(nodes[first] == last + 1);
     first = (size_t)last + 3; /* not before that: less than half is left */
