@@ -41,9 +41,9 @@ def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
 def shares(
     x: Tensor, dim: list[int], *, correction: int, keepdim: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What rows meet in: the logarithm, and the largest. In chunks, be it one, its parts are made by
-    `sums`; its results are laid out as those of torch.var_mean. Nothing meets in what could not be
-    recorded (integers): torch's own call says why."""
+    """What rows meet in: the logarithm, and the largest. In chunks, be it one, its parts are made
+    by `sums`; its results are laid out as those of torch.var_mean. Nothing meets in what could not
+    be recorded (integers): torch's own call says why."""
     return x, x
 
 
