@@ -13,20 +13,6 @@ typedef struct Found {
     PyObject *graphs;      /* tensors that entered with a graph of their own */
 } Found;
 
-/* Whether a chunk of a value lies in the memory of the whole, which is laid out as `meta` says: no dim goes on
- * where that of the rows ends, for a view may join the two, and then cannot of a part. */
-static bool
-is_cut_in_place(const KlMeta *meta, const KlPlace *place, bool is_there)
-{
-    int64_t end = meta->strides[place->dim] * meta->shape[place->dim];
-    bool is_found = place->outer == 1;
-    for (int32_t dim = 0; dim < meta->n_dims && is_found; dim++) {
-        bool goes_on = end > 0 && meta->shape[dim] > 1 && meta->strides[dim] == end;
-        is_found = is_there ? !goes_on : dim >= place->dim || meta->shape[dim] == 1;
-    }
-    return is_found;
-}
-
 static int
 find_cuts(const Tape *tape, const KlStages *stages, Found *found)
 {
@@ -35,14 +21,14 @@ find_cuts(const Tape *tape, const KlStages *stages, Found *found)
         const KlPyValue *value = &tape->values[import->value];
         PyObject *tensor = value->real != NULL ? value->real : value->result;
         KlMeta meta = tape->core.values[import->value].meta;
+        meta.is_strided = false; /* of what is not there yet */
         int result =
             kl_place_is_rows(&import->place) && tensor != NULL ? kl_meta_read(tensor, &meta) : 0;
         if (result < 0) {
             return -1;
         }
-        found->is_cut_in_place[i] =
-            !kl_place_is_rows(&import->place) ||
-            (result == 0 && is_cut_in_place(&meta, &import->place, tensor != NULL));
+        found->is_cut_in_place[i] = !kl_place_is_rows(&import->place) ||
+                                    (result == 0 && kl_meta_is_cut_in_place(&meta, &import->place));
     }
     return 0;
 }

@@ -101,3 +101,15 @@ kl_place_is_equal(const KlPlace *left, const KlPlace *right)
     return left->axis == right->axis && left->dim == right->dim && left->outer == right->outer &&
            left->inner == right->inner;
 }
+
+bool
+kl_meta_is_cut_in_place(const KlMeta *meta, const KlPlace *place)
+{
+    int64_t end = meta->strides[place->dim] * meta->shape[place->dim];
+    bool is_found = place->outer == 1;
+    for (int32_t dim = 0; dim < meta->n_dims && is_found; dim++) {
+        bool goes_on = end > 0 && meta->shape[dim] > 1 && meta->strides[dim] == end;
+        is_found = meta->is_strided ? !goes_on : dim >= place->dim || meta->shape[dim] == 1;
+    }
+    return is_found;
+}

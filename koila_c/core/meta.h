@@ -65,6 +65,10 @@ kl_place_is_rows(const KlPlace *place)
     return place->axis != KL_ID_NONE;
 }
 
+/* Whether a chunk of a value lies in the memory of the whole: no dim goes on where that of the rows ends, for a
+ * view may join the two, and then cannot of a part. Where strides are not known the dims are in their order. */
+bool kl_meta_is_cut_in_place(const KlMeta *meta, const KlPlace *place);
+
 bool kl_place_is_equal(const KlPlace *left, const KlPlace *right);
 
 #endif

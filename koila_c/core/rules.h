@@ -57,6 +57,9 @@ KlDtype kl_rules_dtype(const KlCall *call, KlDtype fallback);
 
 /* One output with the shape of `like`, strides not known. */
 KlStatus kl_rules_out(KlInferred *result, const KlMeta *like, KlError *error);
+
+/* The same, row by row. */
+KlStatus kl_rules_out_contiguous(KlInferred *result, const KlMeta *like, KlError *error);
 /* One output of that shape; declines more than KL_DIMS_MAX dims. */
 KlStatus kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims,
                             KlError *error);

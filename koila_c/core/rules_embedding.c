@@ -24,11 +24,7 @@ shape_embedding(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlMeta out = *indices;
     out.shape[out.n_dims++] = weight->shape[1];
-    KlStatus status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, &out, error);
 }
 
 KlStatus
@@ -84,11 +80,7 @@ shape_one_hot(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlMeta out = *input;
     out.shape[out.n_dims++] = n_classes;
-    status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, &out, error);
 }
 
 KlStatus
@@ -148,11 +140,7 @@ shape_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlMeta out = *call->inputs[0];
     out.shape[1] = call->inputs[1]->shape[1];
-    KlStatus status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, &out, error);
 }
 
 KlStatus

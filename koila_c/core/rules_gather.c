@@ -52,11 +52,7 @@ shape_gather(const KlCall *call, KlInferred *result, KlError *error)
     if (!fits(index, call->inputs[0], dim)) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the index does not fit into the value");
     }
-    status = kl_rules_out(result, index, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, index, error);
 }
 
 /* The value and input `other` have their rows at `want`, and so has the result. */
@@ -113,11 +109,7 @@ shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
         return kl_error_set(error, KL_ERROR_SHAPE,
                             "the index does not fit into the value and the source");
     }
-    status = kl_rules_out(result, input, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, input, error);
 }
 
 KlStatus

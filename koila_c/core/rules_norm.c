@@ -88,10 +88,7 @@ shape_layer_norm(const KlCall *call, KlInferred *result, KlError *error)
     int32_t n = 0;
     KlStatus status = read_normalized(call, 2, &n, error);
     if (status == KL_OK) {
-        status = kl_rules_out(result, call->inputs[0], error);
-    }
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
+        status = kl_rules_out_contiguous(result, call->inputs[0], error);
     }
     return status;
 }
@@ -335,11 +332,7 @@ shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
     if (!kl_rules_is_given(call, 3)) {
         result->effects = 0;
     }
-    status = kl_rules_out(result, call->inputs[0], error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, call->inputs[0], error);
 }
 
 void

@@ -179,11 +179,7 @@ shape_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
         out.shape[i - 1] = size[i];
     }
     out.shape[n - 1] = n_spatial;
-    status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, &out, error);
 }
 
 KlStatus

@@ -181,10 +181,7 @@ shape_draw(const KlCall *call, KlInferred *result, KlError *error)
         status = kl_rules_broadcast(&out, call->inputs[i], error);
     }
     if (status == KL_OK) {
-        status = kl_rules_out(result, &out, error);
-    }
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
+        status = kl_rules_out_contiguous(result, &out, error);
     }
     return status;
 }
@@ -216,11 +213,7 @@ shape_multinomial(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlMeta out = *input;
     out.shape[input->n_dims - 1] = n;
-    status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, &out, error);
 }
 
 KlStatus

@@ -10,6 +10,16 @@ kl_rules_out(KlInferred *result, const KlMeta *like, KlError *error)
 }
 
 KlStatus
+kl_rules_out_contiguous(KlInferred *result, const KlMeta *like, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, like, error);
+    if (status == KL_OK) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
+}
+
+KlStatus
 kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims, KlError *error)
 {
     if (n_dims > KL_DIMS_MAX) {
@@ -231,9 +241,5 @@ shape_isinf(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 shape_row_major(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlStatus status = kl_rules_out(result, call->inputs[0], error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    return kl_rules_out_contiguous(result, call->inputs[0], error);
 }

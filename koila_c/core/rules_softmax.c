@@ -16,10 +16,7 @@ shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &dim, error);
     if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
+        status = kl_rules_out_contiguous(result, input, error);
     }
     return status;
 }

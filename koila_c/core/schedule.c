@@ -213,28 +213,14 @@ release_read(Build *build, uint32_t u)
     return status == KL_OK && has_any ? add_step(build, KL_STEP_RELEASE, NULL, first) : status;
 }
 
-/* Whether chunks are views of the whole: their rows are outermost in its memory. */
-static bool
-is_cut_in_place(const KlMeta *meta)
-{
-    const KlPlace *place = &meta->place;
-    bool is_outermost = place->outer == 1;
-    for (int32_t dim = 0; dim < meta->n_dims && is_outermost; dim++) {
-        bool is_inner = meta->is_strided ? meta->strides[dim] < meta->strides[place->dim] &&
-                                               meta->strides[dim] > 0
-                                         : dim > place->dim;
-        is_outermost = dim == place->dim || meta->shape[dim] == 1 || is_inner;
-    }
-    return is_outermost;
-}
-
 /* Whether a value that leaves a body is written into one tensor of all rows: somebody reads it whole. */
 static bool
 is_put_together(const Build *build, KlValueId value)
 {
     const KlMeta *meta = &build->tape->values[value].meta;
     return (build->is_read_whole[value] || build->program->is_kept[value]) &&
-           kl_place_is_rows(&meta->place) && !is_parts(build, value) && is_cut_in_place(meta);
+           kl_place_is_rows(&meta->place) && !is_parts(build, value) &&
+           kl_meta_is_cut_in_place(meta, &meta->place);
 }
 
 /* Of what leaves a body, what has its home beside the device, or is written into one tensor. */
