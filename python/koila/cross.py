@@ -55,6 +55,12 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
 
 
+def has_way_back(tensor: torch.Tensor) -> bool:
+    """Whether a gradient goes through a tensor that requires one: a view that was taken without a
+    graph says so too, and none does."""
+    return tensor.grad_fn is not None or not tensor._is_view()
+
+
 def send_back(
     outputs: Sequence[torch.Tensor | GradientEdge],
     seeds: Sequence[torch.Tensor],
@@ -66,11 +72,7 @@ def send_back(
     then adds the next chunk's gradient to it in place. The last of several views is alone, and
     would keep the memory of all. Nothing can be added to torch's zeros without memory (sgn()).
     """
-    # A view taken without a graph says that it requires a gradient, but none goes through it.
-    ways = [
-        isinstance(output, GradientEdge) or output.grad_fn is not None or not output._is_view()
-        for output in outputs
-    ]
+    ways = [isinstance(output, GradientEdge) or has_way_back(output) for output in outputs]
     outputs = list(itertools.compress(outputs, ways))
     if not outputs:
         return
@@ -199,12 +201,12 @@ class Cross:
             return self.read_whole(is_graph)
         if self.gathered is None:
             assert self.info.place is not None
-            part_ids, place = sorted(self.chunks), self.info.place
-            chunks = [self.chunks[c] for c in part_ids]
+            numbers, place = sorted(self.chunks), self.info.place
+            chunks = [self.chunks[c] for c in numbers]
             self.gathered = rows.gather(chunks, place, self.info.strides)
             if len(chunks) > 1 and rows.is_cut_in_place(self.gathered, place):
                 sizes = [chunk.shape[place[1]] for chunk in chunks]
-                self.chunks = dict(zip(part_ids, self.gathered.split(sizes, place[1]), strict=True))
+                self.chunks = dict(zip(numbers, self.gathered.split(sizes, place[1]), strict=True))
         return self._alias(GATHERED, self.gathered, is_graph)
 
     def read_rows(

@@ -322,13 +322,27 @@ _last_ways: dict[Shape, tuple[Way, float]] = {}
 _NEAR = 0.1  # what is left now and was left then, apart by such a share
 
 
+def _is_near(allowed: float, left: float) -> bool:
+    """Whether as much is allowed as was left then."""
+    return abs(allowed - left) <= _NEAR * left
+
+
+def _cheapest(
+    fitting: list[tuple[Way, memory.Estimate, int]], shape: Shape, allowed: float
+) -> tuple[Way, memory.Estimate, int]:
+    """The one that is taken, and from now on where as much is left."""
+    best = min(fitting, key=lambda one: _cost(one[0], one[2]))
+    _remember(_last_ways, shape, (best[0], allowed))
+    return best
+
+
 def _last_way(
     program: Program, is_graph: bool, shape: Shape, allowed: float
 ) -> tuple[Way, memory.Estimate, int] | None:
     """The way that a program of this shape was given where as much was left, if it fits."""
     way, left = _last_ways.get(shape, (AS_IT_IS, 0.0))
     cut = program.cut_for(way)
-    if way == AS_IT_IS or abs(allowed - left) > _NEAR * left or cut.unstageable is not None:
+    if way == AS_IT_IS or not _is_near(allowed, left) or cut.unstageable is not None:
         return None
     estimate = memory.estimate(cut, is_graph, way)
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
@@ -351,9 +365,7 @@ def _find_way(
         else:
             needs.append((least(estimate, allowed), way, estimate))
     if fitting:
-        best = min(fitting, key=lambda one: _cost(one[0], one[2]))
-        _remember(_last_ways, shape, (best[0], allowed))
-        return best
+        return _cheapest(fitting, shape, allowed)
     needed, way, estimate = min(needs, key=lambda one: one[0].n_bytes)
     if needed.n_bytes > allowed:
         return needed
@@ -368,6 +380,9 @@ def _larger_chunks(
     found: tuple[Way, memory.Estimate, int],
 ) -> tuple[Way, memory.Estimate, int]:
     """What fits in small chunks, in larger ones whose head runs in pieces, if that is cheaper."""
+    way, left = _last_ways.get(shape, (None, 0.0))
+    if way == found[0] and _is_near(allowed, left):
+        return found
     known = _last_way(program, is_graph, shape, allowed)
     if known is not None:
         return known
@@ -375,9 +390,7 @@ def _larger_chunks(
     for way, estimate in _pieces(program, is_graph):
         rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
         ways += [(way, estimate, rows)] if rows > 0 else []
-    best = min(ways, key=lambda one: _cost(one[0], one[2]))
-    _remember(_last_ways, shape, (best[0], allowed))
-    return best
+    return _cheapest(ways, shape, allowed)
 
 
 def _fit(

@@ -34,7 +34,7 @@ from koila import (
     views,
 )
 from koila.attempt import attempt
-from koila.cross import Cross, add, send_back
+from koila.cross import Cross, add, has_way_back, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import DATA, ROWS, Node, Op, Program, Run, Step
@@ -367,8 +367,7 @@ class Replay:
             if parts is not None:
                 whole.parts, whole.aliases = parts.parts, parts.aliases
             self.cross[value] = whole
-            # A view taken without a graph says that it requires a gradient, but has no way back.
-            if is_graph and tensor.requires_grad and (tensor.grad_fn or not tensor._is_view()):
+            if is_graph and tensor.requires_grad and has_way_back(tensor):
                 graph[value] = get_gradient_edge(tensor)
         return graph
 

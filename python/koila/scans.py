@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from koila import _core
+from koila.norms import wide
 
 
 class Scan(NamedTuple):
@@ -69,8 +70,7 @@ def _make(name: str, scan: Scan) -> tuple[Callable[..., Any], Callable[..., Any]
         """Whole, where nothing was summed up, torch's own call."""
         if starts is None:
             return scan.run(x, dim) if dtype is None else scan.run(x, dim, dtype=dtype)
-        to = dtype or (torch.int64 if x.dtype not in _CONTINUOUS else x.dtype)
-        return scan.go_on(starts, scan.run(x.to(starts.dtype), dim)).to(to)
+        return scan.go_on(starts, scan.run(x.to(starts.dtype), dim)).to(_made_in(x, dtype))
 
     goes_on.__name__ = name
     return starts, goes_on
@@ -80,6 +80,13 @@ _CONTINUOUS = frozenset(
     getattr(torch, name)
     for name in "float16 bfloat16 float32 float64 complex32 complex64 complex128".split()
 )
+
+
+def _made_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result: torch adds up integers in int64."""
+    return dtype or (x.dtype if x.dtype in _CONTINUOUS else torch.int64)
+
+
 _MADE = {name: _make(name, scan) for name, scan in SCANS.items()}
 #: By the function that is recorded: of what all chunks start from, and of the scan.
 STARTS = {starts: SCANS[name] for name, (starts, _) in _MADE.items()}
@@ -94,10 +101,8 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(x) is not _core.LazyTensor or not isinstance(dim, int) or words:
         return NotImplemented
     starts, goes_on = _MADE[func.__name__]
-    to = dtype or (torch.int64 if x.dtype not in _CONTINUOUS else x.dtype)
-    wide = torch.float32 if to in (torch.float16, torch.bfloat16) else to
     call: Any = handle_torch_function
-    begun = call(starts, (x,), x, [dim], keepdim=True, dtype=wide)
+    begun = call(starts, (x,), x, [dim], keepdim=True, dtype=wide(_made_in(x, dtype)))
     if not _core.set_for_chunks(begun):
         return NotImplemented
     own = {} if dtype is None else {"dtype": dtype}

@@ -24,7 +24,6 @@ class Statistics:
         self.running = mean, var
         self.momentum = momentum
         self.of_chunks: dict[int, tuple[int, Tensor, Tensor]] = {}  # rows, mean, var of a sample
-
         self.towards: list[Tensor] = []
 
     def settle(self) -> None:
