@@ -206,6 +206,23 @@ def test_what_fits_runs_as_it_is() -> None:
     assert ran.n_chunks > 1 and not ran.way
 
 
+def deep() -> tuple[nn.Module, Tensor, Tensor, Loss]:
+    """Layers that are all alike: its head in pieces is half of it."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(40)]
+    x, y = torch.randn(16, LENGTH, WIDTH).double(), torch.randn(16, LENGTH, WIDTH).double()
+    return nn.Sequential(*layers).double(), x, y, F.mse_loss
+
+
+@pytest.mark.parametrize("n_rows", [2, 3, 4, 6])
+def test_no_pieces_of_half_a_model(n_rows: int) -> None:
+    """In larger chunks the calls of its head would be made more often than in smaller chunks."""
+    torch.manual_seed(0)
+    made = deep()
+    step(made, int(there() + n_rows * needs(made, 1)))
+    (ran,) = koila.report().programs
+    assert ran.n_chunks > 1 and not ran.way
+
+
 def test_explain_tells() -> None:
     torch.manual_seed(0)
     model, x, y, loss_of = made = decoder()

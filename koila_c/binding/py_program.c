@@ -407,6 +407,7 @@ typedef struct Traits {
     bool has_writes, has_effects, is_drawing;
     bool is_on[UINT8_MAX + 1]; /* by device: a value is made there */
     long long made, entered;   /* bytes that calls make; of rows that enter */
+    long long given;           /* bytes that enter whole */
     long long once, n_once;    /* bytes that calls make which run once; how many such calls */
 } Traits;
 
@@ -434,8 +435,11 @@ traits_of(const KlTape *core, const KlStages *stages)
         traits.n_once += node->mode == KL_MODE_ONCE;
     }
     for (size_t i = 0; i < stages->n_imports; i++) {
-        const KlMeta *meta = &core->values[stages->imports[i].value].meta;
-        traits.entered += kl_place_is_rows(&meta->place) ? kl_meta_n_bytes(meta) : 0;
+        const KlValue *value = &core->values[stages->imports[i].value];
+        long long bytes = kl_meta_n_bytes(&value->meta);
+        bool is_rows = kl_place_is_rows(&value->meta.place);
+        traits.entered += is_rows ? bytes : 0;
+        traits.given += !is_rows && value->node == KL_ID_NONE ? bytes : 0;
     }
     return traits;
 }
@@ -496,7 +500,7 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
     const KlStages *stages = &program->stages;
     Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
-        "(ONNONNNnnnINONOOOO(LLLL))", handle, ids_object(roots), ids_object(reached), shared,
+        "(ONNONNNnnnINONOOOO(LLLLL))", handle, ids_object(roots), ids_object(reached), shared,
         axes_object(&tape->core, program), entered_object(tape, stages), devices_object(&traits),
         (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values, (Py_ssize_t)stages->n_imports,
         stages->n_stages, stage_object(stages->last_body),
@@ -504,7 +508,7 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
         is_all_staged(&tape->core, stages) ? Py_True : Py_False,
         traits.has_writes ? Py_True : Py_False, traits.has_effects ? Py_True : Py_False,
         traits.is_drawing ? Py_True : Py_False, traits.made, traits.once, traits.entered,
-        traits.n_once);
+        traits.given, traits.n_once);
 }
 
 /* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "drops"

@@ -42,7 +42,7 @@ _Staged = tuple[
     bool,
     bool,
     bool,
-    tuple[int, int, int, int],
+    tuple[int, int, int, int, int],
 ]
 
 # Multiples of the result, of the first operand, and of a byte for each element of the larger.

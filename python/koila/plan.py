@@ -187,7 +187,7 @@ def ran_out(program: Program) -> MemoryLimitError:
     """What is raised where memory ran out in the smallest chunks."""
     allowed = _allowed(program)
     ways = _ways(program, bool(program.roots))
-    needs = min((least(estimate, allowed) for _, estimate in ways), key=lambda one: one.n_bytes)
+    needs = min((least(way.estimate, allowed) for way in ways), key=lambda one: one.n_bytes)
     return needs.refusal(program)
 
 
@@ -266,17 +266,48 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
 
 _KEEP = 2, 3, 4, 6, 8
 _PIECES = 2, 4, 8, 16, 32
-_DEAR = 1.1  # a cost from which on other ways are looked for
 _SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
+_DEAR = 1.1  # a cost from which on other ways are looked for
+# What a call of a chunk takes, forward and back, whatever its rows: as to make so many bytes by
+# calls. Measured on a CPU; an accelerator makes a hundred times as many in that time.
+_CALL = 2**16
+_CALL_ON_ACCELERATOR = 2**23
+# What is given whole is read by each chunk, and its gradient added up: so much of its bytes.
+_GIVEN = 1 / 8
 
 
-def _cost(way: Way, rows: int) -> float:
-    """The time of a step run this way in chunks of so many rows, as a multiple of large chunks of
-    it as it is: roughly, to choose among ways. A chunk has work of its own, as of two rows.
-    """
+class Option(NamedTuple):
+    """A way to run a program, and what it needs."""
+
+    way: Way
+    estimate: memory.Estimate
+    n_calls: int  # of each chunk
+
+    def rows(self, allowed: float) -> int:
+        """Of the largest chunk that fits with room to spare; 0: none does."""
+        return self.estimate.largest_chunk(CHUNK_SHARE * allowed)
+
+
+class Fitting(NamedTuple):
+    """A way that fits, in chunks of so many rows at most."""
+
+    option: Option
+    rows: int
+
+
+def _option(program: Program, is_graph: bool, way: Way) -> Option:
+    return Option(way, memory.estimate(program, is_graph, way), program.n_calls(way))
+
+
+def _cost(program: Program, option: Option, rows: int) -> float:
+    """The time of a step run this way in chunks of so many rows, as a multiple of its time without
+    what chunks cost: roughly, to choose among ways."""
+    way, amounts = option.way, program.amounts
+    is_cpu = all(device.type == "cpu" for device in program.devices)
+    of_chunk = option.n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
+    n_chunks = -(-option.estimate.rows // rows)
     more = 0.35 * (way.keep_every > 1) + 0.35 * (way.n_segments > 1) + 0.2 * way.is_offloaded
-    more += 0.005 * way.n_pieces * (way.n_pieces > 1)
-    return (1 + more) * (1 + 2 / rows)
+    return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
 
 
 def _can_offload(program: Program) -> bool:
@@ -285,19 +316,19 @@ def _can_offload(program: Program) -> bool:
     return not is_cpu or offload.is_worth_it()
 
 
-def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estimate]]:
-    """The ways to run a program, and what each needs; they give the same numbers."""
-    yield AS_IT_IS, memory.estimate(program, is_graph)
+def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
+    """The ways to run a program; they give the same numbers."""
+    yield _option(program, is_graph, AS_IT_IS)
     if not is_graph or not program.roots:
         steps = program.schedule(False, Way(1, 1, True))
         if any(step.op == Op.FORWARD and step.values for step in steps) and _can_offload(program):
-            yield Way(1, 1, True), memory.estimate(program, False, Way(1, 1, True))
+            yield _option(program, False, Way(1, 1, True))
         return
     crosses = any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
     can_offload = crosses and _can_offload(program)
     for way in (*(Way(1, n) for n in _KEEP), *((Way(1, 1, True),) if can_offload else ())):
         if crosses:
-            yield way, memory.estimate(program, is_graph, way)
+            yield _option(program, is_graph, way)
     yield from _pieces(program, is_graph)
     n_before = program.n_cut
     for n_segments in _SEGMENTS:
@@ -306,15 +337,15 @@ def _ways(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estima
             continue  # a write would cross where none can, or there is nothing left to cut
         n_before = cut.n_cut
         for way in (Way(n_segments), *((Way(n_segments, 1, True),) if can_offload else ())):
-            yield way, memory.estimate(cut, is_graph, way)
+            yield _option(cut, is_graph, way)
 
 
-def _pieces(program: Program, is_graph: bool) -> Iterator[tuple[Way, memory.Estimate]]:
+def _pieces(program: Program, is_graph: bool) -> Iterator[Option]:
     """The ways that run the head in pieces, where there is one that can."""
     cut = program.cut_for(Way(n_pieces=_PIECES[0]))
     if is_graph and cut.n_cut > program.n_cut and cut.unstageable is None:
-        for way in (Way(n_pieces=n) for n in _PIECES):
-            yield way, memory.estimate(cut, is_graph, way)
+        for n_pieces in _PIECES:
+            yield _option(cut, is_graph, Way(n_pieces=n_pieces))
 
 
 #: By shape: the way that a program was last given, and what was left then.
@@ -327,70 +358,60 @@ def _is_near(allowed: float, left: float) -> bool:
     return abs(allowed - left) <= _NEAR * left
 
 
-def _cheapest(
-    fitting: list[tuple[Way, memory.Estimate, int]], shape: Shape, allowed: float
-) -> tuple[Way, memory.Estimate, int]:
+def _cheapest(program: Program, fitting: list[Fitting], shape: Shape, allowed: float) -> Fitting:
     """The one that is taken, and from now on where as much is left."""
-    best = min(fitting, key=lambda one: _cost(one[0], one[2]))
-    _remember(_last_ways, shape, (best[0], allowed))
+    best = min(fitting, key=lambda one: _cost(program, *one))
+    _remember(_last_ways, shape, (best.option.way, allowed))
     return best
 
 
-def _last_way(
-    program: Program, is_graph: bool, shape: Shape, allowed: float
-) -> tuple[Way, memory.Estimate, int] | None:
+def _last_way(program: Program, is_graph: bool, shape: Shape, allowed: float) -> Fitting | None:
     """The way that a program of this shape was given where as much was left, if it fits."""
     way, left = _last_ways.get(shape, (AS_IT_IS, 0.0))
     cut = program.cut_for(way)
     if way == AS_IT_IS or not _is_near(allowed, left) or cut.unstageable is not None:
         return None
-    estimate = memory.estimate(cut, is_graph, way)
-    rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
-    return (way, estimate, rows) if rows > 0 else None
+    option = _option(cut, is_graph, way)
+    rows = option.rows(allowed)
+    return Fitting(option, rows) if rows > 0 else None
 
 
-def _find_way(
-    program: Program, is_graph: bool, shape: Shape, allowed: float
-) -> tuple[Way, memory.Estimate, int] | Needs:
+def _find_way(program: Program, is_graph: bool, shape: Shape, allowed: float) -> Fitting | Needs:
     """The cheapest way that fits, and the rows of a chunk that do; or what the least needs."""
     found = _last_way(program, is_graph, shape, allowed)
     if found is not None:
         return found
-    fitting: list[tuple[Way, memory.Estimate, int]] = []
-    needs: list[tuple[Needs, Way, memory.Estimate]] = []
-    for way, estimate in _ways(program, is_graph):
-        rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
+    fitting: list[Fitting] = []
+    needs: list[tuple[Needs, Option]] = []
+    for option in _ways(program, is_graph):
+        rows = option.rows(allowed)
         if rows > 0:
-            fitting.append((way, estimate, rows))
+            fitting.append(Fitting(option, rows))
         else:
-            needs.append((least(estimate, allowed), way, estimate))
+            needs.append((least(option.estimate, allowed), option))
     if fitting:
-        return _cheapest(fitting, shape, allowed)
-    needed, way, estimate = min(needs, key=lambda one: one[0].n_bytes)
+        return _cheapest(program, fitting, shape, allowed)
+    needed, option = min(needs, key=lambda one: one[0].n_bytes)
     if needed.n_bytes > allowed:
         return needed
-    return way, estimate, max(needed.rows, estimate.largest_chunk(allowed))
+    return Fitting(option, max(needed.rows, option.estimate.largest_chunk(allowed)))
 
 
 def _larger_chunks(
-    program: Program,
-    is_graph: bool,
-    shape: Shape,
-    allowed: float,
-    found: tuple[Way, memory.Estimate, int],
-) -> tuple[Way, memory.Estimate, int]:
-    """What fits in small chunks, in larger ones whose head runs in pieces, if that is cheaper."""
+    program: Program, is_graph: bool, shape: Shape, allowed: float, found: Fitting
+) -> Fitting:
+    """What fits in many chunks, in larger ones whose head runs in pieces, if that is cheaper."""
     way, left = _last_ways.get(shape, (None, 0.0))
-    if way == found[0] and _is_near(allowed, left):
+    if way == found.option.way and _is_near(allowed, left):
         return found
     known = _last_way(program, is_graph, shape, allowed)
     if known is not None:
         return known
     ways = [found]
-    for way, estimate in _pieces(program, is_graph):
-        rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
-        ways += [(way, estimate, rows)] if rows > 0 else []
-    return _cheapest(ways, shape, allowed)
+    for option in _pieces(program, is_graph):
+        rows = option.rows(allowed)
+        ways += [Fitting(option, rows)] if rows > 0 else []
+    return _cheapest(program, ways, shape, allowed)
 
 
 def _fit(
@@ -431,12 +452,13 @@ def _fit(
         found = _find_way(program, is_graph, shape, allowed)
         if isinstance(found, Needs):
             return found
-        way, estimate, rows = found
-    elif way == AS_IT_IS and not _is_measured() and _cost(way, rows) > _DEAR:
+        (way, estimate, _), rows = found
+    elif way == AS_IT_IS and not _is_measured():
         # Else pieces are sizes more that kernels are compiled for, which takes what is measured.
-        way, estimate, rows = _larger_chunks(
-            program, is_graph, shape, allowed, (way, estimate, rows)
-        )
+        found = Fitting(Option(way, estimate, program.n_nodes), rows)
+        if _cost(program, *found) > _DEAR:
+            found = _larger_chunks(program, is_graph, shape, allowed, found)
+        (way, estimate, _), rows = found
     n_chunks, unit = _chunks_of(estimate.rows, rows, way)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
     return Plan(n_chunks, unit, predicted, allowed, shape, way)
@@ -452,7 +474,7 @@ def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bound
     numbers."""
     rows = max(stop - start for start, stop in bounds)
     best: Needs | None = None
-    for way, estimate in _ways(program, is_graph):
+    for way, estimate, _ in _ways(program, is_graph):
         n_bytes, node = estimate.peak(rows)
         if n_bytes <= allowed:
             shape = _shape_of(program, is_graph, estimate)

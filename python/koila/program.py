@@ -86,6 +86,7 @@ class Amounts(NamedTuple):
     made: int  # by its calls
     once: int  # of these, by calls that run once
     entered: int  # of rows that enter it
+    given: int  # of what enters it whole
     n_once: int
 
 
@@ -328,6 +329,13 @@ class Program:
         if cuts == self._cuts:
             return self
         return Program(self.roots, self.is_known_only, *cuts, self.gets)
+
+    def n_calls(self, way: Way) -> int:
+        """Of each chunk: those of the head are made for each piece."""
+        if way.n_pieces == 1:
+            return self.n_nodes
+        head = max((run for run in self.runs if run.is_body), key=lambda run: run.index)
+        return self.n_nodes + (way.n_pieces - 1) * len(head.nodes)
 
     @property
     def n_cut(self) -> int:
