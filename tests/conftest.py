@@ -37,7 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no collection look again at what lives to the end: thousands of tests."""
+    """Let no collection look again at what lives to the end: thousands of tests.
+
+    Nor any walk over all objects, and no child that is forked has to copy them. So no test may
+    thaw what it froze: all of this would thaw with it.
+    """
     gc.collect()
     gc.freeze()
 

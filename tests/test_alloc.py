@@ -112,9 +112,9 @@ COMMITS_EARLY = {"read_first", "live"}
 
 @pytest.fixture(autouse=True)
 def memory_again() -> Iterator[None]:
+    gc.collect()
     gc.freeze()  # or each collection would look at all of torch
     yield
-    gc.unfreeze()
     koila._core.fail_alloc_after(-1)
 
 

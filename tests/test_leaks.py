@@ -202,13 +202,11 @@ MORE_STEPS = {step.__name__: step for step in (teach, refuse, try_again)}
 
 
 @pytest.fixture(autouse=True)
-def only_new_objects() -> Iterator[None]:
+def only_new_objects() -> None:
     # After a limit of a test before: of storages that died, up to as many as live are remembered.
     koila._core.follow_storages(None)
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33")
