@@ -27,9 +27,6 @@ SANITIZERS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 
-# One worker: the library of the core is built once.
-pytestmark = pytest.mark.xdist_group("core")
-
 
 @pytest.fixture(scope="module")
 def core_library(tmp_path_factory: pytest.TempPathFactory) -> Path:

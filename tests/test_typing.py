@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python" / "koila" / "_core.pyi"
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("typing")]
+pytestmark = pytest.mark.slow
 
 
 def run(*command: str) -> None:
