@@ -36,8 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = sanitizers.without_further_counts(items)
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection look again at what lives to the end: thousands of tests.
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """Let no collection look again at what lives to the end: thousands of tests, and what torch
+    imports when it is first needed.
 
     Nor any walk over all objects, and no child that is forked has to copy them. So no test may
     thaw what it froze: all of this would thaw with it.

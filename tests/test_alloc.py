@@ -112,8 +112,6 @@ COMMITS_EARLY = {"read_first", "live"}
 
 @pytest.fixture(autouse=True)
 def memory_again() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()  # or each collection would look at all of torch
     yield
     koila._core.fail_alloc_after(-1)
 
@@ -185,6 +183,7 @@ def test_every_request_may_fail(name: str, chunks: int) -> None:
     with split(chunks):
         in_a_thread(lambda: run(name, koila.lazy))  # what is kept for good
         gc.collect()
+        gc.freeze()  # or each collection would look at all of torch
         n_blocks = koila._core.n_blocks()
         for n in itertools.count():
             failed = in_a_thread(lambda n=n: fail_then_run(n))
