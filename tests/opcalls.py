@@ -7,6 +7,7 @@ torch runs on every chunk, and what comes out is put together as the row says.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import warnings
 import weakref
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+import sanitizers
 from koila import _core
 from koila.functions import PYTHON_ROWS
 from koila.partials import REDUCTIONS, Call
@@ -52,6 +54,7 @@ ESTIMATED = frozenset(
 COPYING = frozenset({"cdist", "cross_entropy_loss", "group_norm", "nll_loss_nd"})
 
 
+@functools.cache
 def rows_by_callable() -> dict[Any, str]:
     """Map every C-level callable of torch that has a row to the row's name."""
     table: dict[Any, str] = {}
@@ -306,6 +309,8 @@ class Checker:
             assert not said["rewrites"] and not any(said["in_places"]), text
             self.reasons[name, said["reason"]] += 1
             return
+        if sanitizers.IS_SANITIZED:
+            return  # the row was asked; whether it is right the suite finds, which runs torch alone
         if said["reduce"] == "CLASSES":
             check_classes(name, func, args, kwargs, said, rows, outs[0])
             return
