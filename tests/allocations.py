@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.profiler import record_function
@@ -14,6 +15,8 @@ from oracle import Lazy, Outcome, run
 from programs_kit import Program
 
 _MARK = "allocations: mark"
+#: Whether the profiler notes calls too: there are far more of them than of allocations.
+_note_calls: Any = torch._C._autograd._enable_record_function
 
 
 class Allocations:
@@ -35,11 +38,13 @@ class Allocations:
         if self.n_entered == 0:
             gc.disable()
             self.profile.__enter__()
+            _note_calls(False)
         self.n_entered += 1
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self.n_entered == 2 or error[0] is not None:
+            _note_calls(True)
             self.profile.__exit__(None, None, None)
             gc.enable()
             self.add_up()
@@ -53,8 +58,10 @@ class Allocations:
 
     def mark(self) -> None:
         """Remember how many bytes there are now."""
+        _note_calls(True)
         with record_function(_MARK):
             pass
+        _note_calls(False)
 
     def add_up(self) -> None:
         """Go through what was noted, in the order of time."""
