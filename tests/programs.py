@@ -209,3 +209,9 @@ def joint_products() -> list[Program]:
 ONE_PASS = [*products(), *SPECIAL]
 JOINT = [*joint_products(), *JOINT_STEPS]
 PROGRAMS = [*ONE_PASS, *JOINT]
+#: One program for each model, and all that are not a model and one of many losses.
+VARIED = [
+    *(next(p for p in PROGRAMS if p.name.startswith(f"{model.name}-")) for model in MODELS),
+    *SPECIAL,
+    *JOINT,
+]

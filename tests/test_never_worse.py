@@ -18,9 +18,8 @@ import koila
 from allocations import Allocations, measure
 from chunked import split
 from oracle import Lazy, eager
-from programs import JOINT, MODELS, PROGRAMS
+from programs import PROGRAMS, VARIED
 from programs_kit import Program
-from programs_special import SPECIAL
 
 SHARE, SLACK = 1.02, 64 * 2**10
 #: Eager's peak, about, beside which the slack is little.
@@ -67,12 +66,6 @@ def bound(program: Program, which: int, peak: int) -> float:
     return max(share, SHARE) * peak + SLACK
 
 
-#: One program for each model, and all that are not a model and one of many losses.
-VARIED = [
-    *(next(p for p in PROGRAMS if p.name.startswith(f"{model.name}-")) for model in MODELS),
-    *SPECIAL,
-    *JOINT,
-]
 #: Rows by rows of these takes seconds and shows what that of their kin does.
 SLOW = {"gru-ce", "gru_time-ce", "lstm-ce", "lstm_dropout-ce"}
 
@@ -87,13 +80,14 @@ def check(program: Program, got: tuple[int, int], want: tuple[int, int], which: 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_no_more_than_eager(program: Program) -> None:
-    """In as many chunks as koila likes, and in 1, 2, 3 and 7; of a model's other losses in 1, 3."""
+    """In as many chunks as koila likes, and in 1, 2 and 7; of a model's other losses in 1 and 2,
+    where least is saved."""
     n_rows = rows_of(program)
     with koila.config(chunks=2):
         measure(program, program.rows(8), koila.lazy)  # what torch imports at its first call stays
     want = bytes_of(program, n_rows, eager)
     is_worse = [False, False, False]
-    for chunks in (None, 1, 2, 3, 7) if program in VARIED else (1, 3):
+    for chunks in (None, 1, 2, 7) if program in VARIED else (1, 2):
         with split(chunks, whole=program.whole, partly=program.partly):
             got = bytes_of(program, n_rows, koila.lazy)
         which = 1 if chunks in (None, 1) else 2
