@@ -130,10 +130,12 @@ class Watched:
         return program
 
     @unseen
-    def _run_nodes(self, original: Any, step: Any, run: Any, chunk: int, *args: Any) -> Any:
+    def _run_nodes(
+        self, original: Any, step: Any, run: Any, chunk: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if run.is_body:
             self._now.done.setdefault((run.stage, run.axis, run.segment), set()).add(chunk)
-        return original(step, run, chunk, *args)
+        return original(step, run, chunk, *args, **kwargs)
 
     @unseen
     def _stage(self, original: Any, *args: Any) -> Any:

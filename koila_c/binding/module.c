@@ -197,14 +197,15 @@ static PyMethodDef functions[] = {
      "(the node that makes a value or None, is it a leaf, needs it a gradient, is it kept)."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, program, run, env, imports, rows, is_grad_off, run_other, cut, cloned, clone, "
-     "/)\n--\n\n"
+     "saved, settle, again, /)\n--\n\n"
      "Run the nodes of a run of a staged program on one chunk (rows < 0: whole)."},
     {"run_alone", kl_stage_run_alone, METH_VARARGS,
      "run_alone($module, node, env, rows, is_grad_off, run_other, /)\n--\n\n"
      "Run one node; env has all that it reads."},
     {"schedule", kl_schedule_of, METH_VARARGS,
      "schedule($module, program, homes, /)\n--\n\n"
-     "[(op, first run, runs, values)]: what a step in chunks does, forward and back."},
+     "[(op, first run, runs, values, whole, waits, again)]: what a step in chunks does, forward "
+     "and back."},
     {"gradient_part", kl_program_gradient_part, METH_VARARGS,
      "gradient_part($module, program, run, values, /)\n--\n\n"
      "Append the part of a joint that gradients go through, after those of its combined reductions "

@@ -34,8 +34,8 @@ kl_schedule_homes(PyObject *object, void *homes)
     return 1;
 }
 
-/* schedule(program, (is_graph, keep_every, is_offloaded, n_pieces)) -> [(op, first run, runs, values, whole)], see
- * KlStep. */
+/* schedule(program, (is_graph, keep_every, is_offloaded, n_pieces)) -> [(op, first run, runs, values, whole, waits,
+ * again)], see KlStep. */
 PyObject *
 kl_schedule_of(PyObject *module, PyObject *args)
 {
@@ -61,8 +61,9 @@ kl_schedule_of(PyObject *module, PyObject *args)
         const KlStep *step = &schedule.steps[i];
         /* N takes a reference also where it fails, and NULL as an error. */
         PyObject *item =
-            Py_BuildValue("(iIINN)", (int)step->op, step->run, step->n_runs,
-                          values_in(&schedule, step->values), values_in(&schedule, step->whole));
+            Py_BuildValue("(iIINNNN)", (int)step->op, step->run, step->n_runs,
+                          values_in(&schedule, step->values), values_in(&schedule, step->whole),
+                          PyBool_FromLong(step->waits), values_in(&schedule, step->again));
         if (item == NULL) {
             Py_CLEAR(list);
             break;

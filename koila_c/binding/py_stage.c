@@ -2,6 +2,8 @@
  * which nodes, in which order and when their values die comes from program.c, on which rows from koila.replay. */
 #include "py.h"
 
+#include "alloc.h"
+
 /* -- running nodes -------------------------------------------------------------------------------------- */
 
 /* One run on one chunk: env[value] is what was made in it, imports[i] what was given to it. */
@@ -22,7 +24,13 @@ typedef struct Run {
     PyObject
         *clone; /* callable(value, its storage) -> (value, its storage), of memory of their own */
     PyObject *forked; /* what that gave for the node that runs, or NULL */
+    PyObject *saved;  /* list, or NULL: what autograd saved of the node that runs */
+    PyObject *settle; /* callable(node): what is kept of that */
+    uint8_t *marks;   /* [n_values], or NULL: which values are wanted; what makes none is not run */
 } Run;
+
+/* Marks of a value. */
+enum { IS_WANTED = 1, IS_ASKED_FOR = 2 };
 
 /* A call's slot says which value; the node's input with that value says how it is read: one that is given twice
  * has its inputs in the order of the slots. */
@@ -347,11 +355,69 @@ drop_dead(const Run *run, uint32_t at)
     const KlProgram *program = run->program;
     uint32_t first = at > 0 ? program->drops.ids[at - 1] : 0;
     for (uint32_t i = first; i < program->drops.ids[at]; i++) {
-        if (PyList_SetItem(run->env, program->dropped.ids[i], Py_NewRef(Py_None)) < 0) {
+        KlValueId value = program->dropped.ids[i];
+        bool is_kept = run->marks != NULL && (run->marks[value] & IS_ASKED_FOR) != 0;
+        if (!is_kept && PyList_SetItem(run->env, value, Py_NewRef(Py_None)) < 0) {
             return -1;
         }
     }
     return 0;
+}
+
+/* Whether a node makes something that is wanted and not there. */
+static bool
+is_needed(const Run *run, KlNodeId id)
+{
+    const KlNode *node = &run->tape->core.nodes[id];
+    for (uint32_t k = 0; k < node->n_outs && run->marks != NULL; k++) {
+        KlValueId out = node->first_out + k;
+        if (run->marks[out] != 0 && PyList_GET_ITEM(run->env, out) == Py_None) {
+            return true;
+        }
+    }
+    return run->marks == NULL;
+}
+
+/* Mark what is asked for, and what that is made of. */
+static int
+mark_wanted(Run *run, KlSlice nodes, PyObject *asked)
+{
+    run->marks = kl_alloc_zeroed(run->tape->core.n_values, sizeof(uint8_t));
+    if (run->marks == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(asked); i++) {
+        size_t value = PyLong_AsSize_t(PyTuple_GET_ITEM(asked, i));
+        if (PyErr_Occurred() || value >= run->tape->core.n_values) {
+            PyErr_SetString(PyExc_IndexError, "run: there is no such value to make again");
+            return -1;
+        }
+        run->marks[value] = IS_WANTED | IS_ASKED_FOR;
+    }
+    for (uint32_t i = nodes.n; i-- > 0;) {
+        KlNodeId id = run->program->nodes.ids[nodes.first + i];
+        const KlNode *node = &run->tape->core.nodes[id];
+        for (uint32_t k = 0; k < node->n_inputs && is_needed(run, id); k++) {
+            KlValueId value = run->tape->core.inputs[node->first_input + k].value;
+            if (value != KL_ID_NONE) {
+                run->marks[value] |= IS_WANTED;
+            }
+        }
+    }
+    return 0;
+}
+
+/* Let Python see what autograd saved of the node that ran. */
+static int
+settle_saved(const Run *run, KlNodeId id)
+{
+    if (run->saved == NULL || PyList_GET_SIZE(run->saved) == 0) {
+        return 0;
+    }
+    PyObject *result = PyObject_CallFunction(run->settle, "I", id);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
 }
 
 /* Run nodes in order; without a program the one node `alone`. */
@@ -371,12 +437,13 @@ run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
     }
     int status = 0;
     for (uint32_t i = nodes.first; status == 0 && i < nodes.first + nodes.n; i++) {
+        KlNodeId id = run->program != NULL ? run->program->nodes.ids[i] : alone;
         status = PyErr_CheckSignals();
-        if (status == 0) {
-            KlNodeId id = run->program != NULL ? run->program->nodes.ids[i] : alone;
+        if (status == 0 && is_needed(run, id)) {
             status = run_one(run, id, &context);
             run->tape->raised = status < 0 ? id : KL_ID_NONE;
         }
+        status = status == 0 ? settle_saved(run, id) : status;
         if (status == 0 && run->program != NULL) {
             status = drop_dead(run, i);
         }
@@ -399,8 +466,10 @@ has_room(const Run *run)
     return false;
 }
 
-/* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone): run the nodes of a run of
- * what stage() gave. rows < 0: whole. */
+/* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone, saved, settle, again): run the
+ * nodes of a run of what stage() gave. rows < 0: whole. `saved`, a list or None: what autograd saves of a node
+ * gathers there, until settle(node) is called. `again`, a tuple or None: run only what makes these values, which
+ * stay, of what env has and is given. */
 PyObject *
 kl_stage_run(PyObject *module, PyObject *args)
 {
@@ -408,13 +477,20 @@ kl_stage_run(PyObject *module, PyObject *args)
     PyObject *handle = NULL;
     unsigned int integer = 0;
     int is_grad_off = 0;
+    PyObject *saved = NULL, *again = NULL;
     Run run = {.tape = kl_tape_open()};
     if (run.tape == NULL ||
-        !PyArg_ParseTuple(args, "OO&O!O!LpOOO!O:run", &handle, kl_py_id, &integer, &PyList_Type,
+        !PyArg_ParseTuple(args, "OO&O!O!LpOOO!OOOO:run", &handle, kl_py_id, &integer, &PyList_Type,
                           &run.env, &PyList_Type, &run.imports, &run.rows, &is_grad_off,
-                          &run.run_other, &run.cut, &PySet_Type, &run.cloned, &run.clone)) {
+                          &run.run_other, &run.cut, &PySet_Type, &run.cloned, &run.clone, &saved,
+                          &run.settle, &again)) {
         return NULL;
     }
+    if ((saved != Py_None && !PyList_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {
+        PyErr_SetString(PyExc_TypeError, "run: saved must be a list, and again a tuple, or None");
+        return NULL;
+    }
+    run.saved = saved != Py_None ? saved : NULL;
     run.program = kl_program_of(handle, run.tape);
     if (run.program == NULL || !has_room(&run)) {
         return NULL;
@@ -422,7 +498,12 @@ kl_stage_run(PyObject *module, PyObject *args)
     if (integer >= run.program->n_runs) {
         return PyErr_Format(PyExc_IndexError, "run: there is no run %u", integer);
     }
-    return run_nodes(&run, run.program->runs[integer].nodes, KL_ID_NONE, is_grad_off);
+    KlSlice nodes = run.program->runs[integer].nodes;
+    PyObject *result = again == Py_None || mark_wanted(&run, nodes, again) == 0
+                           ? run_nodes(&run, nodes, KL_ID_NONE, is_grad_off)
+                           : NULL;
+    kl_alloc_free(run.marks);
+    return result;
 }
 
 /* run_alone(node, env, rows, no_grad, run_other): run one node; env has all that it reads. */

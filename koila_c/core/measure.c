@@ -687,12 +687,37 @@ left_gradients(const Step *step, const KlStep *of, bool is_whole)
     return left;
 }
 
-/* A body again, a chunk forward with its graph and back; the gradients for what it left go with that. */
+/* What a body left and keeps until its graph has gone back goes with its chunks. Returns its bytes. */
+static double
+let_go_of_left(Step *step, const KlStep *of)
+{
+    double before = step->held;
+    for (uint32_t k = 0; k < of->values.n; k++) {
+        release_value(step, step->schedule.values.ids[of->values.first + k]);
+    }
+    double left = before - step->held;
+    step->held = before;
+    return left;
+}
+
+/* Whether a graph that waited has what its body left, or what was made again for it: no chunk makes that beside. */
+static void
+set_there(Step *step, const KlStep *of, bool is_there)
+{
+    const KlRun *run = &step->program->runs[of->run];
+    for (uint32_t i = 0; i < run->exports.n && of->waits; i++) {
+        step->sweep.sizes[export_of(step, run, i)].is_there = is_there;
+    }
+}
+
+/* A body again, a chunk forward with its graph and back; the gradients for what it left go with that. Where the
+ * graph waited, nothing that it left is made again. */
 static KlStatus
 go_back_body(Step *step, const KlStep *of)
 {
     const KlRun *runs = &step->program->runs[of->run];
-    double gradients = 0, left = left_gradients(step, of, false), come = 0;
+    double gradients = 0, come = 0;
+    double left = left_gradients(step, of, false) + let_go_of_left(step, of);
     step->held_per_row = find_handed(step, of, &gradients);
     for (uint32_t r = 0; r < of->n_runs; r++) {
         come += gather_gradients(step, &runs[r], of->run + 1);
@@ -703,8 +728,10 @@ go_back_body(Step *step, const KlStep *of)
     step->held_per_row += fmin(left - come, 0) / (double)rows_of(step, runs);
     KlStatus status = run_others(step, of, false);
     step->held_per_row += gradients;
+    set_there(step, of, true);
     status = status == KL_OK ? sweep_forward(step, &runs[of->n_runs - 1], true) : status;
     status = status == KL_OK ? sweep_back(step) : status;
+    set_there(step, of, false);
     status = status == KL_OK ? run_others(step, of, true) : status;
     step->held_per_row = 0;
     step->held += less - left - left_gradients(step, of, true);

@@ -140,6 +140,12 @@ kl_ops_is_light(const KlRow *row)
 }
 
 bool
+kl_ops_is_batch_norm(const KlRow *row)
+{
+    return row->place == place_batch_norm;
+}
+
+bool
 kl_ops_is_detached(const KlRow *row)
 {
     return row->kind == KL_ROW_VIEW && row->keeps.has_no_gradient;

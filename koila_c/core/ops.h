@@ -276,6 +276,9 @@ const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
 /* Cheap enough to run again rather than keep: not made of products. */
 bool kl_ops_is_light(const KlRow *row);
 
+/* A normalization over the batch, which may be given the statistics of all rows. */
+bool kl_ops_is_batch_norm(const KlRow *row);
+
 /* A view of its input's memory that has no part in its graph: detach. */
 bool kl_ops_is_detached(const KlRow *row);
 

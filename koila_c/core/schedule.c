@@ -15,6 +15,8 @@ typedef struct Unit {
     bool is_fused;
     bool is_again;  /* what leaves it by rows is made again: its home is not to be kept */
     bool is_needed; /* scratch: it has to be made again now */
+    bool waits;     /* the graphs of its chunks wait for its backward */
+    KlSlice again;  /* of the schedule's values: what is made again for it then */
 } Unit;
 
 typedef struct Build {
@@ -30,6 +32,7 @@ typedef struct Build {
     bool *is_inner;      /* [n_values] only segments of one body read it, and let it go */
     bool *is_gone;       /* [n_values] it was let go */
     bool *is_read_whole; /* [n_values] it is read put together from its chunks */
+    uint8_t *known;      /* [n_values] scratch of kl_waiting_find */
 } Build;
 
 static KlStatus
@@ -58,7 +61,9 @@ add_step(Build *build, KlStepOp op, const Unit *unit, size_t first_value)
             .run = unit != NULL ? unit->run : 0,
             .n_runs = unit != NULL ? unit->n_runs : 0,
             .values = {.first = (uint32_t)first_value, .n = n_values - (uint32_t)first_value},
-            .whole = {.first = n_values}};
+            .whole = {.first = n_values},
+            .waits = unit != NULL && unit->waits,
+            .again = unit != NULL ? unit->again : (KlSlice){0}};
     }
     return status;
 }
@@ -177,6 +182,36 @@ choose_homes(Build *build)
             unit->is_again = n_leaving % build->homes->keep_every != 0;
         }
     }
+}
+
+/* Whether a body goes forward and comes back later, with all that it leaves and is given kept meanwhile. */
+static bool
+is_kept_to_its_backward(const Build *build, const Unit *unit)
+{
+    const KlHomes *homes = build->homes;
+    return homes->is_graph && homes->keep_every <= 1 && !homes->is_offloaded && unit->is_body &&
+           unit->has_gradient && !unit->is_fused && unit->n_runs == 1;
+}
+
+static KlStatus
+choose_waiting(Build *build)
+{
+    const KlWaiting waiting = {
+        .tape = build->tape, .program = build->program, .known = build->known};
+    KlIds *values = &build->schedule->values;
+    KlStatus status = KL_OK;
+    for (uint32_t u = 0; u < build->n_units && status == KL_OK; u++) {
+        Unit *unit = &build->units[u];
+        uint32_t first = (uint32_t)values->n;
+        if (!is_kept_to_its_backward(build, unit)) {
+            continue;
+        }
+        status = kl_waiting_find(&waiting, &build->program->runs[unit->run], &unit->waits, values,
+                                 build->error);
+        values->n = unit->waits ? values->n : first;
+        unit->again = (KlSlice){.first = first, .n = (uint32_t)values->n - first};
+    }
+    return status;
 }
 
 /* -- forward ------------------------------------------------------------------------------------------- */
@@ -336,10 +371,9 @@ is_combined(const Build *build, const KlRun *run, KlValueId value)
 
 /* Before a unit goes back, all that reads what it left has gone back: only the gradients are of use. */
 static KlStatus
-release_left(Build *build, const Unit *unit)
+add_left_over(Build *build, const Unit *unit)
 {
     const KlProgram *program = build->program;
-    size_t first = build->schedule->values.n;
     KlStatus status = KL_OK;
     for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
         const KlRun *run = &program->runs[r];
@@ -352,8 +386,26 @@ release_left(Build *build, const Unit *unit)
             }
         }
     }
+    return status;
+}
+
+static KlStatus
+release_left(Build *build, const Unit *unit)
+{
+    size_t first = build->schedule->values.n;
+    KlStatus status = add_left_over(build, unit);
     bool has_any = build->schedule->values.n > first;
     return status == KL_OK && has_any ? add_step(build, KL_STEP_RELEASE, NULL, first) : status;
+}
+
+/* Likewise, and go back; a graph that waited may have kept what its body left, and lets it go chunk by chunk. */
+static KlStatus
+release_and_go_back(Build *build, const Unit *unit)
+{
+    KlStatus status = unit->waits ? KL_OK : release_left(build, unit);
+    size_t first = build->schedule->values.n;
+    status = status == KL_OK && unit->waits ? add_left_over(build, unit) : status;
+    return status == KL_OK ? add_step(build, KL_STEP_BACK, unit, first) : status;
 }
 
 static KlStatus
@@ -372,10 +424,7 @@ go_back(Build *build)
             status = status == KL_OK
                          ? add_step(build, KL_STEP_SEED, unit, build->schedule->values.n)
                          : status;
-            status = status == KL_OK ? release_left(build, unit) : status;
-            status = status == KL_OK
-                         ? add_step(build, KL_STEP_BACK, unit, build->schedule->values.n)
-                         : status;
+            status = status == KL_OK ? release_and_go_back(build, unit) : status;
         }
     }
     return status;
@@ -398,8 +447,10 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     build.is_inner = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_gone = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_read_whole = kl_alloc_zeroed(n_values, sizeof(bool));
+    build.known = kl_alloc_zeroed(n_values, sizeof(uint8_t));
     if (build.units == NULL || build.maker == NULL || build.last_read == NULL ||
-        build.is_inner == NULL || build.is_gone == NULL || build.is_read_whole == NULL) {
+        build.is_inner == NULL || build.is_gone == NULL || build.is_read_whole == NULL ||
+        build.known == NULL) {
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
                               program->n_staged);
         goto done;
@@ -409,11 +460,13 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     find_units(&build);
     find_crossing(&build);
     choose_homes(&build);
-    status = go_forward(&build);
+    status = choose_waiting(&build);
+    status = status == KL_OK ? go_forward(&build) : status;
     if (status == KL_OK && homes->is_graph) {
         status = go_back(&build);
     }
 done:
+    kl_alloc_free(build.known);
     kl_alloc_free(build.is_read_whole);
     kl_alloc_free(build.is_gone);
     kl_alloc_free(build.is_inner);

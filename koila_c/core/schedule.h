@@ -3,23 +3,25 @@
  * A step of the schedule runs a whole body, all its chunks, or a joint. What leaves a body by rows has a home:
  * it is kept to its backward, by chunk, or written into one tensor of all rows where it is read whole; or
  * offloaded, beside the memory of its device; or let go when it was read for the last time going forward, and
- * made again going back. The schedule is measured and run from the same array, so the two cannot differ. */
+ * made again going back. Where all is kept, the graphs of a body's chunks may wait for its backward, which then
+ * does not run it again. The schedule is measured and run from the same array, so the two cannot differ. */
 #ifndef KL_SCHEDULE_H
 #define KL_SCHEDULE_H
 
-#include "program.h"
+#include "waiting.h"
 
 typedef enum KlStepOp {
     KL_STEP_JOINT, /* run a joint; differentiated: with its graph, which is kept */
-    KL_STEP_FORWARD, /* run a body over its chunks without a graph, and keep what leaves it; `values` of it are
-                        offloaded */
+    KL_STEP_FORWARD, /* run a body over its chunks without a graph, or with one that waits, and keep what
+                        leaves it; `values` of it are offloaded */
     KL_STEP_AGAIN,      /* likewise, but keep only `values` */
     KL_STEP_FUSED,      /* run the last body, each chunk forward and at once back */
     KL_STEP_CHECK,      /* the gradients that a fused body was given were those of its tail */
     KL_STEP_JOINT_BACK, /* go back through the graph of a joint */
     KL_STEP_SEED,       /* what a body left: roots get their gradients, and hooks see whole ones */
-    KL_STEP_BACK,       /* run a body again, each chunk forward with its graph and back */
-    KL_STEP_RELEASE,    /* `values`: let their numbers go, and keep the gradients that came */
+    KL_STEP_BACK, /* run a body again, each chunk forward with its graph and back; or back through the
+                           graph that waits: `values` go as their chunks go back */
+    KL_STEP_RELEASE, /* `values`: let their numbers go, and keep the gradients that came */
     KL_STEP_PIECES, /* as FUSED, of two segments; the head of a chunk goes forward and at once back in pieces,
                            while the graph of the rest waits */
 } KlStepOp;
@@ -31,6 +33,9 @@ typedef struct KlStep {
     KlSlice values;  /* of the schedule's values */
     KlSlice
         whole; /* FORWARD, FUSED, PIECES: likewise; each chunk is written into one tensor of all rows */
+    bool waits; /* FORWARD, BACK: the graph of each chunk waits in between */
+    KlSlice
+        again; /* of such: likewise; what is made again, by light calls, before a chunk goes back */
 } KlStep;
 
 typedef struct KlSchedule {

@@ -463,8 +463,9 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
         sweep->made = plus(sweep->made, plus(terms, times(left, size_of(sweep, node->first_out))));
     }
     for (uint32_t k = 0; k < node->n_outs && !is_parts; k++) {
-        KlBytes size = size_of(sweep, node->first_out + k);
-        hold(sweep, node->first_out + k, k == 0 ? plus(size, terms) : size);
+        KlValueId out = node->first_out + k;
+        KlBytes size = sweep->sizes[out].is_there ? zero : size_of(sweep, out);
+        hold(sweep, out, k == 0 ? plus(size, terms) : size);
     }
     if (!sweep->span.is_live && sweep->known.is_cloned[sweep->span.nodes[at]]) {
         /* To the end, as what is written. */

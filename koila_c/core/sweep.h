@@ -54,8 +54,9 @@ typedef struct KlSize {
     uint32_t cut_in; /* the last sweep in which a chunk is given rows of it though it is whole */
     uint8_t itemsize;
     bool needs_gradient;
-    /* Who goes through the steps says these two. */
+    /* Who goes through the steps says these three. */
     bool is_put_together; /* its chunks are parts of one tensor */
+    bool is_there;        /* a run that would make it is given it */
     bool is_let_go;       /* and what a run made goes before its backward, for no gradient comes */
     bool is_laid_otherwise; /* its gradient comes laid out otherwise than itself */
 } KlSize;

@@ -219,7 +219,7 @@ def maker(program: object, value: int, /) -> tuple[_StagedNode | None, bool, boo
 def overwritten(program: object, before: int, /) -> tuple[int, list[tuple[int, int]]] | None: ...
 def schedule(
     program: object, homes: tuple[bool, int, bool, int], /
-) -> list[tuple[int, int, int, tuple[int, ...], tuple[int, ...]]]: ...
+) -> list[tuple[int, int, int, tuple[int, ...], tuple[int, ...], bool, tuple[int, ...]]]: ...
 def run(
     program: object,
     run: int,
@@ -231,6 +231,9 @@ def run(
     cut: Callable[[torch.Tensor, int], torch.Tensor],
     cloned: set[int],
     clone: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    saved: list[Any] | None,
+    settle: Callable[[int], None],
+    again: tuple[int, ...] | None,
     /,
 ) -> None: ...
 def run_alone(

@@ -311,12 +311,16 @@ class Cross:
         self.seeds["chunk", chunk] = add(self.seeds.get(("chunk", chunk)), alias.grad)
         return [alias]
 
-    def let_go(self) -> None:
-        """Keep only the gradients that came: all that reads the value has run for the last time."""
+    def settle_all(self) -> None:
+        """All that reads the value has run for the last time: no gradient comes any more."""
         for key, alias in self.aliases.items():
             self.seeds[key] = add(self.seeds.get(key), alias.grad)
-        self.whole = None  # a joint's result, or what parts were combined to
         self.aliases.clear()
+
+    def let_go(self) -> None:
+        """Likewise, and keep only the gradients that came."""
+        self.settle_all()
+        self.whole = None  # a joint's result, or what parts were combined to
         self.chunks.clear()
         self.parts.clear()
         self.gathered = None
@@ -335,14 +339,15 @@ class Cross:
         return rows.gather(filled, self.info.place, self._strides())
 
     def part_seeds(
-        self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        self, chunk: int, part_ids: Sequence[int], left: Sequence[Any]
+    ) -> list[tuple[Any, torch.Tensor | None]]:
+        """What a chunk left of a reduction, and the gradients that came for that."""
         pairs = []
-        for part, tensor in zip(part_ids, tensors, strict=True):
+        for part, of_part in zip(part_ids, left, strict=True):
             key = ("part", chunk, part)
             alias = self.aliases.get(key)
             seed = add(self.seeds.get(key), alias.grad if alias is not None else None)
-            pairs.append((tensor, seed))
+            pairs.append((of_part, seed))
         return pairs
 
     def take_total_gradient(self) -> torch.Tensor | None:

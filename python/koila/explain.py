@@ -187,7 +187,7 @@ def _n_passes(steps: Sequence[Step], run: Run) -> tuple[int, int]:
         is_once = step.op == Op.PIECES or run is step.runs[-1]
         forward += step.op in (Op.FORWARD, Op.AGAIN)
         back += is_back
-        forward += is_back * (1 if is_once else 2)
+        forward += (is_back and not step.waits) * (1 if is_once else 2)
     return forward, back
 
 

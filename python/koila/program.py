@@ -171,6 +171,8 @@ class Step(NamedTuple):
     runs: list[Run]
     values: tuple[int, ...]
     whole: tuple[int, ...]  # what each chunk is written into one tensor of
+    waits: bool  # the graph of each chunk waits from forward to backward
+    again: tuple[int, ...]  # what is made again for that
 
 
 class Program:
@@ -346,8 +348,8 @@ class Program:
         """What is done, forward and back."""
         steps = _core.schedule(self.handle, (is_graph, *way[1:]))
         return [
-            Step(Op(op), self.runs[first : first + n_runs], values, whole)
-            for op, first, n_runs, values, whole in steps
+            Step(Op(op), self.runs[first : first + n_runs], values, whole, waits, again)
+            for op, first, n_runs, values, whole, waits, again in steps
         ]
 
     @staticmethod

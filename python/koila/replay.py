@@ -32,6 +32,7 @@ from koila import (
     steps,
     tail,
     views,
+    waiting,
 )
 from koila.attempt import attempt
 from koila.cross import Cross, add, has_way_back, send_back
@@ -75,6 +76,7 @@ class Replay:
         self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # by call and chunk
         self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
         self.draws = draws.Draws(program, self.grids)
+        self.waiting: dict[int, list[waiting.Chunk]] = {}  # by run, the graphs of its chunks
 
     @functools.cached_property
     def steps(self) -> list[Step]:
@@ -179,9 +181,22 @@ class Replay:
         chunk: int,
         is_graph: bool,
         stand_ins: dict[int, Cross] | None = None,
+        look: waiting.Look | None = None,
+        again: Mapping[int, torch.Tensor | None] | None = None,
     ) -> list[Any]:
-        """Run the nodes of a stage on one chunk (a joint: once); the values made, by number."""
+        """Run the nodes of a stage on one chunk (a joint: once); the values made, by number.
+
+        Args:
+            run: which nodes.
+            chunk: on which rows.
+            is_graph: whether gradients are to go back through it.
+            stand_ins: what is given for values of other stages.
+            look: who looks at what autograd saves of it.
+            again: run only what makes these values, of those that are there.
+        """
         env: list[Any] = [None] * self.program.n_values
+        for value, tensor in (again or {}).items():
+            env[value] = tensor
         numbers = run.imports
         if run.is_body:
             key = run.index, is_graph
@@ -241,18 +256,26 @@ class Replay:
             assert bounds is not None and entry.place is not None
             return cut(tensor, entry.place, self.grid_of(run)[-1][1], bounds)
 
-        _core.run(
-            self.program.handle,
-            run.index,
-            env,
-            imports,
-            rows,
-            not is_graph,
-            run_other,
-            cut_import,
-            self.program.cloned,
-            clone,
-        )
+        def settle(i: int) -> None:
+            assert look is not None
+            look.settle(self.program.node(i), env)
+
+        with contextlib.nullcontext() if look is None else look.hooks():
+            _core.run(
+                self.program.handle,
+                run.index,
+                env,
+                imports,
+                rows,
+                not is_graph,
+                run_other,
+                cut_import,
+                self.program.cloned,
+                clone,
+                None if look is None else look.pending,
+                settle,
+                None if again is None else tuple(again),
+            )
         return env
 
     def _is_plain(self, node: Node, run: Run) -> bool:
@@ -295,7 +318,7 @@ class Replay:
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _collect(self, run: Run, env: Sequence[Any], chunk: int, values: Iterable[int]) -> None:
+    def collect(self, run: Run, env: Sequence[Any], chunk: int, values: Iterable[int]) -> None:
         """Keep what leaves the stage, without its graph."""
         for value in values:
             node = self.program.node_of(value)
@@ -328,9 +351,12 @@ class Replay:
 
     def _forward(self, step: Step) -> None:
         self._make_homes(step)
+        if step.waits and waiting.are_hooks_allowed():
+            self.waiting[step.runs[0].index] = waiting.forward(self, step)
+            return
         for chunk in range(len(self.grid_of(step.runs[0]))):
             for run in step.runs:
-                self._collect(run, self.run_nodes(run, chunk, False), chunk, run.exports)
+                self.collect(run, self.run_nodes(run, chunk, False), chunk, run.exports)
             for run in step.runs:
                 for value in run.inner:
                     self.cross[value].chunks.pop(chunk, None)
@@ -343,7 +369,7 @@ class Replay:
             wanted = made.union(step.values)
             for run in step.runs:
                 env = self.run_nodes(run, chunk, False)
-                self._collect(run, env, chunk, filter(wanted.__contains__, run.exports))
+                self.collect(run, env, chunk, filter(wanted.__contains__, run.exports))
                 del env  # or the next segment would run beside what is left of this one
             for value in made:
                 self.cross[value].chunks.pop(chunk, None)
@@ -386,26 +412,28 @@ class Replay:
         for import_id in run.imports:
             cross = self.cross.get(self.program.imports[import_id].value)
             if cross is not None and cross.is_offloaded:
-                self._forget(cross.settle(chunk))
+                self.forget(cross.settle(chunk))
 
     def _send_back(self, run: Run, env: list[Any], chunk: int) -> None:
         """Send the gradients of what a run on a chunk left back through it; `env` is used up."""
-        outputs: list[torch.Tensor] = []
-        seeds: list[torch.Tensor] = []
+        pairs = [(out, seed) for out, seed in self.seeds(run, env, chunk) if out.requires_grad]
+        env.clear()  # what no gradient goes through, and autograd does not keep, goes now
+        send_back([out for out, _ in pairs], [seed for _, seed in pairs], self.fresh)
+
+    def seeds(
+        self, run: Run, left: Mapping[int, Any] | Sequence[Any], chunk: int
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """What a run on a chunk left, or where its graph is entered, and the gradient that came for
+        it; parts of a reduction one by one."""
+        pairs: list[tuple[Any, torch.Tensor | None]] = []
         for value in run.exports:
             node = self.program.node_of(value)
             assert node is not None
             if node.id in run.parts:
-                pairs = self.cross[value].part_seeds(chunk, run.parts[node.id], env[value])
+                pairs += self.cross[value].part_seeds(chunk, run.parts[node.id], left[value])
             else:
-                pairs = [(env[value], self.cross[value].seed(self.grid_of(run), chunk))]
-            for output, seed in pairs:
-                if seed is not None and output.requires_grad:
-                    outputs.append(output)
-                    seeds.append(seed)
-        env.clear()  # what no gradient goes through, and autograd does not keep, goes now
-        if outputs:
-            send_back(outputs, seeds, self.fresh)
+                pairs.append((left[value], self.cross[value].seed(self.grid_of(run), chunk)))
+        return [(out, seed) for out, seed in pairs if out is not None and seed is not None]
 
     def _fused(self, step: Step) -> None:
         """Each chunk of the last body forward, and at once back."""
@@ -434,11 +462,11 @@ class Replay:
         piece = 0
         for chunk, bounds in enumerate(self.grid_of(body)):
             env = self.run_nodes(body, chunk, True)
-            self._collect(body, env, chunk, body.exports)
+            self.collect(body, env, chunk, body.exports)
             whole = {value: self.cross[value].of_chunk(env[value], bounds) for value in handed}
             while piece < len(pieces) and pieces[piece][0] < bounds[1]:
                 of_piece = self.run_nodes(head, piece, True, whole)
-                self._collect(head, of_piece, piece, head.exports)
+                self.collect(head, of_piece, piece, head.exports)
                 if piece == 0:
                     left = tail.parts_of(body, env)
                     left.update((value, of_piece[value]) for value in head.exports)
@@ -450,7 +478,7 @@ class Replay:
             for value, cross in whole.items():
                 seeds, key = self.cross[value].seeds, ("chunk", chunk)
                 seeds[key] = add(seeds.get(key), cross.take_total_gradient())
-                self._forget(cross.aliases.values())
+                self.forget(cross.aliases.values())
             del whole, cross
             self._send_back(body, env, chunk)
             self._take_rows(body, chunk, {})
@@ -470,11 +498,11 @@ class Replay:
             for run in others:
                 # The first chunk tells which parts gradients go to.
                 env = self.run_nodes(run, chunk, chunk == 0)
-                self._collect(run, env, chunk, run.exports)
+                self.collect(run, env, chunk, run.exports)
                 left.update(tail.parts_of(run, env))
                 del env  # or the next segment would run beside what is left of this one
             env = self.run_nodes(last, chunk, True)
-            self._collect(last, env, chunk, last.exports)
+            self.collect(last, env, chunk, last.exports)
             if chunk == 0:
                 left.update((value, env[value]) for value in last.exports)
                 is_certain = tail.seed(self, runs, left, self.gradients)
@@ -485,35 +513,43 @@ class Replay:
             for run in reversed(others):
                 self._back_through(run, chunk)
             inner = {value for run in others for value in run.inner}
-            self._let_go_of_chunk(runs, chunk, inner, handed)
+            self.let_go_of_chunk(runs, chunk, inner, handed)
             for value in handed:  # what later segments sent back has gone back
                 self.cross[value].seeds.pop(("chunk", chunk), None)
         return is_certain
 
     def _back(self, step: Step) -> None:
-        """Each chunk of a body forward once more, now with its graph, and back."""
+        """Each chunk of a body forward once more, now with its graph, and back; or back through the
+        graph that waits."""
+        chunks = self.waiting.pop(step.runs[-1].index, None)
+        if chunks is not None:
+            waiting.back(self, step, chunks)
+            self._release(step)
+            return
+        if step.waits:
+            self._release(step)
         *others, last = step.runs
         handed = self._handed(step.runs)
         for chunk in range(len(self.grid_of(last))):
             made = {v for v in handed if v not in self.cross or chunk not in self.cross[v].chunks}
             for run in others:
                 env = self.run_nodes(run, chunk, False)
-                self._collect(run, env, chunk, filter(made.__contains__, run.exports))
+                self.collect(run, env, chunk, filter(made.__contains__, run.exports))
                 del env
             self._back_through(last, chunk)
             for run in reversed(others):
                 self._back_through(run, chunk)
-            self._let_go_of_chunk(step.runs, chunk, made, handed)
+            self.let_go_of_chunk(step.runs, chunk, made, handed)
             for value in self.program.left_by(step.runs):
                 self.cross[value].drop_seeds(chunk, chunk + 1 == len(self.grid_of(last)))
 
-    def _let_go_of_chunk(
+    def let_go_of_chunk(
         self, runs: Sequence[Run], chunk: int, made: set[int], handed: set[int]
     ) -> None:
         """Segments have gone back: what was `made` for them goes, and all gradients for what one
         `handed` to another; those for rows of what is there whole go to their places."""
         gone = [self.cross[value].aliases.pop(("chunk", chunk), None) for value in handed]
-        self._forget(alias for alias in gone if alias is not None)
+        self.forget(alias for alias in gone if alias is not None)
         for run in runs:
             self._take_rows(run, chunk, {})
         for value in made:
@@ -526,9 +562,9 @@ class Replay:
             place, grid = self._part_of(import_id, run)
             cross = stand_ins.get(value) or self.cross.get(value)
             if cross is not None and place is not None:
-                self._forget(cross.take_rows(place, grid, chunk))
+                self.forget(cross.take_rows(place, grid, chunk))
 
-    def _forget(self, aliases: Iterable[torch.Tensor]) -> None:
+    def forget(self, aliases: Iterable[torch.Tensor]) -> None:
         """No gradient comes for them any more: those that got none must not keep their memory."""
         gone = {id(alias) for alias in aliases if alias.grad is None}
         if gone:
@@ -547,7 +583,7 @@ class Replay:
             if self.is_forward:
                 self.cross.pop(value, None)
             else:
-                self._forget(self.cross[value].aliases.values())
+                self.forget(self.cross[value].aliases.values())
                 self.cross[value].let_go()
 
     def _check(self, step: Step) -> None:

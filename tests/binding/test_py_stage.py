@@ -184,6 +184,10 @@ MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a run that is no number": ({"run": "x"}, TypeError, "a number"),
     "no room": ({"env": [None]}, ValueError, "room for 2 values"),
     "no imports": ({"imports": []}, ValueError, "imports for 1"),
+    "saved in no list": ({"saved": ()}, TypeError, "saved must be a list"),
+    "again in a list": ({"again": [1]}, TypeError, "again a tuple"),
+    "again what is no value": ({"again": (7,)}, IndexError, "no such value"),
+    "again what is no number": ({"again": ("x",)}, IndexError, "no such value"),
 }
 
 
@@ -206,12 +210,71 @@ def test_malformed_programs(name: str) -> None:
         "cut": print,
         "cloned": set(),
         "clone": print,
+        "saved": None,
+        "settle": print,
+        "again": None,
     }
     core.run(*given.values())
     assert torch.equal(given["env"][1], batch() * 2)
     with pytest.raises(error, match=words):
         core.run(*(given | {"env": [None, None]} | changed).values())
     assert lazy.tolist() == (batch() * 2).tolist()
+
+
+def staged_chain() -> tuple[Any, dict[str, Any]]:
+    """Values 0 to 3: x, 2 x, exp(2 x), and a sum of that and 2 x."""
+    lazy = koila.lazy(batch()) * 2
+    lazy = lazy + lazy.exp()
+    staged = staged_as([], False)
+    given: dict[str, Any] = {
+        "program": staged["handle"],
+        "run": len(staged["runs"]) - 1,
+        "env": [None] * 4,
+        "imports": [batch()] * 3,
+        "rows": -1,
+        "is_grad_off": True,
+        "run_other": print,
+        "cut": print,
+        "cloned": set(),
+        "clone": print,
+    }
+    return lazy, given
+
+
+def test_what_is_asked_for_again_is_made_and_stays() -> None:
+    lazy, given = staged_chain()
+    for again, there in ((1,), (1,)), ((2,), (2,)), ((1, 2), (1, 2)):
+        env: list[Any] = [None] * 4
+        core.run(*(given | {"env": env}).values(), None, print, again)
+        assert tuple(i for i, one in enumerate(env) if one is not None) == there
+        for i, want in ((1, batch() * 2), (2, (batch() * 2).exp())):
+            assert i not in there or torch.equal(env[i], want)
+    env = [None, batch() * 3, None, None]  # what is there is not made again
+    core.run(*(given | {"env": env}).values(), None, print, (1, 2))
+    assert torch.equal(env[1], batch() * 3)
+    assert torch.equal(env[2], (batch() * 3).exp())
+    assert lazy.tolist() == (batch() * 2 + (batch() * 2).exp()).tolist()
+
+
+def test_who_settles_what_is_saved_is_told_the_call() -> None:
+    _, given = staged_chain()
+    for raises in (False, True):
+        saved = [1]
+        told: list[int] = []
+
+        def settle(node: int, raises: bool = raises, told: list[int] = told) -> None:
+            told.append(node)
+            if raises or node == 1:
+                saved.clear()  # noqa: B023
+            if raises:
+                raise KeyError(node)
+
+        if raises:
+            with pytest.raises(KeyError):
+                core.run(*(given | {"env": [None] * 4}).values(), saved, settle, None)
+        else:
+            core.run(*(given | {"env": [None] * 4}).values(), saved, settle, None)
+        assert told == ([0] if raises else [0, 1])
 
 
 def test_a_node_runs_alone() -> None:

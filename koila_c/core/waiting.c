@@ -1,0 +1,172 @@
+/* waiting.c - whether all that autograd saves of a run is there anyway, or light to make again. */
+#include "waiting.h"
+
+#include "alloc.h"
+#include "ops.h"
+
+/* What is known of a value: bits. None: it comes from outside. */
+enum {
+    IS_MADE = 1,  /* the run makes it */
+    IS_HOME = 2,  /* and keeps it by rows for others */
+    IS_LIGHT = 4, /* it is made of what is there by light calls */
+    IS_LISTED = 8,
+};
+
+static const KlInput *
+input_of(const KlWaiting *waiting, const KlNode *node, uint32_t k)
+{
+    return &waiting->tape->inputs[node->first_input + k];
+}
+
+/* Whether a value is there when the chunk goes back, or will be made. */
+static bool
+is_there(const KlWaiting *waiting, KlValueId value)
+{
+    uint8_t known = value != KL_ID_NONE ? waiting->known[value] : 0;
+    return (known & IS_MADE) == 0 || (known & (IS_HOME | IS_LIGHT)) != 0;
+}
+
+/* Whether the node normalizes with statistics that it is given: in a chunk it saves its inputs alone. */
+static bool
+is_given_norm(const KlWaiting *waiting, const KlNode *node)
+{
+    KlValueId last =
+        node->n_inputs > 0 ? input_of(waiting, node, node->n_inputs - 1)->value : KL_ID_NONE;
+    KlNodeId maker = last != KL_ID_NONE ? waiting->tape->values[last].node : KL_ID_NONE;
+    return maker != KL_ID_NONE && waiting->tape->nodes[maker].is_for_chunks &&
+           kl_ops_is_batch_norm(node->row);
+}
+
+/* Whether the node writes nothing, or memory that the run made and that nobody else is given as it was. */
+static bool
+writes_its_own(const KlWaiting *waiting, const KlNode *node)
+{
+    KlValueId written = node->n_inputs > 0 ? input_of(waiting, node, 0)->value : KL_ID_NONE;
+    return node->writes == 0 || (node->n_outs == 1 && written != KL_ID_NONE &&
+                                 (waiting->known[written] & (IS_MADE | IS_HOME)) == IS_MADE);
+}
+
+/* Note what a node makes; false: no chunk with it can wait. */
+static bool
+note_made(const KlWaiting *waiting, const KlNode *node)
+{
+    if (node->row == NULL || node->is_random || node->refresh_of != KL_ID_NONE ||
+        (node->leaf_writes != 0 && !is_given_norm(waiting, node)) ||
+        !writes_its_own(waiting, node)) {
+        return false;
+    }
+    bool is_light = node->mode == KL_MODE_ROWS && kl_ops_is_light(node->row);
+    for (uint32_t k = 0; k < node->n_inputs && is_light; k++) {
+        is_light = is_there(waiting, input_of(waiting, node, k)->value);
+    }
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        waiting->known[node->first_out + k] |= (uint8_t)(IS_MADE | (is_light ? IS_LIGHT : 0));
+    }
+    return true;
+}
+
+/* A saved value is held by its home, or is made again: then it is listed. Of what comes from outside a chunk must
+ * be a part of the whole and no copy, which the graphs of all chunks would keep. */
+static KlStatus
+save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, bool *can_wait,
+     KlIds *again, KlError *error)
+{
+    KlValueId value = is_output ? node->first_out + k : input_of(waiting, node, k)->value;
+    if (value == KL_ID_NONE) {
+        return KL_OK;
+    }
+    uint8_t *known = &waiting->known[value];
+    const KlValue *v = &waiting->tape->values[value];
+    if ((*known & IS_MADE) == 0) {
+        const KlPlace *place = &input_of(waiting, node, k)->place;
+        *can_wait &= !kl_place_is_rows(place) || kl_place_is_rows(&v->meta.place) ||
+                     kl_meta_is_cut_in_place(&v->meta, place);
+        return KL_OK;
+    }
+    *can_wait &=
+        is_there(waiting, value) && !kl_stage_is_overwritten(waiting->tape, node, k, is_output);
+    if ((*known & (IS_HOME | IS_LISTED)) != 0 || !*can_wait) {
+        return KL_OK;
+    }
+    *known |= IS_LISTED;
+    KlStatus status = kl_alloc_reserve((void **)&again->ids, &again->n_max, again->n + 1,
+                                       sizeof(uint32_t), error);
+    if (status == KL_OK) {
+        again->ids[again->n++] = value;
+    }
+    return status;
+}
+
+/* All that autograd saves of a node in a chunk. */
+static KlStatus
+save_all(const KlWaiting *waiting, const KlNode *node, bool *can_wait, KlIds *again, KlError *error)
+{
+    const KlSaves *saves = &node->saves;
+    const KlParts *parts = node->mode == KL_MODE_REDUCE
+                               ? kl_ops_parts((KlReduce)node->reduce, node->is_for_chunks)
+                               : NULL;
+    bool is_given = is_given_norm(waiting, node);
+    KlStatus status = KL_OK;
+    *can_wait &=
+        (parts == NULL || parts->keeps == NULL) &&
+        (is_given || node->is_for_chunks || (saves->bytes_extra == 0 && saves->bytes_fixed == 0));
+    for (uint32_t k = 0; k < node->n_inputs && status == KL_OK && *can_wait; k++) {
+        bool is_saved =
+            is_given || k >= 64 || (saves->inputs >> k & 1) != 0 || (node->is_for_chunks && k == 0);
+        status = is_saved ? save(waiting, node, k, false, can_wait, again, error) : KL_OK;
+    }
+    for (uint32_t k = 0; k < node->n_outs && status == KL_OK && *can_wait && parts == NULL; k++) {
+        bool is_saved = !is_given && (k >= 64 || (saves->outputs >> k & 1) != 0);
+        status = is_saved ? save(waiting, node, k, true, can_wait, again, error) : KL_OK;
+    }
+    return status;
+}
+
+static const KlNode *
+node_at(const KlWaiting *waiting, const KlRun *run, uint32_t i)
+{
+    return &waiting->tape->nodes[waiting->program->nodes.ids[run->nodes.first + i]];
+}
+
+/* To other runs what this one made comes from outside. */
+static void
+forget_made(const KlWaiting *waiting, const KlRun *run)
+{
+    for (uint32_t i = 0; i < run->nodes.n; i++) {
+        const KlNode *node = node_at(waiting, run, i);
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            waiting->known[node->first_out + k] = 0;
+        }
+    }
+}
+
+KlStatus
+kl_waiting_find(const KlWaiting *waiting, const KlRun *run, bool *can_wait, KlIds *again,
+                KlError *error)
+{
+    KlStatus status = KL_OK;
+    bool has_heavy = false;
+    *can_wait = true;
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlValueId value = waiting->program->exports.ids[run->exports.first + i];
+        const KlValue *v = &waiting->tape->values[value];
+        bool is_parts = waiting->tape->nodes[v->node].mode == KL_MODE_REDUCE;
+        if (kl_place_is_rows(&v->meta.place) && !is_parts) {
+            waiting->known[value] |= IS_HOME;
+        }
+    }
+    for (uint32_t i = 0; i < run->nodes.n && *can_wait; i++) {
+        const KlNode *node = node_at(waiting, run, i);
+        *can_wait = note_made(waiting, node);
+        has_heavy |= node->mode == KL_MODE_ROWS && node->row != NULL && !kl_ops_is_light(node->row);
+    }
+    *can_wait &= has_heavy; /* else to run it again is light */
+    for (uint32_t i = 0; i < run->nodes.n && *can_wait && status == KL_OK; i++) {
+        const KlNode *node = node_at(waiting, run, i);
+        if (kl_stage_has_gradient(waiting->tape, &waiting->program->stages, node)) {
+            status = save_all(waiting, node, can_wait, again, error);
+        }
+    }
+    forget_made(waiting, run);
+    return status;
+}

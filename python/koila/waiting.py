@@ -1,0 +1,202 @@
+"""Graphs of chunks that wait from a body's forward to its backward.
+
+What autograd saves for it is seen as it is saved. What came into the body from outside is there
+anyway; what leaves the body is in its home; what light calls make of those is made again before the
+chunk goes back (KlStep.again). So nothing of a chunk is kept in between but its graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from koila.cross import has_way_back, send_back
+from koila.program import Node, Program, Run, Step
+
+if TYPE_CHECKING:
+    from koila.replay import Replay
+
+_View = tuple[torch.Size, tuple[int, ...], int]
+
+
+class Found:
+    """Values that a graph needs when it goes back, each until it was read for the last time.
+
+    It holds no graph: autograd's references to it are none that Python's collector sees.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.n_reads: Counter[int] = Counter()
+
+    def read(self, value: int) -> torch.Tensor:
+        self.n_reads[value] -= 1
+        return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)
+
+
+class _Saved:
+    """What autograd saved: a tensor, or a value that will be found, and how it was seen."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.found: tuple[Found, int, _View | None] | None = None
+
+    def get(self) -> torch.Tensor:
+        if self.found is None:
+            assert self.tensor is not None
+            return self.tensor
+        found, value, view = self.found
+        tensor = found.read(value)
+        return tensor if view is None else tensor.as_strided(*view)
+
+
+def are_hooks_allowed() -> bool:
+    """Whether what autograd saves may be looked at: somebody may have told torch otherwise."""
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_Saved, _Saved.get):
+            return True
+    except RuntimeError:
+        return False
+
+
+def _layout(tensor: torch.Tensor) -> _View:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+class Look:
+    """Looks at what autograd saves while a chunk goes forward.
+
+    Args:
+        program: the program.
+        homes: the values that are in their homes when the chunk goes back.
+        light: those that are made again.
+    """
+
+    def __init__(self, program: Program, homes: Iterable[int], light: Iterable[int]) -> None:
+        self.program = program
+        self.homes = frozenset(homes)
+        self.light = frozenset(light)
+        self.found = Found()
+        self.pending: list[_Saved] = []
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        pending = self.pending  # autograd keeps what packs, too: it must not hold more than this
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            pending.append(_Saved(tensor))
+            return pending[-1]
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _Saved.get)
+
+    def settle(self, node: Node, env: Sequence[Any]) -> None:
+        """Of what was saved of a call, let go what will be found when it is needed."""
+        imports = self.program.imports
+        read = (imports[import_id].value for import_id in node.imports if import_id >= 0)
+        values = self.homes.union(self.light)
+        made = [
+            (value, env[value])
+            for value in (*node.outs, *read)
+            if value in values and isinstance(env[value], torch.Tensor)
+        ]
+        for saved in self.pending:
+            self._settle(saved, made)
+        self.pending.clear()
+
+    def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor]]) -> None:
+        tensor = saved.tensor
+        assert tensor is not None
+        storage = tensor.untyped_storage()._cdata
+        for value, known in made:
+            if known.untyped_storage()._cdata != storage:
+                continue
+            is_same = _layout(known) == _layout(tensor)
+            if is_same or value in self.light:
+                saved.found = self.found, value, None if is_same else _layout(tensor)
+                saved.tensor = None
+                self.found.n_reads[value] += 1
+                return
+
+
+Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
+
+
+class Chunk(NamedTuple):
+    """A chunk that went forward: where its graph is entered, by value that it left, of a reduction
+    by part; and what that needs."""
+
+    edges: dict[int, Edges]
+    found: Found
+
+
+def _edge_of(tensor: torch.Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad and has_way_back(tensor) else None
+
+
+def _edges_of(left: Any) -> Edges:
+    """Where the graph of what a chunk left is entered; None: it has none."""
+    return tuple(map(_edge_of, left)) if isinstance(left, tuple) else _edge_of(left)
+
+
+def _homes_of(program: Program, run: Run) -> list[int]:
+    """What a body leaves by rows."""
+    made = [(value, program.node_of(value)) for value in run.exports]
+    return [
+        value
+        for value, node in made
+        if node is not None and node.id not in run.parts and program.info(value).place is not None
+    ]
+
+
+def forward(replay: Replay, step: Step) -> list[Chunk]:
+    """Run each chunk of a body with its graph, and keep what leaves it."""
+    (run,) = step.runs
+    homes = _homes_of(replay.program, run)
+    chunks = []
+    for chunk in range(len(replay.grid_of(run))):
+        look = Look(replay.program, homes, step.again)
+        try:
+            env = replay.run_nodes(run, chunk, True, look=look)
+        finally:
+            look.pending.clear()
+        replay.collect(run, env, chunk, run.exports)
+        chunks.append(Chunk({value: _edges_of(env[value]) for value in run.exports}, look.found))
+        del env
+    return chunks
+
+
+def back(replay: Replay, step: Step, chunks: list[Chunk]) -> None:
+    """Send the gradients of what a body left back through the graphs of its chunks, which go with
+    that; and what it left, chunk by chunk."""
+    (run,) = step.runs
+    homes = _homes_of(replay.program, run)
+    for value in step.values:
+        replay.forget(replay.cross[value].aliases.values())
+        replay.cross[value].settle_all()
+    for chunk in range(len(chunks)):
+        edges, found = chunks[chunk]
+        chunks[chunk] = Chunk({}, found)
+        _find(replay, step, chunk, homes, found)
+        pairs = replay.seeds(run, edges, chunk)
+        del edges
+        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], replay.fresh)
+        del pairs
+        found.tensors.clear()
+        replay.let_go_of_chunk(step.runs, chunk, set(step.values), set())
+        for value in replay.program.left_by(step.runs):
+            replay.cross[value].drop_seeds(chunk, chunk + 1 == len(chunks))
+
+
+def _find(replay: Replay, step: Step, chunk: int, homes: Iterable[int], found: Found) -> None:
+    """What the graph of a chunk needs: from its home, or made again."""
+    known: dict[int, torch.Tensor | None]
+    known = {value: replay.cross[value].chunks[chunk] for value in homes}
+    light = [value for value in step.again if value in found.n_reads]
+    env: Any = known
+    if light:
+        (run,) = step.runs
+        env = replay.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(light)})
+    found.tensors = {value: env[value] for value in found.n_reads}

@@ -1,0 +1,235 @@
+/* test_waiting.c - which graphs may wait for their backward, and what of them is made again. */
+#include "waiting.h"
+
+#include "record.h"
+
+#define MAX_VALUES 64
+
+/* A program of three bodies: what runs in the one in the middle is the test's. */
+typedef struct Made {
+    Program p;
+    Start s;
+    KlValueId square, mean; /* a layer; what the rows of its input meet in */
+    KlValueId given;        /* to the body in the middle, by rows */
+    KlProgram program;
+    bool can_wait;
+    KlIds again;
+} Made;
+
+static void
+open(Made *made)
+{
+    *made = (Made){0};
+    made->s = start(&made->p);
+    made->square = leaf(&made->p, with_grad(TENSOR(FLOAT32, 3, 3)));
+    made->mean = CALL1(&made->p, "mean", made->s.h, INTS(0));
+    made->given = call2(&made->p, "sub", made->s.h, made->mean);
+}
+
+/* The rows of `left` meet again, and a body goes on from there; then ask. */
+static KlStatus
+find(Made *made, KlValueId left)
+{
+    static const bool nothing[MAX_VALUES];
+    static const uint32_t nobody[MAX_VALUES];
+    uint8_t known[MAX_VALUES] = {0};
+    Program *p = &made->p;
+    KlValueId mean = CALL1(p, "mean", left, INTS(0));
+    KlValueId loss = call1(p, "mean", call1(p, "exp", call2(p, "sub", left, mean)));
+    const KlAsked asked = {.goal = {.wanted = &loss, .n_wanted = 1, .roots = &loss, .n_roots = 1},
+                           .n_segments = 1,
+                           .reached = &loss,
+                           .n_reached = 1,
+                           .has_real = nothing,
+                           .has_number = nothing,
+                           .n_handles = nobody};
+    CHECK(p->tape.n_values <= MAX_VALUES);
+    CHECK(kl_program_build(&p->tape, &asked, &made->program, &p->error) == KL_OK);
+    const KlWaiting waiting = {.tape = &p->tape, .program = &made->program, .known = known};
+    KlStatus status = KL_OK;
+    uint32_t stage = made->program.stages.node_stage[node_of(p, made->given)];
+    for (uint32_t r = 0; r < made->program.n_staged && status == KL_OK; r++) {
+        const KlRun *run = &made->program.runs[r];
+        made->again.n = run->stage == stage ? 0 : made->again.n;
+        if (run->stage == stage) {
+            status = kl_waiting_find(&waiting, run, &made->can_wait, &made->again, &p->error);
+        }
+    }
+    for (size_t v = 0; v < MAX_VALUES; v++) {
+        CHECK(status != KL_OK || known[v] == 0);
+    }
+    return status;
+}
+
+static void
+fini(Made *made)
+{
+    kl_alloc_free(made->again.ids);
+    kl_program_fini(&made->program);
+    program_fini(&made->p);
+}
+
+static bool
+is_again(const Made *made, KlValueId value)
+{
+    for (size_t i = 0; i < made->again.n; i++) {
+        if (made->again.ids[i] == value) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* What is saved is light: it is made again. */
+static void
+test_light_before_heavy(void)
+{
+    Made made;
+    open(&made);
+    KlValueId active = call1(&made.p, "relu", made.given);
+    CHECK(find(&made, call2(&made.p, "linear", active, made.square)) == KL_OK);
+    CHECK(made.can_wait);
+    CHECK(made.again.n == 1 && is_again(&made, active));
+    fini(&made);
+}
+
+/* What leaves the body is in its home, and light again from there. */
+static void
+test_light_after_heavy(void)
+{
+    Made made;
+    open(&made);
+    KlValueId active = call1(&made.p, "relu", made.given);
+    KlValueId made_of = call2(&made.p, "linear", active, made.square);
+    KlValueId other = call1(&made.p, "exp", made_of);
+    KlValueId both = call2(&made.p, "mul", made_of, other);
+    KlValueId meets = CALL1(&made.p, "mean", made_of, INTS(0)); /* so it leaves the body too */
+    CHECK(find(&made, call2(&made.p, "add", call2(&made.p, "sub", made_of, meets), both)) == KL_OK);
+    CHECK(made.can_wait);
+    CHECK(is_again(&made, active) && is_again(&made, other) && !is_again(&made, made_of));
+    fini(&made);
+}
+
+/* A product between would have to be kept, or made twice. */
+static void
+test_heavy_inside(void)
+{
+    Made made;
+    open(&made);
+    KlValueId inner = call2(&made.p, "linear", call1(&made.p, "relu", made.given), made.square);
+    KlValueId active = call1(&made.p, "relu", inner);
+    CHECK(find(&made, call2(&made.p, "linear", active, made.square)) == KL_OK);
+    CHECK(!made.can_wait);
+    fini(&made);
+}
+
+/* To run light calls again costs no more than to wait. */
+static void
+test_nothing_heavy(void)
+{
+    Made made;
+    open(&made);
+    CHECK(find(&made, call1(&made.p, "relu", made.given)) == KL_OK);
+    CHECK(!made.can_wait);
+    fini(&made);
+}
+
+/* What is drawn is not drawn again. */
+static void
+test_draws(void)
+{
+    Made made;
+    open(&made);
+    const KlArg args[] = {VALUE(0), {.kind = KL_ARG_FLOAT, .u.f = 0.5}};
+    KlValueId drawn = record(&made.p, "dropout", 2, args, 1, IDS(made.given));
+    CHECK(made.p.tape.nodes[node_of(&made.p, drawn)].is_random);
+    CHECK(find(&made, call2(&made.p, "linear", drawn, made.square)) == KL_OK);
+    CHECK(!made.can_wait);
+    fini(&made);
+}
+
+/* Written in place, and saved as it is then. */
+static void
+test_writes(void)
+{
+    Made made;
+    open(&made);
+    KlValueId written = call1(&made.p, "relu_", made.given);
+    CHECK(find(&made, call2(&made.p, "linear", written, made.square)) == KL_OK);
+    CHECK(made.can_wait && is_again(&made, written));
+    fini(&made);
+}
+
+/* Saved, and written since: torch raises where it is kept, which made again it would not. */
+static void
+test_saved_and_written(void)
+{
+    Made made;
+    open(&made);
+    KlValueId before = call1(&made.p, "exp", made.given);
+    KlValueId written = call1(&made.p, "relu_", before);
+    CHECK(find(&made, call2(&made.p, "linear", written, made.square)) == KL_OK);
+    CHECK(!made.can_wait);
+    fini(&made);
+}
+
+/* Rows of a whole value that do not lie together are copied for each chunk: all copies would wait. */
+static void
+test_copies(void)
+{
+    for (int is_apart = 0; is_apart < 2; is_apart++) {
+        Made made;
+        open(&made);
+        KlMeta meta = TENSOR(FLOAT32, 8, 3);
+        meta.strides[0] = is_apart ? 1 : meta.strides[0];
+        meta.strides[1] = is_apart ? 8 : meta.strides[1];
+        KlValueId weights = leaf(&made.p, meta);
+        KlValueId weighed = call2(&made.p, "mul", made.given, weights);
+        CHECK(find(&made, call2(&made.p, "linear", weighed, made.square)) == KL_OK);
+        CHECK(made.can_wait == !is_apart);
+        fini(&made);
+    }
+}
+
+static void
+test_no_memory(void)
+{
+    KlStatus status = KL_ERROR_MEMORY;
+    for (int64_t n = 0; status != KL_OK; n++) {
+        uint8_t known[MAX_VALUES] = {0};
+        Made made;
+        open(&made);
+        KlValueId active = call1(&made.p, "relu", made.given);
+        CHECK(find(&made, call2(&made.p, "linear", active, made.square)) == KL_OK);
+        const KlWaiting waiting = {.tape = &made.p.tape, .program = &made.program, .known = known};
+        KlIds again = {0};
+        uint32_t r = 0;
+        while (made.program.runs[r].stage !=
+               made.program.stages.node_stage[node_of(&made.p, active)]) {
+            r++;
+        }
+        kl_alloc_fail_after(n);
+        status =
+            kl_waiting_find(&waiting, &made.program.runs[r], &made.can_wait, &again, &made.p.error);
+        kl_alloc_fail_after(-1);
+        CHECK(status == KL_OK || (status == KL_ERROR_MEMORY && again.ids == NULL && n == 0));
+        kl_alloc_free(again.ids);
+        fini(&made);
+    }
+}
+
+int
+main(void)
+{
+    test_light_before_heavy();
+    test_light_after_heavy();
+    test_heavy_inside();
+    test_nothing_heavy();
+    test_draws();
+    test_writes();
+    test_saved_and_written();
+    test_copies();
+    test_no_memory();
+    CHECK(kl_alloc_n_blocks() == 0);
+    return check_result();
+}

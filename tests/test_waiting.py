@@ -1,0 +1,263 @@
+"""Graphs of chunks that wait: what is heavy runs once, nothing is kept but what crosses, and the
+numbers are eager's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import koila
+from allocations import Allocations
+from chunked import split
+from koila import waiting
+
+ROWS = 7
+
+
+class Calls(TorchDispatchMode):
+    """Counts products."""
+
+    NAMES = ("aten::convolution", "aten::addmm", "aten::mm", "aten::linear")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func.name().split(".")[0] in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+class Lambda(nn.Module):
+    def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+def conv(n_in: int, n_out: int) -> nn.Module:
+    return nn.Conv2d(n_in, n_out, 3, padding=1, bias=False)  # before a norm its gradient is 0
+
+
+def head(n: int) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n, 5)]
+
+
+class Residual(nn.Module):
+    """What goes around is read by two bodies, and the sum is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(True), conv(4, 4), nn.BatchNorm2d(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layers(x)
+        made += x
+        return F.relu(made, inplace=True)
+
+
+def between(*layers: nn.Module, times: int = 1) -> nn.Module:
+    """A body, between two norms, of some layers and a convolution; or several."""
+    bodies = [[*layers, conv(4, 4), nn.BatchNorm2d(4)] for _ in range(times)]
+    return nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), *itertools.chain(*bodies), *head(4))
+
+
+def flat() -> nn.Module:
+    """What a product saves is a view of what is made again."""
+    wide = nn.Linear(4 * 36, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5)
+    small = nn.AdaptiveAvgPool2d(6), nn.Flatten()
+    return nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.SiLU(), *small, *wide)
+
+
+def lines() -> nn.Module:
+    """Products of three dims, which see views of what they are given."""
+    last = nn.Conv1d(4, 4, 3, padding=1, bias=False), nn.BatchNorm1d(4), nn.ReLU()
+    layers = nn.Conv1d(3, 4, 1, bias=False), nn.BatchNorm1d(4), nn.ReLU()
+    end = nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 5)
+    wide = nn.Linear(36, 36, bias=False), nn.BatchNorm1d(4), nn.ReLU()
+    return nn.Sequential(nn.AdaptiveAvgPool2d(6), nn.Flatten(2), *layers, *wide, *last, *end)
+
+
+#: By name: a model, and how many of its bodies wait.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "relu": (lambda: between(nn.ReLU()), 2),
+    "in place": (lambda: between(nn.ReLU(True)), 2),
+    "two saves": (lambda: between(nn.SiLU(), nn.Sigmoid()), 2),
+    "a view": (flat, 2),
+    "views": (lines, 3),
+    "turned": (lambda: between(nn.ReLU(), Lambda(lambda x: x.transpose(2, 3))), 2),
+    "residual": (lambda: between(nn.ReLU(), Residual(), Residual()), 6),
+    "a gate": (lambda: between(Lambda(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid())), 2),
+    "strided": (lambda: between(nn.ReLU(), Lambda(lambda x: x[:, :, ::2])), 2),
+    "dropout": (lambda: between(nn.Dropout(0.5)), 1),
+    "pooled with indices": (lambda: between(nn.MaxPool2d(2)), 1),
+    "a product inside": (lambda: between(conv(4, 4), nn.ReLU()), 1),
+    "written after it was saved": (lambda: between(nn.Hardswish(True)), 1),
+    "eval": (lambda: between(nn.ReLU()).eval(), 0),
+}
+of_models = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name: str, size: int = 6, rows: int = ROWS) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = MODELS[name][0]().double()
+    return model, torch.randn(rows, 3, size, size).double(), torch.randint(0, 5, (rows,))
+
+
+def step(model: nn.Module, x: Tensor, y: Tensor, chunks: int | None) -> Tensor:
+    torch.manual_seed(1)
+    if chunks is None:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+    with split(chunks):
+        a, b = koila.lazy(x, y)
+        loss = F.cross_entropy(model(a), b)
+        loss.backward()
+    return loss
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None] + list(model.buffers())
+
+
+@of_models
+@pytest.mark.parametrize("chunks", [1, 2, 3, ROWS])
+def test_numbers(name: str, chunks: int) -> None:
+    model, x, y = make(name)
+    other = copy.deepcopy(model)
+    waited = []
+    original = waiting.forward
+
+    def note(replay: Any, step: Any) -> Any:
+        waited.append(step)
+        return original(replay, step)
+
+    with mock.patch.object(waiting, "forward", note):
+        loss = step(other, x, y, chunks)
+    assert torch.allclose(loss, step(model, x, y, None), rtol=1e-12)
+    for got, want in zip(state(other), state(model), strict=True):
+        assert (got - want).abs().max() <= 1e-10 * (1 + want.abs().max())
+    assert len(waited) == (MODELS[name][1] if chunks > 1 else 0)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", ["residual", "views"])
+def test_products_run_once(name: str) -> None:
+    model, x, y = make(name)
+    with Calls() as whole:
+        step(model, x, y, None)
+    with Calls() as calls:
+        step(model, x, y, 3)
+    # One backward of a product is one call of convolution_backward, or two products as in eager.
+    assert calls.n == 3 * whole.n
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.ReLU(),
+        nn.ReLU(True),
+        nn.Sequential(nn.SiLU(), nn.Sigmoid()),
+        Lambda(lambda x: x.transpose(2, 3)),
+        Lambda(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
+        Residual(),
+    ],
+)
+def test_it_takes_no_more_memory_than_to_run_again(layer: nn.Module) -> None:
+    """Nothing is kept but what crosses: with all that autograd saves it would be twice as much."""
+    bodies = list(between(layer, times=4).children())
+    last = conv(4, 4), nn.ReLU(), conv(4, 4)  # as much work as the others
+    model = nn.Sequential(*bodies[:-3], *last, *bodies[-3:]).double()
+    x, y = torch.randn(24, 3, 48, 48).double(), torch.randint(0, 5, (24,))
+    step(copy.deepcopy(model), x, y, 6)
+    peaks = []
+    for does_wait in (False, True):
+        now = copy.deepcopy(model)
+        memory = Allocations()
+        with memory:
+            pass
+        with mock.patch.object(waiting, "are_hooks_allowed", lambda: does_wait), memory:  # noqa: B023
+            step(now, x, y, 6)
+        peaks.append(memory.peak)
+    assert 2**20 < peaks[1] <= 1.02 * peaks[0]
+
+
+def test_where_saved_tensors_may_not_be_looked_at() -> None:
+    model, x, y = make("residual")
+    other = copy.deepcopy(model)
+    step(model, x, y, 3)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not waiting.are_hooks_allowed()
+        step(other, x, y, 3)
+    assert waiting.are_hooks_allowed()
+    for got, want in zip(state(other), state(model), strict=True):
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_what_crosses_are_seen_and_kept() -> None:
+    model, x, y = make("residual")
+    outcomes = []
+    for chunks in (None, 3):
+        now = copy.deepcopy(model)
+        torch.manual_seed(1)
+        seen: list[Tensor] = []
+        with split(chunks or 1):
+            a, b = (x, y) if chunks is None else koila.lazy(x, y)
+            h = now[1](now[0](a))  # type: ignore[index]
+            h.register_hook(lambda grad, seen=seen: (seen.append(grad.clone()), 2 * grad)[1])
+            h.retain_grad()
+            rest = now[2:](h)  # type: ignore[index]
+            F.cross_entropy(rest, b).backward()
+        outcomes.append([*seen, h.grad, *state(now)])
+    for got, want in zip(*outcomes, strict=True):
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("at", [1, 5, 9, 14])
+def test_nothing_is_left_where_a_call_fails(at: int) -> None:
+    """Graph, saved values and chunks hold each other in no circle that the collector cannot see."""
+    model, x, y = make("residual")
+
+    class Fails(TorchDispatchMode):
+        n = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "convolution" in func.name():
+                Fails.n += 1
+                if Fails.n == at:
+                    raise ValueError("it fails")
+            return func(*args, **(kwargs or {}))
+
+    def n_tensors() -> int:
+        gc.collect()
+        return sum(isinstance(one, Tensor) for one in gc.get_objects())
+
+    counts = []
+    for _ in range(4):
+        Fails.n = 0
+        with split(3):
+            a, b = koila.lazy(x, y)
+            loss = F.cross_entropy(model(a), b)
+            with pytest.raises(ValueError, match="it fails"), Fails():
+                loss.backward()
+        del a, b, loss
+        step(model, x, y, 3)  # what a failed program left goes with the next
+        counts.append(n_tensors())
+    assert len(set(counts[1:])) == 1
