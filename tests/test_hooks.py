@@ -204,11 +204,11 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
     layers = model()
     original = koila.engine.backward
 
-    def fail_once(*args: Any) -> None:
+    def fail_once(*args: Any, **kwargs: Any) -> None:
         if calls and not failed:
             failed.append(1)
             raise torch.OutOfMemoryError("injected")
-        original(*args)
+        original(*args, **kwargs)
 
     monkeypatch.setattr(koila.engine, "backward", fail_once)
     monkeypatch.setattr(koila.plan, "is_whole", lambda: False)
