@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from koila.tail import Watch
 
 Key = tuple[Any, ...]
+#: Aliases that a graph was given and that have no gradient so far, by their ids.
+Fresh = dict[int, torch.Tensor]
 GATHERED: Key = ("gathered",)  # what is read of all chunks together
 
 
@@ -64,7 +66,7 @@ def has_way_back(tensor: torch.Tensor) -> bool:
 def send_back(
     outputs: Sequence[torch.Tensor | GradientEdge],
     seeds: Sequence[torch.Tensor],
-    fresh: list[torch.Tensor],
+    fresh: Fresh,
 ) -> None:
     """Send gradients back, and give each leaf in `fresh` that got its first one memory of its own.
 
@@ -77,12 +79,13 @@ def send_back(
     if not outputs:
         return
     engine.backward(outputs, list(itertools.compress(seeds, ways)))
-    waiting = [alias for alias in fresh if alias.grad is None]
-    for alias in fresh:
+    for key, alias in list(fresh.items()):
         grad = alias.grad
-        if grad is not None and (grad._is_zerotensor() or is_shared(grad) or _is_part(grad)):
+        if grad is None:
+            continue
+        del fresh[key]
+        if grad._is_zerotensor() or is_shared(grad) or _is_part(grad):
             alias.grad = grad.clone()
-    fresh[:] = waiting
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
@@ -103,7 +106,7 @@ class Cross:
         self,
         info: Info,
         needs_gradient: bool,
-        fresh: list[torch.Tensor],
+        fresh: Fresh,
         whole: torch.Tensor | None = None,
         is_graph: bool = False,
     ) -> None:
@@ -166,8 +169,12 @@ class Cross:
             return tensor.detach() if tensor.requires_grad else tensor
         if key not in self.aliases:
             self.aliases[key] = alias_of(tensor)
-            self.fresh.append(self.aliases[key])
-        return self.aliases[key]
+        return self._given(self.aliases[key])
+
+    def _given(self, alias: torch.Tensor) -> torch.Tensor:
+        if alias.grad is None:
+            self.fresh[id(alias)] = alias
+        return alias
 
     def _alias_all(self, found: dict[Key, torch.Tensor], is_graph: bool) -> dict[Key, torch.Tensor]:
         if self.watch is None:
@@ -215,14 +222,14 @@ class Cross:
         if self.whole is None:
             known = self.aliases.get(("chunk", chunk)) if is_graph else None
             if known is not None:
-                return known
+                return self._given(known)
             tensor = self.chunks[chunk]
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
             return self._alias(("chunk", chunk), tensor, is_graph)
         key = ("rows", place, grid[chunk])
         if is_graph and key in self.aliases:
-            return self.aliases[key]
+            return self._given(self.aliases[key])
         part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
         return self._alias(key, part, is_graph)
 

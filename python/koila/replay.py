@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -35,7 +35,7 @@ from koila import (
     waiting,
 )
 from koila.attempt import attempt
-from koila.cross import Cross, add, has_way_back, send_back
+from koila.cross import Cross, Fresh, add, has_way_back, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import DATA, ROWS, Node, Op, Program, Run, Step
@@ -43,6 +43,8 @@ from koila.reads import Reads
 from koila.rows import Bounds, Place, chunk_shape, cut, grid
 from koila.threads import in_turn
 from koila.tracked import Tracked
+
+_T = TypeVar("_T")
 
 
 class Replay:
@@ -64,10 +66,10 @@ class Replay:
         self.is_forward = not program.roots  # nothing is differentiated
         self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
         self.roots: dict[int, torch.Tensor] = {}  # by value
-        self.graphs: dict[int, dict[int, GradientEdge]] = {}  # of joints, by stage
+        self.graphs: dict[int, tuple[dict[int, GradientEdge], Fresh]] = {}  # of joints, by stage
         self.is_delivering = False
         self.cross: dict[int, Cross] = {}
-        self.fresh: list[torch.Tensor] = []  # aliases without a gradient so far
+        self.fresh: Fresh = {}  # of the graphs that go back next
         self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
         self.reads: dict[tuple[int, bool], Reads] = {}  # of the runs of one step of the schedule
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
@@ -377,7 +379,9 @@ class Replay:
     def _joint(self, step: Step) -> None:
         (run,) = step.runs
         is_empty = not run.nodes and not run.combined
-        self.graphs[run.stage] = {} if is_empty else self.run_joint(run, not self.is_forward)
+        if not is_empty:
+            go = functools.partial(self.run_joint, run, not self.is_forward)
+            self.graphs[run.stage] = self.apart(go)
 
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
         """Run a joint; returns where its graph is entered, by value: what is not kept for backward
@@ -566,9 +570,24 @@ class Replay:
 
     def forget(self, aliases: Iterable[torch.Tensor]) -> None:
         """No gradient comes for them any more: those that got none must not keep their memory."""
-        gone = {id(alias) for alias in aliases if alias.grad is None}
-        if gone:
-            self.fresh[:] = [alias for alias in self.fresh if id(alias) not in gone]
+        for alias in aliases:
+            if alias.grad is None:
+                self.fresh.pop(id(alias), None)
+
+    def apart(self, run: Callable[[], _T]) -> tuple[_T, Fresh]:
+        """Run what has a graph that waits; also the aliases that it was given: gradients that go
+        back through it may be their first ones."""
+        before = self.fresh.copy()
+        self.fresh.clear()
+        try:
+            return run(), self.fresh.copy()
+        finally:
+            self.fresh.clear()
+            self.fresh.update(before)
+
+    def go_on(self, given: Fresh) -> None:
+        """What was given to a graph that waited, which goes back now."""
+        self.fresh.update((key, alias) for key, alias in given.items() if alias.grad is None)
 
     def _seed(self, step: Step) -> None:
         """What a body left: the roots get their gradients, and hooks see the whole ones."""
@@ -602,7 +621,9 @@ class Replay:
 
     def _joint_back(self, step: Step) -> None:
         (run,) = step.runs
-        self._go_back_joint(self.graphs.pop(run.stage), self.roots)
+        graph, given = self.graphs.pop(run.stage, ({}, {}))
+        self.go_on(given)
+        self._go_back_joint(graph, self.roots)
 
     def _go_back_joint(
         self, graph: dict[int, GradientEdge], roots: dict[int, torch.Tensor]

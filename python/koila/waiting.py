@@ -7,6 +7,7 @@ chunk goes back (KlStep.again). So nothing of a chunk is kept in between but its
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from koila.cross import has_way_back, send_back
+from koila.cross import Fresh, has_way_back, send_back
 from koila.program import Node, Program, Run, Step
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Chunk(NamedTuple):
     by part; and what that needs."""
 
     edges: dict[int, Edges]
+    given: Fresh  # the aliases that it was given
     found: Found
 
 
@@ -159,11 +161,13 @@ def forward(replay: Replay, step: Step) -> list[Chunk]:
     for chunk in range(len(replay.grid_of(run))):
         look = Look(replay.program, homes, step.again)
         try:
-            env = replay.run_nodes(run, chunk, True, look=look)
+            go = functools.partial(replay.run_nodes, run, chunk, True, look=look)
+            env, given = replay.apart(go)
         finally:
             look.pending.clear()
         replay.collect(run, env, chunk, run.exports)
-        chunks.append(Chunk({value: _edges_of(env[value]) for value in run.exports}, look.found))
+        edges = {value: _edges_of(env[value]) for value in run.exports}
+        chunks.append(Chunk(edges, given, look.found))
         del env
     return chunks
 
@@ -177,8 +181,10 @@ def back(replay: Replay, step: Step, chunks: list[Chunk]) -> None:
         replay.forget(replay.cross[value].aliases.values())
         replay.cross[value].settle_all()
     for chunk in range(len(chunks)):
-        edges, found = chunks[chunk]
-        chunks[chunk] = Chunk({}, found)
+        edges, given, found = chunks[chunk]
+        chunks[chunk] = Chunk({}, {}, found)
+        replay.go_on(given)
+        del given
         _find(replay, step, chunk, homes, found)
         pairs = replay.seeds(run, edges, chunk)
         del edges
