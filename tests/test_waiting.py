@@ -155,6 +155,23 @@ def test_numbers(name: str, chunks: int) -> None:
     assert len(waited) == (MODELS[name][1] if chunks > 1 else 0)
 
 
+@pytest.mark.parametrize("chunks", [2, 3, ROWS])
+def test_what_is_put_together_lies_otherwise(chunks: int) -> None:
+    """A chunk of what is read whole is a part of one tensor: views of it begin elsewhere."""
+    torch.manual_seed(0)
+    x, w = torch.randn(ROWS, 4).double(), torch.randn(4, 3).double()
+    found = []
+    for lazy in (lambda x: x, koila.lazy):
+        weight = w.clone().requires_grad_()
+        with split(chunks if lazy is koila.lazy else 1):
+            h = lazy(x) @ weight  # put together, since it is held
+            ((h.T @ h).pow(2).mean() + (h[:, 1:].T @ h[:, :2]).pow(2).mean() + h.sum()).backward()
+        assert weight.grad is not None
+        found.append((weight.grad, h.detach().clone()))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", ["residual", "views"])
 def test_products_run_once(name: str) -> None:

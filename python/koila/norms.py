@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function
 from koila import _core
 
 Pair = tuple[Tensor, Tensor]
+_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
 def _over(x: Tensor) -> list[int]:
@@ -109,7 +110,7 @@ class _Normalized(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if gradient.stride() != x.stride():  # torch's kernels for the CPU take them to be alike
             gradient = torch.empty_like(x).copy_(gradient)
-        of_x, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        of_x, of_weight, of_bias = _backward(
             gradient, x, scale, mean, var, None, None, False, ctx.eps, [needs[0], True, True]
         )
         factor = -scale * torch.rsqrt(var + ctx.eps)

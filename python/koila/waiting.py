@@ -21,7 +21,7 @@ from koila.program import Node, Program, Run, Step
 if TYPE_CHECKING:
     from koila.replay import Replay
 
-_View = tuple[torch.Size, tuple[int, ...], int]
+_Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides, offset
 
 
 class Found:
@@ -44,7 +44,8 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()
-        self.found: tuple[Found, int, _View | None] | None = None
+        #: Where it will be found: a value; and if it is a view of that, how both lay in memory.
+        self.found: tuple[Found, int, tuple[_Layout, _Layout] | None] | None = None
 
     def get(self) -> torch.Tensor:
         if self.found is None:
@@ -52,7 +53,13 @@ class _Saved:
             return self.tensor
         found, value, view = self.found
         tensor = found.read(value)
-        return tensor if view is None else tensor.as_strided(*view)
+        if view is None:
+            return tensor
+        (size, strides, start), (size_of_view, strides_of_view, start_of_view) = view
+        if tensor.stride() != strides:  # in its home it lies otherwise
+            tensor = tensor.new_empty_strided(size, strides).copy_(tensor)
+        start_of_view += int(tensor.storage_offset()) - start
+        return tensor.as_strided(size_of_view, strides_of_view, start_of_view)
 
 
 def are_hooks_allowed() -> bool:
@@ -64,7 +71,7 @@ def are_hooks_allowed() -> bool:
         return False
 
 
-def _layout(tensor: torch.Tensor) -> _View:
+def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
@@ -110,16 +117,14 @@ class Look:
     def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor]]) -> None:
         tensor = saved.tensor
         assert tensor is not None
-        storage = tensor.untyped_storage()._cdata
-        for value, known in made:
-            if known.untyped_storage()._cdata != storage:
-                continue
-            is_same = _layout(known) == _layout(tensor)
-            if is_same or value in self.light:
-                saved.found = self.found, value, None if is_same else _layout(tensor)
-                saved.tensor = None
-                self.found.n_reads[value] += 1
-                return
+        storage, layout = tensor.untyped_storage()._cdata, _layout(tensor)
+        of_it = [(v, _layout(of)) for v, of in made if of.untyped_storage()._cdata == storage]
+        same = [(value, None) for value, of in of_it if of == layout]
+        views = [(value, (of, layout)) for value, of in of_it if value in self.light]
+        for value, view in (*same, *views)[:1]:
+            saved.found = self.found, value, view
+            saved.tensor = None
+            self.found.n_reads[value] += 1
 
 
 Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
