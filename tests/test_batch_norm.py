@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from chunked import split
-from koila import norms
+from koila import norms, overwritten
 from oracle import Lazy, assert_same_story, assert_seen, eager, gradients
 
 ROWS = 11
@@ -544,6 +544,37 @@ def test_checkpoints_that_fit(number: int, is_reentrant: bool) -> None:
         torch.manual_seed(0)
         got = story(koila.lazy)
     assert_seen(got, want, "seen", exact_bits=False)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_a_checkpoint_that_writes_what_a_norm_made(chunks: int | None) -> None:
+    """To ask torch whether the norm keeps that moved its statistics."""
+
+    def story(lazy: Lazy) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LeakyReLU(0.1, True)).double()
+        x = lazy(torch.randn(ROWS, 4).double())
+        checkpoint(model, x, use_reentrant=False).pow(2).sum().backward()
+        return seen(model)
+
+    overwritten._asked.clear()
+    assert_same_story(story, chunks)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_a_checkpoint_in_a_checkpoint(chunks: int | None) -> None:
+    def story(lazy: Lazy) -> Any:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+        outer = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+        x = lazy(torch.randn(ROWS, 4).double().requires_grad_())
+
+        def body(x: Tensor) -> Tensor:
+            made: Tensor = checkpoint(inner, outer(x), use_reentrant=False)
+            return made
+
+        checkpoint(body, x, use_reentrant=False).pow(2).sum().backward()
+        return seen(nn.ModuleList([inner, outer]))
+
+    assert_same_story(story, chunks)
 
 
 @pytest.mark.parametrize("options", [{"memory_limit": "8 GiB"}, {"chunks": 3}], ids=str)

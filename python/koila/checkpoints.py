@@ -162,6 +162,8 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
     @functools.wraps(original)
     def generator(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         is_ours = holds_lazy(args) or holds_lazy(kwargs)
+        if is_ours and is_live():  # what is inside of it is run again as it is: with real tensors
+            args, kwargs = _core.live(_pair, (args, kwargs), {}, True)
         if not is_ours or not _updates_statistics(body):
             yield from original(body, *args, **kwargs)
             return

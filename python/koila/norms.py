@@ -224,3 +224,8 @@ class Again(float):
         for group in self.groups:
             group.moves.append(move)
             made.register_hook(group.move)
+
+
+def without_again(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call, of which a backward moves nothing once more."""
+    return tuple(float(arg) if isinstance(arg, Again) else arg for arg in args)

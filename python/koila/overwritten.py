@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, meta
+from koila import _core, draws, meta, norms
 from koila.program import Node, Program, is_data
 
 _LAST = 2**32 - 2  # after all nodes
@@ -78,8 +78,13 @@ def _needs(program: Program, node: Node, value: int) -> bool:
         leaves[v] = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
         with torch.enable_grad():  # a leaf must not be written
             given[v] = leaves[v].clone() if info.requires_grad else leaves[v]
+
+    def call(_: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*norms.without_again(args), **kwargs)
+
+    env: list[Any] = [given.get(value) for value in range(program.n_values)]
     try:
-        env = draws.run_alone(node.id, -1, given, program.n_values, False)
+        _core.run_alone(node.id, env, -1, False, call)
         torch.autograd.graph.increment_version(env[value])
         made = [env[v] for v in node.outs if env[v].requires_grad]
         ends = [leaf for leaf in leaves.values() if leaf.requires_grad]
