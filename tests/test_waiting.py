@@ -92,6 +92,18 @@ def lines() -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(6), nn.Flatten(2), *layers, *wide, *last, *end)
 
 
+def written_and_read(x: Tensor) -> Tensor:
+    """Before and after it is written."""
+    first = x.exp()
+    second = F.silu(x, inplace=True)
+    return first * second
+
+
+def clamped(x: Tensor) -> Tensor:
+    """What was saved is not what is written."""
+    return (x * 2).clamp_(min=0.5) * x
+
+
 #: By name: a model, and how many of its bodies wait.
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "relu": (lambda: between(nn.ReLU()), 2),
@@ -106,7 +118,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "dropout": (lambda: between(nn.Dropout(0.5)), 1),
     "pooled with indices": (lambda: between(nn.MaxPool2d(2)), 1),
     "a product inside": (lambda: between(conv(4, 4), nn.ReLU()), 1),
-    "written after it was saved": (lambda: between(nn.Hardswish(True)), 1),
+    "written and saved": (lambda: between(nn.SiLU(True)), 2),
+    "written and saved twice": (lambda: between(nn.Hardswish(True), nn.ELU(), nn.SiLU(True)), 2),
+    "written, saved and read": (lambda: between(Lambda(written_and_read)), 2),
+    "written after it was saved": (lambda: between(nn.Sigmoid(), Lambda(clamped)), 2),
     "eval": (lambda: between(nn.ReLU()).eval(), 0),
 }
 of_models = pytest.mark.parametrize("name", MODELS)
@@ -190,6 +205,7 @@ def test_products_run_once(name: str) -> None:
         nn.ReLU(),
         nn.ReLU(True),
         nn.Sequential(nn.SiLU(), nn.Sigmoid()),
+        nn.SiLU(True),
         Lambda(lambda x: x.transpose(2, 3)),
         Lambda(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
         Residual(),

@@ -324,6 +324,19 @@ is_cloned(const Run *run, KlNodeId id)
     return result;
 }
 
+/* What the node is about to write and is asked for as it was: a copy of it (new reference), or NULL, also where
+ * that failed. */
+static PyObject *
+copy_written(const Run *run)
+{
+    KlValueId written =
+        run->node->writes != 0 ? run->tape->core.inputs[run->node->first_input].value : KL_ID_NONE;
+    bool is_asked_for =
+        run->marks != NULL && written != KL_ID_NONE && (run->marks[written] & IS_ASKED_FOR) != 0;
+    return is_asked_for ? PyObject_CallMethod(PyList_GET_ITEM(run->env, written), "clone", NULL)
+                        : NULL;
+}
+
 static int
 run_one(Run *run, KlNodeId id, KlContextSwitch *context)
 {
@@ -335,8 +348,14 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context)
     if (status > 0) {
         status = fork_written(run);
     }
-    PyObject *result = status == 0 ? call_node(run, id) : NULL;
+    PyObject *before = status == 0 ? copy_written(run) : NULL;
+    PyObject *result = status == 0 && !PyErr_Occurred() ? call_node(run, id) : NULL;
     status = result == NULL ? -1 : keep_results(run, result);
+    if (before != NULL && status == 0) {
+        KlValueId written = run->tape->core.inputs[run->node->first_input].value;
+        status = PyList_SetItem(run->env, written, Py_NewRef(before));
+    }
+    Py_XDECREF(before);
     Py_CLEAR(run->forked);
     if (status == 0) {
         status = kl_stage_wait_for_copy(run->tape, run->node);
@@ -469,7 +488,7 @@ has_room(const Run *run)
 /* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone, saved, settle, again): run the
  * nodes of a run of what stage() gave. rows < 0: whole. `saved`, a list or None: what autograd saves of a node
  * gathers there, until settle(node) is called. `again`, a tuple or None: run only what makes these values, which
- * stay, of what env has and is given. */
+ * stay as they were made, of what env has and is given. */
 PyObject *
 kl_stage_run(PyObject *module, PyObject *args)
 {

@@ -97,6 +97,20 @@ save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, b
     return status;
 }
 
+/* Whether the node writes what it needs for backward: autograd saves a copy of that as it was. */
+static bool
+saves_what_it_writes(const KlWaiting *waiting, const KlNode *node)
+{
+    const KlKeeps *keeps = &node->row->keeps;
+    uint8_t words = keeps->words;
+    for (uint32_t i = 0; i < sizeof(keeps->for_grad); i++) {
+        words |= keeps->for_grad[i];
+    }
+    KlValueId written = node->n_inputs > 0 ? input_of(waiting, node, 0)->value : KL_ID_NONE;
+    return node->row->kind == KL_ROW_INPLACE && (words & 1) != 0 && written != KL_ID_NONE &&
+           node->saves.bytes_extra == kl_meta_n_bytes(&waiting->tape->values[written].meta);
+}
+
 /* All that autograd saves of a node in a chunk. */
 static KlStatus
 save_all(const KlWaiting *waiting, const KlNode *node, bool *can_wait, KlIds *again, KlError *error)
@@ -106,13 +120,14 @@ save_all(const KlWaiting *waiting, const KlNode *node, bool *can_wait, KlIds *ag
                                ? kl_ops_parts((KlReduce)node->reduce, node->is_for_chunks)
                                : NULL;
     bool is_given = is_given_norm(waiting, node);
+    bool is_copied = saves_what_it_writes(waiting, node);
+    bool saves_more = (saves->bytes_extra != 0 && !is_copied) || saves->bytes_fixed != 0;
     KlStatus status = KL_OK;
     *can_wait &=
-        (parts == NULL || parts->keeps == NULL) &&
-        (is_given || node->is_for_chunks || (saves->bytes_extra == 0 && saves->bytes_fixed == 0));
+        (parts == NULL || parts->keeps == NULL) && (is_given || node->is_for_chunks || !saves_more);
     for (uint32_t k = 0; k < node->n_inputs && status == KL_OK && *can_wait; k++) {
-        bool is_saved =
-            is_given || k >= 64 || (saves->inputs >> k & 1) != 0 || (node->is_for_chunks && k == 0);
+        bool is_saved = is_given || k >= 64 || (saves->inputs >> k & 1) != 0 ||
+                        ((node->is_for_chunks || is_copied) && k == 0);
         status = is_saved ? save(waiting, node, k, false, can_wait, again, error) : KL_OK;
     }
     for (uint32_t k = 0; k < node->n_outs && status == KL_OK && *can_wait && parts == NULL; k++) {

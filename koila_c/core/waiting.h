@@ -17,7 +17,8 @@ typedef struct KlWaiting {
 } KlWaiting;
 
 /* Whether the graphs of a run's chunks may wait; it is a body of one segment. Then what autograd saves and is
- * not there without them, the light values, is appended to `again`. On failure, which is for memory, nothing
+ * not there without them, the light values, is appended to `again`; of what a call writes and saves, the value
+ * before. On failure, which is for memory, nothing
  * is of use. */
 KlStatus kl_waiting_find(const KlWaiting *waiting, const KlRun *run, bool *can_wait, KlIds *again,
                          KlError *error);

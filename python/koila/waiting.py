@@ -47,6 +47,12 @@ class _Saved:
         #: Where it will be found: a value; and if it is a view of that, how both lay in memory.
         self.found: tuple[Found, int, tuple[_Layout, _Layout] | None] | None = None
 
+    def let_go(self, found: Found, value: int, view: tuple[_Layout, _Layout] | None = None) -> None:
+        """Keep only where it will be found."""
+        self.found = found, value, view
+        self.tensor = None
+        found.n_reads[value] += 1
+
     def get(self) -> torch.Tensor:
         if self.found is None:
             assert self.tensor is not None
@@ -112,6 +118,10 @@ class Look:
         ]
         for saved in self.pending:
             self._settle(saved, made)
+        written = imports[node.imports[0]].value if node.writes else None
+        copies = [saved for saved in self.pending if saved.found is None]
+        if written in self.light and len(copies) == 1:  # it saves what it writes, as it was
+            copies[0].let_go(self.found, written)
         self.pending.clear()
 
     def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor]]) -> None:
@@ -122,9 +132,7 @@ class Look:
         same = [(value, None) for value, of in of_it if of == layout]
         views = [(value, (of, layout)) for value, of in of_it if value in self.light]
         for value, view in (*same, *views)[:1]:
-            saved.found = self.found, value, view
-            saved.tensor = None
-            self.found.n_reads[value] += 1
+            saved.let_go(self.found, value, view)
 
 
 Edges = GradientEdge | None | tuple[GradientEdge | None, ...]

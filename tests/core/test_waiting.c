@@ -160,6 +160,19 @@ test_writes(void)
     fini(&made);
 }
 
+/* Written by a call that saves it: what is copied is the value before. */
+static void
+test_saves_what_it_writes(void)
+{
+    Made made;
+    open(&made);
+    KlValueId before = call2(&made.p, "mul", made.given, made.given);
+    KlValueId written = call1(&made.p, "silu_", before);
+    CHECK(find(&made, call2(&made.p, "linear", written, made.square)) == KL_OK);
+    CHECK(made.can_wait && is_again(&made, before) && is_again(&made, written));
+    fini(&made);
+}
+
 /* Saved, and written since: torch raises where it is kept, which made again it would not. */
 static void
 test_saved_and_written(void)
@@ -227,6 +240,7 @@ main(void)
     test_nothing_heavy();
     test_draws();
     test_writes();
+    test_saves_what_it_writes();
     test_saved_and_written();
     test_copies();
     test_no_memory();
