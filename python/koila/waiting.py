@@ -86,14 +86,14 @@ class Look:
 
     Args:
         program: the program.
-        homes: the values that are in their homes when the chunk goes back.
-        light: those that are made again.
+        values: those that are there when the chunk goes back: in their homes, or made again.
+        light: of these, those that are made again.
     """
 
-    def __init__(self, program: Program, homes: Iterable[int], light: Iterable[int]) -> None:
+    def __init__(self, program: Program, values: frozenset[int], light: frozenset[int]) -> None:
         self.program = program
-        self.homes = frozenset(homes)
-        self.light = frozenset(light)
+        self.values = values
+        self.light = light
         self.found = Found()
         self.pending: list[_Saved] = []
 
@@ -110,11 +110,10 @@ class Look:
         """Of what was saved of a call, let go what will be found when it is needed."""
         imports = self.program.imports
         read = (imports[import_id].value for import_id in node.imports if import_id >= 0)
-        values = self.homes.union(self.light)
         made = [
             (value, env[value])
             for value in (*node.outs, *read)
-            if value in values and isinstance(env[value], torch.Tensor)
+            if value in self.values and isinstance(env[value], torch.Tensor)
         ]
         for saved in self.pending:
             self._settle(saved, made)
@@ -169,10 +168,11 @@ def _homes_of(program: Program, run: Run) -> list[int]:
 def forward(replay: Replay, step: Step) -> list[Chunk]:
     """Run each chunk of a body with its graph, and keep what leaves it."""
     (run,) = step.runs
-    homes = _homes_of(replay.program, run)
+    light = frozenset(step.again)
+    values = light.union(_homes_of(replay.program, run))
     chunks = []
     for chunk in range(len(replay.grid_of(run))):
-        look = Look(replay.program, homes, step.again)
+        look = Look(replay.program, values, light)
         try:
             go = functools.partial(replay.run_nodes, run, chunk, True, look=look)
             env, given = replay.apart(go)
