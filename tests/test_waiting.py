@@ -230,6 +230,16 @@ def test_it_takes_no_more_memory_than_to_run_again(layer: nn.Module) -> None:
     assert 2**20 < peaks[1] <= 1.02 * peaks[0]
 
 
+@pytest.mark.parametrize(("size", "does_wait"), [(2, False), (64, True)])
+def test_graphs_do_not_wait_where_they_are_most_of_it(size: int, does_wait: bool) -> None:
+    """Many chunks, of few numbers or of many."""
+    model = between(nn.ReLU())
+    x, y = torch.randn(160, 3, size, size), torch.randint(0, 5, (160,))
+    with mock.patch.object(waiting, "forward", wraps=waiting.forward) as forward:
+        step(model, x, y, 160)
+    assert forward.called == does_wait
+
+
 def test_where_saved_tensors_may_not_be_looked_at() -> None:
     model, x, y = make("residual")
     other = copy.deepcopy(model)

@@ -353,7 +353,7 @@ class Replay:
 
     def _forward(self, step: Step) -> None:
         self._make_homes(step)
-        if step.waits and waiting.are_hooks_allowed():
+        if step.waits and waiting.pays(self, step):
             self.waiting[step.runs[0].index] = waiting.forward(self, step)
             return
         for chunk in range(len(self.grid_of(step.runs[0]))):

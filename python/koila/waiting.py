@@ -8,6 +8,7 @@ chunk goes back (KlStep.again). So nothing of a chunk is kept in between but its
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,6 +67,23 @@ class _Saved:
             tensor = tensor.new_empty_strided(size, strides).copy_(tensor)
         start_of_view += int(tensor.storage_offset()) - start
         return tensor.as_strided(size_of_view, strides_of_view, start_of_view)
+
+
+#: What a call of a graph that waits takes of the process, about: torch's nodes, and ours.
+_BYTES_OF_A_CALL = 4096
+#: So many are little; else they are to be a small part of what the body keeps anyway.
+_FEW_BYTES = 2**20
+_SHARE = 1 / 8
+
+
+def pays(replay: Replay, step: Step) -> bool:
+    """Whether the graphs of all chunks are small beside what they leave, which no plan says: of
+    many chunks of a few numbers they are not."""
+    (run,) = step.runs
+    n_bytes = len(replay.grid_of(run)) * len(run.nodes) * _BYTES_OF_A_CALL
+    infos = map(replay.program.info, _homes_of(replay.program, run))
+    left = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+    return n_bytes <= max(_FEW_BYTES, _SHARE * left) and are_hooks_allowed()
 
 
 def are_hooks_allowed() -> bool:
