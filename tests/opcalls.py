@@ -42,7 +42,7 @@ NAMESPACES = (
     torch._C._special,
     torch._C._fft,
 )
-PLACED = {torch.float64, torch.int64, torch.bool, torch.int32}
+PLACED = {torch.float64, torch.complex128, torch.int64, torch.bool, torch.int32}
 RANDOM_VALUES = {"empty_like", "new_empty"}  # uninitialised memory
 # Composed of kernels that torch chooses by more than the call: what they keep is told from above.
 ESTIMATED = frozenset(
@@ -65,7 +65,7 @@ def rows_by_callable() -> dict[Any, str]:
                 continue
             for space in (torch.nn.functional,) if name in PYTHON_ROWS else NAMESPACES:
                 found = getattr(space, name, None)
-                if found is not None:
+                if callable(found):  # x.real is none
                     table.setdefault(found, row["name"])
     for row in _core.op_table():
         if row["name"].startswith("Tensor_"):

@@ -31,7 +31,8 @@ def like_in_memory(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     order = sorted(range(part.dim()), key=lambda d: (-whole.stride(d), d))
     dense = part.detach().permute(order).contiguous().clone()
     back = [order.index(d) for d in range(part.dim())]
-    return dense.permute(back).requires_grad_(whole.requires_grad and part.is_floating_point())
+    is_continuous = part.is_floating_point() or part.is_complex()
+    return dense.permute(back).requires_grad_(whole.requires_grad and is_continuous)
 
 
 def cut(whole: torch.Tensor, place: Place, rows: int, start: int, stop: int) -> torch.Tensor:

@@ -74,7 +74,7 @@ _NAMES = {
     special.spherical_bessel_j0 special.xlog1py special.zeta split_with_sizes_copy squeeze_copy
     stft sum_to_size svd t_copy take tensordot to_sparse torch.ops.aten._safe_softmax.default
     trace transpose_copy trapezoid trapz triangular_solve unbind_copy unfold_copy uniform unique
-    unique_consecutive unsqueeze_copy vdot view_as_complex view_copy
+    unique_consecutive unsqueeze_copy vdot view_copy
     """,
     # Running statistics of the batch; samples of one row; products of rows by rows.
     WHOLE: """

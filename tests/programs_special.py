@@ -140,6 +140,16 @@ def scaled_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y) * 65536.0 / 8
 
 
+def rotary_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Pairs of features are complex numbers, which are turned."""
+    h = model(x)
+    turns = torch.polar(torch.ones(4), torch.arange(4) * 0.5)
+    pairs = torch.view_as_complex(h.reshape(len(h), -1, 2))
+    turned = torch.view_as_real(pairs * turns).flatten(1)
+    power = (pairs * pairs.conj()).real
+    return F.cross_entropy(turned, y) + (power + pairs.imag).mean()
+
+
 def auxiliary_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Losses of two heads, one of them on activations of the middle."""
     h = model.body(x)
@@ -278,6 +288,7 @@ SPECIAL = [
     Program("distillation", distillation_model, vectors_and_labels, distillation_step),
     Program("q_learning", distillation_model, vectors_and_labels, q_learning_step),
     Program("scaled", Mlp, vectors_and_labels, scaled_step),
+    Program("rotary", lambda: Mlp(n_out=8), vectors_and_labels, rotary_step),
     Program("auxiliary", Mlp, vectors_and_labels, auxiliary_step),
     Program("vector", Mlp, vectors_and_labels, vector_step),
     Program("eval_norm", eval_norm, images_and_labels, lambda m, x, y: F.cross_entropy(m(x), y)),

@@ -98,6 +98,15 @@ def index_fills() -> list[Sample]:
     return [call(f(4, 5), 1, i(3), 2.0), call(f(4, 5), 0, i(2), 1), call(f(4, 5), -1, i(3), f())]
 
 
+def c(*shape: int) -> torch.Tensor:
+    """Complex numbers."""
+    return f(*shape, dtype=torch.complex128)
+
+
+def parts() -> list[Sample]:
+    return [call(c(4, 3)), call(c(3, 4).t()), call(c(4)), call(f(4, 3).to(torch.complex64))]
+
+
 def items() -> list[Sample]:
     rows = torch.arange(4)
     return [
@@ -219,6 +228,16 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         call([f(4, 1), f(1, 3)]),
         call([f(4, 3), i(4, 3)]),
         call([f(4, 1, 3), i(5, 3), f()]),
+    ],
+    **each("conj real", lambda: [*parts(), call(f(4, 3))]),
+    "imag": parts,
+    "view_as_real": parts,
+    "view_as_complex": lambda: [
+        call(f(4, 3, 2)),
+        call(f(4, 2)),
+        call(f(4, 5, 6)[:, :, 2:4]),
+        call(f(4, 2, dtype=torch.float32)),
+        call(f(3, 2)),
     ],
     "detach": lambda: [call(f(4, 3)), call(i(4)), call(f(3, 4).t())],
     "diagonal": lambda: [

@@ -178,7 +178,7 @@ def _given_and_written(give: Callable[[Tensor], Any]) -> Any:
 
 USES = [_given_without_gradients, _given_before_a_write, _given_and_written]
 #: These are no rows of the table: what they are given runs first, and is a number then.
-AT_ONCE = {"conj", "real", "resolve_conj", "sum_to_size"}
+AT_ONCE = {"resolve_conj", "sum_to_size"}
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -199,6 +199,12 @@ KL_SHAPE(transpose);
 KL_SHAPE(unfold);
 KL_SHAPE(unsqueeze);
 
+/* rules_complex.c */
+KL_SHAPE(conj);
+KL_SHAPE(part); /* the real numbers of complex ones, or the others */
+KL_SHAPE(view_as_complex);
+KL_SHAPE(view_as_real);
+
 /* rules_join.c, rules_repeat.c */
 KL_SHAPE(cat);
 KL_SHAPE(chunk);
@@ -260,6 +266,7 @@ KL_DTYPE(join);
 KL_DTYPE(max);
 KL_DTYPE(to_all);
 KL_DTYPE(to_bool);
+KL_DTYPE(to_complex);
 KL_DTYPE(to_mean);
 KL_DTYPE(to_sum); /* ints become int64; a dtype may be given */
 KL_DTYPE(to_var);

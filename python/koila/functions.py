@@ -264,6 +264,8 @@ def register_all() -> None:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
         elif name == "data":  # reads like detach(); a write through it leaves no version behind
             _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
+        elif name in ("real", "imag"):
+            _core.register(getter, OP, name, None, False, False, False, name, tuple)
         elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)
     for _, name, wrapper in plain.wrappers():  # what a method is known by, while it is replaced

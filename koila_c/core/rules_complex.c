@@ -1,0 +1,104 @@
+/* rules_complex.c - complex numbers as pairs of real ones: views of the pairs, and of their parts. */
+#include "rules.h"
+
+#include <string.h>
+
+/* One output that is the first input again, of other strides. */
+static KlStatus
+view_of(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    KlStatus status = kl_rules_out(result, input, error);
+    if (status == KL_OK) {
+        memcpy(result->outs[0].strides, input->strides, sizeof(input->strides));
+        result->outs[0].is_strided = input->is_strided;
+        kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    }
+    return status;
+}
+
+KlStatus
+shape_conj(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool is_complex = kl_meta_dtype_is_complex(call->inputs[0]->dtype);
+    return is_complex ? view_of(call, result, error) : shape_itself(call, result, error);
+}
+
+/* Of a complex value every second number; a real one is its own real part, and has no other. */
+KlStatus
+shape_part(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (!kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
+        bool is_real_part = strcmp(call->row->name, "real") == 0;
+        return is_real_part ? shape_itself(call, result, error) : KL_DECLINED;
+    }
+    KlStatus status = view_of(call, result, error);
+    for (int32_t dim = 0; status == KL_OK && dim < result->outs[0].n_dims; dim++) {
+        result->outs[0].strides[dim] *= 2;
+    }
+    return status;
+}
+
+KlStatus
+shape_view_as_real(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (!kl_meta_dtype_is_complex(call->inputs[0]->dtype) ||
+        call->inputs[0]->n_dims == KL_DIMS_MAX) {
+        return KL_DECLINED;
+    }
+    KlStatus status = shape_part(call, result, error);
+    if (status == KL_OK) {
+        KlMeta *out = &result->outs[0];
+        out->shape[out->n_dims] = 2;
+        out->strides[out->n_dims] = 1;
+        out->n_dims++;
+    }
+    return status;
+}
+
+/* The last dim holds the pairs, which must lie together, at every second place. */
+KlStatus
+shape_view_as_complex(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    int32_t last = input->n_dims - 1;
+    if (input->dtype != KL_DTYPE_FLOAT32 && input->dtype != KL_DTYPE_FLOAT64) {
+        return KL_DECLINED;
+    }
+    bool is_pairs = last >= 0 && input->shape[last] == 2;
+    for (int32_t dim = 0; is_pairs && input->is_strided && dim <= last; dim++) {
+        is_pairs = dim == last ? input->strides[dim] == 1 : input->strides[dim] % 2 == 0;
+    }
+    if (!is_pairs) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "the last dim is none of pairs");
+    }
+    KlStatus status = view_of(call, result, error);
+    if (status == KL_OK) {
+        KlMeta *out = &result->outs[0];
+        out->n_dims = last;
+        for (int32_t dim = 0; dim < last; dim++) {
+            out->strides[dim] /= 2;
+        }
+        result->dim_map[last] = -1;
+    }
+    return status;
+}
+
+/* Two real tensors of one type. */
+KlStatus
+dtype_to_complex(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlDtype dtype = call->inputs[0]->dtype;
+    for (uint32_t i = 1; i < call->n_inputs; i++) {
+        if (call->inputs[i]->dtype != dtype) {
+            return KL_DECLINED;
+        }
+    }
+    if (dtype != KL_DTYPE_FLOAT32 && dtype != KL_DTYPE_FLOAT64) {
+        return KL_DECLINED;
+    }
+    bool is_double = dtype == KL_DTYPE_FLOAT64;
+    kl_rules_set_dtypes(result, is_double ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64);
+    return KL_OK;
+}
