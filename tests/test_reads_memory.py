@@ -233,3 +233,42 @@ def test_a_read_without_backward_to_come() -> None:
         assert total.item() == pytest.approx(want, rel=1e-4)
         with pytest.raises(koila.MemoryLimitError):
             total.backward()
+
+
+def test_what_a_frozen_trunk_gave_is_not_made_again() -> None:
+    """Its numbers were read in chunks. What is left fits whole, and runs so: without the trunk."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Linear(WIDTH, 16 * WIDTH), nn.Tanh(), nn.Linear(16 * WIDTH, WIDTH)]
+    trunk, head = nn.Sequential(*layers).requires_grad_(False), nn.Linear(WIDTH, CLASSES)
+    x, y = torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
+    once = flops_of(lambda: trunk(x))
+
+    def step(lazy: Lazy) -> tuple[float, int, int]:
+        head.zero_grad()
+        memory, counter = Allocations(), FlopCounter()
+        with counter:
+            with memory:
+                a, b = lazy(x, y)
+                features = trunk(a)
+                out = head(features)
+                assert out.isfinite().all()
+            with memory:
+                loss = F.cross_entropy(out, b)
+                loss.backward()
+        return loss.item(), memory.peak, counter.flops
+
+    want, most, n_flops = step(eager)
+    gradient = head.weight.grad
+    assert gradient is not None
+    with koila.config(memory_limit=there() + most // 2):
+        loss, peak, n_flops_lazy = step(koila.lazy)
+    read, *_, backward = (ran for ran in koila.report().programs if "item" not in ran.what)
+    assert read.n_chunks > 1
+    assert backward.n_chunks == 1
+    assert n_flops_lazy < n_flops + once // 2
+    assert peak <= most // 2
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert head.weight.grad is not None
+    assert_close(head.weight.grad, gradient, "head", tolerance=1e-4)

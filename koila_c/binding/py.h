@@ -293,6 +293,10 @@ PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
 /* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
  * it was, makes it again. */
 void kl_stale_drop_numbers(Tape *tape);
+/* Whether a value's number can stand for it: it is no part of other memory, which a write might have to
+ * reach, and is still what it was. */
+bool kl_stale_is_enough(const Tape *tape, KlValueId value);
+
 /* forget_left(): drop numbers with a graph, and views of such, that left the tape with their lazies. What
  * goes on from them makes them again where it is differentiated. */
 PyObject *kl_stale_forget_left(PyObject *module, PyObject *ignored);

@@ -270,6 +270,46 @@ release_what_ran(Tape *tape)
     PyErr_Restore(type, error, traceback);
 }
 
+/* Whether the number of a value is all that a live run needs of it: no gradient goes through it, and no write
+ * or other name of its memory hangs on the call that made it. */
+static bool
+is_settled(const Tape *tape, KlValueId id)
+{
+    const KlValue *value = &tape->core.values[id];
+    const KlStorage *storage = &tape->core.storages[value->storage];
+    return value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE &&
+           !tape->core.nodes[value->node].is_done && !value->meta.requires_grad &&
+           storage->version == 0 && storage->base == id && !storage->is_uncertain &&
+           kl_stale_is_enough(tape, id);
+}
+
+/* What has its number is not made again, nor what led to it alone: a plan counts on that. Statistics that are
+ * still to be moved are moved by their calls. */
+static int
+keep_numbers(Tape *tape)
+{
+    bool has_any = false;
+    int is_moved = 1;
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        if (is_settled(tape, (KlValueId)i)) {
+            Py_XSETREF(tape->values[i].real, tape->values[i].result);
+            tape->values[i].result = NULL;
+            kl_tape_cut(&tape->core, (KlValueId)i);
+            kl_tape_refresh_leaf(tape, (KlValueId)i);
+            has_any = true;
+        }
+    }
+    for (size_t i = tape->core.n_done; is_moved > 0 && i < tape->core.n_nodes; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        bool is_writing = !node->is_done && node->leaf_writes != 0;
+        is_moved = is_writing ? kl_program_is_committed(tape, (KlNodeId)i) : 1;
+    }
+    if (has_any && is_moved > 0) {
+        kl_tape_retire(&tape->core, false);
+    }
+    return is_moved < 0 ? -1 : 0;
+}
+
 /* Whether a live run passes over a node. What only chunks need, and nobody, is done. */
 static bool
 is_passed_over(KlTape *core, KlNodeId id)
@@ -322,6 +362,7 @@ run_tape(Tape *tape)
             return -1;
         }
         tape->is_running = true;
+        result = keep_numbers(tape);
         kl_tape_find_awaited(&tape->core);
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
             if (is_passed_over(&tape->core, (KlNodeId)i)) {

@@ -271,10 +271,8 @@ append_id(PyObject *list, KlValueId value)
     return status;
 }
 
-/* Whether a value's number can stand for it: it is no part of other memory, which a write might have to
- * reach, and is still what it was. */
-static bool
-is_enough(const Tape *tape, KlValueId value)
+bool
+kl_stale_is_enough(const Tape *tape, KlValueId value)
 {
     const KlPyValue *entry = &tape->values[value];
     return entry->result != NULL && tape->core.values[value].view_of == KL_ID_NONE &&
@@ -303,7 +301,8 @@ find_outdated(const Tape *tape, bool *lost, PyObject *list, bool is_cutting)
             if (core->values[out].node != i) {
                 continue; /* it was cut */
             }
-            bool is_known = is_cutting ? is_enough(tape, out) : tape->values[out].result != NULL;
+            bool is_known =
+                is_cutting ? kl_stale_is_enough(tape, out) : tape->values[out].result != NULL;
             lost[out] = !is_cutting || !is_known;
             if (tape->values[out].handle == NULL && !is_cutting) {
                 continue;
