@@ -69,6 +69,15 @@ def sim_clr_step(model: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(similar, target)
 
 
+def nt_xent_step(model: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+    """The same, with what a row is to itself written over in place."""
+    z = F.normalize(model(torch.cat([a, b])), dim=1)
+    n = len(a)
+    similar = z @ z.T / 0.5
+    similar.fill_diagonal_(float("-inf"))
+    return F.cross_entropy(similar, torch.cat([torch.arange(n) + n, torch.arange(n)]))
+
+
 def sup_con_step(model: nn.Module, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     """Two views cut out of one batch by the model; all rows of a class are positives."""
     z = F.normalize(model(torch.cat([a, b], dim=0)), dim=1)
@@ -326,6 +335,7 @@ JOINT_STEPS = [
     ),
     Program("clip", Clip, two_views, clip_step, joint="rows against rows"),
     Program("sim_clr", Mlp, two_views, sim_clr_step, joint="cat of two batches"),
+    Program("nt_xent", Mlp, two_views, nt_xent_step, joint="cat of two batches"),
     Program("sup_con", Mlp, two_views_and_labels, sup_con_step, joint="cat of two batches"),
     Program("barlow", Mlp, two_views, barlow_step, joint="standardised over the batch"),
     Program("hard_triplet", Mlp, vectors_and_labels, hard_triplet_step, joint="mined pairs"),

@@ -73,10 +73,16 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "einsum of one": lambda h: torch.einsum("bi->ib", h),
     "einsum of one, summed": lambda h: torch.einsum("bij->bj", h.unflatten(1, (2, 3))),
     "einsum of one, without result": lambda h: torch.einsum("ba", h),
+    "fill_diagonal_": lambda h: (h * 1).fill_diagonal_(0.5),
+    "fill_diagonal_ that begins again": lambda h: (h * 1).fill_diagonal_(-float("inf"), True).exp(),
     "fliplr": lambda h: torch.fliplr(h),
     "flipud": lambda h: torch.flipud(h.T),
     "hsplit": lambda h: torch.hsplit(h, 2),
     "hstack": lambda h: torch.hstack([h, h]),
+    "imag": lambda h: torch.view_as_complex(h.unflatten(1, (3, 2))).imag,
+    "index_put_": lambda h: (h * 1).index_put_(
+        (torch.arange(N_ROWS), LABELS), EMPTY.new_ones(()).double()
+    ),
     "linalg.norm": lambda h: torch.linalg.norm(h, dim=1),
     "linalg.norm of all": lambda h: torch.linalg.norm(h),
     "linalg.norm of an order": lambda h: torch.linalg.norm(h, 1, 1, keepdim=True),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from koila import plan
+
 
 def broadcast_to(x: Tensor, *size: Any) -> Any:
     """Native `broadcast_to` is `expand`."""
@@ -157,6 +159,30 @@ def diff(
     return x
 
 
+# Writes -------------------------------------------------------------------------------------------
+
+
+def fill_diagonal_(x: Tensor, fill_value: Any, wrap: bool = False) -> Any:
+    """A number where a mask says, which is cut with the rows that it is for."""
+    if plan.is_whole():
+        return NotImplemented  # which takes no mask
+    is_exact = x.is_floating_point() and isinstance(fill_value, float | int)
+    if not is_exact and not (x.dtype is torch.int64 and type(fill_value) is int):
+        return NotImplemented  # torch would convert the number, which masked_fill_() refuses
+    mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device).fill_diagonal_(True, wrap)
+    return x.masked_fill_(mask, fill_value)
+
+
+def index_put_(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """An assignment to what stands between brackets."""
+    if accumulate or not isinstance(indices, tuple | list) or not isinstance(values, Tensor):
+        return NotImplemented
+    if any(not isinstance(index, Tensor) for index in indices):
+        return NotImplemented
+    x[tuple(indices)] = values
+    return x
+
+
 # Products -----------------------------------------------------------------------------------------
 
 
@@ -227,10 +253,12 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "dsplit": _split_along(3, 2),
     "dstack": dstack,
     "einsum": einsum,
+    "fill_diagonal_": fill_diagonal_,
     "fliplr": fliplr,
     "flipud": flipud,
     "hsplit": _split_along(1, 1),
     "hstack": hstack,
+    "index_put_": index_put_,
     "linalg_norm": linalg_norm,
     "margin_ranking_loss": margin_ranking_loss,
     "repeat_interleave": repeat_interleave,
