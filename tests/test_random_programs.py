@@ -253,6 +253,8 @@ A_TAIL_WITH_OTHERS = [(pool, (0, 0, 0)), (reduce_mean, (0, 0, 0)), (linear, (2, 
 A_TAIL_WITH_OTHERS += [(linear, (0, 0, 0))] * 2
 A_COPY_THAT_IS_A_VIEW = [(permute, (0, 1, 0)), *[(linear, (0, 0, 0))] * 2, (write, (2, 0, 3))]
 
+#: The batch gets a gradient from a body whose graphs wait and from the one after it.
+A_BATCH_WITH_A_GRADIENT = [(pool, (1, 0, 0))]
 A_CHUNK_OF_ONE_ROW = [(permute, (1, 2, 1)), *[(linear, (0, 0, 0))] * 2, (reshape, (2, 3, 0))]
 
 
@@ -260,6 +262,7 @@ def test_random_programs() -> None:
     """The values, the gradients, and the calls that fail are eager's; and nearly all are cut."""
     was_cut: list[bool] = []
 
+    @example(calls=A_BATCH_WITH_A_GRADIENT, n_rows=2, chunks=2, seed=0)
     @example(calls=A_CHUNK_OF_ONE_ROW, n_rows=3, chunks=3, seed=0)
     @example(calls=A_VIEW_TAKEN_AGAIN, n_rows=1, chunks=2, seed=0)
     @example(calls=A_WRITE_OF_ANOTHER_STAGE, n_rows=1, chunks=2, seed=0)

@@ -310,6 +310,22 @@ class Cross:
             rows.put(total, place, *self._within(grid, chunk), alias.grad, True)
         return [alias]
 
+    def withdraw(
+        self, place: Place, grid: Sequence[Bounds], chunk: int
+    ) -> tuple[Key, torch.Tensor] | None:
+        """The alias that a chunk was given, for a graph that waits: another body that reads these
+        rows goes back before it, and takes the gradient off the alias that it finds."""
+        key = ("rows", place, grid[chunk]) if self.whole is not None else ("chunk", chunk)
+        alias = self.aliases.pop(key, None)
+        return None if alias is None else (key, alias)
+
+    def give_again(self, key: Key, alias: torch.Tensor) -> None:
+        """The graph goes back: to its alias, and to that comes what came to another meanwhile."""
+        other = self.aliases.get(key)
+        if other is not None and other.grad is not None:
+            alias.grad = other.grad if alias.grad is None else alias.grad + other.grad
+        self.aliases[key] = alias
+
     def settle(self, chunk: int) -> list[torch.Tensor]:
         """Keep only the gradient that came to a chunk that was read; returns the alias of it."""
         alias = self.aliases.pop(("chunk", chunk), None)
