@@ -187,6 +187,42 @@ def test_what_is_put_together_lies_otherwise(chunks: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+def by_rows_again(x: Tensor, w: Tensor) -> Tensor:
+    """Rows that get a gradient, read by a body that waits and by one that does not."""
+    h = x @ w
+    return (h - h.mean(0)).pow(2).mean() + (x / (1 + h.pow(2).sum())).sin().sum()
+
+
+def by_rows_and_whole(x: Tensor, w: Tensor) -> Tensor:
+    """What a body left: by rows, gathered, and whole."""
+    h = (x @ w).T.contiguous().T
+    return (h @ h.T).sin().mean() + (h.sort(0)[0] * x.detach().sort(0)[0][:, :3]).sum() + h.std()
+
+
+def by_rows_in_both(x: Tensor, w: Tensor) -> Tensor:
+    """Rows that get a gradient, read by two bodies that wait."""
+    first = x @ w
+    second = (x * first.mean()) @ w
+    third = (x + second.var(0).sum()) @ w
+    return (third - third.mean(0)).exp().mean()
+
+
+@pytest.mark.parametrize("chunks", [2, 3, ROWS])
+@pytest.mark.parametrize("program", [by_rows_again, by_rows_and_whole, by_rows_in_both])
+def test_what_others_read_too(program: Callable[[Tensor, Tensor], Tensor], chunks: int) -> None:
+    """A gradient of rows was taken while the graph that was given them still waited."""
+    torch.manual_seed(0)
+    found = []
+    x, w = torch.randn(ROWS, 4).double(), torch.randn(4, 3).double()
+    for lazy in (lambda x: x, koila.lazy):
+        rows, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+        with koila.config(chunks=chunks):
+            program(lazy(rows), weight).backward()
+        found.append((rows.grad, weight.grad))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", ["residual", "views"])
 def test_products_run_once(name: str) -> None:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from koila.tail import Watch
 
 Key = tuple[Any, ...]
-#: Aliases that a graph was given and that have no gradient so far, by their ids.
-Fresh = dict[int, torch.Tensor]
 GATHERED: Key = ("gathered",)  # what is read of all chunks together
 
 
@@ -79,11 +77,11 @@ def send_back(
     if not outputs:
         return
     engine.backward(outputs, list(itertools.compress(seeds, ways)))
-    for key, alias in list(fresh.items()):
+    for i, (_, _, alias) in list(fresh.items()):
         grad = alias.grad
         if grad is None:
             continue
-        del fresh[key]
+        del fresh[i]
         if grad._is_zerotensor() or is_shared(grad) or _is_part(grad):
             alias.grad = grad.clone()
 
@@ -169,11 +167,11 @@ class Cross:
             return tensor.detach() if tensor.requires_grad else tensor
         if key not in self.aliases:
             self.aliases[key] = alias_of(tensor)
-        return self._given(self.aliases[key])
+        return self._given(key, self.aliases[key])
 
-    def _given(self, alias: torch.Tensor) -> torch.Tensor:
+    def _given(self, key: Key, alias: torch.Tensor) -> torch.Tensor:
         if alias.grad is None:
-            self.fresh[id(alias)] = alias
+            self.fresh[id(alias)] = self, key, alias
         return alias
 
     def _alias_all(self, found: dict[Key, torch.Tensor], is_graph: bool) -> dict[Key, torch.Tensor]:
@@ -222,14 +220,14 @@ class Cross:
         if self.whole is None:
             known = self.aliases.get(("chunk", chunk)) if is_graph else None
             if known is not None:
-                return self._given(known)
+                return self._given(("chunk", chunk), known)
             tensor = self.chunks[chunk]
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
             return self._alias(("chunk", chunk), tensor, is_graph)
         key = ("rows", place, grid[chunk])
         if is_graph and key in self.aliases:
-            return self._given(self.aliases[key])
+            return self._given(key, self.aliases[key])
         part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
         return self._alias(key, part, is_graph)
 
@@ -308,22 +306,13 @@ class Cross:
                 else:
                     together.grad = total
             rows.put(total, place, *self._within(grid, chunk), alias.grad, True)
+            alias.grad = None  # a graph that waits may have it, through which more will come
         return [alias]
 
-    def withdraw(
-        self, place: Place, grid: Sequence[Bounds], chunk: int
-    ) -> tuple[Key, torch.Tensor] | None:
-        """The alias that a chunk was given, for a graph that waits: another body that reads these
-        rows goes back before it, and takes the gradient off the alias that it finds."""
-        key = ("rows", place, grid[chunk]) if self.whole is not None else ("chunk", chunk)
-        alias = self.aliases.pop(key, None)
-        return None if alias is None else (key, alias)
-
-    def give_again(self, key: Key, alias: torch.Tensor) -> None:
-        """The graph goes back: to its alias, and to that comes what came to another meanwhile."""
-        other = self.aliases.get(key)
-        if other is not None and other.grad is not None:
-            alias.grad = other.grad if alias.grad is None else alias.grad + other.grad
+    def await_again(self, key: Key, alias: torch.Tensor) -> None:
+        """A graph goes back that was given this alias: its gradient counts, though that of others
+        was taken since."""
+        assert self.aliases.get(key, alias) is alias, f"value of {key} has two aliases"
         self.aliases[key] = alias
 
     def settle(self, chunk: int) -> list[torch.Tensor]:
@@ -432,3 +421,7 @@ class Cross:
             ("part", c, p): t for c, parts in self.parts.items() for p, t in parts.items()
         }
         return leaves
+
+
+#: What a graph was given and has no gradient so far: by ids, and whose aliases they are.
+Fresh = dict[int, tuple[Cross, Key, torch.Tensor]]

@@ -35,7 +35,7 @@ from koila import (
     waiting,
 )
 from koila.attempt import attempt
-from koila.cross import Cross, Fresh, Key, add, has_way_back, send_back
+from koila.cross import Cross, Fresh, add, has_way_back, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import DATA, ROWS, Node, Op, Program, Run, Step
@@ -559,17 +559,6 @@ class Replay:
         for value in made:
             self.cross[value].chunks.pop(chunk, None)
 
-    def withdraw(self, run: Run, chunk: int) -> list[tuple[Cross, Key, torch.Tensor]]:
-        """The aliases of rows that a chunk was given."""
-        found = []
-        for import_id in run.imports:
-            place, grid = self._part_of(import_id, run)
-            cross = self.cross.get(self.program.imports[import_id].value)
-            given = None if cross is None or place is None else cross.withdraw(place, grid, chunk)
-            if cross is not None and given is not None:
-                found.append((cross, *given))
-        return found
-
     def _take_rows(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
         """Gradients for rows of what is there whole go to their places."""
         for import_id in run.imports:
@@ -598,7 +587,10 @@ class Replay:
 
     def go_on(self, given: Fresh) -> None:
         """What was given to a graph that waited, which goes back now."""
-        self.fresh.update((key, alias) for key, alias in given.items() if alias.grad is None)
+        for i, (cross, key, alias) in given.items():
+            cross.await_again(key, alias)
+            if alias.grad is None:
+                self.fresh[i] = cross, key, alias
 
     def _seed(self, step: Step) -> None:
         """What a body left: the roots get their gradients, and hooks see the whole ones."""

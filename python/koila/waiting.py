@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from koila.cross import Cross, Fresh, Key, has_way_back, send_back
+from koila.cross import Fresh, has_way_back, send_back
 from koila.program import Node, Program, Run, Step
 
 if TYPE_CHECKING:
@@ -161,7 +161,6 @@ class Chunk(NamedTuple):
 
     edges: dict[int, Edges]
     given: Fresh  # the aliases that it was given
-    of_rows: list[tuple[Cross, Key, torch.Tensor]]  # of these, those for its rows
     found: Found
 
 
@@ -199,7 +198,7 @@ def forward(replay: Replay, step: Step) -> list[Chunk]:
             look.pending.clear()
         replay.collect(run, env, chunk, run.exports)
         edges = {value: _edges_of(env[value]) for value in run.exports}
-        chunks.append(Chunk(edges, given, replay.withdraw(run, chunk), look.found))
+        chunks.append(Chunk(edges, given, look.found))
         del env
     return chunks
 
@@ -213,10 +212,8 @@ def back(replay: Replay, step: Step, chunks: list[Chunk]) -> None:
         replay.forget(replay.cross[value].aliases.values())
         replay.cross[value].settle_all()
     for chunk in range(len(chunks)):
-        edges, given, of_rows, found = chunks[chunk]
-        chunks[chunk] = Chunk({}, {}, [], found)
-        while of_rows:
-            Cross.give_again(*of_rows.pop())
+        edges, given, found = chunks[chunk]
+        chunks[chunk] = Chunk({}, {}, found)
         replay.go_on(given)
         del given
         _find(replay, step, chunk, homes, found)
