@@ -185,6 +185,9 @@ model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 x = torch.randn(128, 3, 12, 12)
 model(x[:1]).mean().backward()  # libraries and threads are there for good
+# So is Python's table of names, which doubles, by 2 MiB, whenever that is full.
+names = [sys.intern(f"name {i}") for i in range(100_000)]
+del names
 optimizer.zero_grad()
 extra, n_chunks, n_steps = map(int, sys.argv[1:])
 budget.fix_malloc()
