@@ -561,6 +561,31 @@ def test_a_checkpoint_that_writes_what_a_norm_made(chunks: int | None) -> None:
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_checkpoint_that_makes_something_of_weights_alone(
+    has_norm: bool, chunks: int | None
+) -> None:
+    """At once, as T5 its biases of positions: torch would run the body again, midst in backward."""
+
+    def story(lazy: Lazy) -> Any:
+        layer, last = nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double()
+        table = nn.Embedding(6, 4).double()
+        x = lazy(torch.randn(ROWS, 4).double())
+
+        def body(x: Tensor) -> tuple[Tensor, Tensor]:
+            made = layer(x).sigmoid().pow(2)
+            bias = table(torch.arange(6)).exp()
+            return last(made + bias.sum(0)) if has_norm else made + bias.sum(0), bias
+
+        made, bias = checkpoint(body, x, use_reentrant=False)
+        again = checkpoint(lambda y, b: (y * b.sum(0)).sin(), made, bias, use_reentrant=False)
+        again.pow(2).mean().backward()
+        return seen(nn.ModuleList([layer, last, table]))
+
+    assert_same_story(story, chunks)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
 def test_a_checkpoint_in_a_checkpoint(chunks: int | None) -> None:
     def story(lazy: Lazy) -> Any:
         inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()

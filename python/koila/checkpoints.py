@@ -164,17 +164,27 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
         is_ours = holds_lazy(args) or holds_lazy(kwargs)
         if is_ours and is_live():  # what is inside of it is run again as it is: with real tensors
             args, kwargs = _core.live(_pair, (args, kwargs), {}, True)
-        if not is_ours or not _updates_statistics(body):
-            yield from original(body, *args, **kwargs)
-            return
-        is_again = torch.is_grad_enabled()
-        if not is_again or _can_record(body):
-            with _recording(body) if is_again else contextlib.nullcontext():
+        is_recorded = is_ours and not is_live() and not plan.is_whole()
+        updates = is_ours and _updates_statistics(body)
+        is_again = updates and torch.is_grad_enabled()
+        if is_again and not _can_record(body):
+            explain.log_live(torch.utils.checkpoint.checkpoint)
+            args, kwargs = _core.live(_pair, (args, kwargs), {}, True)
+            with _live():
                 yield from original(body, *args, **kwargs)
             return
-        explain.log_live(torch.utils.checkpoint.checkpoint)
-        args, kwargs = _core.live(_pair, (args, kwargs), {}, True)
-        with _live():
-            yield from original(body, *args, **kwargs)
+        with _recording(body) if is_again else contextlib.nullcontext():
+            yield from _as_code(*args) if is_recorded else original(body, *args, **kwargs)
 
     return generator
+
+
+def _as_code(_: bool, context_fn: Callable[[], tuple[Any, Any]], *args: Any) -> Iterator[None]:
+    """Around a body that is recorded as any other code.
+
+    What it makes of plain tensors at once keeps what it saves: to have that again torch would run
+    all of the body, in the midst of a backward.
+    """
+    forward, _again = context_fn()
+    with forward:
+        yield

@@ -661,9 +661,12 @@ class Replay:
 
     def _go(self) -> None:
         self.draws.prepare()
-        for step in self.steps:
-            self._DO[step.op](self, step)
-            self.reads.clear()
+        try:
+            for step in self.steps:
+                self._DO[step.op](self, step)
+                self.reads.clear()
+        finally:
+            self.fresh.clear()  # whoever is in it has it too: they would keep each other
 
     def differentiate(
         self, gradients: list[torch.Tensor]
