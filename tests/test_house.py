@@ -55,6 +55,7 @@ TESTS_OF_ROWS = {
         "test_opdb_chunks.py",
         "test_ops.py",
     ],
+    "stage_sink": ["core/test_stage.c"],
     "sweep_known": ["core/test_sweep.c"],
 }
 # tests/core/test_no_memory.c is of all that allocates, test_threads.c of all.
@@ -63,7 +64,7 @@ TESTS_OF_MANY = {"no_memory", "threads"}
 # A file is one idea: its length is a hint, so this only catches what has plainly outgrown one.
 N_LINES_OF_A_FILE = 950
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 30040
+N_LINES_OF_KOILA_C = 30250
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 

@@ -340,3 +340,37 @@ def test_nothing_is_left_where_a_call_fails(at: int) -> None:
         step(model, x, y, 3)  # what a failed program left goes with the next
         counts.append(n_tensors())
     assert len(set(counts[1:])) == 1
+
+
+class Ways(nn.Module):
+    """Ways of several lengths, whose sums wait for the longest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(
+            nn.Sequential(*[nn.Sequential(conv(4, 4), nn.BatchNorm2d(4)) for _ in range(n)])
+            for n in (1, 2, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.ways[0](x)
+        for way in self.ways[1:]:
+            made = F.interpolate(made, scale_factor=1.0) + way(x)
+        return F.relu(made)
+
+
+@pytest.mark.parametrize(("chunks", "share"), [(2, 0.7), (6, 0.58)])
+def test_sums_of_several_ways_are_kept_once(chunks: int, share: float) -> None:
+    """Beside what is normalized, results that only a later sum reads would cross too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(3, 4), Ways(), Ways(), *head(4)).double()
+    x, y = torch.randn(24, 3, 48, 48).double(), torch.randint(0, 5, (24,))
+    peaks = []
+    for n in (None, chunks):
+        now, memory = copy.deepcopy(model), Allocations()
+        with memory:
+            pass
+        with memory:
+            step(now, x, y, n)
+        peaks.append(memory.peak)
+    assert 2**20 < peaks[1] <= share * peaks[0]

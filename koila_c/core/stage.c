@@ -500,6 +500,10 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
             place_node(tape, stages, (KlNodeId)i, aside);
         }
     }
+    status = kl_stage_sink(tape, goal, stages, error);
+    if (status != KL_OK) {
+        goto done;
+    }
     find_last_body(tape, stages);
     judge_tail(tape, stages, depends);
     status = build_imports(tape, stages, error);

@@ -58,6 +58,9 @@ typedef struct KlGoal {
 KlStatus kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error);
 void kl_stage_fini(KlStages *stages);
 
+/* stage_sink.c: place light calls where they are read, if less crosses then. */
+KlStatus kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error);
+
 /* Whether stage `stage` runs chunk by chunk. */
 static inline bool
 kl_stage_is_body(uint32_t stage)

@@ -419,6 +419,45 @@ test_nothing_to_stage(void)
     program_fini(&p);
 }
 
+/* A light call runs in the body that reads it, unless the user holds its result, another body reads it too, or
+ * more would cross. */
+static void
+test_light_calls_run_where_they_are_read(void)
+{
+    enum { LATE, HELD, READ_TWICE, NOT_LIGHT, N };
+    for (int which = 0; which < N; which++) {
+        Program p = {0};
+        Start s = start(&p);
+        KlValueId square = leaf(&p, with_grad(TENSOR(FLOAT32, 3, 3)));
+        KlValueId mean = CALL1(&p, "mean", s.h, INTS(0));
+        KlValueId first = which == NOT_LIGHT
+                              ? call2(&p, "linear", call2(&p, "sub", s.h, mean), square)
+                              : call2(&p, "sub", s.h, mean);
+        KlValueId early = call1(&p, "exp", first);
+        KlNodeId node = p.node;
+        KlValueId other =
+            call2(&p, "linear", call1(&p, "relu", call2(&p, "mul", s.h, mean)), square);
+        other = which == READ_TWICE ? call2(&p, "add", other, early) : other;
+        KlValueId meets = CALL1(&p, "mean", other, INTS(0));
+        KlValueId late = call2(&p, "add", call2(&p, "sub", other, meets), early);
+        KlNodeId reader = p.node;
+        KlValueId loss = call1(&p, "mean", late);
+        p.tape.values[early].is_wanted = which == HELD;
+        const KlValueId wanted[] = {loss, early};
+        const KlGoal goal = {
+            .wanted = wanted, .n_wanted = which == HELD ? 2 : 1, .roots = &loss, .n_roots = 1};
+        KlStages stages;
+        CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+        uint32_t at = stages.node_stage[node], last = stages.node_stage[reader];
+        CHECK(last > stages.node_stage[node_of(&p, meets)]);
+        CHECK(at == (which == LATE || which == NOT_LIGHT ? last : last - 2));
+        CHECK(stages.value_stage[early] == at);
+        CHECK((stages.node_stage[node_of(&p, first)] == last) == (which == LATE));
+        kl_stage_fini(&stages);
+        program_fini(&p);
+    }
+}
+
 int
 main(void)
 {
@@ -436,6 +475,7 @@ main(void)
     test_one_import_for_each_way_to_read();
     test_axes_that_became_one_are_one_import();
     test_nothing_to_stage();
+    test_light_calls_run_where_they_are_read();
     CHECK(kl_alloc_n_blocks() == 0);
     return check_result();
 }

@@ -1,0 +1,166 @@
+/* stage_sink.c - light calls run in the body that reads them, not in the first that they can be in.
+ *
+ * What a body leaves for a later one is kept meanwhile. A normalization's result that a later sum alone reads
+ * would be kept beside what it is made of, which is kept anyway; and so would each sum on the way. Run where
+ * they are read, neither is, as in a whole run. */
+#include "stage.h"
+
+#include "alloc.h"
+
+/* Who reads a value: every call that does stands after the one that makes it. */
+typedef struct Readers {
+    uint32_t first, last; /* bodies, as calls are placed now: of those that were looked at */
+    KlAxisId axis;
+    bool is_bound; /* it has to be there at the end of its own body */
+    bool crosses;  /* another body reads it, as calls were placed first */
+} Readers;
+
+static const KlInput *
+input_of(const KlTape *tape, const KlNode *node, uint32_t k)
+{
+    return &tape->inputs[node->first_input + k];
+}
+
+/* The first stage that a call reads in. */
+static uint32_t
+stage_of(const KlStages *stages, KlNodeId id)
+{
+    uint32_t at = stages->node_stage[id], late = stages->late_stage[id];
+    return late != KL_STAGE_NONE && late < at ? late : at;
+}
+
+/* Note what a call reads, and in which stage. */
+static void
+note_reads(const KlTape *tape, const KlStages *stages, KlNodeId id, Readers *readers)
+{
+    const KlNode *node = &tape->nodes[id];
+    uint32_t at = stage_of(stages, id);
+    KlAxisId axis = kl_tape_axis_find(tape, node->axis);
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        KlValueId value = input_of(tape, node, k)->value;
+        if (value == KL_ID_NONE) {
+            continue;
+        }
+        Readers *of = &readers[value];
+        bool is_new = of->first == KL_STAGE_NONE;
+        of->is_bound |= node->mode == KL_MODE_ONCE || node->is_open ||
+                        (!is_new && of->axis != axis) ||
+                        kl_stage_is_gathered(tape, stages, node, k);
+        of->axis = axis;
+        of->first = is_new || at < of->first ? at : of->first;
+        of->last = is_new || at > of->last ? at : of->last;
+    }
+}
+
+/* Whether a call may run in a later body of its axis: the same numbers come of it there. */
+static bool
+can_sink(const KlTape *tape, const KlStages *stages, KlNodeId id)
+{
+    const KlNode *node = &tape->nodes[id];
+    KlValueId last =
+        node->n_inputs > 0 ? input_of(tape, node, node->n_inputs - 1)->value : KL_ID_NONE;
+    KlNodeId maker = last != KL_ID_NONE ? tape->values[last].node : KL_ID_NONE;
+    bool is_given = maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks;
+    bool is_able = node->mode == KL_MODE_ROWS && node->row != NULL && kl_ops_is_light(node->row) &&
+                   !stages->is_data[id] && !node->is_open && !node->is_random &&
+                   node->writes == 0 && (node->leaf_writes == 0 || is_given) &&
+                   node->refresh_of == KL_ID_NONE;
+    for (uint32_t k = 0; k < node->n_inputs && is_able; k++) {
+        KlValueId value = input_of(tape, node, k)->value;
+        is_able = value == KL_ID_NONE || !kl_stage_is_overwritten(tape, node, k, false);
+    }
+    for (uint32_t k = 0; k < node->n_outs && is_able; k++) {
+        is_able = !kl_tape_is_looked_at(tape, node->first_out + k);
+    }
+    return is_able;
+}
+
+/* The one later body that reads all that a call makes; its own stage: there is none. */
+static uint32_t
+find_target(const KlTape *tape, const KlStages *stages, KlNodeId id, const Readers *readers)
+{
+    const KlNode *node = &tape->nodes[id];
+    uint32_t at = stages->node_stage[id], target = KL_STAGE_NONE;
+    KlAxisId axis = kl_tape_axis_find(tape, node->axis);
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        const Readers *of = &readers[node->first_out + k];
+        if (of->first == KL_STAGE_NONE) {
+            continue;
+        }
+        bool is_one = !of->is_bound && of->first == of->last && of->axis == axis &&
+                      of->first > at && kl_stage_is_body(of->first) &&
+                      (target == KL_STAGE_NONE || target == of->first);
+        if (!is_one) {
+            return at;
+        }
+        target = of->first;
+    }
+    for (uint32_t k = 0; k < node->n_outs && target != KL_STAGE_NONE; k++) {
+        target = readers[node->first_out + k].is_bound ? at : target;
+    }
+    return target == KL_STAGE_NONE ? at : target;
+}
+
+/* Whether less crosses where a call runs later: what it makes does not, what it reads of its own body does. */
+static bool
+saves_bytes(const KlTape *tape, const KlStages *stages, KlNodeId id, const Readers *readers)
+{
+    const KlNode *node = &tape->nodes[id];
+    int64_t less = kl_tape_n_bytes(tape, id), more = 0;
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        KlValueId value = input_of(tape, node, k)->value;
+        bool is_here = value != KL_ID_NONE && !stages->is_leaf[value] &&
+                       stages->value_stage[value] == stages->node_stage[id];
+        if (is_here && !readers[value].crosses && !readers[value].is_bound) {
+            more += kl_meta_n_bytes(&tape->values[value].meta);
+        }
+    }
+    return more <= less; /* as much: what it reads may sink after it */
+}
+
+KlStatus
+kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error)
+{
+    Readers *readers = kl_alloc_resize(NULL, tape->n_values, sizeof(Readers)); /* [n_values] */
+    if (readers == NULL) {
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+    }
+    for (size_t v = 0; v < tape->n_values; v++) {
+        readers[v] = (Readers){.first = KL_STAGE_NONE};
+    }
+    for (int is_sinking = 0; is_sinking < 2; is_sinking++) {
+        for (size_t v = 0; v < tape->n_values; v++) {
+            uint32_t last = readers[v].first == KL_STAGE_NONE ? 0 : readers[v].last;
+            readers[v] =
+                (Readers){.first = KL_STAGE_NONE, .crosses = last > stages->value_stage[v]};
+        }
+        for (size_t i = 0; i < goal->n_wanted; i++) {
+            /* What moves statistics is wanted for that alone, unless the user holds it. */
+            const KlValue *value = &tape->values[goal->wanted[i]];
+            bool is_for_effect = value->node != KL_ID_NONE && !value->is_wanted &&
+                                 tape->nodes[value->node].leaf_writes != 0;
+            readers[goal->wanted[i]].is_bound = !is_for_effect;
+        }
+        for (size_t i = 0; i < goal->n_roots; i++) {
+            readers[goal->roots[i]].is_bound = true;
+        }
+        for (size_t i = tape->n_nodes; i-- > 0;) {
+            KlNodeId id = (KlNodeId)i;
+            uint32_t at = stages->node_stage[i];
+            if (at == KL_STAGE_NONE) {
+                continue;
+            }
+            if (is_sinking && kl_stage_is_body(at) && can_sink(tape, stages, id)) {
+                uint32_t target = find_target(tape, stages, id, readers);
+                bool is_moved = target > at && saves_bytes(tape, stages, id, readers);
+                stages->node_stage[i] = is_moved ? target : at;
+                for (uint32_t k = 0; k < tape->nodes[i].n_outs && is_moved; k++) {
+                    stages->value_stage[tape->nodes[i].first_out + k] = target;
+                }
+            }
+            note_reads(tape, stages, id, readers);
+        }
+    }
+    kl_alloc_free(readers);
+    return KL_OK;
+}
