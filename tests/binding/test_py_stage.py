@@ -177,6 +177,22 @@ def of_another_tape() -> object:
 
 
 #: What run() is given for one recorded call, and what is wrong with each.
+def arguments(staged: dict[str, Any], n_values: int, n_imports: int) -> dict[str, Any]:
+    """Of a whole run of the last run, without a graph, but for what is saved and made again."""
+    return {
+        "program": staged["handle"],
+        "run": len(staged["runs"]) - 1,
+        "env": [None] * n_values,
+        "imports": [batch()] * n_imports,
+        "rows": -1,
+        "is_grad_off": True,
+        "run_other": print,
+        "cut": print,
+        "cloned": set(),
+        "clone": print,
+    }
+
+
 MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no program": ({"program": None}, TypeError, "not a program"),
     "no such run": ({"run": 9}, IndexError, "no run 9"),
@@ -199,17 +215,7 @@ def test_malformed_programs(name: str) -> None:
     changed, error, words = MALFORMED.get(name, of_another)
     lazy = koila.lazy(batch()) * 2
     staged = staged_as([], False)
-    given: dict[str, Any] = {
-        "program": staged["handle"],
-        "run": len(staged["runs"]) - 1,
-        "env": [None, None],
-        "imports": [batch()],
-        "rows": -1,
-        "is_grad_off": True,
-        "run_other": print,
-        "cut": print,
-        "cloned": set(),
-        "clone": print,
+    given = arguments(staged, 2, 1) | {
         "saved": None,
         "settle": print,
         "again": None,
@@ -226,19 +232,7 @@ def staged_chain() -> tuple[Any, dict[str, Any]]:
     lazy = koila.lazy(batch()) * 2
     lazy = lazy + lazy.exp()
     staged = staged_as([], False)
-    given: dict[str, Any] = {
-        "program": staged["handle"],
-        "run": len(staged["runs"]) - 1,
-        "env": [None] * 4,
-        "imports": [batch()] * 3,
-        "rows": -1,
-        "is_grad_off": True,
-        "run_other": print,
-        "cut": print,
-        "cloned": set(),
-        "clone": print,
-    }
-    return lazy, given
+    return lazy, arguments(staged, 4, 3)
 
 
 def test_what_is_asked_for_again_is_made_and_stays() -> None:
