@@ -30,6 +30,7 @@ class Seen:
     n_segments: int = 0
     n_again: int = 0
     n_offloaded: int = 0
+    n_emptied: int = 0
     n_pieces: int = 0
 
 
@@ -42,19 +43,20 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     seen = Seen()
 
     def force(way: Way) -> Seen:
-        original, schedule = plan.plan, Program.schedule
+        original, schedule = plan.plan, Program.schedule_of
 
         def changed(*args: Any, **kwargs: Any) -> plan.Plan:
             planned = original(*args, **kwargs)
             return dataclasses.replace(planned, way=way)
 
         def noted(*args: Any) -> Any:
-            steps = schedule(*args)
+            steps, lights = schedule(*args)
             for step in steps:
                 seen.n_segments = max(seen.n_segments, len(step.runs))
                 seen.n_again += step.op == Op.AGAIN
+                seen.n_emptied += len(step.values) * (step.op == Op.EMPTY)
                 seen.n_offloaded += len(step.values) * (step.op == Op.FORWARD)
-            return steps
+            return steps, lights
 
         def cut(self: replay.Replay, head: Any) -> None:
             cut_in_pieces(self, head)
@@ -63,7 +65,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
         cut_in_pieces = replay.Replay._cut_in_pieces
         monkeypatch.setattr(replay.Replay, "_cut_in_pieces", cut)
         monkeypatch.setattr(plan, "plan", changed)
-        monkeypatch.setattr(Program, "schedule", noted)
+        monkeypatch.setattr(Program, "schedule_of", noted)
         return seen
 
     yield force
@@ -144,6 +146,19 @@ def test_made_again(program: Written, keep_every: int, n_segments: int, force: F
     seen = force(Way(n_segments, keep_every))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_again > 0
+
+
+@pytest.mark.parametrize("n_light", [1, 2, 9])
+@pytest.mark.parametrize(
+    "program",
+    [p for p in PROGRAMS if p.name.startswith(tuple(CROSSING))],
+    ids=lambda program: program.name,
+)
+def test_emptied(program: Written, n_light: int, force: Force) -> None:
+    """What light calls make of what crosses may be emptied, and filled chunk by chunk."""
+    seen = force(Way(n_light=n_light))
+    assert_same(program, program.rows(N_ROWS), chunks=3)
+    assert seen.n_emptied > 0 or not program.name.startswith("resnet")
 
 
 @pytest.mark.parametrize("n_segments", [1, 3])

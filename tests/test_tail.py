@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import koila
 from chunked import split
 from koila import tail
-from koila.program import Op, Program, Step, Way
+from koila.program import Light, Op, Program, Step, Way
 from oracle import eager
 
 N_ROWS = 7
@@ -58,22 +58,22 @@ def gradient_of(lazy: Any, loss: Callable[[Tensor], Tensor]) -> Tensor | None:
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_a_wrong_verdict_is_told(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a row would be that says an op keeps nothing, when it keeps its input."""
-    schedule = Program.schedule
+    schedule = Program.schedule_of
 
-    def lies(program: Program, is_graph: bool, way: Way) -> list[Step]:
+    def lies(program: Program, is_graph: bool, way: Way) -> tuple[list[Step], dict[int, Light]]:
         assert not program.is_tail_linear
-        steps = schedule(program, is_graph, way)
+        steps, lights = schedule(program, is_graph, way)
         last = next(step.runs for step in steps if step.op == Op.BACK)
         at = next(i for i, step in enumerate(steps) if step.op == Op.SEED and step.runs == last)
         end = next(i for i, step in enumerate(steps) if step.op == Op.BACK)
         between = [] if steps[end].waits else [Op.RELEASE]
         assert [step.op for step in steps[at : end + 1]] == [Op.SEED, *between, Op.BACK]
-        steps[at : end + 1] = [Step(Op.CHECK, last, (), (), False, ())]
+        steps[at : end + 1] = [Step(Op.CHECK, last, (), (), False, (), ())]
         is_last = [step.op == Op.FORWARD and step.runs == last for step in steps]
-        steps[is_last.index(True)] = Step(Op.FUSED, last, (), (), False, ())
-        return steps
+        steps[is_last.index(True)] = Step(Op.FUSED, last, (), (), False, (), ())
+        return steps, lights
 
-    monkeypatch.setattr(Program, "schedule", lies)
+    monkeypatch.setattr(Program, "schedule_of", lies)
     told_so = pytest.raises(koila.KoilaError, match="to be linear")
     with split(chunks), told_so as told:
         gradient_of(koila.lazy, NOT_LINEAR[name])

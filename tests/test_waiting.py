@@ -4,6 +4,7 @@ numbers are eager's."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 from collections.abc import Callable
@@ -17,9 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+import norm_networks
 from allocations import Allocations
 from chunked import split
-from koila import waiting
+from koila import memory, plan, waiting
+from koila.program import Program, Way
+from koila.rows import largest
+from limits import there
 
 ROWS = 7
 
@@ -374,3 +379,116 @@ def test_sums_of_several_ways_are_kept_once(chunks: int, share: float) -> None:
             step(now, x, y, n)
         peaks.append(memory.peak)
     assert 2**20 < peaks[1] <= share * peaks[0]
+
+
+def bottlenecks() -> nn.Module:
+    """Blocks whose sums are as large as all else that crosses."""
+    return norm_networks.resnet(True)
+
+
+class Pooled(nn.Module):
+    """A body whose graph cannot wait reads what was emptied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 8))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+        self.convs = nn.ModuleList(conv(8, 8) for _ in range(3))
+        self.head = nn.Sequential(*head(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norms[0](self.first(x)))
+        h = F.relu(self.norms[1](self.convs[0](h)) + h)
+        h = F.relu(self.norms[2](self.convs[1](h)) + h)
+        around, _ = F.max_pool2d(h, 2, return_indices=True)
+        h = F.max_pool2d(self.norms[3](self.convs[2](h)), 2) + around
+        made: Tensor = self.head(h * around.sigmoid())
+        return made
+
+
+#: Networks of which something may be emptied.
+LIGHT: dict[str, Callable[[], nn.Module]] = {
+    "bottlenecks": bottlenecks,
+    "blocks": lambda: norm_networks.resnet(False),
+    "mobile": norm_networks.mobile,
+    "unet": norm_networks.UNet,
+    "pooled": Pooled,
+}
+
+
+def emptied(monkeypatch: pytest.MonkeyPatch, n_light: int) -> list[tuple[float, int]]:
+    """Run every program in that way; what it is said to need then, and how much it empties."""
+    original, seen = plan.plan, []
+
+    def changed(program: Program, is_graph: bool, is_final: bool = True) -> plan.Plan:
+        planned = original(program, is_graph, is_final)
+        way = Way(n_light=n_light)
+        estimate = memory.estimate(program, True, way)
+        size = largest(estimate.rows, planned.n_chunks, planned.unit)
+        seen.append((estimate.peak(size)[0], len(program.schedule_of(True, way)[1])))
+        return dataclasses.replace(planned, way=way)
+
+    monkeypatch.setattr(plan, "plan", changed)
+    return seen
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 12])
+@pytest.mark.parametrize("n_light", [1, 2, 5])
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_is_emptied(
+    name: str, n_light: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are eager's, and the bytes are what was said."""
+    torch.manual_seed(0)
+    model = LIGHT[name]().double()
+    other = copy.deepcopy(model)
+    x, y = torch.randn(12, 3, 24, 24).double(), torch.randint(0, 5, (12,))
+    loss = step(model, x, y, None)
+    seen = emptied(monkeypatch, n_light)
+    peak = peak_of(other, x, y, chunks)
+    assert torch.allclose(step(other, x, y, None), loss, rtol=1e-12)
+    step(model, x, y, None)
+    for got, want in zip(state(other), state(model), strict=True):
+        assert (got - want).abs().max() <= 1e-10 * (1 + want.abs().max())
+    ((said, n_emptied),) = seen
+    assert n_emptied > 0
+    assert peak - max(0.01 * peak, 2**16) <= said <= peak + max(0.03 * peak, 2**16)
+
+
+def peak_of(model: nn.Module, x: Tensor, y: Tensor, chunks: int | None) -> int:
+    """Bytes of a step at most, beside what is there."""
+    found = Allocations()
+    with found:
+        pass
+    with found:
+        step(model, x, y, chunks)
+    return found.peak
+
+
+@pytest.mark.parametrize("chunks", [3, 6, 12])
+def test_chunks_that_are_asked_for_take_little(chunks: int) -> None:
+    """Of what is light as much is emptied as that takes."""
+    torch.manual_seed(0)
+    model = bottlenecks().double()
+    x, y = torch.randn(12, 3, 48, 48).double(), torch.randint(0, 5, (12,))
+    weights = sum(p.nbytes for p in model.parameters())
+    eager, other = (peak_of(copy.deepcopy(model), x, y, n) - weights for n in (None, chunks))
+    assert 2**20 < other <= 0.62 * eager
+
+
+def test_a_limit_below_what_crosses_empties_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything runs twice."""
+    monkeypatch.setattr(plan, "_can_offload", lambda program: False)
+    torch.manual_seed(0)
+    model = bottlenecks().double()
+    x, y = torch.randn(12, 3, 128, 128).double(), torch.randint(0, 5, (12,))
+    other = copy.deepcopy(model)
+    eager = peak_of(model, x, y, None)
+    with koila.config(memory_limit=int(there() + 0.64 * eager)):
+        a, b = koila.lazy(x, y)
+        loss = F.cross_entropy(other(a), b)
+        text = koila.explain(loss)
+        loss.backward()
+    assert "made again by light calls" in text
+    for got, want in zip(state(other), state(model), strict=True):
+        assert (got - want).abs().max() <= 1e-10 * (1 + want.abs().max())

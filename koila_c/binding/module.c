@@ -204,8 +204,8 @@ static PyMethodDef functions[] = {
      "Run one node; env has all that it reads."},
     {"schedule", kl_schedule_of, METH_VARARGS,
      "schedule($module, program, homes, /)\n--\n\n"
-     "[(op, first run, runs, values, whole, waits, again)]: what a step in chunks does, forward "
-     "and back."},
+     "([(op, first run, runs, values, whole, waits, again, needs)], {value: (run, needs)}): what a "
+     "step in chunks does, forward and back; and what it makes again by light calls."},
     {"gradient_part", kl_program_gradient_part, METH_VARARGS,
      "gradient_part($module, program, run, values, /)\n--\n\n"
      "Append the part of a joint that gradients go through, after those of its combined reductions "

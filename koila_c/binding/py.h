@@ -582,7 +582,7 @@ PyObject *kl_program_told(PyObject *module, PyObject *args);
 PyObject *kl_program_maker(PyObject *module, PyObject *args);
 PyObject *kl_program_staged(PyObject *module, PyObject *args);
 PyObject *kl_schedule_of(PyObject *module, PyObject *args); /* py_schedule.c */
-/* A converter: (is_graph, keep_every, is_offloaded) to a KlHomes. */
+/* A converter: (is_graph, keep_every, is_offloaded, n_pieces, n_light) to a KlHomes. */
 int kl_schedule_homes(PyObject *object, void *homes);
 /* The program that a handle of stage() stands for; NULL, and an error, where it is none, or not of this
  * tape as it is now. */

@@ -4,11 +4,11 @@
 #include "schedule.h"
 
 static PyObject *
-values_in(const KlSchedule *schedule, KlSlice slice)
+ids_in(const KlIds *ids, KlSlice slice)
 {
     PyObject *values = PyTuple_New(slice.n);
     for (uint32_t i = 0; values != NULL && i < slice.n; i++) {
-        PyObject *id = PyLong_FromUnsignedLong(schedule->values.ids[slice.first + i]);
+        PyObject *id = PyLong_FromUnsignedLong(ids->ids[slice.first + i]);
         if (id == NULL) {
             Py_CLEAR(values);
             break;
@@ -23,10 +23,11 @@ kl_schedule_homes(PyObject *object, void *homes)
 {
     int is_graph = 0, is_offloaded = 0;
     KlHomes *found = homes;
-    if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "pIpI", &is_graph, &found->keep_every,
-                                                    &is_offloaded, &found->n_pieces)) {
+    if (!PyTuple_Check(object) ||
+        !PyArg_ParseTuple(object, "pIpII", &is_graph, &found->keep_every, &is_offloaded,
+                          &found->n_pieces, &found->n_light)) {
         PyErr_SetString(PyExc_TypeError,
-                        "homes must be (is_graph, keep_every, is_offloaded, n_pieces)");
+                        "homes must be (is_graph, keep_every, is_offloaded, n_pieces, n_light)");
         return 0;
     }
     found->is_graph = is_graph != 0;
@@ -34,8 +35,27 @@ kl_schedule_homes(PyObject *object, void *homes)
     return 1;
 }
 
-/* schedule(program, (is_graph, keep_every, is_offloaded, n_pieces)) -> [(op, first run, runs, values, whole, waits,
- * again)], see KlStep. */
+/* What of a schedule is light: {value: (run, needs)}. */
+static PyObject *
+lights_of(const KlSchedule *schedule)
+{
+    PyObject *lights = PyDict_New();
+    for (size_t i = 0; lights != NULL && i < schedule->lights.n; i++) {
+        const KlLight *light = &schedule->lights.lights[i];
+        PyObject *value = PyLong_FromUnsignedLong(light->value);
+        PyObject *item =
+            Py_BuildValue("(IN)", light->run, ids_in(&schedule->lights.ids, light->needs));
+        if (value == NULL || item == NULL || PyDict_SetItem(lights, value, item) < 0) {
+            Py_CLEAR(lights);
+        }
+        Py_XDECREF(item);
+        Py_XDECREF(value);
+    }
+    return lights;
+}
+
+/* schedule(program, homes) -> ([(op, first run, runs, values, whole, waits, again, needs)], {value: (run, needs)}),
+ * see KlStep and KlLight. */
 PyObject *
 kl_schedule_of(PyObject *module, PyObject *args)
 {
@@ -56,20 +76,22 @@ kl_schedule_of(PyObject *module, PyObject *args)
     if (kl_schedule_build(&tape->core, program, &homes, &schedule, &error) != KL_OK) {
         return kl_py_raise(&error);
     }
+    const KlIds *values = &schedule.values;
     PyObject *list = PyList_New((Py_ssize_t)schedule.n_steps);
     for (size_t i = 0; list != NULL && i < schedule.n_steps; i++) {
         const KlStep *step = &schedule.steps[i];
-        /* N takes a reference also where it fails, and NULL as an error. */
-        PyObject *item =
-            Py_BuildValue("(iIINNNN)", (int)step->op, step->run, step->n_runs,
-                          values_in(&schedule, step->values), values_in(&schedule, step->whole),
-                          PyBool_FromLong(step->waits), values_in(&schedule, step->again));
+        PyObject *item = Py_BuildValue("(iIINNNNN)", (int)step->op, step->run, step->n_runs,
+                                       ids_in(values, step->values), ids_in(values, step->whole),
+                                       PyBool_FromLong(step->waits), ids_in(values, step->again),
+                                       ids_in(values, step->needs));
         if (item == NULL) {
             Py_CLEAR(list);
             break;
         }
         PyList_SET_ITEM(list, (Py_ssize_t)i, item);
     }
+    /* N takes a reference also where it fails, and NULL as an error. */
+    PyObject *result = list != NULL ? Py_BuildValue("(NN)", list, lights_of(&schedule)) : NULL;
     kl_schedule_fini(&schedule);
-    return list;
+    return result;
 }

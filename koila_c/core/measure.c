@@ -10,14 +10,14 @@ typedef struct StepValue {
     uint32_t body;     /* the first segment, plus one, of the body whose segment made it last */
     bool is_gathering; /* its gradient gathers */
     bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
-    bool is_read_by_tail;
-    bool is_read_whole;
+    bool is_read_by_tail, is_read_whole;
     bool is_one_gradient; /* what reads it whole and by rows adds to one gradient of all rows */
     bool is_whole;        /* its chunks are put together, for bodies */
     bool is_beside;       /* likewise, beside the chunks */
     bool is_inner;        /* segments of one body alone read it */
     bool is_offloaded;    /* it is kept beside its device */
     bool is_held;         /* what a body left, of all chunks */
+    uint8_t is_filled;    /* it was emptied, and a chunk of it is there: from which level on */
     bool is_let_go;       /* what a joint left */
 } StepValue;
 
@@ -216,18 +216,20 @@ put_together(Step *step, const KlRun *run)
 }
 
 static KlStatus
+sweep_span(Step *step, KlSpan span)
+{
+    size_t first = step->moments->n;
+    kl_sweep_open(&step->sweep, &span);
+    KlStatus status = kl_sweep_forward(&step->sweep, step->moments, step->error);
+    add_held(step, first);
+    return status;
+}
+
+static KlStatus
 sweep_forward(Step *step, const KlRun *run, bool is_graph)
 {
     KlStatus status = put_together(step, run);
-    if (status != KL_OK) {
-        return status;
-    }
-    size_t first = step->moments->n;
-    KlSpan span = kl_sweep_span(step->program, run, is_graph);
-    kl_sweep_open(&step->sweep, &span);
-    status = kl_sweep_forward(&step->sweep, step->moments, step->error);
-    add_held(step, first);
-    return status;
+    return status == KL_OK ? sweep_span(step, kl_sweep_span(step->program, run, is_graph)) : status;
 }
 
 static KlStatus
@@ -266,22 +268,15 @@ hold_states(Step *step)
     }
 }
 
-/* Whether a value is a part of the memory that it is a view of: kept beyond its stage it is a copy. */
+/* Whether what is held of a value has memory of its own: a part of the memory that it is a view of is a copy. */
 static bool
-is_part(const Step *step, KlValueId value)
+is_apart(const Step *step, KlValueId value)
 {
     KlValueId of = value;
     while (step->tape->values[of].view_of != KL_ID_NONE) {
         of = step->tape->values[of].view_of;
     }
-    return whole(step, value) < whole(step, of);
-}
-
-/* Whether what is held of a value has memory of its own. */
-static bool
-is_apart(const Step *step, KlValueId value)
-{
-    return step->sweep.sizes[value].is_put_together || is_part(step, value);
+    return step->sweep.sizes[value].is_put_together || whole(step, value) < whole(step, of);
 }
 
 /* What a body leaves, of all chunks: each memory once. */
@@ -710,6 +705,39 @@ set_there(Step *step, const KlStep *of, bool is_there)
     }
 }
 
+static void
+empty(Step *step, const KlIds *ids, KlSlice values, uint8_t level)
+{
+    for (uint32_t i = 0; i < values.n; i++) {
+        uint8_t *is_filled = &step->values[ids->ids[values.first + i]].is_filled;
+        *is_filled = *is_filled == level ? 0 : *is_filled;
+    }
+}
+
+/* A chunk of emptied values is made again and put where it was: before each what that is made of, which then goes,
+ * unless it was there. */
+static KlStatus
+fill(Step *step, const KlIds *ids, KlSlice values, uint8_t level)
+{
+    const KlLights *lights = &step->schedule.lights;
+    KlStatus status = KL_OK;
+    for (uint32_t i = 0; i < values.n && status == KL_OK; i++) {
+        KlValueId value = ids->ids[values.first + i];
+        const KlLight *light = &lights->lights[lights->number[value] - 1];
+        double there = step->held_per_row + step->sweep.sizes[value].per_row;
+        if (step->values[value].is_filled == 0) {
+            status = fill(step, &lights->ids, light->needs, level + 1);
+            step->held_per_row += step->sweep.sizes[value].per_row;
+            KlSpan span = kl_sweep_span_of_light(step->program, lights, light);
+            status = status == KL_OK ? sweep_span(step, span) : status;
+            empty(step, &lights->ids, light->needs, level + 1);
+            step->values[value].is_filled = level;
+            step->held_per_row = there;
+        }
+    }
+    return status;
+}
+
 /* A body again, a chunk forward with its graph and back; the gradients for what it left go with that. Where the
  * graph waited, nothing that it left is made again. */
 static KlStatus
@@ -726,13 +754,15 @@ go_back_body(Step *step, const KlStep *of)
     double less = fmin(come, left);
     step->held -= less;
     step->held_per_row += fmin(left - come, 0) / (double)rows_of(step, runs);
-    KlStatus status = run_others(step, of, false);
+    KlStatus status = fill(step, &step->schedule.values, of->needs, 1);
+    status = status == KL_OK ? run_others(step, of, false) : status;
     step->held_per_row += gradients;
     set_there(step, of, true);
     status = status == KL_OK ? sweep_forward(step, &runs[of->n_runs - 1], true) : status;
     status = status == KL_OK ? sweep_back(step) : status;
     set_there(step, of, false);
     status = status == KL_OK ? run_others(step, of, true) : status;
+    empty(step, &step->schedule.values, of->needs, 1);
     step->held_per_row = 0;
     step->held += less - left - left_gradients(step, of, true);
     return status;
@@ -776,6 +806,7 @@ walk(Step *step)
             status = go_back_body(step, of);
             break;
         case KL_STEP_RELEASE:
+        case KL_STEP_EMPTY:
             for (uint32_t k = 0; k < of->values.n; k++) {
                 release_value(step, values[k]);
             }

@@ -17,6 +17,7 @@ typedef struct Unit {
     bool is_needed; /* scratch: it has to be made again now */
     bool waits;     /* the graphs of its chunks wait for its backward */
     KlSlice again;  /* of the schedule's values: what is made again for it then */
+    KlSlice needs;  /* likewise: what is filled again for it before */
 } Unit;
 
 typedef struct Build {
@@ -32,6 +33,7 @@ typedef struct Build {
     bool *is_inner;      /* [n_values] only segments of one body read it, and let it go */
     bool *is_gone;       /* [n_values] it was let go */
     bool *is_read_whole; /* [n_values] it is read put together from its chunks */
+    bool *may_be_light;  /* [n_values] */
     uint8_t *known;      /* [n_values] scratch of kl_waiting_find */
 } Build;
 
@@ -63,7 +65,8 @@ add_step(Build *build, KlStepOp op, const Unit *unit, size_t first_value)
             .values = {.first = (uint32_t)first_value, .n = n_values - (uint32_t)first_value},
             .whole = {.first = n_values},
             .waits = unit != NULL && unit->waits,
-            .again = unit != NULL ? unit->again : (KlSlice){0}};
+            .again = unit != NULL ? unit->again : (KlSlice){0},
+            .needs = unit != NULL ? unit->needs : (KlSlice){0}};
     }
     return status;
 }
@@ -193,59 +196,141 @@ is_kept_to_its_backward(const Build *build, const Unit *unit)
            unit->has_gradient && !unit->is_fused && unit->n_runs == 1;
 }
 
+/* Choose what is emptied: of what bodies leave for those that are not at once gone back through. */
+static KlStatus
+choose_light(Build *build, const KlWaiting *waiting)
+{
+    const KlProgram *program = build->program;
+    KlStatus status = KL_OK;
+    for (uint32_t u = 0; u < build->n_units && status == KL_OK && build->homes->n_light > 0; u++) {
+        const KlRun *run = &program->runs[build->units[u].run];
+        if (!is_kept_to_its_backward(build, &build->units[u])) {
+            continue;
+        }
+        for (uint32_t i = 0; i < run->exports.n; i++) {
+            KlValueId value = program->exports.ids[run->exports.first + i];
+            build->may_be_light[value] =
+                can_be_again(build, value) && !build->units[build->last_read[value]].is_fused;
+        }
+        status = kl_waiting_find_light(waiting, build->units[u].run, build->may_be_light,
+                                       build->homes->n_light);
+    }
+    return status;
+}
+
+/* A body that goes back runs again, and reads all that it is given: those first that are made first. */
+static KlStatus
+need_given(Build *build, const Unit *unit)
+{
+    const KlProgram *program = build->program;
+    const KlRun *run = &program->runs[unit->run];
+    const uint32_t *number = build->schedule->lights.number;
+    KlIds *values = &build->schedule->values;
+    size_t first = values->n;
+    KlStatus status = KL_OK;
+    for (uint32_t i = 0; i < run->imports.n && status == KL_OK; i++) {
+        KlValueId value =
+            program->stages.imports[program->imports.ids[run->imports.first + i]].value;
+        status = number[value] != 0 ? add_value(build, value) : KL_OK;
+        for (size_t at = values->n; number[value] != 0 && status == KL_OK && --at > first;) {
+            if (number[values->ids[at - 1]] > number[values->ids[at]]) {
+                KlValueId later = values->ids[at - 1];
+                values->ids[at - 1] = values->ids[at];
+                values->ids[at] = later;
+            }
+        }
+    }
+    return status;
+}
+
 static KlStatus
 choose_waiting(Build *build)
 {
-    const KlWaiting waiting = {
-        .tape = build->tape, .program = build->program, .known = build->known};
-    KlIds *values = &build->schedule->values;
-    KlStatus status = KL_OK;
+    KlIds *values = &build->schedule->values, needs = {0};
+    KlLights *lights = &build->schedule->lights;
+    const KlWaiting waiting = {.tape = build->tape,
+                               .program = build->program,
+                               .known = build->known,
+                               .lights = lights,
+                               .error = build->error};
+    KlStatus status = choose_light(build, &waiting);
     for (uint32_t u = 0; u < build->n_units && status == KL_OK; u++) {
         Unit *unit = &build->units[u];
+        const KlRun *run = &build->program->runs[unit->run];
         uint32_t first = (uint32_t)values->n;
+        needs.n = 0;
         if (!is_kept_to_its_backward(build, unit)) {
             continue;
         }
-        status = kl_waiting_find(&waiting, &build->program->runs[unit->run], &unit->waits, values,
-                                 build->error);
+        status = kl_waiting_find(&waiting, run, &unit->waits, values, &needs);
         values->n = unit->waits ? values->n : first;
         unit->again = (KlSlice){.first = first, .n = (uint32_t)values->n - first};
+        first = (uint32_t)values->n;
+        status = status == KL_OK && !unit->waits ? need_given(build, unit) : status;
+        for (size_t i = 0; i < needs.n && status == KL_OK && unit->waits; i++) {
+            status = add_value(build, needs.ids[i]);
+        }
+        unit->needs = (KlSlice){.first = first, .n = (uint32_t)values->n - first};
     }
+    kl_alloc_free(needs.ids);
     return status;
 }
 
 /* -- forward ------------------------------------------------------------------------------------------- */
 
-/* After unit `u`: what it was the last to read. Without a graph all of that goes; else what is made again. */
+/* The `i`-th value that a run is given: what it reads from outside, or combines. */
+static KlValueId
+given_to(const Build *build, const KlRun *run, uint32_t i)
+{
+    const KlProgram *program = build->program;
+    if (i < run->imports.n) {
+        return program->stages.imports[program->imports.ids[run->imports.first + i]].value;
+    }
+    KlNodeId id = program->combined.ids[run->combined.first + i - run->imports.n];
+    return build->tape->nodes[id].first_out;
+}
+
+/* Whether unit `u` is the last that reads a value going forward. */
+static bool
+is_read_last_by(const Build *build, KlValueId value, uint32_t u)
+{
+    return build->last_read[value] == u && build->maker[value] != u && !build->is_gone[value] &&
+           !build->program->is_kept[value];
+}
+
+static bool
+is_light(const Build *build, KlValueId value)
+{
+    return build->schedule->lights.number[value] != 0;
+}
+
+/* After unit `u`: what it was the last to read. Without a graph all of that goes; else what is made again; what is
+ * light is emptied. */
 static KlStatus
 release_read(Build *build, uint32_t u)
 {
-    const KlProgram *program = build->program;
-    size_t first = build->schedule->values.n;
     KlStatus status = KL_OK;
-    for (uint32_t r = build->units[u].run; r < build->units[u].run + build->units[u].n_runs; r++) {
-        const KlRun *run = &program->runs[r];
-        for (uint32_t i = 0; i < run->imports.n + run->combined.n && status == KL_OK; i++) {
-            KlValueId value = KL_ID_NONE;
-            if (i < run->imports.n) {
-                value = program->stages.imports[program->imports.ids[run->imports.first + i]].value;
-            } else {
-                KlNodeId id = program->combined.ids[run->combined.first + i - run->imports.n];
-                value = build->tape->nodes[id].first_out;
-            }
-            bool is_last = build->last_read[value] == u && build->maker[value] != u &&
-                           !build->is_gone[value] && !program->is_kept[value];
-            bool is_due = is_last &&
-                          (!build->homes->is_graph || (build->units[build->maker[value]].is_again &&
-                                                       can_be_again(build, value)));
-            if (is_due) {
-                build->is_gone[value] = true;
-                status = add_value(build, value);
+    for (int is_emptying = 0; is_emptying < 2 && status == KL_OK; is_emptying++) {
+        size_t first = build->schedule->values.n;
+        for (uint32_t r = 0; r < build->units[u].n_runs; r++) {
+            const KlRun *run = &build->program->runs[build->units[u].run + r];
+            for (uint32_t i = 0; i < run->imports.n + run->combined.n && status == KL_OK; i++) {
+                KlValueId value = given_to(build, run, i);
+                bool is_last = is_read_last_by(build, value, u);
+                bool is_gone =
+                    is_last &&
+                    (!build->homes->is_graph ||
+                     (build->units[build->maker[value]].is_again && can_be_again(build, value)));
+                bool is_due = is_emptying ? is_last && is_light(build, value) : is_gone;
+                build->is_gone[value] |= is_gone && !is_emptying;
+                status = is_due ? add_value(build, value) : KL_OK;
             }
         }
+        KlStepOp op = is_emptying ? KL_STEP_EMPTY : KL_STEP_RELEASE;
+        bool has_any = build->schedule->values.n > first;
+        status = status == KL_OK && has_any ? add_step(build, op, NULL, first) : status;
     }
-    bool has_any = build->schedule->values.n > first;
-    return status == KL_OK && has_any ? add_step(build, KL_STEP_RELEASE, NULL, first) : status;
+    return status;
 }
 
 /* Whether a value that leaves a body is written into one tensor of all rows: somebody reads it whole. */
@@ -448,9 +533,11 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     build.is_gone = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_read_whole = kl_alloc_zeroed(n_values, sizeof(bool));
     build.known = kl_alloc_zeroed(n_values, sizeof(uint8_t));
+    build.may_be_light = kl_alloc_zeroed(n_values, sizeof(bool));
+    schedule->lights.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
     if (build.units == NULL || build.maker == NULL || build.last_read == NULL ||
         build.is_inner == NULL || build.is_gone == NULL || build.is_read_whole == NULL ||
-        build.known == NULL) {
+        build.known == NULL || build.may_be_light == NULL || schedule->lights.number == NULL) {
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
                               program->n_staged);
         goto done;
@@ -466,6 +553,7 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
         status = go_back(&build);
     }
 done:
+    kl_alloc_free(build.may_be_light);
     kl_alloc_free(build.known);
     kl_alloc_free(build.is_read_whole);
     kl_alloc_free(build.is_gone);
@@ -484,5 +572,8 @@ kl_schedule_fini(KlSchedule *schedule)
 {
     kl_alloc_free(schedule->steps);
     kl_alloc_free(schedule->values.ids);
+    kl_alloc_free(schedule->lights.lights);
+    kl_alloc_free(schedule->lights.ids.ids);
+    kl_alloc_free(schedule->lights.number);
     memset(schedule, 0, sizeof(*schedule));
 }

@@ -4,7 +4,7 @@
  * it is kept to its backward, by chunk, or written into one tensor of all rows where it is read whole; or
  * offloaded, beside the memory of its device; or let go when it was read for the last time going forward, and
  * made again going back. Where all is kept, the graphs of a body's chunks may wait for its backward, which then
- * does not run it again. The schedule is measured and run from the same array, so the two cannot differ. */
+ * does not run it again; and what light calls make of what is kept may be emptied meanwhile. The schedule is measured and run from the same array, so the two cannot differ. */
 #ifndef KL_SCHEDULE_H
 #define KL_SCHEDULE_H
 
@@ -24,6 +24,7 @@ typedef enum KlStepOp {
     KL_STEP_RELEASE, /* `values`: let their numbers go, and keep the gradients that came */
     KL_STEP_PIECES, /* as FUSED, of two segments; the head of a chunk goes forward and at once back in pieces,
                            while the graph of the rest waits */
+    KL_STEP_EMPTY, /* `values`, which are light: let their numbers go, also where graphs have them */
 } KlStepOp;
 
 typedef struct KlStep {
@@ -36,12 +37,14 @@ typedef struct KlStep {
     bool waits; /* FORWARD, BACK: the graph of each chunk waits in between */
     KlSlice
         again; /* of such: likewise; what is made again, by light calls, before a chunk goes back */
+    KlSlice needs; /* BACK: likewise; what is filled again before that, in this order */
 } KlStep;
 
 typedef struct KlSchedule {
     KlStep *steps; /* [n_steps] */
     size_t n_steps, n_steps_max;
     KlIds values;
+    KlLights lights; /* what is emptied */
 } KlSchedule;
 
 /* What a schedule is to be. */
@@ -51,6 +54,7 @@ typedef struct KlHomes {
     uint32_t keep_every; /* of what crosses from body to body, every so manieth is kept: 1 is all */
     uint32_t
         n_pieces; /* of each chunk, for the head of a program that is cut before that; 1: none */
+    uint32_t n_light; /* the longest chain of values that are emptied; 0: none is */
 } KlHomes;
 
 /* Build the schedule of a program. On success the caller owns what it holds: kl_schedule_fini. */

@@ -295,6 +295,17 @@ kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph)
                     .has_graph = is_graph && (run->has_gradient || !is_body)};
 }
 
+KlSpan
+kl_sweep_span_of_light(const KlProgram *program, const KlLights *lights, const KlLight *light)
+{
+    KlSpan span = kl_sweep_span(program, &program->runs[light->run], false);
+    span.nodes = part(&lights->ids, light->nodes);
+    span.n_nodes = light->nodes.n;
+    span.exports = &light->value;
+    span.n_exports = 1;
+    return span;
+}
+
 void
 kl_sweep_open(KlSweep *sweep, const KlSpan *span)
 {

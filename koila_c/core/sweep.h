@@ -6,7 +6,7 @@
 #ifndef KL_SWEEP_H
 #define KL_SWEEP_H
 
-#include "program.h"
+#include "waiting.h"
 
 typedef struct KlBytes {
     double fixed, per_row;
@@ -109,6 +109,8 @@ void kl_sweep_known_sizes(KlSweep *sweep);
 void kl_sweep_known_node(KlSweep *sweep, KlNodeId id);
 
 KlSpan kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph);
+KlSpan kl_sweep_span_of_light(const KlProgram *program, const KlLights *lights,
+                              const KlLight *light);
 void kl_sweep_open(KlSweep *sweep, const KlSpan *span);
 
 /* The moments of running the nodes in order; NULL: `most` is all that is wanted. */

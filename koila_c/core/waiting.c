@@ -10,7 +10,52 @@ enum {
     IS_HOME = 2,  /* and keeps it by rows for others */
     IS_LIGHT = 4, /* it is made of what is there by light calls */
     IS_LISTED = 8,
+    IS_WALKED = 16, /* it is made again now */
+    IS_NEEDED = 32, /* likewise, before the run is gone through again */
 };
+
+static KlStatus
+append(const KlWaiting *waiting, KlIds *ids, uint32_t id)
+{
+    KlStatus status = kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1,
+                                       sizeof(uint32_t), waiting->error);
+    if (status == KL_OK) {
+        ids->ids[ids->n++] = id;
+    }
+    return status;
+}
+
+static uint32_t
+light_number(const KlWaiting *waiting, KlValueId value)
+{
+    return waiting->lights->number[value];
+}
+
+/* What is gone through again needs this light value, of others than itself. */
+static KlStatus
+need(const KlWaiting *waiting, KlValueId value, KlIds *needs)
+{
+    bool is_known = (waiting->known[value] & IS_NEEDED) != 0;
+    waiting->known[value] |= IS_NEEDED;
+    return is_known ? KL_OK : append(waiting, needs, value);
+}
+
+/* In the order they are made; they are few. */
+static void
+settle_needs(const KlWaiting *waiting, const KlIds *needs, size_t first)
+{
+    for (size_t i = first; i < needs->n; i++) {
+        KlValueId value = needs->ids[i];
+        size_t at = i;
+        waiting->known[value] &= (uint8_t)~IS_NEEDED;
+        for (;
+             at > first && light_number(waiting, needs->ids[at - 1]) > light_number(waiting, value);
+             at--) {
+            needs->ids[at] = needs->ids[at - 1];
+        }
+        needs->ids[at] = value;
+    }
+}
 
 static const KlInput *
 input_of(const KlWaiting *waiting, const KlNode *node, uint32_t k)
@@ -69,7 +114,7 @@ note_made(const KlWaiting *waiting, const KlNode *node)
  * be a part of the whole and no copy, which the graphs of all chunks would keep. */
 static KlStatus
 save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, bool *can_wait,
-     KlIds *again, KlError *error)
+     KlIds *again, KlIds *needs)
 {
     KlValueId value = is_output ? node->first_out + k : input_of(waiting, node, k)->value;
     if (value == KL_ID_NONE) {
@@ -81,20 +126,15 @@ save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, b
         const KlPlace *place = &input_of(waiting, node, k)->place;
         *can_wait &= !kl_place_is_rows(place) || kl_place_is_rows(&v->meta.place) ||
                      kl_meta_is_cut_in_place(&v->meta, place);
-        return KL_OK;
+        return light_number(waiting, value) != 0 ? need(waiting, value, needs) : KL_OK;
     }
     *can_wait &=
         is_there(waiting, value) && !kl_stage_is_overwritten(waiting->tape, node, k, is_output);
     if ((*known & (IS_HOME | IS_LISTED)) != 0 || !*can_wait) {
-        return KL_OK;
+        return light_number(waiting, value) != 0 ? need(waiting, value, needs) : KL_OK;
     }
-    *known |= IS_LISTED;
-    KlStatus status = kl_alloc_reserve((void **)&again->ids, &again->n_max, again->n + 1,
-                                       sizeof(uint32_t), error);
-    if (status == KL_OK) {
-        again->ids[again->n++] = value;
-    }
-    return status;
+    *known |= IS_LISTED | IS_WALKED;
+    return append(waiting, again, value);
 }
 
 /* Whether the node writes what it needs for backward: autograd saves a copy of that as it was. */
@@ -113,7 +153,7 @@ saves_what_it_writes(const KlWaiting *waiting, const KlNode *node)
 
 /* All that autograd saves of a node in a chunk. */
 static KlStatus
-save_all(const KlWaiting *waiting, const KlNode *node, bool *can_wait, KlIds *again, KlError *error)
+save_all(const KlWaiting *waiting, const KlNode *node, bool *can_wait, KlIds *again, KlIds *needs)
 {
     const KlSaves *saves = &node->saves;
     const KlParts *parts = node->mode == KL_MODE_REDUCE
@@ -128,11 +168,11 @@ save_all(const KlWaiting *waiting, const KlNode *node, bool *can_wait, KlIds *ag
     for (uint32_t k = 0; k < node->n_inputs && status == KL_OK && *can_wait; k++) {
         bool is_saved = is_given || k >= 64 || (saves->inputs >> k & 1) != 0 ||
                         ((node->is_for_chunks || is_copied) && k == 0);
-        status = is_saved ? save(waiting, node, k, false, can_wait, again, error) : KL_OK;
+        status = is_saved ? save(waiting, node, k, false, can_wait, again, needs) : KL_OK;
     }
     for (uint32_t k = 0; k < node->n_outs && status == KL_OK && *can_wait && parts == NULL; k++) {
         bool is_saved = !is_given && (k >= 64 || (saves->outputs >> k & 1) != 0);
-        status = is_saved ? save(waiting, node, k, true, can_wait, again, error) : KL_OK;
+        status = is_saved ? save(waiting, node, k, true, can_wait, again, needs) : KL_OK;
     }
     return status;
 }
@@ -155,13 +195,10 @@ forget_made(const KlWaiting *waiting, const KlRun *run)
     }
 }
 
-KlStatus
-kl_waiting_find(const KlWaiting *waiting, const KlRun *run, bool *can_wait, KlIds *again,
-                KlError *error)
+/* What leaves a run by rows has a home. */
+static void
+note_homes(const KlWaiting *waiting, const KlRun *run)
 {
-    KlStatus status = KL_OK;
-    bool has_heavy = false;
-    *can_wait = true;
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = waiting->program->exports.ids[run->exports.first + i];
         const KlValue *v = &waiting->tape->values[value];
@@ -170,6 +207,127 @@ kl_waiting_find(const KlWaiting *waiting, const KlRun *run, bool *can_wait, KlId
             waiting->known[value] |= IS_HOME;
         }
     }
+}
+
+/* Go back to what is there from what is to be made again: the light values met on the way, and, where `nodes` is
+ * one, the calls. */
+static KlStatus
+walk(const KlWaiting *waiting, const KlRun *run, KlIds *needs, KlIds *nodes)
+{
+    KlStatus status = KL_OK;
+    for (uint32_t i = run->nodes.n; i-- > 0 && status == KL_OK;) {
+        const KlNode *node = node_at(waiting, run, i);
+        bool is_walked = false;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            uint8_t *known = &waiting->known[node->first_out + k];
+            is_walked |= (*known & IS_WALKED) != 0;
+            *known &= (uint8_t)~IS_WALKED;
+        }
+        if (is_walked && nodes != NULL) {
+            status = append(waiting, nodes, (KlNodeId)(node - waiting->tape->nodes));
+        }
+        for (uint32_t k = 0; k < node->n_inputs && is_walked && status == KL_OK; k++) {
+            KlValueId value = input_of(waiting, node, k)->value;
+            if (value == KL_ID_NONE) {
+                continue;
+            }
+            bool is_inside = (waiting->known[value] & (IS_MADE | IS_HOME)) == IS_MADE;
+            waiting->known[value] |= is_inside ? IS_WALKED : 0;
+            status = light_number(waiting, value) != 0 ? need(waiting, value, needs) : KL_OK;
+        }
+    }
+    return status;
+}
+
+/* Whether the memory of what a run leaves is that of nothing else. */
+static bool
+is_alone(const KlWaiting *waiting, const KlRun *run, KlValueId value)
+{
+    const KlValue *values = waiting->tape->values;
+    bool is_found = values[value].view_of == KL_ID_NONE;
+    for (uint32_t i = 0; i < run->exports.n && is_found; i++) {
+        KlValueId other = waiting->program->exports.ids[run->exports.first + i];
+        is_found = other == value || values[other].storage != values[value].storage;
+    }
+    return is_found;
+}
+
+/* Whether nothing wrote a value since its call made it. */
+static bool
+is_as_made(const KlWaiting *waiting, KlValueId value)
+{
+    const KlNode *node = &waiting->tape->nodes[waiting->tape->values[value].node];
+    return !kl_stage_is_overwritten(waiting->tape, node, value - node->first_out, true);
+}
+
+/* Note a light value, if the chain that it ends is not too long. */
+static KlStatus
+add_light(const KlWaiting *waiting, uint32_t run, KlValueId value, uint32_t longest)
+{
+    KlLights *lights = waiting->lights;
+    KlIds needs = {0}, nodes = {0};
+    KlLight light = {.value = value, .run = run, .length = 1};
+    waiting->known[value] |= IS_WALKED;
+    KlStatus status = walk(waiting, &waiting->program->runs[run], &needs, &nodes);
+    settle_needs(waiting, &needs, 0);
+    for (size_t i = 0; i < needs.n; i++) {
+        uint32_t before = lights->lights[light_number(waiting, needs.ids[i]) - 1].length;
+        light.length = light.length > before ? light.length : before + 1;
+    }
+    if (status == KL_OK && light.length <= longest) {
+        light.needs = (KlSlice){.first = (uint32_t)lights->ids.n, .n = (uint32_t)needs.n};
+        light.nodes = (KlSlice){.first = light.needs.first + light.needs.n, .n = (uint32_t)nodes.n};
+        for (size_t i = 0; i < needs.n && status == KL_OK; i++) {
+            status = append(waiting, &lights->ids, needs.ids[i]);
+        }
+        for (size_t i = nodes.n; i-- > 0 && status == KL_OK;) {
+            status = append(waiting, &lights->ids, nodes.ids[i]);
+        }
+        if (status == KL_OK) {
+            status = kl_alloc_reserve((void **)&lights->lights, &lights->n_max, lights->n + 1,
+                                      sizeof(KlLight), waiting->error);
+        }
+        if (status == KL_OK) {
+            lights->lights[lights->n++] = light;
+            lights->number[value] = (uint32_t)lights->n;
+        }
+    }
+    kl_alloc_free(nodes.ids);
+    kl_alloc_free(needs.ids);
+    return status;
+}
+
+KlStatus
+kl_waiting_find_light(const KlWaiting *waiting, uint32_t number, const bool *may_be,
+                      uint32_t longest)
+{
+    const KlRun *run = &waiting->program->runs[number];
+    KlStatus status = KL_OK;
+    note_homes(waiting, run);
+    for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
+        const KlNode *node = node_at(waiting, run, i);
+        bool is_known = note_made(waiting, node);
+        for (uint32_t k = 0; k < node->n_outs && status == KL_OK; k++) {
+            KlValueId value = node->first_out + k;
+            waiting->known[value] |= IS_MADE;
+            bool is_light = is_known && may_be[value] && (waiting->known[value] & IS_LIGHT) != 0 &&
+                            is_alone(waiting, run, value) && is_as_made(waiting, value);
+            status = is_light ? add_light(waiting, number, value, longest) : KL_OK;
+        }
+    }
+    forget_made(waiting, run);
+    return status;
+}
+
+KlStatus
+kl_waiting_find(const KlWaiting *waiting, const KlRun *run, bool *can_wait, KlIds *again,
+                KlIds *needs)
+{
+    KlStatus status = KL_OK;
+    bool has_heavy = false;
+    size_t first = needs->n;
+    *can_wait = true;
+    note_homes(waiting, run);
     for (uint32_t i = 0; i < run->nodes.n && *can_wait; i++) {
         const KlNode *node = node_at(waiting, run, i);
         *can_wait = note_made(waiting, node);
@@ -179,9 +337,11 @@ kl_waiting_find(const KlWaiting *waiting, const KlRun *run, bool *can_wait, KlId
     for (uint32_t i = 0; i < run->nodes.n && *can_wait && status == KL_OK; i++) {
         const KlNode *node = node_at(waiting, run, i);
         if (kl_stage_has_gradient(waiting->tape, &waiting->program->stages, node)) {
-            status = save_all(waiting, node, can_wait, again, error);
+            status = save_all(waiting, node, can_wait, again, needs);
         }
     }
+    status = status == KL_OK ? walk(waiting, run, needs, NULL) : status;
+    settle_needs(waiting, needs, first);
     forget_made(waiting, run);
     return status;
 }

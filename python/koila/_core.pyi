@@ -11,6 +11,8 @@ _Place = tuple[int, int, int, int]
 _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
 # (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
 #  is data, draws inside, imports)
+_Ids = tuple[int, ...]
+_Step = tuple[int, int, int, _Ids, _Ids, bool, _Ids, _Ids]
 _StagedNode = tuple[
     int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
 ]
@@ -218,8 +220,8 @@ def staged(program: object, node: int, /) -> _StagedNode: ...
 def maker(program: object, value: int, /) -> tuple[_StagedNode | None, bool, bool, bool]: ...
 def overwritten(program: object, before: int, /) -> tuple[int, list[tuple[int, int]]] | None: ...
 def schedule(
-    program: object, homes: tuple[bool, int, bool, int], /
-) -> list[tuple[int, int, int, tuple[int, ...], tuple[int, ...], bool, tuple[int, ...]]]: ...
+    program: object, homes: tuple[bool, int, bool, int, int], /
+) -> tuple[list[_Step], dict[int, tuple[int, tuple[int, ...]]]]: ...
 def run(
     program: object,
     run: int,
@@ -249,7 +251,7 @@ def gradient_part(
 ) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
 def measure(
     program: object,
-    homes: tuple[bool, int, bool, int],  # is graph, keep every, is offloaded
+    homes: tuple[bool, int, bool, int, int],  # is graph, and a Way but for its segments
     cloned: set[int],
     states: tuple[int, int],
     noise_of: Callable[[int, int], int],

@@ -124,6 +124,7 @@ class Cross:
         self.gathered: torch.Tensor | None = None  # the chunks, put together
         self.is_put_together = False  # its chunks are, as they come
         self.is_offloaded = False  # its chunks are kept beside its device
+        self.emptied: dict[int, int] = {}  # bytes of the chunks whose memory is gone
         #: Its gradient is sent back already: what comes now is only looked at.
         self.watch: Watch | None = None
 
@@ -151,6 +152,27 @@ class Cross:
         parts = self.parts.setdefault(chunk, {})
         for part, tensor in zip(part_ids, tensors, strict=True):
             parts[part] = _to_keep(tensor)
+
+    # -- what is made again, a chunk at a time ----------------------------------------------------
+
+    def is_empty(self, chunk: int) -> bool:
+        """Whether a chunk was emptied."""
+        return chunk in self.emptied
+
+    def empty(self, chunk: int) -> None:
+        """Let the numbers of a chunk go, also where a graph or an alias has it: it is light."""
+        storage = self.chunks[chunk].untyped_storage()
+        self.emptied[chunk] = storage.nbytes()
+        storage.resize_(0)
+
+    def fill(self, chunk: int, tensor: torch.Tensor) -> None:
+        """Put the numbers of a chunk back where they were, for all that have it."""
+        of = self.chunks[chunk]
+        storage = of.untyped_storage()
+        storage.resize_(self.emptied.pop(chunk))
+        # To torch it is no write.
+        again = torch.empty(0, dtype=of.dtype, device=of.device)
+        again.set_(storage, 0, of.shape, of.stride()).copy_(tensor.detach())
 
     # -- what a reading stage is given ------------------------------------------------------------
 

@@ -222,11 +222,15 @@ def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
         words.append(f"the head in {way.n_pieces} pieces of each chunk")
     again = [step for step in steps if step.op == Op.AGAIN]
     offloaded = _offloaded(steps)
-    if again or offloaded:
+    emptied = [step for step in steps if step.op == Op.EMPTY]
+    if again or offloaded or emptied:
         kept = kept_in_words(program, steps)
         words += [kept] if kept else []
     if again:
         words.append(f"{_n_bytes(program, again)} {_CROSSING} made again (one more forward)")
+    if emptied:
+        n_bytes = _n_bytes(program, emptied)
+        words.append(f"{n_bytes} {_CROSSING} made again by light calls")
     if offloaded:
         n_bytes = _n_bytes(program, offloaded)
         words.append(f"{n_bytes} {_CROSSING} offloaded meanwhile (a copy each way)")
@@ -253,7 +257,7 @@ def kept_in_words(program: Program, steps: Sequence[Step]) -> str:
     """How much of what crosses from body to body is kept; empty: none, or nothing does."""
     is_graph = any(step.op == Op.BACK for step in steps)
     crossing = _offloaded(program.schedule(is_graph, Way(1, 1, True)))
-    others = [step for step in steps if step.op == Op.AGAIN] + _offloaded(steps)
+    others = [step for step in steps if step.op in (Op.AGAIN, Op.EMPTY)] + _offloaded(steps)
     kept = _n_bytes(program, crossing, others)
     return f"{kept} {_CROSSING} kept" if kept else ""
 

@@ -45,9 +45,10 @@ class _Lasting(NamedTuple):
 _N_REMEMBERED = 64
 _lasting: dict[Shape, _Lasting] = {}
 _T = TypeVar("_T")
+_Key = TypeVar("_Key", bound=tuple[object, ...])
 
 
-def _remember(known: dict[Shape, _T], shape: Shape, value: _T) -> None:
+def _remember(known: dict[_Key, _T], shape: _Key, value: _T) -> None:
     known[shape] = value
     while len(known) > _N_REMEMBERED:
         known.pop(next(iter(known)))
@@ -249,7 +250,7 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     """
     chunks = config.get("chunks")
     if chunks is not None:
-        return Plan(chunks)
+        return Plan(chunks, way=_way_in(chunks, program) if is_graph else AS_IT_IS)
     if not program.axes:
         return Plan(1)
     estimate = memory.estimate(program, is_graph)
@@ -265,6 +266,7 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
 
 
 _KEEP = 2, 3, 4, 6, 8
+_LIGHT = 1, 2, 4, 8
 _PIECES = 2, 4, 8, 16, 32
 _SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
 _DEAR = 1.1  # a cost from which on other ways are looked for
@@ -307,6 +309,7 @@ def _cost(program: Program, option: Option, rows: int) -> float:
     of_chunk = option.n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
     n_chunks = -(-option.estimate.rows // rows)
     more = 0.35 * (way.keep_every > 1) + 0.35 * (way.n_segments > 1) + 0.2 * way.is_offloaded
+    more += 0.05 * (way.n_light > 0) + 0.02 * way.n_light
     return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
 
 
@@ -324,6 +327,7 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
         if any(step.op == Op.FORWARD and step.values for step in steps) and _can_offload(program):
             yield _option(program, False, Way(1, 1, True))
         return
+    yield from _light(program)
     crosses = any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
     can_offload = crosses and _can_offload(program)
     for way in (*(Way(1, n) for n in _KEEP), *((Way(1, 1, True),) if can_offload else ())):
@@ -338,6 +342,56 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
         n_before = cut.n_cut
         for way in (Way(n_segments), *((Way(n_segments, 1, True),) if can_offload else ())):
             yield _option(cut, is_graph, way)
+
+
+def _light(program: Program) -> Iterator[Option]:
+    """The ways that empty what light calls make of what crosses, as far as there is such."""
+    lengths: set[int] = set()
+    for n_light in _LIGHT:
+        lights = program.schedule_of(True, Way(n_light=n_light))[1]
+        if not lights or len(lights) in lengths:
+            return
+        lengths.add(len(lights))
+        yield _option(program, True, Way(n_light=n_light))
+
+
+#: What a step in chunks that were asked for is to take of eager's activations, if it can.
+_ASKED_SHARE = 0.6
+_NEARLY = 1.05  # of the least that can be had
+#: Of less nothing is worth while.
+_FEW_BYTES = 2**20
+_ways_in: dict[tuple[int, ...], Way] = {}
+
+
+def _way_in(chunks: int, program: Program) -> Way:
+    """How a step is scheduled whose chunks were asked for: as it is, or the cheapest way to what
+    they were asked for, less memory."""
+    if chunks == 1 or not program.axes or program.amounts.made < _FEW_BYTES:
+        return AS_IT_IS
+    sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
+    key = chunks, *sizes, *program.axes.values(), *program.amounts
+    way = _ways_in.get(key)
+    if way is None:
+        way = _find_way_in(chunks, program)
+        _remember(_ways_in, key, way)
+    return way
+
+
+def _find_way_in(chunks: int, program: Program) -> Way:
+    estimate = memory.estimate(program, True)
+    rows = largest(estimate.rows, chunks, 1)
+    leaves = (tensor for tensor in program.entered if tensor.is_leaf and tensor.requires_grad)
+    gradients = sum(leaf.nbytes for leaf in leaves)
+    asked = gradients + _ASKED_SHARE * max(0, estimate.whole - gradients)
+    found = [(estimate.peak(rows)[0], AS_IT_IS)]
+    light = _light(program)
+    while found[-1][0] > asked and (option := next(light, None)) is not None:
+        found.append((option.estimate.peak(rows)[0], option.way))
+    if len(found) > 1 and min(found)[0] > estimate.whole:
+        again = (Way(keep_every=n) for n in _KEEP)
+        found += [(memory.estimate(program, True, way).peak(rows)[0], way) for way in again]
+    near = gradients + _NEARLY * (min(found)[0] - gradients)
+    return next(way for n_bytes, way in found if n_bytes <= max(asked, near))
 
 
 def _pieces(program: Program, is_graph: bool) -> Iterator[Option]:
@@ -400,7 +454,7 @@ def _find_way(program: Program, is_graph: bool, shape: Shape, allowed: float) ->
 def _larger_chunks(
     program: Program, is_graph: bool, shape: Shape, allowed: float, found: Fitting
 ) -> Fitting:
-    """What fits in many chunks, in larger ones whose head runs in pieces, if that is cheaper."""
+    """What fits in many chunks, in larger ones some other way, if that is cheaper."""
     way, left = _last_ways.get(shape, (None, 0.0))
     if way == found.option.way and _is_near(allowed, left):
         return found
@@ -408,7 +462,8 @@ def _larger_chunks(
     if known is not None:
         return known
     ways = [found]
-    for option in _pieces(program, is_graph):
+    light = _light(program) if is_graph and program.roots else ()
+    for option in (*light, *_pieces(program, is_graph)):
         rows = option.rows(allowed)
         ways += [Fitting(option, rows)] if rows > 0 else []
     return _cheapest(program, ways, shape, allowed)

@@ -142,6 +142,7 @@ class Op(enum.IntEnum):
     BACK = 7
     RELEASE = 8
     PIECES = 9
+    EMPTY = 10
 
 
 class Way(NamedTuple):
@@ -151,12 +152,14 @@ class Way(NamedTuple):
     body to body every `keep_every`th is kept, and the rest is made again going back; or all of it
     leaves its device meanwhile. Or the last body alone is cut, before its head (a model's scores
     and their loss), which runs in `n_pieces` of each chunk while the graph of the rest waits.
+    Or what light calls make of what crosses is emptied, in chains of `n_light` such values.
     """
 
     n_segments: int = 1
     keep_every: int = 1
     is_offloaded: bool = False
     n_pieces: int = 1
+    n_light: int = 0
 
 
 AS_IT_IS = Way()
@@ -173,6 +176,14 @@ class Step(NamedTuple):
     whole: tuple[int, ...]  # what each chunk is written into one tensor of
     waits: bool  # the graph of each chunk waits from forward to backward
     again: tuple[int, ...]  # what is made again for that
+    needs: tuple[int, ...]  # what is filled again before that
+
+
+class Light(NamedTuple):
+    """How a value is made again, a chunk at a time, that crosses and is emptied."""
+
+    run: int
+    needs: tuple[int, ...]  # such values, which are made before
 
 
 class Program:
@@ -346,11 +357,15 @@ class Program:
 
     def schedule(self, is_graph: bool, way: Way = AS_IT_IS) -> list[Step]:
         """What is done, forward and back."""
-        steps = _core.schedule(self.handle, (is_graph, *way[1:]))
+        return self.schedule_of(is_graph, way)[0]
+
+    def schedule_of(self, is_graph: bool, way: Way) -> tuple[list[Step], dict[int, Light]]:
+        """Likewise, and how values are made that are emptied meanwhile."""
+        steps, lights = _core.schedule(self.handle, (is_graph, *way[1:]))
         return [
-            Step(Op(op), self.runs[first : first + n_runs], values, whole, waits, again)
-            for op, first, n_runs, values, whole, waits, again in steps
-        ]
+            Step(Op(op), self.runs[first : first + n], values, whole, waits, again, needs)
+            for op, first, n, values, whole, waits, again, needs in steps
+        ], {value: Light(*light) for value, light in lights.items()}
 
     @staticmethod
     def left_by(runs: Sequence[Run]) -> list[int]:

@@ -23,6 +23,7 @@ from koila import (
     engine,
     explain,
     hooks,
+    light,
     meets,
     norms,
     overwritten,
@@ -38,7 +39,7 @@ from koila.attempt import attempt
 from koila.cross import Cross, Fresh, add, has_way_back, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
-from koila.program import DATA, ROWS, Node, Op, Program, Run, Step
+from koila.program import DATA, ROWS, Light, Node, Op, Program, Run, Step
 from koila.reads import Reads
 from koila.rows import Bounds, Place, chunk_shape, cut, grid
 from koila.threads import in_turn
@@ -79,11 +80,13 @@ class Replay:
         self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
         self.draws = draws.Draws(program, self.grids)
         self.waiting: dict[int, list[waiting.Chunk]] = {}  # by run, the graphs of its chunks
+        self.lights: dict[int, Light] = {}  # of values that are emptied
+        self.filled: set[int] = set()  # of these, those of which a chunk is there
 
     @functools.cached_property
     def steps(self) -> list[Step]:
         """What is done, forward and back."""
-        steps = self.program.schedule(not self.is_forward, self.planned.way)
+        steps, self.lights = self.program.schedule_of(not self.is_forward, self.planned.way)
         for step in steps:
             if step.op == Op.PIECES:
                 self._cut_in_pieces(step.runs[-1])
@@ -533,8 +536,9 @@ class Replay:
         if step.waits:
             self._release(step)
         *others, last = step.runs
-        handed = self._handed(step.runs)
+        handed, given = self._handed(step.runs), light.given(self, step)
         for chunk in range(len(self.grid_of(last))):
+            light.fill(self, given, chunk)
             made = {v for v in handed if v not in self.cross or chunk not in self.cross[v].chunks}
             for run in others:
                 env = self.run_nodes(run, chunk, False)
@@ -544,6 +548,7 @@ class Replay:
             for run in reversed(others):
                 self._back_through(run, chunk)
             self.let_go_of_chunk(step.runs, chunk, made, handed)
+            light.empty(self, chunk)
             for value in self.program.left_by(step.runs):
                 self.cross[value].drop_seeds(chunk, chunk + 1 == len(self.grid_of(last)))
 
@@ -657,6 +662,7 @@ class Replay:
         Op.BACK: _back,
         Op.RELEASE: _release,
         Op.PIECES: _fused,
+        Op.EMPTY: light.let_go,
     }
 
     def _go(self) -> None:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from koila import light
 from koila.cross import Fresh, has_way_back, send_back
-from koila.program import Node, Program, Run, Step
+from koila.program import Node, Program, Step
 
 if TYPE_CHECKING:
     from koila.replay import Replay
@@ -40,6 +41,12 @@ class Found:
         return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)
 
 
+def _there(tensor: torch.Tensor) -> torch.Tensor:
+    """What a graph needs; what was emptied has to be filled again before: its memory is gone."""
+    assert tensor.untyped_storage().nbytes() or not tensor.nbytes, "a graph needs what was emptied"
+    return tensor
+
+
 class _Saved:
     """What autograd saved: a tensor, or a value that will be found, and how it was seen."""
 
@@ -57,9 +64,9 @@ class _Saved:
     def get(self) -> torch.Tensor:
         if self.found is None:
             assert self.tensor is not None
-            return self.tensor
+            return _there(self.tensor)
         found, value, view = self.found
-        tensor = found.read(value)
+        tensor = _there(found.read(value))
         if view is None:
             return tensor
         (size, strides, start), (size_of_view, strides_of_view, start_of_view) = view
@@ -81,7 +88,7 @@ def pays(replay: Replay, step: Step) -> bool:
     many chunks of a few numbers they are not."""
     (run,) = step.runs
     n_bytes = len(replay.grid_of(run)) * len(run.nodes) * _BYTES_OF_A_CALL
-    infos = map(replay.program.info, _homes_of(replay.program, run))
+    infos = map(replay.program.info, light.homes_of(replay.program, run))
     left = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
     return n_bytes <= max(_FEW_BYTES, _SHARE * left) and are_hooks_allowed()
 
@@ -173,24 +180,14 @@ def _edges_of(left: Any) -> Edges:
     return tuple(map(_edge_of, left)) if isinstance(left, tuple) else _edge_of(left)
 
 
-def _homes_of(program: Program, run: Run) -> list[int]:
-    """What a body leaves by rows."""
-    made = [(value, program.node_of(value)) for value in run.exports]
-    return [
-        value
-        for value, node in made
-        if node is not None and node.id not in run.parts and program.info(value).place is not None
-    ]
-
-
 def forward(replay: Replay, step: Step) -> list[Chunk]:
     """Run each chunk of a body with its graph, and keep what leaves it."""
     (run,) = step.runs
-    light = frozenset(step.again)
-    values = light.union(_homes_of(replay.program, run))
+    again = frozenset(step.again)
+    values = again.union(light.homes_of(replay.program, run))
     chunks = []
     for chunk in range(len(replay.grid_of(run))):
-        look = Look(replay.program, values, light)
+        look = Look(replay.program, values, again)
         try:
             go = functools.partial(replay.run_nodes, run, chunk, True, look=look)
             env, given = replay.apart(go)
@@ -207,7 +204,7 @@ def back(replay: Replay, step: Step, chunks: list[Chunk]) -> None:
     """Send the gradients of what a body left back through the graphs of its chunks, which go with
     that; and what it left, chunk by chunk."""
     (run,) = step.runs
-    homes = _homes_of(replay.program, run)
+    homes = light.homes_of(replay.program, run)
     for value in step.values:
         replay.forget(replay.cross[value].aliases.values())
         replay.cross[value].settle_all()
@@ -216,6 +213,7 @@ def back(replay: Replay, step: Step, chunks: list[Chunk]) -> None:
         chunks[chunk] = Chunk({}, {}, found)
         replay.go_on(given)
         del given
+        light.fill(replay, step.needs, chunk)
         _find(replay, step, chunk, homes, found)
         pairs = replay.seeds(run, edges, chunk)
         del edges
@@ -223,6 +221,7 @@ def back(replay: Replay, step: Step, chunks: list[Chunk]) -> None:
         del pairs
         found.tensors.clear()
         replay.let_go_of_chunk(step.runs, chunk, set(step.values), set())
+        light.empty(replay, chunk)
         for value in replay.program.left_by(step.runs):
             replay.cross[value].drop_seeds(chunk, chunk + 1 == len(chunks))
 
@@ -231,9 +230,9 @@ def _find(replay: Replay, step: Step, chunk: int, homes: Iterable[int], found: F
     """What the graph of a chunk needs: from its home, or made again."""
     known: dict[int, torch.Tensor | None]
     known = {value: replay.cross[value].chunks[chunk] for value in homes}
-    light = [value for value in step.again if value in found.n_reads]
+    again = [value for value in step.again if value in found.n_reads]
     env: Any = known
-    if light:
+    if again:
         (run,) = step.runs
-        env = replay.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(light)})
+        env = replay.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})
     found.tensors = {value: env[value] for value in found.n_reads}

@@ -14,6 +14,10 @@ typedef struct Made {
     KlProgram program;
     bool can_wait;
     KlIds again;
+    KlIds needs;      /* of what is emptied */
+    KlLights lights;  /* which the runs leave */
+    uint32_t longest; /* chain of such values that may be; 0: none */
+    bool may_be[MAX_VALUES];
 } Made;
 
 static void
@@ -45,14 +49,24 @@ find(Made *made, KlValueId left)
                            .n_handles = nobody};
     CHECK(p->tape.n_values <= MAX_VALUES);
     CHECK(kl_program_build(&p->tape, &asked, &made->program, &p->error) == KL_OK);
-    const KlWaiting waiting = {.tape = &p->tape, .program = &made->program, .known = known};
+    made->lights.number = kl_alloc_zeroed(p->tape.n_values, sizeof(uint32_t));
+    const KlWaiting waiting = {.tape = &p->tape,
+                               .program = &made->program,
+                               .known = known,
+                               .lights = &made->lights,
+                               .error = &p->error};
     KlStatus status = KL_OK;
+    for (uint32_t r = 0; r < made->program.n_staged && status == KL_OK; r++) {
+        if (kl_program_is_body(&made->program.runs[r])) {
+            status = kl_waiting_find_light(&waiting, r, made->may_be, made->longest);
+        }
+    }
     uint32_t stage = made->program.stages.node_stage[node_of(p, made->given)];
     for (uint32_t r = 0; r < made->program.n_staged && status == KL_OK; r++) {
         const KlRun *run = &made->program.runs[r];
         made->again.n = run->stage == stage ? 0 : made->again.n;
         if (run->stage == stage) {
-            status = kl_waiting_find(&waiting, run, &made->can_wait, &made->again, &p->error);
+            status = kl_waiting_find(&waiting, run, &made->can_wait, &made->again, &made->needs);
         }
     }
     for (size_t v = 0; v < MAX_VALUES; v++) {
@@ -65,19 +79,29 @@ static void
 fini(Made *made)
 {
     kl_alloc_free(made->again.ids);
+    kl_alloc_free(made->needs.ids);
+    kl_alloc_free(made->lights.lights);
+    kl_alloc_free(made->lights.ids.ids);
+    kl_alloc_free(made->lights.number);
     kl_program_fini(&made->program);
     program_fini(&made->p);
 }
 
 static bool
-is_again(const Made *made, KlValueId value)
+is_in(const KlIds *ids, KlValueId value)
 {
-    for (size_t i = 0; i < made->again.n; i++) {
-        if (made->again.ids[i] == value) {
+    for (size_t i = 0; i < ids->n; i++) {
+        if (ids->ids[i] == value) {
             return true;
         }
     }
     return false;
+}
+
+static bool
+is_again(const Made *made, KlValueId value)
+{
+    return is_in(&made->again, value);
 }
 
 /* What is saved is light: it is made again. */
@@ -207,6 +231,66 @@ test_copies(void)
     }
 }
 
+/* What leaves the body and is saved, and is light: a sum goes around the rows' meeting. */
+static void
+test_emptied(void)
+{
+    for (uint32_t longest = 0; longest < 2; longest++) {
+        Made made;
+        open(&made);
+        made.longest = longest;
+        KlValueId sum = call2(&made.p, "add", made.given, made.s.h);
+        KlValueId active = call1(&made.p, "relu", sum);
+        KlValueId heavy = call2(&made.p, "linear", active, made.square);
+        made.may_be[active] = made.may_be[heavy] = true;
+        KlValueId meets = CALL1(&made.p, "mean", heavy, INTS(0));
+        KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", heavy, meets), active);
+        CHECK(find(&made, call2(&made.p, "linear", later, made.square)) == KL_OK);
+        CHECK(made.can_wait && !is_again(&made, active));
+        CHECK(is_in(&made.needs, active) == (longest > 0));
+        if (longest > 0) {
+            const KlLight *light = &made.lights.lights[made.lights.number[active] - 1];
+            CHECK(light->value == active && light->length == 1 && light->needs.n == 0);
+            const uint32_t *nodes = &made.lights.ids.ids[light->nodes.first];
+            CHECK(light->nodes.n == 3 && nodes[1] == node_of(&made.p, sum) &&
+                  nodes[2] == node_of(&made.p, active));
+            CHECK(made.lights.number[heavy] == 0);
+        }
+        fini(&made);
+    }
+}
+
+/* A chain of sums: every so manieth is kept. */
+static void
+test_chains(void)
+{
+    for (uint32_t longest = 1; longest < 4; longest++) {
+        Made made;
+        KlValueId sums[4];
+        open(&made);
+        made.longest = longest;
+        KlValueId h = made.given;
+        for (int i = 0; i < 4; i++) {
+            KlValueId heavy = call2(&made.p, "linear", h, made.square);
+            KlValueId mean = CALL1(&made.p, "mean", heavy, INTS(0));
+            h = sums[i] = call2(&made.p, "add", call2(&made.p, "sub", heavy, mean), h);
+            made.may_be[h] = i < 3; /* the last leaves no body */
+        }
+        CHECK(find(&made, call2(&made.p, "linear", h, made.square)) == KL_OK);
+        uint32_t n_kept = 0;
+        for (int i = 0; i < 4; i++) {
+            uint32_t number = made.lights.number[sums[i]];
+            n_kept += number == 0;
+            if (number > 0 && made.lights.lights[number - 1].length > 1) {
+                KlSlice needs = made.lights.lights[number - 1].needs;
+                CHECK(needs.n == 1 && made.lights.ids.ids[needs.first] == sums[i - 1]);
+            }
+        }
+        CHECK(n_kept == 1 + 3 / (longest + 1));
+        fini(&made);
+    }
+}
+
 static void
 test_no_memory(void)
 {
@@ -217,16 +301,19 @@ test_no_memory(void)
         open(&made);
         KlValueId active = call1(&made.p, "relu", made.given);
         CHECK(find(&made, call2(&made.p, "linear", active, made.square)) == KL_OK);
-        const KlWaiting waiting = {.tape = &made.p.tape, .program = &made.program, .known = known};
-        KlIds again = {0};
+        const KlWaiting waiting = {.tape = &made.p.tape,
+                                   .program = &made.program,
+                                   .known = known,
+                                   .lights = &made.lights,
+                                   .error = &made.p.error};
+        KlIds again = {0}, needs = {0};
         uint32_t r = 0;
         while (made.program.runs[r].stage !=
                made.program.stages.node_stage[node_of(&made.p, active)]) {
             r++;
         }
         kl_alloc_fail_after(n);
-        status =
-            kl_waiting_find(&waiting, &made.program.runs[r], &made.can_wait, &again, &made.p.error);
+        status = kl_waiting_find(&waiting, &made.program.runs[r], &made.can_wait, &again, &needs);
         kl_alloc_fail_after(-1);
         CHECK(status == KL_OK || (status == KL_ERROR_MEMORY && again.ids == NULL && n == 0));
         kl_alloc_free(again.ids);
@@ -246,6 +333,8 @@ main(void)
     test_saves_what_it_writes();
     test_saved_and_written();
     test_copies();
+    test_emptied();
+    test_chains();
     test_no_memory();
     CHECK(kl_alloc_n_blocks() == 0);
     return check_result();
