@@ -272,6 +272,8 @@ Tape *kl_tape_open_or_null(void);
 int kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value);
 /* The leaf that stands for a real tensor, or KL_ID_NONE. */
 KlValueId kl_tape_find(const Tape *tape, PyObject *tensor);
+/* A batch of `rows` rows that no lazy has yet, as an axis. */
+int kl_tape_new_axis(Tape *tape, int64_t rows, KlAxisId *axis);
 /* The value of a lazy on `tape`, attaching it as a leaf where it is detached. */
 int kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value);
 /* Make room on the binding's side for nodes and values that the core will append; they are empty. */

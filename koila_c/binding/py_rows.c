@@ -179,6 +179,7 @@ run_once(KlSplit *split, const char *reason)
     split->axis = KL_ID_NONE;
     split->n_rewrites = 0;
     split->is_open = false;
+    split->again = 0;
 }
 
 static bool
@@ -219,13 +220,34 @@ refuse_unknown_reduction(Recording *recording)
     }
 }
 
-/* A result that is there whole can be cut again wherever it has a dim of the batch's size. */
-static void
+/* Give each output of a call that took a part of the rows, or joined some, rows of a batch of its own. */
+static int
+find_own_rows(Recording *recording)
+{
+    KlInferred *inferred = &recording->tape->inferred;
+    int32_t dim = (int32_t)inferred->split.again - 1;
+    for (uint32_t k = 0; dim >= 0 && k < inferred->n_outs; k++) {
+        KlMeta *out = &inferred->outs[k];
+        if (kl_place_is_rows(&out->place) || dim >= out->n_dims || out->shape[dim] == 0) {
+            continue;
+        }
+        KlPlace place = {.dim = dim, .outer = 1, .inner = 1};
+        if (kl_tape_new_axis(recording->tape, out->shape[dim], &place.axis) < 0) {
+            return -1;
+        }
+        out->place = place;
+    }
+    return 0;
+}
+
+/* A result that is there whole can be cut again wherever it has a dim of the batch's size; and what was taken of a
+ * batch, or joined of several, is one of its own. */
+static int
 find_rows_again(Recording *recording)
 {
     KlInferred *inferred = &recording->tape->inferred;
     if (inferred->split.mode != KL_MODE_ONCE) {
-        return;
+        return 0;
     }
     for (uint32_t i = 0; i < recording->bound.n_inputs; i++) {
         const KlMeta *meta = recording->bound.inputs[i];
@@ -242,10 +264,11 @@ find_rows_again(Recording *recording)
             }
         }
     }
+    return find_own_rows(recording);
 }
 
-/* Rows that are written into a view whose memory has none would have to be written by every chunk into the
- * same whole: the write runs once. */
+/* Rows that are written into a view whose memory has none, or other rows, would have to be written by every chunk
+ * into the same whole: the write runs once. */
 static void
 refuse_rows_into_whole(const Recording *recording, uint32_t writes)
 {
@@ -257,8 +280,9 @@ refuse_rows_into_whole(const Recording *recording, uint32_t writes)
     }
     KlStorageId storage = core->values[recording->inputs[0]].storage;
     const KlValue *base = &core->values[core->storages[storage].base];
-    if (kl_place_is_rows(&inferred->outs[0].place) && !kl_place_is_rows(&base->meta.place)) {
-        run_once(&inferred->split, "rows are written into memory that has none");
+    KlAxisId own = kl_tape_axis_find(core, inferred->outs[0].place.axis);
+    if (own != KL_ID_NONE && own != kl_tape_axis_find(core, base->meta.place.axis)) {
+        run_once(&inferred->split, "rows are written into memory that has none, or others");
         inferred->outs[0].place = KL_PLACE_WHOLE;
     }
 }
@@ -395,7 +419,9 @@ append(Recording *recording, PyObject **results)
     refuse_rows_into_whole(recording, writes);
     refuse_two_roles(recording);
     settle_open(recording);
-    find_rows_again(recording);
+    if (find_rows_again(recording) < 0) {
+        return -1;
+    }
     place_rewrites(recording);
     const KlRecord record = {.row = recording->function->row,
                              .inputs = recording->inputs,

@@ -162,17 +162,11 @@ kl_tape_find(const Tape *tape, PyObject *tensor)
     return external->tensor != NULL ? external->value : KL_ID_NONE;
 }
 
-/* The axis of `tape` that stands for the batch `key`. */
+/* The batch `key`, which is new to `tape`, as an axis of it. */
 static int
-find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
+add_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
 {
     KlError error;
-    for (size_t i = 0; i < tape->core.n_axes; i++) {
-        if (tape->axis_keys[i] == key) {
-            *axis = (KlAxisId)i;
-            return 0;
-        }
-    }
     if (kl_alloc_reserve((void **)&tape->axis_keys, &tape->n_axis_keys_max, tape->core.n_axes + 1,
                          sizeof(*tape->axis_keys), &error) != KL_OK ||
         kl_tape_axis(&tape->core, rows, axis, &error) != KL_OK) {
@@ -180,6 +174,25 @@ find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
     }
     tape->axis_keys[*axis] = key;
     return 0;
+}
+
+int
+kl_tape_new_axis(Tape *tape, int64_t rows, KlAxisId *axis)
+{
+    return add_axis(tape, ++kl_py.n_axis_keys, rows, axis);
+}
+
+/* The axis of `tape` that stands for the batch `key`. */
+static int
+find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
+{
+    for (size_t i = 0; i < tape->core.n_axes; i++) {
+        if (tape->axis_keys[i] == key) {
+            *axis = (KlAxisId)i;
+            return 0;
+        }
+    }
+    return add_axis(tape, key, rows, axis);
 }
 
 /* A leaf of another thread's tape: its tensor stays there as one that the user no longer holds. */

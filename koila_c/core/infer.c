@@ -184,7 +184,8 @@ begin_split(const KlCall *call, KlAxisId axis, KlInferred *result)
 enum { GATHERED_MAX = 8 }; /* inputs of a call of which some may be gathered */
 
 /* Run a call along the rows of input `kept`, with the others given whole: *gathered*, for the rule sees them as
- * plain tensors. What the rule would cut must lie as its own rows do: then it is cut. Whether it can be so. */
+ * plain tensors. What the rule would cut must lie as its own rows do, unless it is there whole: then it is cut.
+ * Whether it can be so. */
 static bool
 is_gathering(const KlCall *call, uint32_t kept, KlInferred *result)
 {
@@ -209,6 +210,7 @@ is_gathering(const KlCall *call, uint32_t kept, KlInferred *result)
     }
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         if (kl_place_is_rows(&call->inputs[i]->place) && kl_place_is_rows(&split->places[i]) &&
+            !call->inputs[i]->is_there &&
             !kl_place_is_equal(&call->inputs[i]->place, &split->places[i])) {
             return false;
         }
@@ -220,15 +222,29 @@ is_gathering(const KlCall *call, uint32_t kept, KlInferred *result)
     return has_rows;
 }
 
+/* Whether a call can be given others than input `kept` whole: what is there whole is no other than a plain tensor. */
+static bool
+can_gather_others(const KlCall *call, uint32_t kept, const KlInferred *result)
+{
+    KlRowKind kind = call->row->kind;
+    bool is_any = kind == KL_ROW_INPLACE ||
+                  (kind == KL_ROW_OP && result->effects == 0 && result->alias == KL_ALIAS_NONE);
+    for (uint32_t i = 0; i < call->n_inputs && !is_any; i++) {
+        const KlMeta *input = call->inputs[i];
+        if (i != kept && kl_place_is_rows(&input->place) && !input->is_there) {
+            return false;
+        }
+    }
+    return true;
+}
+
 /* Rows meet rows in a call that cannot go along all of them: it goes along those of one input, of which the rows
  * come outermost in the result, and gathers the others. Whether there is such an input. */
 static bool
 gather_others(const KlCall *call, KlInferred *result)
 {
-    KlRowKind kind = call->row->kind;
-    bool is_write = kind == KL_ROW_INPLACE;
-    if (call->n_inputs > GATHERED_MAX || !(is_write || kind == KL_ROW_OP) ||
-        (!is_write && (result->alias != KL_ALIAS_NONE || result->effects != 0))) {
+    bool is_write = call->row->kind == KL_ROW_INPLACE;
+    if (call->n_inputs > GATHERED_MAX) {
         return false;
     }
     uint32_t best = KL_ID_NONE, n_rows = 0;
@@ -239,7 +255,7 @@ gather_others(const KlCall *call, KlInferred *result)
     for (uint32_t i = 0; i < (is_write ? 1 : call->n_inputs) && n_rows > 1; i++) {
         const KlPlace *place = &call->inputs[i]->place;
         if (kl_place_is_rows(place) && call->axis_rows[place->axis] > 0 &&
-            is_gathering(call, i, result)) {
+            can_gather_others(call, i, result) && is_gathering(call, i, result)) {
             const KlPlace *out = &result->outs[0].place;
             int32_t dim = kl_place_is_rows(out) ? out->dim : KL_DIMS_MAX;
             best = best == KL_ID_NONE || dim < best_dim ? i : best;
@@ -254,7 +270,7 @@ static KlStatus
 place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *result, KlError *error)
 {
     begin_split(call, axis, result);
-    if (is_mixed) {
+    if (is_mixed && !call->row->is_joining) {
         return kl_rules_once(result, "two different batches meet");
     }
     if (call->axis_rows[axis] <= 0) {
@@ -299,6 +315,7 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
         *split = (KlSplit){.mode = KL_MODE_ONCE,
                            .axis = KL_ID_NONE,
                            .reason = split->reason,
+                           .again = split->again,
                            .places = split->places};
         for (uint32_t i = 0; i < call->n_inputs; i++) {
             split->places[i] = KL_PLACE_WHOLE;

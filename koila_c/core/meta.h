@@ -39,6 +39,7 @@ typedef struct KlMeta {
     int64_t strides[KL_DIMS_MAX]; /* [n_dims], in elements; valid when is_strided */
     bool is_strided;              /* the strides are known */
     bool requires_grad;
+    bool is_there;  /* whole before any body that reads it: a chunk may be given any part of it */
     uint8_t device; /* index into the binding's table of devices; 0 is the CPU */
     KlPlace place;
 } KlMeta;

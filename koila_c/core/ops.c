@@ -79,6 +79,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define dtype_same_real dtype_same, .kinds = KL_KINDS_REAL
 #define dtype_to_float_real dtype_to_float, .kinds = KL_KINDS_ORDERED
 #define dtype_cast(to_) dtype_cast, .dtype_to = KL_DTYPE_##to_
+#define place_cat place_cat, .is_joining = true
 #define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
 #define place_spatial(n_) place_spatial, .n_mixed = n_
 

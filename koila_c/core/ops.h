@@ -107,6 +107,7 @@ typedef struct KlSplit {
     KlReduce reduce;    /* REDUCE only */
     KlAxisId axis;      /* ROWS and REDUCE: the axis */
     const char *reason; /* ONCE with an input in ROWS: why, a static string; else NULL */
+    uint8_t again; /* ONCE: 1 + the dim of outputs that is rows of a batch of its own; 0: none */
     /* [n_inputs] where the rows of each tensor input are when it is given to a chunk; WHOLE: given
      * whole. A WHOLE value with a ROWS place here is sliced. */
     KlPlace *places;
@@ -257,6 +258,7 @@ struct KlRow {
     KlDtype dtype_to;
     KlKinds kinds; /* of dtypes that a dtype rule takes */
     KlReduce reduce;
+    bool is_joining;    /* its place rule knows inputs of several batches */
     const KlHeld *held; /* NULL: operands, results and gradients are all there is */
 };
 

@@ -109,6 +109,10 @@ kl_rules_rows(const KlCall *call, const KlInferred *result)
 
 /* The node runs on whole values because of `reason`, a static string. Returns KL_OK. */
 KlStatus kl_rules_once(KlInferred *result, const char *reason);
+/* So too; dim `dim` of the outputs, below 0: none, is rows again for what follows, of a batch of its own. */
+KlStatus kl_rules_once_again(KlInferred *result, const char *reason, int32_t dim);
+/* Of the dims first .. last - 1 the largest; the outermost of several. */
+int32_t kl_rules_largest_dim(const KlMeta *meta, int32_t first, int32_t last);
 /* The rows are reduced away: outputs are WHOLE. Returns KL_OK. */
 KlStatus kl_rules_reduce(KlInferred *result, KlReduce reduce);
 /* So, unless the rows went along dim_map. Returns KL_OK. */

@@ -17,6 +17,23 @@ kl_rules_once(KlInferred *result, const char *reason)
 }
 
 KlStatus
+kl_rules_once_again(KlInferred *result, const char *reason, int32_t dim)
+{
+    result->split.again = dim < 0 ? 0 : (uint8_t)(dim + 1);
+    return kl_rules_once(result, reason);
+}
+
+int32_t
+kl_rules_largest_dim(const KlMeta *meta, int32_t first, int32_t last)
+{
+    int32_t best = first;
+    for (int32_t dim = first; dim < last; dim++) {
+        best = meta->shape[dim] > meta->shape[best] ? dim : best;
+    }
+    return best < last ? best : -1;
+}
+
+KlStatus
 kl_rules_reduce(KlInferred *result, KlReduce reduce)
 {
     result->split.mode = KL_MODE_REDUCE;

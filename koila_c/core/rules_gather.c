@@ -163,7 +163,7 @@ place_index_select(const KlCall *call, KlInferred *result, KlError *error)
         return status;
     }
     if (kl_place_is_rows(of_value) && (kl_place_is_rows(of_index) || of_value->dim == dim)) {
-        return kl_rules_once(result, index_couples);
+        return kl_rules_once_again(result, index_couples, dim);
     }
     result->outs[0].place = *of_value;
     if (kl_place_is_rows(of_index)) {

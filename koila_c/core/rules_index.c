@@ -188,6 +188,21 @@ indexed_place(const KlCall *call, KlInferred *result, const KlOutline *outline, 
                                                            : NULL;
 }
 
+/* The dim of the result that what was rows of the indexed value is in, if rows were taken; -1: none is. */
+static int32_t
+taken_dim(const KlCall *call, const KlInferred *result, const KlOutline *outline)
+{
+    const KlPlace *place = &call->inputs[0]->place;
+    int32_t basic = kl_place_is_rows(place) ? outline->basic_of[place->dim] : -1;
+    if (basic < 0) {
+        return -1;
+    }
+    int32_t end = outline->block_start + outline->block.n_dims;
+    return kl_outline_is_indexed(outline, basic)
+               ? kl_rules_largest_dim(&result->outs[0], outline->block_start, end)
+               : kl_outline_result_dim(outline, basic);
+}
+
 KlStatus
 place_getitem(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -211,7 +226,7 @@ place_getitem(const KlCall *call, KlInferred *result, KlError *error)
         place.dim += outline.block_start;
     }
     if (reason != NULL) {
-        return kl_rules_once(result, reason);
+        return kl_rules_once_again(result, reason, taken_dim(call, result, &outline));
     }
     result->outs[0].place = place;
     return KL_OK;

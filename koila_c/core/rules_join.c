@@ -5,6 +5,8 @@
 #include <string.h>
 
 static const char not_all_rows[] = "rows are joined with values that are no rows";
+static const char several_batches[] = "two different batches meet";
+static const char batch_split[] = "the batch itself is split";
 
 /* --- cat and stack ------------------------------------------------------------------------------------- */
 
@@ -151,6 +153,10 @@ join_beside(const KlCall *call, KlInferred *result)
 {
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const KlPlace *own = &call->inputs[i]->place;
+        if (kl_place_is_rows(own) && own->axis != want.axis) {
+            return kl_rules_once(result, several_batches);
+        }
         const char *reason =
             is_legacy_empty(call->inputs[i]) ? NULL : kl_rules_follow(call, result, i, &want);
         if (reason != NULL) {
@@ -174,10 +180,14 @@ join_batch(const KlCall *call, KlInferred *result, int32_t at)
             continue;
         }
         if (!kl_place_is_rows(own)) {
-            return kl_rules_once(result, not_all_rows);
+            return kl_rules_once_again(result, not_all_rows, at);
+        }
+        if (own->axis != place.axis) {
+            return kl_rules_once_again(result, several_batches, at);
         }
         if (own->dim != at || own->inner != place.inner) {
-            return kl_rules_once(result, "the rows of two inputs stand in different order");
+            return kl_rules_once_again(result, "the rows of two inputs stand in different order",
+                                       at);
         }
         place.outer += own->outer;
     }
@@ -372,7 +382,7 @@ place_split(const KlCall *call, KlInferred *result, KlError *error)
     }
     for (uint32_t i = 0; i < result->n_outs; i++) {
         if (!set_turns(&result->outs[i], place, turn)) {
-            return kl_rules_once(result, "the batch itself is split");
+            return kl_rules_once_again(result, batch_split, at);
         }
     }
     const KlArg *sizes = &call->args[1];
@@ -382,7 +392,7 @@ place_split(const KlCall *call, KlInferred *result, KlError *error)
     for (uint32_t i = 0; i < (sizes->kind == KL_ARG_INTS ? sizes->n : 1); i++) {
         int64_t size = sizes->kind == KL_ARG_INTS ? sizes->u.ints[i] : sizes->u.i;
         if (size % turn != 0 || !kl_rules_rewrite(result, 1, i, 0, size / turn * place->inner)) {
-            return kl_rules_once(result, "the batch itself is split");
+            return kl_rules_once_again(result, batch_split, at);
         }
     }
     return KL_OK;
@@ -399,7 +409,7 @@ place_chunk(const KlCall *call, KlInferred *result, KlError *error)
     }
     /* The number of parts stays; each must hold whole turns whatever the rows are. */
     if (place->outer % call->args[1].u.i != 0) {
-        return kl_rules_once(result, "the batch itself is split");
+        return kl_rules_once_again(result, batch_split, at);
     }
     for (uint32_t i = 0; i < result->n_outs; i++) {
         result->outs[i].place = *place;

@@ -478,7 +478,7 @@ place_narrow(const KlCall *call, KlInferred *result, KlError *error)
     int64_t start = call->args[2].u.i;
     int64_t length = call->args[3].u.i;
     if (start % turn != 0 || length % turn != 0 || length == 0) {
-        return kl_rules_once(result, "a part of the rows is taken");
+        return kl_rules_once_again(result, "a part of the rows is taken", at);
     }
     (void)kl_rules_rewrite(result, 2, 0, 0, start / turn * place.inner);
     (void)kl_rules_rewrite(result, 3, 0, 0, length / turn * place.inner);

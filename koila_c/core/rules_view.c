@@ -216,6 +216,26 @@ shape_unflatten(const KlCall *call, KlInferred *result, KlError *error)
 
 static const char cut_in_two[] = "the batch is cut in two";
 
+/* Of the output's dims that parts of the first input's digit are in, the largest. */
+static int32_t
+dim_of_part(const KlCall *call, const KlInferred *result)
+{
+    const KlMeta *input = call->inputs[0], *out = &result->outs[0];
+    int64_t low = input->place.inner, high = 0, after = 1;
+    int32_t first = out->n_dims, last = 0;
+    for (int32_t dim = input->place.dim + 1; dim < input->n_dims; dim++) {
+        low *= input->shape[dim];
+    }
+    high = low * kl_rules_rows(call, result);
+    for (int32_t dim = out->n_dims - 1; dim >= 0; dim--) {
+        bool is_part = after < high && after * out->shape[dim] > low;
+        first = is_part ? dim : first;
+        last = is_part && last == 0 ? dim + 1 : last;
+        after *= out->shape[dim];
+    }
+    return kl_rules_largest_dim(out, first, last);
+}
+
 /* Move the first input's digit to the only output; sizes written out stand in args[arg] and begin at dim
  * `first`. */
 static KlStatus
@@ -225,7 +245,7 @@ factor_sizes(const KlCall *call, KlInferred *result, uint32_t arg, int32_t first
     KlMeta *out = &result->outs[0];
     KlPlace found;
     if (!kl_rules_factor(input, &input->place, kl_rules_rows(call, result), out, &found)) {
-        return kl_rules_once(result, cut_in_two);
+        return kl_rules_once_again(result, cut_in_two, dim_of_part(call, result));
     }
     const KlArg *sizes = arg < call->n_args ? &call->args[arg] : NULL;
     int32_t entry = found.dim - first;

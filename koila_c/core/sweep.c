@@ -209,7 +209,7 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
 
 /* -- lifetimes ---------------------------------------------------------------------------------------- */
 
-/* Whole values (plain tensors) of which a chunk is given its rows, and values by rows that it is given whole. */
+/* Whole values of which a chunk is given other rows than their own, as of plain tensors, and values by rows that it is given whole. */
 static void
 find_cut(KlSweep *sweep)
 {
@@ -222,7 +222,8 @@ find_cut(KlSweep *sweep)
         const KlImport *import = &sweep->program->stages.imports[span->imports[i]];
         const KlValue *value = &sweep->tape->values[import->value];
         bool has_rows = kl_place_is_rows(&value->meta.place);
-        if (kl_place_is_rows(&import->place) && !has_rows) {
+        if (kl_place_is_rows(&import->place) &&
+            !kl_tape_is_place(sweep->tape, &value->meta.place, &import->place)) {
             sweep->sizes[import->value].cut_in = sweep->serial;
         } else if (!kl_place_is_rows(&import->place) && has_rows) {
             sweep->sizes[import->value].gathered_in = sweep->serial;
@@ -426,7 +427,10 @@ note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
     sweep->most = sum.fixed > sweep->most ? sum.fixed : sweep->most;
     if (moments != NULL) {
         moments->moments[moments->n++] =
-            (KlMoment){.fixed = sum.fixed, .per_row = sum.per_row, .node = node};
+            (KlMoment){.fixed = sum.fixed,
+                       .per_row = sum.per_row,
+                       .node = node,
+                       .rows = sweep->rows < UINT32_MAX ? (uint32_t)sweep->rows : 0};
     }
 }
 

@@ -16,6 +16,7 @@ typedef struct KlBytes {
 typedef struct KlMoment {
     double fixed, per_row, per_chunk;
     KlNodeId node;
+    uint32_t rows; /* of the axis that a chunk is cut of, which may not be the longest; 0: that */
 } KlMoment;
 
 typedef struct KlMoments {

@@ -111,6 +111,8 @@ new_value(KlTape *tape, const KlMeta *meta, KlNodeId node, KlStorageId storage)
         .retained_as = KL_ID_NONE,
         .state = KL_STATE_PENDING,
     };
+    tape->values[id].meta.is_there =
+        node == KL_ID_NONE || tape->nodes[node].mode == (uint8_t)KL_MODE_ONCE;
     return id;
 }
 

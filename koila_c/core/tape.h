@@ -118,6 +118,16 @@ kl_tape_axis_find(const KlTape *tape, KlAxisId axis)
     return axis;
 }
 
+/* Whether two places are one, whatever axes were merged since. */
+static inline bool
+kl_tape_is_place(const KlTape *tape, const KlPlace *left, const KlPlace *right)
+{
+    KlPlace one = *left, other = *right;
+    one.axis = kl_tape_axis_find(tape, one.axis);
+    other.axis = kl_tape_axis_find(tape, other.axis);
+    return kl_place_is_equal(&one, &other);
+}
+
 /* Two axes of equal rows met aligned: from now on they are one. */
 void kl_tape_axis_merge(KlTape *tape, KlAxisId left, KlAxisId right);
 

@@ -124,7 +124,8 @@ save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, b
     const KlValue *v = &waiting->tape->values[value];
     if ((*known & IS_MADE) == 0) {
         const KlPlace *place = &input_of(waiting, node, k)->place;
-        *can_wait &= !kl_place_is_rows(place) || kl_place_is_rows(&v->meta.place) ||
+        *can_wait &= !kl_place_is_rows(place) ||
+                     kl_tape_is_place(waiting->tape, &v->meta.place, place) ||
                      kl_meta_is_cut_in_place(&v->meta, place);
         return light_number(waiting, value) != 0 ? need(waiting, value, needs) : KL_OK;
     }

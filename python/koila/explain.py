@@ -111,7 +111,8 @@ def log_whole(program: Program) -> None:
         where = where_of_node(node)
         _log(where, "%s makes the program run whole (%s): %s", name_of_node(node), where, why)
     elif 2 * amounts.once > max(amounts.entered, amounts.made):
-        joint = next(filter(program.joins_rows, program.once()), None)
+        once = (node for node in program.once() if not program.takes_rows(node))
+        joint = next(filter(program.joins_rows, once), None)
         if joint is None:
             return
         where = where_of_node(joint)

@@ -206,6 +206,8 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
     for node in program.once():
         reads = (program.imports[import_id].value for import_id in node.imports if import_id >= 0)
         cause = next((cause_of[value] for value in reads if value in cause_of), None)
+        if program.takes_rows(node):
+            continue  # a slice makes nothing, and what follows goes by rows
         if program.joins_rows(node):
             cause = node.id
         if cause is not None:

@@ -307,6 +307,11 @@ class Program:
         infos = [self.info(v) for v in reads] if node.mode == ONCE else []
         return any(info.place is not None and 0 not in info.shape for info in infos)
 
+    def takes_rows(self, node: Node) -> bool:
+        """Whether all that a call makes is views by rows: what follows is cut again."""
+        infos = [self.info(v) for v in node.outs]
+        return all(info.view is not None and info.place is not None for info in infos)
+
     def bytes_made(self, node: Node) -> int:
         """Bytes of a call's results for all rows; views share theirs."""
         infos = [self.info(v) for v in node.outs]

@@ -146,10 +146,20 @@ def test_rows_are_found_again_after_a_call_that_runs_once() -> None:
     torch.testing.assert_close(w.grad, eager.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_rows_are_not_found_in_another_size() -> None:
-    lazy = (koila.lazy(batch()) * weight())[1:3]
+def test_rows_that_are_taken_are_a_batch_of_their_own() -> None:
+    lazy = koila.lazy(batch()) * weight()
+    taken = lazy[1:3]
     assert reason(1) is not None
-    assert place(lazy) is None
+    assert place(taken) == place(taken + 1) == (0, 1, 1)
+    assert Program([taken + 1]).axes.popitem()[1] == 2
+    assert in_chunks(lazy) == batch().tolist()
+
+
+def test_parts_of_one_size_that_meet_are_one_batch() -> None:
+    lazy = koila.lazy(batch())
+    added = lazy[:2] + lazy[2:]
+    assert reason(2) is None
+    assert in_chunks(added) == (batch()[:2] + batch()[2:]).tolist()
 
 
 @pytest.mark.parametrize("n", [1, 40, 65, 130])

@@ -20,9 +20,29 @@ test_parts_of_many_chunks(void)
     CHECK(kl_measure_largest_chunk(&nothing, 1) == 10);
 }
 
+/* A shorter axis is cut into as many chunks as the longest, so its chunks have fewer rows, in whole units. */
+static void
+test_a_shorter_axis(void)
+{
+    KlMoment moments[] = {{.per_row = 1}, {.fixed = 100, .per_row = 10, .rows = 40}}, worst = {0};
+    const KlMeasured measured = {.moments = {.moments = moments, .n = 2}, .rows = 1000};
+    CHECK(kl_measure_peak(&measured, 1000, &worst) == 1000);
+    CHECK(kl_measure_peak(&measured, 250, &worst) == 100 + 16 * 10);
+    CHECK(kl_measure_peak(&measured, 2, &worst) == 100 + 2 * 10);
+    CHECK(kl_measure_peak(&measured, 1, &worst) == 100 + 10);
+    CHECK(kl_measure_largest_chunk(&measured, 1000) == 1000); /* not 90 */
+    CHECK(kl_measure_largest_chunk(&measured, 400) ==
+          350); /* the share of 40 rows, and two units */
+    CHECK(kl_measure_largest_chunk(&measured, 130) == 3);
+    CHECK(kl_measure_largest_chunk(&measured, 99) == 0);
+    moments[1].rows = 1000;
+    CHECK(kl_measure_largest_chunk(&measured, 1000) == 90);
+}
+
 int
 main(void)
 {
     test_parts_of_many_chunks();
+    test_a_shorter_axis();
     return check_result();
 }
