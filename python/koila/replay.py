@@ -482,11 +482,8 @@ class Replay:
                 self._send_back(head, of_piece, piece)
                 self._take_rows(head, piece, whole)
                 piece += 1
-            for value, cross in whole.items():
-                seeds, key = self.cross[value].seeds, ("chunk", chunk)
-                seeds[key] = add(seeds.get(key), cross.take_total_gradient())
-                self.forget(cross.aliases.values())
-            del whole, cross
+            self._hand_back(whole, chunk)
+            del whole
             self._send_back(body, env, chunk)
             self._take_rows(body, chunk, {})
             for value in handed:
@@ -494,6 +491,13 @@ class Replay:
             for value in body.inner:
                 self.cross[value].chunks.pop(chunk, None)
         return is_certain
+
+    def _hand_back(self, whole: Mapping[int, Cross], chunk: int) -> None:
+        """The gradients that the pieces of a chunk sent to what the body handed them, if it did."""
+        for value, cross in whole.items():
+            seeds, key = self.cross[value].seeds, ("chunk", chunk)
+            seeds[key] = add(seeds.get(key), cross.take_total_gradient())
+            self.forget(cross.aliases.values())
 
     def _fuse(self, runs: Sequence[Run]) -> bool:
         """Chunk by chunk, all segments of it but the last without their graphs at first."""
