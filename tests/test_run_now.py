@@ -225,7 +225,6 @@ def inner(name: str) -> Callable[[Tensor, Tensor], Any]:
         ("output_nr", inner("output_nr")),
         ("_version", inner("_version")),
         ("_backward_hooks", inner("_backward_hooks")),
-        ("requires_grad_", lambda x, loss: x.requires_grad_()),
         ("share_memory_", lambda x, loss: x.share_memory_()),
         ("new", lambda x, loss: x.new(x)),
     ],

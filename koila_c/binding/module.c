@@ -160,6 +160,11 @@ static PyMethodDef functions[] = {
     {"read", core_read, METH_O,
      "read($module, lazy, /)\n--\n\nThe number of a lazy; runs what is pending, in chunks or "
      "whole."},
+    {"leave", core_leave, METH_O,
+     "leave($module, lazy, /)\n--\n\n"
+     "Its tensor, if it has one; one that has a number is that from now on. None: others show it."},
+    {"release", core_release, METH_NOARGS,
+     "release($module, /)\n--\n\nLet lazies go whose tensors are others than calls have read."},
     {"call", core_call, METH_VARARGS,
      "call($module, node, /)\n--\n\n(func, args, kwargs) of a node, None in place of tensors."},
     {"refresh_leaf", core_refresh_leaf, METH_VARARGS,

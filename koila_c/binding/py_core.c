@@ -279,6 +279,74 @@ core_read(PyObject *module, PyObject *object)
     return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
 }
 
+/* Whether a value is a view of another, and of its graph. */
+static bool
+is_view_of(const Tape *tape, KlValueId value, KlValueId other)
+{
+    bool is_detached = false;
+    while (value != KL_ID_NONE && value != other && !is_detached) {
+        KlNodeId maker = tape->core.values[value].node;
+        is_detached = maker != KL_ID_NONE && kl_ops_is_detached(tape->core.nodes[maker].row);
+        value = tape->core.values[value].view_of;
+    }
+    return value == other && !is_detached;
+}
+
+/* Whether other lazies have memory of a value that the program made, or are views of it. */
+static bool
+is_shared(const Tape *tape, KlValueId id)
+{
+    const KlStorage *storage = &tape->core.storages[tape->core.values[id].storage];
+    bool is_own = tape->core.values[storage->base].node != KL_ID_NONE, is_found = false;
+    for (size_t i = 0; i < tape->core.n_values && !is_found; i++) {
+        is_found = i != id && tape->values[i].handle != NULL &&
+                   tape->core.values[i].storage == tape->core.values[id].storage &&
+                   (is_own || is_view_of(tape, (KlValueId)i, id));
+    }
+    return is_found;
+}
+
+/* leave(lazy): its tensor. Where other lazies may show what is done with that, and what they show is still on
+ * the tape: None. One that has a number is that from now on; what made it has a tensor of its own. */
+PyObject *
+core_leave(PyObject *module, PyObject *object)
+{
+    (void)module;
+    Value *value = value_argument(object);
+    if (value == NULL) {
+        return NULL;
+    }
+    Tape *tape = value->tape;
+    if (tape == NULL) {
+        return Py_NewRef(value->real);
+    }
+    PyObject *number = kl_lazy_number(value), *real = kl_lazy_real(value);
+    if (tape != kl_tape_open_or_null() || tape->is_running || number == NULL ||
+        is_shared(tape, value->id)) {
+        return Py_NewRef(Py_None);
+    }
+    if (real != NULL || tape->core.values[value->id].meta.requires_grad) {
+        return Py_NewRef(real != NULL ? real : Py_None);
+    }
+    real = PyObject_CallMethod(number, "detach", NULL);
+    if (real != NULL) {
+        tape->values[value->id].handle = NULL;
+        tape->core.values[value->id].is_wanted = false;
+        kl_lazy_detach(value, real);
+    }
+    return real;
+}
+
+PyObject *
+core_release(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    Tape *tape = kl_tape_open_or_null();
+    bool is_still = tape != NULL && !tape->is_running;
+    return is_still && kl_stale_release(tape) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 PyObject *
 core_call(PyObject *module, PyObject *args)
 {

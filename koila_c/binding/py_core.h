@@ -21,6 +21,8 @@ PyObject *core_flush(PyObject *module, PyObject *ignored);
 PyObject *core_has_known(PyObject *module, PyObject *ignored);
 PyObject *core_has_numbers(PyObject *module, PyObject *ignored);
 PyObject *core_read(PyObject *module, PyObject *object);
+PyObject *core_leave(PyObject *module, PyObject *object);
+PyObject *core_release(PyObject *module, PyObject *ignored);
 PyObject *core_call(PyObject *module, PyObject *args);
 PyObject *core_refresh_leaf(PyObject *module, PyObject *args);
 PyObject *core_note_backward(PyObject *module, PyObject *ignored);

@@ -380,7 +380,12 @@ set_requires_grad(PyObject *self, PyObject *flag, void *closure)
     if (value == NULL) {
         return -1;
     }
-    PyObject *real = kl_live_force(value);
+    if (PyBool_Check(flag)) {
+        PyObject *same = PyObject_CallMethod(self, "requires_grad_", "O", flag);
+        Py_XDECREF(same);
+        return same == NULL ? -1 : 0;
+    }
+    PyObject *real = kl_live_force(value); /* torch says what is wrong */
     int result = real == NULL ? -1 : PyObject_SetAttrString(real, "requires_grad", flag);
     Py_XDECREF(real);
     return result;

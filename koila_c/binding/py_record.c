@@ -21,13 +21,16 @@ is_settled(const Value *value)
     if (value->tape != NULL || value->is_input || value->real == NULL) {
         return false;
     }
-    if (value->epoch < kl_py.n_backwards) {
-        return true; /* spent */
-    }
     PyObject *requires_grad = PyObject_GetAttrString(value->real, "requires_grad");
     bool is_plain = requires_grad == Py_False;
     Py_XDECREF(requires_grad);
-    return is_plain;
+    if (is_plain || value->epoch == kl_py.n_backwards) {
+        return is_plain;
+    }
+    PyObject *is_leaf = PyObject_GetAttrString(value->real, "is_leaf");
+    bool is_spent = is_leaf == Py_False; /* a leaf never is */
+    Py_XDECREF(is_leaf);
+    return is_spent;
 }
 
 static int

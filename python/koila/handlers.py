@@ -122,12 +122,22 @@ def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.requires_grad_(False) of a batch changes nothing, and then nothing runs for it."""
+    """x.requires_grad_() is about the tensor alone: of what waits, only what makes that runs, and
+    what has read it goes on as it was recorded."""
     words = _words(("self", "requires_grad"), args, kwargs)
     lazy, flag = words.pop("self"), words.pop("requires_grad", True)
-    if not words and len(args) <= 2 and type(flag) is bool and lazy.requires_grad is flag:
+    is_asked = not words and len(args) <= 2 and type(flag) is bool
+    if is_asked and lazy.requires_grad is flag:
         return lazy
-    return on_itself(func, args, kwargs)
+    can_require = lazy.is_floating_point() or lazy.is_complex()
+    if is_asked and can_require and not lazy.requires_grad and _is_pending(lazy):
+        _core.read(lazy)
+    real = _core.leave(lazy) if is_asked else None
+    if real is None:
+        return on_itself(func, args, kwargs)
+    real.requires_grad_(flag)
+    _core.release()
+    return lazy
 
 
 def _empty_like(lazy: torch.Tensor) -> torch.Tensor:

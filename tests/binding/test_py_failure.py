@@ -67,7 +67,7 @@ ASKS: dict[str, Callable[[Any], Any]] = {
     "another call": lambda t: t + 1,
     "a call that runs at once": lambda t: t[t > 0],
     "backward": lambda t: t.sum().backward(),
-    "switch": lambda t: setattr(t, "requires_grad", True),
+    "switch": lambda t: setattr(t, "requires_grad", False),
     "text": str,
     "another thread": lambda t: in_a_thread(t.tolist),
 }
