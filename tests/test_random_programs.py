@@ -129,6 +129,25 @@ def cut(s: State) -> Tensor:
     return ways[s.numbers[1] % len(ways)]()
 
 
+def part(s: State) -> Tensor:
+    """A part of a dim, by steps, from the end; parts that meet, or are joined again."""
+    x = s.value()
+    dim, n = s.dim(x), x.shape[s.dim(x)]
+    half = max(1, n // 2)
+    ways: list[Callable[[], Tensor]] = [
+        lambda: x.narrow(dim, n - half, half),
+        lambda: x[:half],
+        lambda: x[::2],
+        lambda: x[-half:] - x[:half],
+        lambda: torch.cat([y.tanh() for y in x.split(2, dim)], dim),
+        lambda: torch.cat([x[1:], x[:1]]),
+        lambda: torch.cat([x, x[:half] * 2]),
+        lambda: x[:half] @ x[-half:].transpose(-1, -2),
+        lambda: x - x[:1],
+    ]
+    return ways[s.numbers[1] % len(ways)]()
+
+
 def grow(s: State) -> Tensor:
     """An expansion or a repetition along a dim."""
     x = s.value()
@@ -187,6 +206,9 @@ def write(s: State) -> Tensor:
         lambda: view.add_(x.mean()),
         lambda: x.__setitem__(0, x[-1] * 2),
         lambda: x.copy_(x.flip(0)),
+        lambda: x[: len(x) // 2].mul_(3.0),
+        lambda: x.__setitem__(slice(0, 1), x[-1:] * 2),
+        lambda: x[1:].add_(x[:-1].detach().clone()),
     ]
     ways[s.numbers[2] % len(ways)]()
     return x + other.reshape(x.shape) * 0.5
@@ -201,13 +223,14 @@ OPERATORS = [
     reshape,
     permute,
     cut,
+    part,
     grow,
     elementwise,
     combine,
     write,
 ]
 
-NUMBERS = st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 7))
+NUMBERS = st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 9))
 CALLS = st.lists(st.tuples(st.sampled_from(OPERATORS), NUMBERS), min_size=1, max_size=9)
 
 
