@@ -271,6 +271,34 @@ def test_a_refusal_names_the_call_whose_followers_are_large() -> None:
     )
 
 
+def test_what_runs_whole_is_refused_too() -> None:
+    """What no row of is kept apart is not cut; with more room it runs, as it was recorded."""
+    weight = torch.ones(64, 64, requires_grad=True)
+    x = koila.lazy(torch.randn(512, 64))
+    loss = torch.stack([(row @ weight).square().mean() for row in x.unbind()]).sum()
+    with (
+        koila.config(memory_limit=there() + MIB // 16),
+        pytest.raises(koila.MemoryLimitError, match=r"runs whole \(no call of it keeps rows"),
+    ):
+        loss.backward()
+    with koila.config(memory_limit=there() + 8 * MIB):
+        loss.backward()
+    assert koila.report().programs[-1].n_chunks == 1
+    assert weight.grad is not None
+
+
+def test_a_read_that_runs_whole_is_refused_too() -> None:
+    x = koila.lazy(torch.randn(512, 64))
+    best = (x.topk(300, 0).values.exp() + 1).sum()
+    with (
+        koila.config(memory_limit=there() + MIB // 16),
+        pytest.raises(koila.MemoryLimitError, match=r"topk \(.*test_plan.py:\d+\), with 3 other"),
+    ):
+        best.item()
+    with koila.config(memory_limit=there() + 8 * MIB):
+        assert best.item() > 0
+
+
 def test_a_refusal_names_what_ran_whole_before() -> None:
     """What a call that cannot be recorded made is held by the graph behind it."""
 

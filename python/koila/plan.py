@@ -267,6 +267,35 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     return made
 
 
+def check_whole(program: Program, is_graph: bool, why: str) -> None:
+    """Refuse a program that cannot be cut, where it takes more than there is.
+
+    Args:
+        program: what is to run whole.
+        is_graph: whether it is differentiated.
+        why: why it is not cut.
+
+    Raises:
+        MemoryLimitError: it does not fit.
+    """
+    if config.get("chunks") is not None:
+        return
+    needed = memory.estimate(program, is_graph).whole
+
+    def left() -> float:
+        return _allowed(program, needed=needed) + budget.slack()
+
+    if needed <= left() or (storages.look_again(True) and needed <= left()):
+        return
+    needs, has = sizes(needed, max(left(), 0.0))
+    cause = "".join(f": {one.made('makes')}" for one in made_whole(program)[:1] if one.n_bytes > 0)
+    raise MemoryLimitError(
+        f"a program of {program.n_nodes} calls runs whole ({why}), needs {needs} ({int(needed)} "
+        f"bytes) beside what is there{cause}, and {has} are left; raise memory_limit, or make the "
+        "batch, the model or the sequence smaller"
+    )
+
+
 _KEEP = 2, 3, 4, 6, 8
 _LIGHT = 1, 2, 4, 8
 _PIECES = 2, 4, 8, 16, 32

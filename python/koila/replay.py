@@ -482,8 +482,12 @@ class Replay:
                 self._send_back(head, of_piece, piece)
                 self._take_rows(head, piece, whole)
                 piece += 1
-            self._hand_back(whole, chunk)
-            del whole
+            while whole:
+                value, cross = whole.popitem()
+                seeds, key = self.cross[value].seeds, ("chunk", chunk)
+                seeds[key] = add(seeds.get(key), cross.take_total_gradient())
+                self.forget(cross.aliases.values())
+                del cross
             self._send_back(body, env, chunk)
             self._take_rows(body, chunk, {})
             for value in handed:
@@ -491,13 +495,6 @@ class Replay:
             for value in body.inner:
                 self.cross[value].chunks.pop(chunk, None)
         return is_certain
-
-    def _hand_back(self, whole: Mapping[int, Cross], chunk: int) -> None:
-        """The gradients that the pieces of a chunk sent to what the body handed them, if it did."""
-        for value, cross in whole.items():
-            seeds, key = self.cross[value].seeds, ("chunk", chunk)
-            seeds[key] = add(seeds.get(key), cross.take_total_gradient())
-            self.forget(cross.aliases.values())
 
     def _fuse(self, runs: Sequence[Run]) -> bool:
         """Chunk by chunk, all segments of it but the last without their graphs at first."""
@@ -791,18 +788,19 @@ def _stage(
     if not program.n_nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
-    if program.unstageable is not None or (roots and not program.has_body):
-        steps.note_end(None)
-        reports.decide(explain.cause_of_whole(program))
-        return None
+    is_whole = program.unstageable is not None or not program.has_body
+    cause = explain.cause_of_whole(program) if is_whole else explain.FITS_LATER
     try:
-        if not roots:
-            planned = plan.plan_read(program, is_known_only)
-            if planned is not None:
-                return program, planned
-            known = explain.FITS_LATER if program.has_body else explain.cause_of_whole(program)
-            reports.decide(known)
-            return None
+        if is_whole:
+            plan.check_whole(program, bool(roots), cause.why)
+        is_live = program.unstageable is not None or (roots and is_whole)
+        if is_live:
+            steps.note_end(None)
+        if is_live or not roots:
+            planned = None if is_live else plan.plan_read(program, is_known_only)
+            if planned is None:
+                reports.decide(cause)
+            return (program, planned) if planned is not None else None
         planned = plan.plan(program, True)
         steps.note_end(planned.whole or None)
     except MemoryLimitError:
