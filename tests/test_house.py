@@ -56,6 +56,7 @@ TESTS_OF_ROWS = {
         "test_ops.py",
     ],
     "stage_sink": ["core/test_stage.c"],
+    "stage_tail": ["core/test_stage.c"],
     "sweep_known": ["core/test_sweep.c"],
 }
 # tests/core/test_no_memory.c is of all that allocates, test_threads.c of all.

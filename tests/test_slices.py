@@ -306,6 +306,50 @@ def test_slices_of_other_models(step: Step, chunks: int) -> None:
     assert_same_story(told(step, step not in WITHOUT_NORM, True, True), chunks)
 
 
+# Passes ------------------------------------------------------------------------------------------
+
+
+def two_weights(losses: Tensor, scores: Tensor) -> Tensor:
+    return losses[:HALF].mean() + 2 * losses[HALF:].mean()
+
+
+def of_a_mask(losses: Tensor, scores: Tensor) -> Tensor:
+    return losses[torch.arange(N_ROWS) % 3 > 0].mean()
+
+
+def of_two_critics(losses: Tensor, scores: Tensor) -> Tensor:
+    """The distance of Wasserstein, of real ones and fake ones in one batch."""
+    real, fake = scores[:, 0].chunk(2)
+    return fake.mean() - real.mean()
+
+
+def of_columns(losses: Tensor, scores: Tensor) -> Tensor:
+    return (scores[:10].mean(0) * 0.5).sum() + losses.mean()
+
+
+ENDS = [two_weights, of_a_mask, of_two_critics, of_columns]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_a_linear_end_costs_no_pass(end: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Sums of some rows' losses keep nothing: the model runs forward and back once."""
+
+    def step(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+        scores = model(x)
+        return end(F.cross_entropy(scores, y, reduction="none"), scores)
+
+    def differentiated(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
+        loss = step(model, x, y)
+        loss.backward()
+        return loss
+
+    x, y = koila.lazy(torch.randn(N_ROWS, 6).double(), torch.randint(5, (N_ROWS,)), batch=0)
+    with koila.config(chunks=3):
+        text = koila.explain(step(network(False, False), x, y))
+    assert f"body over {N_ROWS} rows, 1 forward, 1 backward" in text
+    assert_same_story(told(differentiated, False, True, True), 3)
+
+
 # Memory ------------------------------------------------------------------------------------------
 
 

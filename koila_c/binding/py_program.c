@@ -653,7 +653,8 @@ kl_program_stage(PyObject *module, PyObject *args)
         (void)PyErr_NoMemory();
         goto error;
     }
-    if (kl_program_build(&tape->core, &asked, program, &error) != KL_OK) {
+    if (kl_stage_keep_tail(&tape->core, &error) != KL_OK ||
+        kl_program_build(&tape->core, &asked, program, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         goto error;
     }

@@ -61,6 +61,10 @@ void kl_stage_fini(KlStages *stages);
 /* stage_sink.c: place light calls where they are read, if less crosses then. */
 KlStatus kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error);
 
+/* stage_tail.c: before staging, make calls run once that end a program after a part of what chunks made was taken,
+ * where that keeps its tail linear. The calls are none the worse for it: it is for good. */
+KlStatus kl_stage_keep_tail(KlTape *tape, KlError *error);
+
 /* Whether stage `stage` runs chunk by chunk. */
 static inline bool
 kl_stage_is_body(uint32_t stage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,13 +58,14 @@ def scheduled(
     program: Program, way: Way, steps: Sequence[Step], grid_of: Callable[[Run], list[Bounds]]
 ) -> Scheduled:
     """What is known of a run before it begins; it may need memory, which nothing after it does."""
+    passes = _passes(steps)
     stages = (
         Stage(
             position,
             len(run.nodes) + len(run.combined),
             len(grid_of(run)) if run.is_body else 1,
             max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
-            _passes(steps, run),
+            str(passes.get(run.index, _Passes())),
         )
         for position, run in enumerate(_runs(program), 1)
     )
@@ -111,7 +112,7 @@ def log_whole(program: Program) -> None:
         where = where_of_node(node)
         _log(where, "%s makes the program run whole (%s): %s", name_of_node(node), where, why)
     elif 2 * amounts.once > max(amounts.entered, amounts.made):
-        once = (node for node in program.once() if not program.takes_rows(node))
+        once = (n for n in program.once() if not program.takes_rows(n) and plan.why_once(n))
         joint = next(filter(program.joins_rows, once), None)
         if joint is None:
             return
@@ -166,7 +167,8 @@ def _describe(program: Program, value: int) -> str:
 
 
 def _line(program: Program, node: Node) -> str:
-    why = f"; {plan.why_once(node)}" if program.joins_rows(node) else ""
+    why = plan.why_once(node) if program.joins_rows(node) else ""
+    why = f"; {why}" if why else ""
     others = draws.why_others(node.id, node.first_out) if node.is_random else ""
     why += f"; {others}" if others and node.mode != ONCE else ""
     mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"
@@ -178,32 +180,40 @@ def _runs(program: Program) -> list[Run]:
     return [run for run in program.runs if run.nodes or run.combined]
 
 
-def _n_passes(steps: Sequence[Step], run: Run) -> tuple[int, int]:
-    """How often a chunk goes through a run of a schedule, forward and back."""
-    forward = back = 0
+class _Passes(NamedTuple):
+    """How often a chunk goes through a run of a schedule, which is one of so many segments."""
+
+    forward: int = 0
+    back: int = 0
+    n_segments: int = 1
+
+    def __str__(self) -> str:
+        return count(self.forward, "forward") + (
+            f", {count(self.back, 'backward')}" if self.back else ""
+        )
+
+
+def _passes(steps: Sequence[Step]) -> dict[int, _Passes]:
+    """Those of each run, by its index."""
+    found: dict[int, _Passes] = {}
     for step in steps:
-        if run not in step.runs:
-            continue
         is_back = step.op in (Op.FUSED, Op.BACK, Op.PIECES)
-        is_once = step.op == Op.PIECES or run is step.runs[-1]
-        forward += step.op in (Op.FORWARD, Op.AGAIN)
-        back += is_back
-        forward += (is_back and not step.waits) * (1 if is_once else 2)
-    return forward, back
+        for run in step.runs:
+            forward, back, n_segments = found.get(run.index, _Passes())
+            is_once = step.op == Op.PIECES or run is step.runs[-1]
+            forward += step.op in (Op.FORWARD, Op.AGAIN)
+            forward += (is_back and not step.waits) * (1 if is_once else 2)
+            n_segments = max(n_segments, len(step.runs))
+            found[run.index] = _Passes(forward, back + is_back, n_segments)
+    return found
 
 
-def _passes(steps: Sequence[Step], run: Run) -> str:
-    forward, back = _n_passes(steps, run)
-    return count(forward, "forward") + (f", {count(back, 'backward')}" if back else "")
-
-
-def _head(program: Program, steps: Sequence[Step], run: Run, position: int) -> str:
+def _head(program: Program, passes: Mapping[int, _Passes], run: Run, position: int) -> str:
     if not run.is_body:
         return f"stage {position}: joint, runs once"
-    rows = program.axes[run.axis]
-    n_segments = max(len(step.runs) for step in steps if run in step.runs)
-    part = f", segment {run.segment + 1} of {n_segments}" if n_segments > 1 else ""
-    return f"stage {position}: body over {rows} rows{part}, {_passes(steps, run)}"
+    rows, of = program.axes[run.axis], passes[run.index]
+    part = f", segment {run.segment + 1} of {of.n_segments}" if of.n_segments > 1 else ""
+    return f"stage {position}: body over {rows} rows{part}, {of}"
 
 
 def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
@@ -341,8 +351,9 @@ def explain(*losses: Any) -> Explanation:
         lines.append(forecast)
     else:
         steps = program.schedule(False)
+    passes = _passes(steps)
     for position, run in enumerate(_runs(program), 1):
-        lines.append(_head(program, steps, run, position))
+        lines.append(_head(program, passes, run, position))
         lines += [f"    {n.id:4d} combine the partials" for n in run.combined if n.mode == REDUCE]
         lines += [_line(program, program.node(i)) for i in run.nodes]
     return Explanation("\n".join(lines))

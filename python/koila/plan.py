@@ -208,7 +208,7 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
         cause = next((cause_of[value] for value in reads if value in cause_of), None)
         if program.takes_rows(node):
             continue  # a slice makes nothing, and what follows goes by rows
-        if program.joins_rows(node):
+        if program.joins_rows(node) and why_once(node):
             cause = node.id
         if cause is not None:
             caused.setdefault(cause, []).append(node)

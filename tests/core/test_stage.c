@@ -458,6 +458,42 @@ test_light_calls_run_where_they_are_read(void)
     }
 }
 
+/* What is light and linear, and ends a program after a part of the rows was taken, runs once: the model is the last
+ * body. Not where products follow, where it keeps what chunks made, or where it is of leaves alone. */
+static void
+test_a_linear_end_of_a_part_runs_once(void)
+{
+    enum { ENDS, GOES_ON, KEEPS, OF_LEAVES, N };
+    for (int which = 0; which < N; which++) {
+        Program p = {0};
+        Start s = start(&p);
+        KlValueId square = leaf(&p, with_grad(TENSOR(FLOAT32, 3, 3)));
+        KlValueId of = which == OF_LEAVES ? s.x : s.h;
+        KlValueId taken = CALL1(&p, "flip", of, INTS(0));
+        KlNodeId once = p.node;
+        p.tape.values[taken].meta.place = p.tape.values[of].meta.place;
+        p.tape.values[taken].meta.requires_grad = true;
+        KlValueId twice = CALL1(&p, "mul", taken, INT(2));
+        KlNodeId node = p.node;
+        KlValueId late = which == GOES_ON ? call2(&p, "linear", twice, square) : twice;
+        late = which == KEEPS ? call1(&p, "exp", twice) : late;
+        KlValueId loss = call1(&p, "mean", late);
+        CHECK(p.tape.nodes[once].mode == KL_MODE_ONCE && p.tape.nodes[node].mode == KL_MODE_ROWS);
+        kl_alloc_fail_after(0);
+        CHECK(kl_stage_keep_tail(&p.tape, &p.error) == KL_ERROR_MEMORY);
+        kl_alloc_fail_after(-1);
+        CHECK(kl_stage_keep_tail(&p.tape, &p.error) == KL_OK);
+        CHECK((p.tape.nodes[node].mode == KL_MODE_ONCE) == (which == ENDS));
+        CHECK((p.tape.nodes[node_of(&p, loss)].mode == KL_MODE_ONCE) == (which == ENDS));
+        KlStages stages;
+        stage(&p, loss, true, &stages);
+        CHECK(which != ENDS || (stages.last_body == 3 && stages.is_tail_linear));
+        CHECK(which == ENDS || which == OF_LEAVES || stages.last_body == 5);
+        kl_stage_fini(&stages);
+        program_fini(&p);
+    }
+}
+
 int
 main(void)
 {
@@ -476,6 +512,7 @@ main(void)
     test_axes_that_became_one_are_one_import();
     test_nothing_to_stage();
     test_light_calls_run_where_they_are_read();
+    test_a_linear_end_of_a_part_runs_once();
     CHECK(kl_alloc_n_blocks() == 0);
     return check_result();
 }

@@ -1,0 +1,173 @@
+/* stage_tail.c - what ends a program after a part of a body's rows was taken stays whole.
+ *
+ * The mean of some rows' losses is taken of a joint's result that has rows again. By rows it would be a body, and
+ * the last one: the model's would run twice for what one pass gives, as calls that keep nothing for their backward
+ * make a linear tail. They run once, on what is there whole. */
+#include "stage.h"
+
+#include "alloc.h"
+
+/* What is known of a value: bits. */
+enum {
+    IS_READ_BY_ROWS = 1, /* by a call that stays by rows */
+    IS_THERE = 2,        /* before any body that reads it */
+    IS_OF_BODY = 4,      /* it was made of what chunks made */
+};
+
+typedef struct Tail {
+    KlTape *tape;
+    uint8_t *known; /* [n_values] */
+    bool *is_end; /* [n_nodes] it is light and linear, and so is all that goes on from it by rows */
+} Tail;
+
+static const KlInput *
+input_of(const Tail *tail, const KlNode *node, uint32_t k)
+{
+    return &tail->tape->inputs[node->first_input + k];
+}
+
+/* The call that makes input `k` of a node; NULL: a leaf, or there is none. */
+static const KlNode *
+maker_of(const Tail *tail, const KlNode *node, uint32_t k)
+{
+    KlValueId value = input_of(tail, node, k)->value;
+    KlNodeId maker = value != KL_ID_NONE ? tail->tape->values[value].node : KL_ID_NONE;
+    return maker != KL_ID_NONE ? &tail->tape->nodes[maker] : NULL;
+}
+
+/* Whether a call by rows is light, has a gradient, and keeps for that no more than leaves. What is given a
+ * reduction may be given its own part of that in each chunk. */
+static bool
+is_linear(const Tail *tail, const KlNode *node)
+{
+    bool has_gradient = false;
+    if (node->mode == KL_MODE_ONCE || node->row == NULL || !kl_ops_is_light(node->row) ||
+        node->is_random || node->writes != 0 || node->leaf_writes != 0 || node->row_ranges != 0 ||
+        node->refresh_of != KL_ID_NONE || node->is_for_chunks || node->is_open || node->is_done ||
+        node->saves.outputs != 0 || node->saves.bytes_extra > 0) {
+        return false;
+    }
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        has_gradient = has_gradient || tail->tape->values[node->first_out + k].meta.requires_grad;
+    }
+    for (uint32_t k = 0; k < node->n_inputs && has_gradient; k++) {
+        const KlNode *maker = maker_of(tail, node, k);
+        bool is_saved = k >= 64 || (node->saves.inputs >> k & 1) != 0;
+        has_gradient = maker == NULL || !(is_saved || maker->mode == KL_MODE_REDUCE);
+    }
+    return has_gradient;
+}
+
+/* Go back: what a call that stays by rows reads is none of it, nor what leads there. Whether any was struck off. */
+static bool
+strike_read(Tail *tail)
+{
+    bool has_any = false;
+    for (size_t i = 0; i < tail->tape->n_values; i++) {
+        tail->known[i] = 0;
+    }
+    for (size_t i = tail->tape->n_nodes; i-- > tail->tape->n_done;) {
+        const KlNode *node = &tail->tape->nodes[i];
+        for (uint32_t k = 0; k < node->n_outs && tail->is_end[i]; k++) {
+            tail->is_end[i] = (tail->known[node->first_out + k] & IS_READ_BY_ROWS) == 0;
+            has_any = has_any || !tail->is_end[i];
+        }
+        bool stays = node->mode != KL_MODE_ONCE && !node->is_done && !tail->is_end[i];
+        for (uint32_t k = 0; k < node->n_inputs && stays; k++) {
+            KlValueId value = input_of(tail, node, k)->value;
+            if (value != KL_ID_NONE) {
+                tail->known[value] |= IS_READ_BY_ROWS;
+            }
+        }
+    }
+    return has_any;
+}
+
+/* Go forward: all that it reads must be there whole, and some of it made by chunks. Whether any was struck off. */
+static bool
+strike_early(Tail *tail)
+{
+    bool has_any = false;
+    for (size_t i = tail->tape->n_done; i < tail->tape->n_nodes; i++) {
+        const KlNode *node = &tail->tape->nodes[i];
+        bool is_there = true, is_of_body = false;
+        for (uint32_t k = 0; k < node->n_inputs; k++) {
+            const KlNode *maker = maker_of(tail, node, k);
+            bool is_made = maker != NULL && !maker->is_done;
+            uint8_t known = is_made ? tail->known[input_of(tail, node, k)->value] : IS_THERE;
+            is_there = is_there && (known & IS_THERE) != 0;
+            is_of_body = is_of_body || (known & IS_OF_BODY) != 0;
+        }
+        has_any = has_any || (tail->is_end[i] && !(is_there && is_of_body));
+        tail->is_end[i] = tail->is_end[i] && is_there && is_of_body;
+        bool is_once = node->mode == KL_MODE_ONCE || tail->is_end[i];
+        uint8_t known = is_once || node->mode == KL_MODE_REDUCE ? IS_THERE : 0;
+        known |= is_of_body || !is_once ? IS_OF_BODY : 0;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            tail->known[node->first_out + k] |= known;
+        }
+    }
+    return has_any;
+}
+
+/* It could run by rows, so there is no reason to be told. */
+static void
+run_once(KlTape *tape, KlNode *node)
+{
+    node->mode = KL_MODE_ONCE;
+    node->reduce = KL_REDUCE_NONE;
+    node->axis = KL_ID_NONE;
+    node->n_rewrites = 0;
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        tape->inputs[node->first_input + k].place = KL_PLACE_WHOLE;
+    }
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        tape->values[node->first_out + k].meta.is_there = true;
+    }
+}
+
+/* Whether a call that runs once has a result that is cut again. */
+static bool
+has_rows_again(const KlTape *tape)
+{
+    bool is_found = false;
+    for (size_t i = tape->n_done; i < tape->n_nodes && !is_found; i++) {
+        const KlNode *node = &tape->nodes[i];
+        for (uint32_t k = 0; k < node->n_outs && node->mode == KL_MODE_ONCE && !is_found; k++) {
+            is_found = kl_place_is_rows(&tape->values[node->first_out + k].meta.place);
+        }
+    }
+    return is_found;
+}
+
+KlStatus
+kl_stage_keep_tail(KlTape *tape, KlError *error)
+{
+    KlStatus status = KL_OK;
+    Tail tail = {.tape = tape};
+    if (!has_rows_again(tape)) {
+        return KL_OK;
+    }
+    tail.known = kl_alloc_zeroed(tape->n_values, sizeof(uint8_t));
+    tail.is_end = kl_alloc_zeroed(tape->n_nodes, sizeof(bool));
+    if (tail.known == NULL || tail.is_end == NULL) {
+        status =
+            kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        goto done;
+    }
+    for (size_t i = tape->n_done; i < tape->n_nodes; i++) {
+        tail.is_end[i] = is_linear(&tail, &tape->nodes[i]);
+    }
+    (void)strike_read(&tail);
+    while (strike_early(&tail) && strike_read(&tail)) {
+    }
+    for (size_t i = tape->n_done; i < tape->n_nodes; i++) {
+        if (tail.is_end[i]) {
+            run_once(tape, &tape->nodes[i]);
+        }
+    }
+done:
+    kl_alloc_free(tail.is_end);
+    kl_alloc_free(tail.known);
+    return status;
+}
