@@ -87,6 +87,19 @@ def one_delta(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
     return losses, delta
 
 
+def moved_by_data(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
+    """A leaf is given other numbers, beside a loss that waits."""
+    clean = F.cross_entropy(model(x), y)
+    moved, losses = x.clone().detach().requires_grad_(), []
+    for _ in range(3):
+        loss = F.cross_entropy(model(moved), y)
+        (gradient,) = torch.autograd.grad(loss, moved)
+        moved.data = torch.clamp(moved.data + 0.02 * gradient.sign(), -3, 3)
+        losses.append(loss)
+    (clean + F.cross_entropy(model(moved.detach()), y)).backward()
+    return losses, moved, clean
+
+
 def virtual(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
     """Virtual adversarial training: the direction that changes the scores most."""
     with torch.no_grad():
@@ -168,6 +181,7 @@ STEPS: list[Step] = [
     projected,
     free,
     one_delta,
+    moved_by_data,
     virtual,
     of_a_slice,
     in_between,

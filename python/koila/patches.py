@@ -234,7 +234,28 @@ def _patch_data() -> None:
             assert real is not None
             watched.setdefault(leaf, meta.checksum(real))
 
-    _replace(torch.Tensor, "data", property(get, original.__set__))
+    def is_put(self: torch.Tensor, value: Any) -> bool:
+        """Give a lazy that has its tensor other numbers, where nothing waits that reads that."""
+        if type(self) is not _core.LazyTensor or _core.is_busy():
+            return False
+        number = value
+        if type(value) is _core.LazyTensor:
+            if value.requires_grad:
+                return False
+            _core.read(value)  # it may be made of what it is put in
+            number = _core.leave(value)
+        real = _core.leave(self)
+        if real is None or number is None or _core.leaves_of(real):
+            return False
+        original.__set__(real, number)
+        _core.release()
+        return True
+
+    def put(self: torch.Tensor, value: Any) -> None:
+        if not is_put(self, value):
+            original.__set__(self, value)
+
+    _replace(torch.Tensor, "data", property(get, put))
 
 
 def _patch_generator() -> None:
