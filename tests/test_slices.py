@@ -350,6 +350,24 @@ def test_a_linear_end_costs_no_pass(end: Callable[[Tensor, Tensor], Tensor]) -> 
     assert_same_story(told(differentiated, False, True, True), 3)
 
 
+def test_several_last_bodies_run_once() -> None:
+    """Those of slices of other sizes too: what the tail sends to one asks nothing of the others.
+    Of very many not all, for the tail is run for each."""
+    model = network(False, False)
+    x, y = koila.lazy(torch.randn(N_ROWS, 6).double(), torch.randint(5, (N_ROWS,)), batch=0)
+
+    def passes(size: int) -> list[str]:
+        parts = zip(x.split(size), y.split(size), strict=True)
+        loss = torch.stack([F.cross_entropy(model(a), b) for a, b in parts]).sum()
+        lines = koila.explain(loss).splitlines()
+        return [line for line in lines if "body over" in line and "backward" in line]
+
+    with koila.config(chunks=3):
+        few, many = passes(8), passes(1)
+    assert len(few) == 4 and all("1 forward, 1 backward" in line for line in few)
+    assert len(many) == N_ROWS and sum("1 forward," in line for line in many) == 16
+
+
 # Memory ------------------------------------------------------------------------------------------
 
 

@@ -500,8 +500,10 @@ meet_tail(Step *step, const KlStep *of, const KlRun *last)
     if (status == KL_OK) {
         KlNodeId node = step->program->nodes.ids[last->nodes.first + last->nodes.n - 1];
         double more = tail + stand_ins.values + stand_ins.seeds;
-        status = note(
-            step, (KlMoment){.fixed = live.fixed + more, .per_row = live.per_row, .node = node});
+        status = note(step, (KlMoment){.fixed = live.fixed + more,
+                                       .per_row = live.per_row,
+                                       .node = node,
+                                       .rows = (uint32_t)rows_of(step, last)});
     }
     step->held_per_chunk -= stand_ins.parts;
     step->held += stand_ins.seeds;

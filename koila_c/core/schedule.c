@@ -80,23 +80,22 @@ is_parts(const Build *build, KlValueId value)
     return node != KL_ID_NONE && build->tape->nodes[node].mode == KL_MODE_REDUCE;
 }
 
-/* The gradients of a fused body are known when its first chunk has run: its tail is linear, and no other body
- * waits for the same joints. */
+/* Bodies for each of which the tail may be run on zeros. */
+enum { FUSED_MAX = 16 };
+
+/* The gradients of a fused body are known when its first chunk has run: its tail is linear, so it asks nothing of
+ * what other bodies leave for the same joints. Of many only some are, for each goes through the tail. */
 static void
 find_fused(Build *build)
 {
     const KlStages *stages = &build->program->stages;
-    Unit *found = NULL;
-    uint32_t n_found = 0;
-    for (uint32_t u = 0; u < build->n_units; u++) {
+    uint32_t n_fused = 0;
+    for (uint32_t u = build->n_units; u-- > 0;) {
         Unit *unit = &build->units[u];
-        if (build->program->runs[unit->run].stage == stages->last_body && unit->has_gradient) {
-            found = unit;
-            n_found++;
-        }
-    }
-    if (n_found == 1) {
-        found->is_fused = build->homes->is_graph && stages->is_tail_linear;
+        bool is_last = build->program->runs[unit->run].stage == stages->last_body;
+        bool can_fuse = build->homes->is_graph && stages->is_tail_linear;
+        unit->is_fused = can_fuse && is_last && unit->has_gradient && n_fused < FUSED_MAX;
+        n_fused += unit->is_fused;
     }
 }
 
