@@ -299,6 +299,18 @@ def test_a_read_that_runs_whole_is_refused_too() -> None:
         assert best.item() > 0
 
 
+def test_a_write_across_stages_is_refused_too() -> None:
+    h = koila.lazy(torch.randn(300, 300)) @ torch.randn(300, 300, requires_grad=True)
+    mean = h.mean()
+    h.diagonal().fill_(0.5)
+    loss = (h * mean).sum()
+    with (
+        koila.config(memory_limit=there() + MIB // 16),
+        pytest.raises(koila.MemoryLimitError, match=r"fill_ \(.*test_plan.py:\d+\), with 5 other"),
+    ):
+        loss.backward()
+
+
 def test_a_refusal_names_what_ran_whole_before() -> None:
     """What a call that cannot be recorded made is held by the graph behind it."""
 

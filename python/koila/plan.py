@@ -267,13 +267,13 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     return made
 
 
-def check_whole(program: Program, is_graph: bool, why: str) -> None:
+def check_whole(program: Program, is_graph: bool, decision: reports.Decision) -> None:
     """Refuse a program that cannot be cut, where it takes more than there is.
 
     Args:
         program: what is to run whole.
         is_graph: whether it is differentiated.
-        why: why it is not cut.
+        decision: why it is not cut, and what makes most of it.
 
     Raises:
         MemoryLimitError: it does not fit.
@@ -288,11 +288,11 @@ def check_whole(program: Program, is_graph: bool, why: str) -> None:
     if needed <= left() or (storages.look_again(True) and needed <= left()):
         return
     needs, has = sizes(needed, max(left(), 0.0))
-    cause = "".join(f": {one.made('makes')}" for one in made_whole(program)[:1] if one.n_bytes > 0)
+    cause = "".join(f": {one.made('makes')}" for one in decision.whole[:1] if one.n_bytes > 0)
     raise MemoryLimitError(
-        f"a program of {program.n_nodes} calls runs whole ({why}), needs {needs} ({int(needed)} "
-        f"bytes) beside what is there{cause}, and {has} are left; raise memory_limit, or make the "
-        "batch, the model or the sequence smaller"
+        f"a program of {program.n_nodes} calls runs whole ({decision.why}), needs {needs} "
+        f"({int(needed)} bytes) beside what is there{cause}, and {has} are left; raise "
+        "memory_limit, or make the batch, the model or the sequence smaller"
     )
 
 

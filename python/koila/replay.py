@@ -792,7 +792,7 @@ def _stage(
     cause = explain.cause_of_whole(program) if is_whole else explain.FITS_LATER
     try:
         if is_whole:
-            plan.check_whole(program, bool(roots), cause.why)
+            plan.check_whole(program, bool(roots), cause)
         is_live = program.unstageable is not None or (roots and is_whole)
         if is_live:
             steps.note_end(None)
