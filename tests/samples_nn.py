@@ -383,6 +383,13 @@ PRODUCTS: dict[str, Make] = {
     "bmm": varied(
         lambda: [call(f(4, 2, 3), f(4, 3, 2)), call(f(2, 6, 3).transpose(0, 1), f(6, 3, 2))]
     ),
+    "_grouped_mm": lambda: [
+        call(
+            f(6, 4, dtype=torch.float32),
+            f(2, 4, 8, dtype=torch.float32),
+            torch.tensor([4, 6], dtype=torch.int32),
+        )
+    ],
     "mv": varied(lambda: [call(f(4, 3), f(3)), call(f(3, 4).t(), f(3)), call(f(3, 6), f(6))]),
     "dot": varied(lambda: [call(f(4), f(4)), call(f(6), f(6))]),
     "outer": varied(lambda: [call(f(4), f(3)), call(f(6)[::2], f(4)), call(f(1), f(4))]),

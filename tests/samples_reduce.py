@@ -103,6 +103,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "mode": lambda: [call(f(4, 3)), call(f(4, 3), 0), call(i(4, 3), 1, True)],
     # along a dim
     **each("cummax cummin cumprod cumsum logcumsumexp", along),
+    "histc": lambda: [call(f(4, 3).detach(), 5, -1, 1), call(f(6).detach(), bins=3)],
     **each("argsort sort", sorts),
     "topk": lambda: [
         call(f(4, 3), 2),

@@ -69,7 +69,8 @@ core_like(PyObject *module, PyObject *args)
     if (value->tape != NULL) {
         const KlTape *core = &value->tape->core;
         place = core->values[value->id].meta.place;
-        place.axis = kl_tape_axis_find(core, place.axis);
+        bool is_sorted = kl_place_is_rows(&place) && core->orders[place.axis].of != KL_ID_NONE;
+        place.axis = is_sorted ? KL_ID_NONE : kl_tape_axis_find(core, place.axis);
         key = kl_place_is_rows(&place) ? value->tape->axis_keys[place.axis] : 0;
         rows = kl_place_is_rows(&place) ? core->axis_rows[place.axis] : 0;
     }

@@ -139,6 +139,9 @@ kl_lazy_detach(Value *value, PyObject *real)
     Tape *tape = value->tape;
     const KlValue *core = &tape->core.values[value->id];
     value->place = core->meta.place;
+    if (kl_place_is_rows(&value->place) && tape->core.orders[value->place.axis].of != KL_ID_NONE) {
+        value->place = KL_PLACE_WHOLE; /* sorted, its rows are the batch's no more */
+    }
     if (kl_place_is_rows(&value->place)) {
         KlAxisId axis = kl_tape_axis_find(&tape->core, value->place.axis);
         value->axis_key = tape->axis_keys[axis];

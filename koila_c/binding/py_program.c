@@ -612,6 +612,41 @@ refresh(Tape *tape)
     return kl_view_refresh(tape);
 }
 
+static int
+close_orders(Tape *tape)
+{
+    kl_tape_close_orders(&tape->core);
+    return 0;
+}
+
+/* An order of which a chunk's own counts would leave their run; KL_ID_NONE: there is none. */
+static KlAxisId
+find_torn_order(const KlTape *core, const KlProgram *program)
+{
+    for (size_t i = 0; i < program->exports.n; i++) {
+        const KlMeta *meta = &core->values[program->exports.ids[i]].meta;
+        if (meta->role == KL_ROLE_COUNTS || meta->role == KL_ROLE_OFFSETS) {
+            return meta->order;
+        }
+    }
+    return KL_ID_NONE;
+}
+
+/* Build the program; what would tear an order breaks it. */
+static KlStatus
+build(Tape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
+{
+    KlStatus status = kl_program_build(&tape->core, asked, program, error);
+    KlAxisId torn = status == KL_OK ? find_torn_order(&tape->core, program) : KL_ID_NONE;
+    while (torn != KL_ID_NONE) {
+        kl_program_fini(program);
+        kl_tape_break_order(&tape->core, torn);
+        status = kl_program_build(&tape->core, asked, program, error);
+        torn = status == KL_OK ? find_torn_order(&tape->core, program) : KL_ID_NONE;
+    }
+    return status;
+}
+
 /* stage(roots, is_known_only, n_segments, is_headed, gets) -> _Staged, see _core.pyi: the program that computes
  * every value the user can reach, or only those that have no gradient in their history, and differentiates the
  * roots: lazies, or numbers of values. */
@@ -632,7 +667,7 @@ kl_program_stage(PyObject *module, PyObject *args)
     if (tape == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p|IpO:stage", &PyList_Type, &roots, &is_known_only, &n_segments,
                           &is_headed, &gets) ||
-        refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
+        refresh(tape) < 0 || close_orders(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
         find_shared(tape, &wanted, shared) < 0) {
         goto error;
@@ -654,7 +689,7 @@ kl_program_stage(PyObject *module, PyObject *args)
         goto error;
     }
     if (kl_stage_keep_tail(&tape->core, &error) != KL_OK ||
-        kl_program_build(&tape->core, &asked, program, &error) != KL_OK) {
+        build(tape, &asked, program, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         goto error;
     }

@@ -154,6 +154,7 @@ infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyOb
             }
         }
         tape->inferred.alias = KL_ALIAS_NONE;
+        tape->inferred.is_ordered = false;
         KlPlace *places = tape->inferred.split.places;
         tape->inferred.split =
             (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places};

@@ -103,8 +103,35 @@ typedef struct Recording {
     KlSaves saves;
 } Recording;
 
+static bool
+is_order(const Recording *recording, KlAxisId axis)
+{
+    const KlTape *core = &recording->tape->core;
+    return axis != KL_ID_NONE && core->orders[axis].of != KL_ID_NONE && core->axis_of[axis] == axis;
+}
+
+/* Of an assignment by what has to do with an order: whether what is written counts 0, 1, 2, ... */
+static uint64_t
+ranges_of(Recording *recording)
+{
+    const KlPyBound *bound = &recording->bound;
+    bool has_role = false;
+    if (kl_ops_tie(recording->function->row) != KL_TIE_PUT || bound->args[2].kind != KL_ARG_VALUE ||
+        bound->args[2].input >= 64) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < bound->n_inputs; i++) {
+        has_role = has_role || (bound->inputs[i] != NULL && bound->inputs[i]->role != KL_ROLE_NONE);
+    }
+    uint32_t input = bound->args[2].input;
+    MetaReader reader = {.tape = recording->tape};
+    bool is_range = has_role && desk_is_row_range(&reader, bound->input_origins[input].object,
+                                                  bound->inputs[input]);
+    return is_range ? UINT64_C(1) << input : 0;
+}
+
 static KlStatus
-infer(Recording *recording, KlError *error)
+infer_once(Recording *recording, KlError *error)
 {
     Tape *tape = recording->tape;
     const KlCall call = {.row = recording->function->row,
@@ -117,8 +144,34 @@ infer(Recording *recording, KlError *error)
                          .is_flash_allowed = kl_py.is_flash_allowed,
                          .is_grad_enabled = recording->is_grad_enabled,
                          .axis_rows = tape->core.axis_rows,
+                         .orders = tape->core.orders,
+                         .row_ranges = ranges_of(recording),
                          .n_axes = (uint32_t)tape->core.n_axes};
     return kl_context_infer(&call, recording->context, &tape->inferred, &recording->saves, error);
+}
+
+/* A call that does not keep an order that it reads breaks it, and is inferred anew. */
+static KlStatus
+infer(Recording *recording, KlError *error)
+{
+    const KlInferred *inferred = &recording->tape->inferred;
+    KlTape *core = &recording->tape->core;
+    KlStatus status = infer_once(recording, error);
+    while (status == KL_DECLINED && inferred->breaks != KL_ID_NONE) {
+        kl_tape_break_order(core, inferred->breaks);
+        status = infer_once(recording, error);
+    }
+    /* What is not sorted, written into a view of what is: the rest of that memory would be of neither. */
+    if (status == KL_OK && inferred->is_ordered &&
+        recording->function->row->kind == KL_ROW_INPLACE &&
+        core->values[recording->inputs[0]].view_of != KL_ID_NONE) {
+        KlAxisId was = recording->bound.inputs[0]->place.axis;
+        if (was != inferred->outs[0].place.axis && is_order(recording, was)) {
+            kl_tape_break_order(core, was);
+            status = infer(recording, error);
+        }
+    }
+    return status;
 }
 
 /* Batches of equal size that meet in one call, where the row finds them aligned, are one batch: try it,
@@ -137,6 +190,9 @@ infer_merging_axes(Recording *recording, KlError *error)
     for (uint32_t i = 0; i < n; i++) {
         const KlMeta *meta = recording->bound.inputs[i];
         before[i] = meta != NULL ? meta->place.axis : KL_ID_NONE;
+        if (is_order(recording, before[i])) {
+            return infer(recording, error);
+        }
         if (before[i] == KL_ID_NONE || before[i] == kept) {
             continue;
         }
@@ -267,6 +323,47 @@ find_rows_again(Recording *recording)
     return find_own_rows(recording);
 }
 
+/* Indices of the batch's rows are sorted: each chunk sorts its own, in an order, as long as all that reads it
+ * lets it. */
+static int
+begin_order(Recording *recording)
+{
+    Tape *tape = recording->tape;
+    KlInferred *inferred = &tape->inferred;
+    KlTie tie = kl_ops_tie(recording->function->row);
+    const KlMeta *keys = recording->bound.inputs[0];
+    const KlArg *descending = &recording->bound.args[2];
+    if ((tie != KL_TIE_SORT && tie != KL_TIE_ARGSORT) || inferred->split.mode != KL_MODE_ONCE ||
+        recording->bound.n_inputs != 1 || !kl_place_is_rows(&keys->place) || keys->n_dims != 1 ||
+        keys->place.outer != 1 || keys->requires_grad || keys->role != KL_ROLE_NONE ||
+        is_order(recording, keys->place.axis) ||
+        !kl_tape_is_index(&tape->core, recording->inputs[0])) {
+        return 0;
+    }
+    KlPlace place = keys->place, own = place; /* the tape's axes may move */
+    if (kl_tape_new_axis(tape, tape->core.axis_rows[own.axis], &place.axis) < 0) {
+        return -1;
+    }
+    tape->core.orders[place.axis] =
+        (KlOrder){.of = own.axis,
+                  .is_ascending = descending->kind == KL_ARG_ABSENT ||
+                                  (descending->kind == KL_ARG_BOOL && descending->u.i == 0)};
+    inferred->split.mode = KL_MODE_ROWS;
+    inferred->split.axis = own.axis;
+    inferred->split.reason = NULL;
+    inferred->split.again = 0;
+    inferred->split.places[0] = own;
+    inferred->is_ordered = true;
+    for (uint32_t i = 0; i < inferred->n_outs; i++) {
+        KlMeta *out = &inferred->outs[i];
+        out->place = place;
+        out->order = place.axis;
+        out->role = i + 1 < inferred->n_outs ? KL_ROLE_KEYS : KL_ROLE_SOURCES;
+        out->n_of_row = own.inner;
+    }
+    return 0;
+}
+
 /* Rows that are written into a view whose memory has none, or other rows, would have to be written by every chunk
  * into the same whole: the write runs once. */
 static void
@@ -284,6 +381,22 @@ refuse_rows_into_whole(const Recording *recording, uint32_t writes)
     if (own != KL_ID_NONE && own != kl_tape_axis_find(core, base->meta.place.axis)) {
         run_once(&inferred->split, "rows are written into memory that has none, or others");
         inferred->outs[0].place = KL_PLACE_WHOLE;
+    }
+}
+
+/* A call that keeps an order, and must run once after all, breaks it when it is appended. */
+static void
+refuse_order(const Recording *recording)
+{
+    KlInferred *inferred = &recording->tape->inferred;
+    if (!inferred->is_ordered || inferred->split.mode != KL_MODE_ONCE) {
+        return;
+    }
+    inferred->is_ordered = false;
+    for (uint32_t i = 0; i < inferred->n_outs; i++) {
+        KlMeta *out = &inferred->outs[i];
+        out->role = KL_ROLE_NONE;
+        out->place = is_order(recording, out->place.axis) ? KL_PLACE_WHOLE : out->place;
     }
 }
 
@@ -415,9 +528,13 @@ append(Recording *recording, PyObject **results)
         *results = give_back(recording);
         return *results == NULL ? -1 : 1;
     }
+    if (begin_order(recording) < 0) {
+        return -1;
+    }
     refuse_unknown_reduction(recording);
     refuse_rows_into_whole(recording, writes);
     refuse_two_roles(recording);
+    refuse_order(recording);
     settle_open(recording);
     if (find_rows_again(recording) < 0) {
         return -1;

@@ -120,7 +120,9 @@ infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source
     for (uint32_t i = 0; i < node->n_outs; i++) {
         inferred->outs[i] = tape->core.values[node->first_out + i].meta;
         inferred->outs[i].requires_grad = inferred->outs[i].requires_grad || is_newly;
+        inferred->outs[i].role = KL_ROLE_NONE; /* it was written */
     }
+    inferred->is_ordered = node->mode != KL_MODE_ONCE;
     inferred->alias = KL_ALIAS_VIEW;
     inferred->alias_input = alias_input_of(tape, node);
     inferred->split = (KlSplit){.mode = (KlMode)node->mode,
@@ -135,6 +137,18 @@ infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source
     return 0;
 }
 
+/* What was sorted was written with what is not, or the other way round: its views are of neither. */
+static void
+break_orders(KlTape *core, const KlMeta *was, const KlMeta *now)
+{
+    const KlAxisId axes[] = {was->place.axis, now->place.axis};
+    for (int i = 0; i < 2 && axes[0] != axes[1]; i++) {
+        if (axes[i] != KL_ID_NONE && core->orders[axes[i]].of != KL_ID_NONE) {
+            kl_tape_break_order(core, axes[i]);
+        }
+    }
+}
+
 /* Append the view `value` again, on `source`, the current version of what it views. */
 static int
 take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
@@ -142,6 +156,8 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     KlValueId now[KL_VIEW_INPUTS];
     KlPlace again[KL_VIEW_INPUTS];
     KlValueId origin = kl_view_origin(tape, value);
+    break_orders(&tape->core, &tape->core.values[tape->core.values[origin].view_of].meta,
+                 &tape->core.values[source].meta);
     const KlValue old = tape->core.values[origin];
     const KlNode node = tape->core.nodes[old.node];
     KlPyNode call = {0};

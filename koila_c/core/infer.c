@@ -72,6 +72,8 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     result->alias_input = 0;
     result->inputs_no_grad = 0;
     result->outs_no_grad = 0;
+    result->is_ordered = false;
+    result->breaks = KL_ID_NONE;
     result->is_random = call->row->kind == KL_ROW_RANDOM;
     result->effects = call->row->effects;
     for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {
@@ -285,7 +287,7 @@ place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *res
 }
 
 static KlStatus
-settle_places(const KlCall *call, KlInferred *result, KlError *error)
+settle_rows(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlSplit *split = &result->split;
     KlAxisId axis = KL_ID_NONE;
@@ -325,6 +327,32 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
         result->outs[i].place = KL_PLACE_WHOLE;
     }
     return status;
+}
+
+/* Of an order either the call does what is right in each chunk, or the order is none any more. */
+static KlStatus
+settle_places(const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlAxisId order = kl_rules_order(call);
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        result->outs[i].role = KL_ROLE_NONE; /* it may be a copy of an input's meta */
+    }
+    if (order == KL_ID_NONE) {
+        return settle_rows(call, result, error);
+    }
+    KlStatus status = KL_OK;
+    result->is_ordered = kl_rules_goes_in_order(call, order, result);
+    if (!result->is_ordered) {
+        begin_split(call, order, result);
+        status = settle_rows(call, result, error);
+        result->is_ordered = status == KL_OK && kl_rules_keeps_order(call, order, result);
+    }
+    if (result->is_ordered) {
+        kl_rules_pass_role(call, order, result);
+        return KL_OK;
+    }
+    result->breaks = order;
+    return KL_DECLINED;
 }
 
 /* "text" -> "name: text" */

@@ -30,6 +30,17 @@ typedef struct KlPlace {
     int64_t inner;
 } KlPlace;
 
+/* What a value is to an *order*: rows that each chunk sorts on its own, see rules_order.c. */
+typedef enum {
+    KL_ROLE_NONE,
+    KL_ROLE_KEYS, /* what was sorted, ascending: in the order */
+    KL_ROLE_SOURCES, /* in the order: where each entry was, all of them, counted from the chunk's first */
+    KL_ROLE_POINTS, /* in the order: entries of rows, counted so, not all of them or several times */
+    KL_ROLE_TARGETS, /* by rows: where each entry is in the order */
+    KL_ROLE_COUNTS,  /* whole: how many keys of the chunk are in each bin */
+    KL_ROLE_OFFSETS, /* whole: how many are in it and those before */
+} KlRole;
+
 #define KL_PLACE_WHOLE ((KlPlace){.axis = KL_ID_NONE, .dim = 0, .outer = 1, .inner = 1})
 
 typedef struct KlMeta {
@@ -39,8 +50,11 @@ typedef struct KlMeta {
     int64_t strides[KL_DIMS_MAX]; /* [n_dims], in elements; valid when is_strided */
     bool is_strided;              /* the strides are known */
     bool requires_grad;
-    bool is_there;  /* whole before any body that reads it: a chunk may be given any part of it */
-    uint8_t device; /* index into the binding's table of devices; 0 is the CPU */
+    bool is_there;    /* whole before any body that reads it: a chunk may be given any part of it */
+    uint8_t device;   /* index into the binding's table of devices; 0 is the CPU */
+    uint8_t role;     /* KlRole */
+    KlAxisId order;   /* of that: the axis of an order */
+    int64_t n_of_row; /* SOURCES, POINTS: entries of one row, among which they point */
     KlPlace place;
 } KlMeta;
 

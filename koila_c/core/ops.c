@@ -40,6 +40,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define saves_div KEEPS(.words = W1, .for_grad = {[1] = W0})
 #define saves_factors KEEPS(.for_grad = {[1] = W2, [2] = W1}) /* each for the other's gradient */
 #define saves_gather KEEPS(.words = W0 | W2)                  /* the value too, for its shape */
+#define saves_groups KEEPS(.words = W2, .for_grad = {W1, W0}) /* and where groups end */
 #define saves_hypot KEEPS(.for_grad = {W0, W1}, .outputs = 1)
 #define saves_index_add KEEPS(.for_grad = {[3] = W2 | W3}) /* the source for its shape */
 #define saves_index_copy KEEPS(.words = W2, .for_grad = {[3] = W3})
@@ -130,7 +131,7 @@ kl_ops_is_light(const KlRow *row)
     static KlStatus (*const heavy[])(const KlCall *, KlInferred *, KlError *) = {
         place_attention, place_baddbmm, place_bilinear, place_bmm,      place_cdist,
         place_conv,      place_einsum,  place_linear,   place_matmul,   place_mm,
-        place_mv,        place_outer,   place_rnn,      place_rnn_cell,
+        place_mv,        place_outer,   place_rnn,      place_rnn_cell, place_grouped,
     };
     for (size_t i = 0; i < sizeof(heavy) / sizeof(heavy[0]); i++) {
         if (row->place == heavy[i]) {
@@ -138,6 +139,29 @@ kl_ops_is_light(const KlRow *row)
         }
     }
     return true;
+}
+
+KlTie
+kl_ops_tie(const KlRow *row)
+{
+    static const struct {
+        uint32_t op;
+        KlTie tie;
+    } ties[] = {
+        {KL_OP_sort, KL_TIE_SORT},          {KL_OP_argsort, KL_TIE_ARGSORT},
+        {KL_OP_topk, KL_TIE_INDICES},       {KL_OP_argmax, KL_TIE_INDICES},
+        {KL_OP___getitem__, KL_TIE_TAKE},   {KL_OP_index_select, KL_TIE_SELECT},
+        {KL_OP___setitem__, KL_TIE_PUT},    {KL_OP_index_add, KL_TIE_ADD},
+        {KL_OP_index_add_, KL_TIE_ADD},     {KL_OP_floor_divide, KL_TIE_DIVIDE},
+        {KL_OP_histc, KL_TIE_COUNT},        {KL_OP_cumsum, KL_TIE_ADD_UP},
+        {KL_OP__grouped_mm, KL_TIE_GROUPS},
+    };
+    for (size_t i = 0; i < sizeof(ties) / sizeof(ties[0]); i++) {
+        if (row == &kl_ops_rows[ties[i].op]) {
+            return ties[i].tie;
+        }
+    }
+    return KL_TIE_NONE;
 }
 
 bool

@@ -134,6 +134,28 @@ typedef struct KlSaves {
 
 typedef struct KlRow KlRow;
 
+/* What an op is to rows that are ordered, and put back. */
+typedef enum {
+    KL_TIE_NONE,
+    KL_TIE_SORT,
+    KL_TIE_ARGSORT,
+    KL_TIE_INDICES, /* its last result is an index, of some dim */
+    KL_TIE_TAKE,
+    KL_TIE_SELECT,
+    KL_TIE_PUT,
+    KL_TIE_ADD,
+    KL_TIE_DIVIDE,
+    KL_TIE_COUNT,
+    KL_TIE_ADD_UP,
+    KL_TIE_GROUPS,
+} KlTie;
+
+/* An axis may be an *order*: the rows of another one, sorted in each chunk on its own. */
+typedef struct KlOrder {
+    KlAxisId of; /* that axis; KL_ID_NONE: it is none, or is not any more */
+    bool is_ascending;
+} KlOrder;
+
 /* One call under inference. */
 typedef struct KlCall {
     const KlRow *row;
@@ -147,6 +169,8 @@ typedef struct KlCall {
     bool is_grad_enabled;
     bool is_flash_allowed;    /* attention may use its fused kernel on the CPU */
     const int64_t *axis_rows; /* [n_axes] rows of each axis */
+    const KlOrder *orders;    /* [n_axes], or NULL: none is one */
+    uint64_t row_ranges; /* bit i: input i, of a call that reads an order, counts 0, 1, 2, ... */
     uint32_t n_axes;
 } KlCall;
 
@@ -178,6 +202,8 @@ typedef struct KlInferred {
     int8_t dim_map[KL_DIMS_MAX];
     KlSplit split; /* split.places is owned: [n_places_max] */
     size_t n_places_max;
+    bool is_ordered; /* an order that it reads is kept */
+    KlAxisId breaks; /* declined: the order that it reads in another way; else KL_ID_NONE */
 } KlInferred;
 
 typedef KlStatus (*KlShapeRule)(const KlCall *call, KlInferred *result, KlError *error);
@@ -277,6 +303,7 @@ const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
 
 /* Cheap enough to run again rather than keep: not made of products. */
 bool kl_ops_is_light(const KlRow *row);
+KlTie kl_ops_tie(const KlRow *row);
 
 /* A normalization over the batch, which may be given the statistics of all rows. */
 bool kl_ops_is_batch_norm(const KlRow *row);

@@ -540,6 +540,16 @@ build_segment(Build *build, uint32_t stage, KlAxisId axis, uint32_t segment)
     return status == KL_OK && !is_empty ? finish_run(build, &run) : status;
 }
 
+/* Whether the rows of a value are in an order of the chunk's: other chunks would have others. */
+static bool
+is_ordered(const KlTape *tape, KlValueId value)
+{
+    const KlMeta *meta = value != KL_ID_NONE ? &tape->values[value].meta : NULL;
+    return meta != NULL &&
+           (meta->role != KL_ROLE_NONE ||
+            (kl_place_is_rows(&meta->place) && tape->orders[meta->place.axis].of != KL_ID_NONE));
+}
+
 /* Whether a node may run on other chunks than the body does that it is of: not where it draws or writes, nor
  * where it reads by rows, or by chunk, what another body made, or another reads by rows what it makes. */
 static bool
@@ -554,14 +564,16 @@ can_be_of_head(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
     for (uint32_t k = 0; k < node->n_inputs && is_able; k++) {
         KlValueId value = build->tape->inputs[node->first_input + k].value;
         KlNodeId maker = value != KL_ID_NONE ? maker_of(build, value) : KL_ID_NONE;
+        is_able = !is_ordered(build->tape, value);
         bool is_made = maker != KL_ID_NONE && build->tape->nodes[maker].mode == KL_MODE_ROWS &&
                        !stages->is_data[maker];
         bool is_for_chunks = maker != KL_ID_NONE && build->tape->nodes[maker].is_for_chunks;
-        is_able = !is_for_chunks && (!is_made || stages->node_stage[maker] == stage ||
-                                     kl_stage_is_gathered(build->tape, stages, node, k));
+        is_able = is_able && !is_for_chunks &&
+                  (!is_made || stages->node_stage[maker] == stage ||
+                   kl_stage_is_gathered(build->tape, stages, node, k));
     }
     for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
-        is_able = is_able && !build->tape->values[out].is_hooked;
+        is_able = is_able && !build->tape->values[out].is_hooked && !is_ordered(build->tape, out);
         for (uint32_t i = build->first_reader[out]; i < build->first_reader[out + 1]; i++) {
             KlNodeId reader = build->readers[i];
             is_able = is_able &&

@@ -125,6 +125,15 @@ kl_rules_span(const KlPlace *place, int64_t rows)
     return place->outer * rows * place->inner;
 }
 
+/* rules_order.c: the order that an input of the call is in, or has to do with; KL_ID_NONE: none. */
+KlAxisId kl_rules_order(const KlCall *call);
+/* Whether a call goes by rows in its order, for a reason of its own: `result` is filled then. */
+bool kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result);
+/* Whether nothing depends on how the rows are ordered in a call that was placed as any other. */
+bool kl_rules_keeps_order(const KlCall *call, KlAxisId order, const KlInferred *result);
+/* What the results are to the order then. */
+void kl_rules_pass_role(const KlCall *call, KlAxisId order, KlInferred *result);
+
 /* First input in ROWS; there is one in every call a place rule sees. */
 uint32_t kl_rules_first_rows(const KlCall *call);
 
@@ -237,6 +246,7 @@ KL_SHAPE(prod);
 KL_SHAPE(std);
 KL_SHAPE(vector_norm);
 KL_SHAPE(cumulate);
+KL_SHAPE(histc);
 KL_SHAPE(sort);
 KL_SHAPE(topk);
 
@@ -304,6 +314,7 @@ KL_PLACE(factor_other);
 KL_PLACE(factor_sizes); /* and in the sizes of word 1 */
 KL_PLACE(gather);
 KL_PLACE(getitem);
+KL_PLACE(histc);
 KL_PLACE(index_add);
 KL_PLACE(index_fill);
 KL_PLACE(index_select);

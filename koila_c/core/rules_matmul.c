@@ -129,6 +129,33 @@ SHAPE_ADDED(addmv, 2, 1)
 SHAPE_ADDED(baddbmm, 3, 3)
 #undef SHAPE_ADDED
 
+/* What is made is laid out for kernels, in whole 16 bytes: other sizes are declined. */
+KlStatus
+shape_grouped_mm(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
+    const KlMeta *offsets = kl_rules_input(call, 2);
+    bool is_plain = left != NULL && right != NULL && offsets != NULL && left->n_dims == 2 &&
+                    right->n_dims == 3 && offsets->n_dims == 1 && left->dtype == right->dtype &&
+                    offsets->dtype == KL_DTYPE_INT32 && right->shape[0] == offsets->shape[0] &&
+                    left->shape[1] == right->shape[1] && !kl_rules_is_given(call, 3) &&
+                    !kl_rules_is_given(call, 4);
+    if (!is_plain || right->shape[2] * (int64_t)kl_meta_dtype_bytes(left->dtype) % 16 != 0) {
+        return KL_DECLINED;
+    }
+    int64_t shape[2] = {left->shape[0], right->shape[2]};
+    kl_rules_lend(call, result, 2);
+    return make_plain(result, shape, 2, error);
+}
+
+KlStatus
+place_grouped(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)error;
+    return kl_rules_once(result, "groups of rows are where others end");
+}
+
 KlStatus
 shape_addbmm(const KlCall *call, KlInferred *result, KlError *error)
 {

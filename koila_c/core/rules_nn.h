@@ -75,6 +75,7 @@ KL_SHAPE(addr);
 KL_SHAPE(baddbmm);
 KL_SHAPE(bilinear);
 KL_SHAPE(bmm);
+KL_SHAPE(grouped_mm); /* 2-D by 3-D, in groups of rows */
 KL_SHAPE(dot);
 KL_SHAPE(einsum);
 KL_SHAPE(linear);
@@ -89,6 +90,7 @@ KL_PLACE(addr);
 KL_PLACE(baddbmm);
 KL_PLACE(bilinear);
 KL_PLACE(bmm);
+KL_PLACE(grouped);
 KL_PLACE(dot);
 KL_PLACE(einsum);
 KL_PLACE(linear);

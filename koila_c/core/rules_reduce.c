@@ -289,3 +289,19 @@ shape_topk(const KlCall *call, KlInferred *result, KlError *error)
     }
     return status;
 }
+
+KlStatus
+shape_histc(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int64_t bins = 0;
+    KlStatus status = kl_rules_int(call, 1, 100, &bins);
+    return status == KL_OK && bins > 0 ? kl_rules_out_shape(result, &bins, 1, error) : KL_DECLINED;
+}
+
+KlStatus
+place_histc(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call;
+    (void)error;
+    return kl_rules_once(result, "all rows are counted");
+}

@@ -21,6 +21,7 @@ kl_tape_fini(KlTape *tape)
     kl_alloc_free(tape->rewrites);
     kl_alloc_free(tape->storages);
     kl_alloc_free(tape->axis_rows);
+    kl_alloc_free(tape->orders);
     kl_alloc_free(tape->axis_of);
     kl_tape_init(tape);
 }
@@ -59,13 +60,19 @@ kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error)
         status = kl_alloc_reserve((void **)&tape->axis_rows, &n_max, tape->n_axes + 1,
                                   sizeof(*tape->axis_rows), error);
     }
+    if (status == KL_OK) {
+        n_max = tape->n_axes_max;
+        status = kl_alloc_reserve((void **)&tape->orders, &n_max, tape->n_axes + 1,
+                                  sizeof(*tape->orders), error);
+    }
     if (status != KL_OK) {
-        return status; /* axis_of may have grown: n_axes_max is only raised when both have */
+        return status; /* axis_of may have grown: n_axes_max is only raised when all have */
     }
     tape->n_axes_max = n_max;
     *axis = (KlAxisId)tape->n_axes++;
     tape->axis_rows[*axis] = rows;
     tape->axis_of[*axis] = *axis;
+    tape->orders[*axis] = (KlOrder){.of = KL_ID_NONE};
     return KL_OK;
 }
 
@@ -78,6 +85,96 @@ kl_tape_axis_merge(KlTape *tape, KlAxisId left, KlAxisId right)
         tape->axis_of[right] = left;
     } else {
         tape->axis_of[left] = right;
+    }
+    for (size_t i = 0; i < tape->n_axes; i++) {
+        tape->orders[i].of = kl_tape_axis_find(tape, tape->orders[i].of);
+    }
+}
+
+bool
+kl_tape_is_index(const KlTape *tape, KlValueId value)
+{
+    while (value != KL_ID_NONE && tape->values[value].node != KL_ID_NONE &&
+           tape->values[value].meta.dtype == KL_DTYPE_INT64) {
+        const KlNode *node = &tape->nodes[tape->values[value].node];
+        KlTie tie = node->row != NULL ? kl_ops_tie(node->row) : KL_TIE_NONE;
+        if (tie == KL_TIE_INDICES || tie == KL_TIE_SORT || tie == KL_TIE_ARGSORT) {
+            return value == node->first_out + node->n_outs - 1;
+        }
+        if (node->row == NULL || node->row->kind != KL_ROW_VIEW) {
+            return false;
+        }
+        value = tape->inputs[node->first_input].value;
+    }
+    return false;
+}
+
+static bool
+is_of_order(const KlTape *tape, KlValueId value, KlAxisId order)
+{
+    const KlMeta *meta = value != KL_ID_NONE ? &tape->values[value].meta : NULL;
+    return meta != NULL &&
+           (meta->place.axis == order || (meta->role != KL_ROLE_NONE && meta->order == order));
+}
+
+/* The node runs on the whole. */
+static void
+run_once(KlTape *tape, KlNode *node, const char *reason)
+{
+    node->mode = KL_MODE_ONCE;
+    node->reduce = KL_REDUCE_NONE;
+    node->axis = KL_ID_NONE;
+    node->reason = reason;
+    node->n_rewrites = 0;
+    node->row_ranges = 0;
+    for (uint32_t k = 0; k < node->n_inputs; k++) {
+        tape->inputs[node->first_input + k].place = KL_PLACE_WHOLE;
+    }
+}
+
+void
+kl_tape_break_order(KlTape *tape, KlAxisId order)
+{
+    for (size_t i = 0; i < tape->n_nodes; i++) {
+        KlNode *node = &tape->nodes[i];
+        bool is_of = false;
+        for (uint32_t k = 0; k < node->n_inputs + node->n_outs && !is_of; k++) {
+            bool is_input = k < node->n_inputs;
+            is_of = is_of_order(tape,
+                                is_input ? tape->inputs[node->first_input + k].value
+                                         : node->first_out + k - node->n_inputs,
+                                order);
+        }
+        if (is_of) {
+            run_once(tape, node, "what is sorted is read in another way");
+        }
+    }
+    for (size_t v = 0; v < tape->n_values; v++) {
+        KlMeta *meta = &tape->values[v].meta;
+        if (is_of_order(tape, (KlValueId)v, order)) {
+            meta->place = meta->place.axis == order ? KL_PLACE_WHOLE : meta->place;
+            meta->role = KL_ROLE_NONE;
+        }
+    }
+    tape->orders[order].of = KL_ID_NONE;
+}
+
+void
+kl_tape_close_orders(KlTape *tape)
+{
+    for (KlAxisId order = 0; order < tape->n_axes; order++) {
+        bool is_private = tape->orders[order].of != KL_ID_NONE && tape->axis_of[order] == order;
+        bool is_broken = false;
+        for (size_t v = 0; v < tape->n_values && is_private && !is_broken; v++) {
+            KlValueId value = (KlValueId)v;
+            is_broken = is_of_order(tape, value, order) &&
+                        (tape->values[v].is_wanted || kl_tape_is_looked_at(tape, value));
+        }
+        if (is_broken) {
+            kl_tape_break_order(tape, order);
+        } else if (is_private) {
+            tape->axis_of[order] = kl_tape_axis_find(tape, tape->orders[order].of);
+        }
     }
 }
 
@@ -173,6 +270,7 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
     tape->values[base_before].n_pending++;
     tape->nodes[node].n_inputs++;
     KlMeta meta = tape->values[base_before].meta;
+    meta.role = KL_ROLE_NONE;
     bool has_gradient = inferred->outs[0].requires_grad;
     meta.requires_grad = meta.requires_grad || (has_gradient && !record->is_detached);
     if (has_gradient && record->is_detached) {
@@ -229,6 +327,23 @@ kl_tape_mixes_aside(const KlTape *tape, uint32_t n_inputs, const KlValueId *inpu
     return false;
 }
 
+/* What reads an order and knows nothing of it breaks it. */
+static void
+break_orders(KlTape *tape, const KlRecord *record)
+{
+    for (uint32_t i = 0; i < record->n_inputs && !record->inferred->is_ordered; i++) {
+        KlValueId value = record->inputs[i];
+        const KlMeta *meta = value != KL_ID_NONE ? &tape->values[value].meta : NULL;
+        if (meta == NULL || (meta->role == KL_ROLE_NONE && !kl_place_is_rows(&meta->place))) {
+            continue;
+        }
+        KlAxisId order = meta->role != KL_ROLE_NONE ? meta->order : meta->place.axis;
+        if (tape->orders[order].of != KL_ID_NONE) {
+            kl_tape_break_order(tape, order);
+        }
+    }
+}
+
 KlStatus
 kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error)
 {
@@ -238,6 +353,7 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
     if (status != KL_OK) {
         return status;
     }
+    break_orders(tape, record);
     *node = (KlNodeId)tape->n_nodes++;
     tape->nodes[*node] = (KlNode){
         .row = record->row,

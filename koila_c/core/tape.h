@@ -91,6 +91,7 @@ typedef struct KlTape {
     size_t n_storages, n_storages_max;
     int64_t *axis_rows; /* [n_axes] rows of each axis */
     uint32_t *axis_of;  /* [n_axes] union-find: the axis it was found equal to, or itself */
+    KlOrder *orders;    /* [n_axes] */
     size_t n_axes, n_axes_max;
     size_t n_done;  /* every node before this one is done */
     size_t n_aside; /* writes on the side that are still to be made */
@@ -130,6 +131,16 @@ kl_tape_is_place(const KlTape *tape, const KlPlace *left, const KlPlace *right)
 
 /* Two axes of equal rows met aligned: from now on they are one. */
 void kl_tape_axis_merge(KlTape *tape, KlAxisId left, KlAxisId right);
+
+/* Whether a value was an index of something when its call made it: no less than 0. */
+bool kl_tape_is_index(const KlTape *tape, KlValueId value);
+
+/* What is in an order, or has to do with one, is read in another way: all of it runs once. */
+void kl_tape_break_order(KlTape *tape, KlAxisId order);
+
+/* Before the tape is staged: orders of which somebody holds or looks at something are broken; others are of the
+ * rows that they order, and nothing recorded later reads them. */
+void kl_tape_close_orders(KlTape *tape);
 
 /* A real tensor enters the program. Its state is live. */
 KlStatus kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlError *error);

@@ -145,9 +145,9 @@ class Replay:
         cross = (stand_ins or {}).get(entry.value) or self.cross_of(entry.value)
         if not run.is_body:
             return cross.read_whole(is_graph)
-        bounds = self.grid_of(run)[chunk]
-        if entry.is_range:
-            return cross.read_whole(False).narrow(0, 0, bounds[1] - bounds[0])
+        start, stop = self.grid_of(run)[chunk]
+        if entry.is_range and entry.place is not None:
+            return cross.read_whole(False).narrow(0, 0, (stop - start) * entry.place[3])
         place, grid = self._part_of(import_id, run)
         if place is None:
             return cross.gather(is_graph)

@@ -1,0 +1,318 @@
+/* rules_order.c - rows in an order of the chunk's own.
+ *
+ * NOTE [orders] Experts sort what they are given by expert, do their work, and put it back. Sorted as a whole no
+ * row is where a chunk would have it. But where all that happens in between is done to each entry by itself, or to
+ * those with the same key, each chunk may sort its own: what is put back is the same. So what is sorted gets an
+ * axis of its own, an *order*: calls go along it as along any other, and never meet the rows they were sorted
+ * from. What ties the two has a *role* (KlRole), and a rule here: an index of sources takes rows into the order,
+ * one of targets takes them back, counts of keys say where groups end. Any other call that reads what is ordered
+ * breaks the order: all of it runs once, on the whole, as it was written. */
+#include "rules.h"
+
+static bool
+is_order(const KlCall *call, KlAxisId axis)
+{
+    return axis != KL_ID_NONE && call->orders != NULL && axis < call->n_axes &&
+           call->orders[axis].of != KL_ID_NONE;
+}
+
+KlAxisId
+kl_rules_order(const KlCall *call)
+{
+    for (uint32_t i = 0; i < call->n_inputs && call->orders != NULL; i++) {
+        const KlMeta *meta = call->inputs[i];
+        if (meta != NULL && is_order(call, meta->place.axis)) {
+            return meta->place.axis;
+        }
+        if (meta != NULL && meta->role != KL_ROLE_NONE && is_order(call, meta->order)) {
+            return meta->order;
+        }
+    }
+    return KL_ID_NONE;
+}
+
+/* Whether the rows of input `i` are those of `axis`, and all of dim 0. */
+static bool
+is_along(const KlCall *call, uint32_t i, KlAxisId axis, int64_t n_of_row)
+{
+    const KlPlace *place = &call->inputs[i]->place;
+    return place->axis == axis && place->dim == 0 && place->outer == 1 && place->inner == n_of_row;
+}
+
+static bool
+has_role(const KlCall *call, uint32_t i, KlRole role, KlAxisId order)
+{
+    const KlMeta *meta = call->inputs[i];
+    return meta->role == (uint8_t)role && meta->order == order && meta->n_dims == 1;
+}
+
+static bool
+is_plain(const KlMeta *meta)
+{
+    return meta->role == KL_ROLE_NONE || meta->role == KL_ROLE_KEYS;
+}
+
+/* The call goes by rows: each input as it is, the result at `place`. */
+static bool
+go(KlInferred *result, const KlCall *call, const KlPlace *place)
+{
+    result->split =
+        (KlSplit){.mode = KL_MODE_ROWS, .axis = place->axis, .places = result->split.places};
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        result->split.places[i] = call->inputs[i]->place;
+    }
+    result->outs[0].place = *place;
+    return true;
+}
+
+/* Input `x` is indexed along its dim 0 by input `index`: into the order, or back. */
+static bool
+take(const KlCall *call, uint32_t x, uint32_t index, KlAxisId order, KlInferred *result)
+{
+    const KlMeta *of = call->inputs[index];
+    KlAxisId rows = call->orders[order].of;
+    KlPlace place = of->place;
+    bool points = has_role(call, index, KL_ROLE_SOURCES, order) ||
+                  has_role(call, index, KL_ROLE_POINTS, order);
+    bool is_into = points && place.axis == order && is_along(call, x, rows, of->n_of_row);
+    bool is_back = has_role(call, index, KL_ROLE_TARGETS, order) && place.axis == rows &&
+                   is_along(call, x, order, place.inner);
+    return call->inputs[x]->role == KL_ROLE_NONE && (is_into || is_back) &&
+           go(result, call, &place);
+}
+
+/* x[index], or x[index] = ...: the input that is the index; KL_ID_NONE: there is more between the brackets. */
+static uint32_t
+index_of(const KlCall *call)
+{
+    const KlArg *index = &call->args[1];
+    bool is_one =
+        index->kind == KL_ARG_INDEX && index->n == 1 && index->u.items[0].kind == KL_INDEX_TENSOR;
+    return is_one ? index->u.items[0].input : KL_ID_NONE;
+}
+
+/* x[sources] = v: all of it is written, with what is in the order, or with where that is. */
+static bool
+put_back(const KlCall *call, KlAxisId order, KlInferred *result)
+{
+    uint32_t index = index_of(call);
+    if (index == KL_ID_NONE || !has_role(call, index, KL_ROLE_SOURCES, order) ||
+        call->args[2].kind != KL_ARG_VALUE) {
+        return false;
+    }
+    KlPlace place = call->inputs[index]->place, back = place;
+    uint32_t value = call->args[2].input;
+    const KlMeta *target = call->inputs[0];
+    back.axis = call->orders[order].of;
+    bool is_range = value < 64 && (call->row_ranges >> value & 1) != 0 &&
+                    call->inputs[value]->n_dims == 1 &&
+                    call->inputs[value]->shape[0] == target->shape[0];
+    bool is_fitting =
+        is_along(call, 0, order, place.inner) || is_along(call, 0, back.axis, place.inner);
+    bool is_moved = is_along(call, value, order, place.inner) &&
+                    call->inputs[value]->role == KL_ROLE_NONE &&
+                    call->inputs[value]->n_dims == target->n_dims;
+    if (call->inputs[index]->n_of_row != place.inner || target->role != KL_ROLE_NONE ||
+        !is_fitting || !(is_range ? target->n_dims == 1 : is_moved)) {
+        return false;
+    }
+    (void)go(result, call, &back);
+    if (is_range) {
+        result->split.places[value] = place;
+        result->split.row_ranges |= UINT64_C(1) << value;
+        result->outs[0].role = KL_ROLE_TARGETS;
+    }
+    return true;
+}
+
+/* target.index_add(0, points, source): each chunk adds to its own rows. */
+static bool
+add_back(const KlCall *call, KlAxisId order, KlInferred *result)
+{
+    int64_t dim = 1;
+    if (call->args[2].kind != KL_ARG_VALUE || call->args[3].kind != KL_ARG_VALUE ||
+        kl_rules_int(call, 1, 1, &dim) != KL_OK || dim != 0) {
+        return false;
+    }
+    uint32_t index = call->args[2].input, source = call->args[3].input;
+    const KlMeta *of = call->inputs[index];
+    bool points = has_role(call, index, KL_ROLE_SOURCES, order) ||
+                  has_role(call, index, KL_ROLE_POINTS, order);
+    return points && is_along(call, 0, call->orders[order].of, of->n_of_row) &&
+           is_plain(call->inputs[0]) && is_plain(call->inputs[source]) &&
+           is_along(call, source, order, of->place.inner) &&
+           go(result, call, &call->inputs[0]->place);
+}
+
+/* What points to entries points to the groups of so many that they are in. */
+static bool
+divide(const KlCall *call, KlAxisId order, KlInferred *result)
+{
+    int64_t by = 0;
+    const KlMeta *of = call->inputs[0];
+    bool points =
+        has_role(call, 0, KL_ROLE_SOURCES, order) || has_role(call, 0, KL_ROLE_POINTS, order);
+    if (!points || call->n_inputs != 1 || call->args[1].kind != KL_ARG_INT ||
+        kl_rules_int(call, 1, 0, &by) != KL_OK || by <= 0 || of->n_of_row % by != 0) {
+        return false;
+    }
+    (void)go(result, call, &of->place);
+    result->outs[0].role = KL_ROLE_POINTS;
+    result->outs[0].n_of_row = of->n_of_row / by;
+    return true;
+}
+
+/* Where the sources are when they are sorted is where each went. */
+static bool
+invert(const KlCall *call, KlAxisId order, KlInferred *result)
+{
+    bool is_descending = true;
+    KlPlace place = call->inputs[0]->place;
+    if (!has_role(call, 0, KL_ROLE_SOURCES, order) || call->inputs[0]->n_of_row != place.inner ||
+        kl_rules_bool(call, 2, false, &is_descending) != KL_OK || is_descending) {
+        return false;
+    }
+    place.axis = call->orders[order].of;
+    (void)go(result, call, &place);
+    result->outs[0].role = KL_ROLE_TARGETS;
+    return true;
+}
+
+/* Keys are no less than 0, and those above the last bin are sorted after all others. */
+static bool
+count(const KlCall *call, KlAxisId order, KlInferred *result)
+{
+    double least = 0, most = 0;
+    if (!has_role(call, 0, KL_ROLE_KEYS, order) || !call->orders[order].is_ascending ||
+        call->n_inputs != 1 || kl_rules_float(call, 2, 0, &least) != KL_OK ||
+        kl_rules_float(call, 3, 0, &most) != KL_OK || least > 0 || most <= least) {
+        return false;
+    }
+    (void)go(result, call, &call->inputs[0]->place);
+    result->outs[0].place = KL_PLACE_WHOLE;
+    result->outs[0].role = KL_ROLE_COUNTS;
+    return true;
+}
+
+/* Of what is whole in a chunk: numbers of its own. */
+static bool
+go_on(const KlCall *call, KlAxisId order, KlRole role, KlInferred *result)
+{
+    (void)go(result, call, &KL_PLACE_WHOLE);
+    result->split.axis = order;
+    result->outs[0].role = (uint8_t)role;
+    return true;
+}
+
+/* Groups of the order's entries, as the offsets say. */
+static bool
+multiply_groups(const KlCall *call, KlAxisId order, KlInferred *result)
+{
+    const KlMeta *offsets = kl_rules_input(call, 2);
+    const KlPlace place = call->inputs[0]->place;
+    return offsets != NULL && offsets->role == KL_ROLE_OFFSETS && offsets->order == order &&
+           call->n_inputs == 3 && call->inputs[0]->n_dims == 2 &&
+           is_along(call, 0, order, place.inner) && call->inputs[0]->role == KL_ROLE_NONE &&
+           call->inputs[1]->role == KL_ROLE_NONE && !kl_place_is_rows(&call->inputs[1]->place) &&
+           go(result, call, &place);
+}
+
+static bool
+is_cast_of_integers(const KlCall *call, const KlInferred *result)
+{
+    KlDtype to = result->outs[0].dtype;
+    bool is_exact = to == KL_DTYPE_FLOAT32 || to == KL_DTYPE_FLOAT64 || to == KL_DTYPE_INT64;
+    bool is_count = call->inputs[0]->role != KL_ROLE_KEYS;
+    return call->row->shape == shape_cast && call->n_inputs == 1 && result->n_outs == 1 &&
+           (is_exact || (is_count && to == KL_DTYPE_INT32));
+}
+
+bool
+kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result)
+{
+    const KlMeta *first = call->inputs[0];
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const KlMeta *meta = call->inputs[i];
+        bool is_other = (is_order(call, meta->place.axis) && meta->place.axis != order) ||
+                        (meta->role != KL_ROLE_NONE && meta->order != order);
+        if (is_other) {
+            return false;
+        }
+    }
+    bool is_whole = first->role == KL_ROLE_COUNTS || first->role == KL_ROLE_OFFSETS;
+    if (is_whole && is_cast_of_integers(call, result)) {
+        return go_on(call, order, (KlRole)first->role, result);
+    }
+    uint32_t index = KL_ID_NONE;
+    int64_t dim = 1;
+    switch (kl_ops_tie(call->row)) {
+    case KL_TIE_TAKE:
+        index = index_of(call);
+        return index != KL_ID_NONE && take(call, 0, index, order, result);
+    case KL_TIE_SELECT:
+        return call->args[2].kind == KL_ARG_VALUE && kl_rules_int(call, 1, 1, &dim) == KL_OK &&
+               dim == 0 && take(call, 0, call->args[2].input, order, result);
+    case KL_TIE_PUT:
+        return put_back(call, order, result);
+    case KL_TIE_ADD:
+        return add_back(call, order, result);
+    case KL_TIE_DIVIDE:
+        return divide(call, order, result);
+    case KL_TIE_ARGSORT:
+        return invert(call, order, result);
+    case KL_TIE_COUNT:
+        return count(call, order, result);
+    case KL_TIE_ADD_UP:
+        return first->role == KL_ROLE_COUNTS && call->n_inputs == 1 &&
+               go_on(call, order, KL_ROLE_OFFSETS, result);
+    case KL_TIE_GROUPS:
+        return multiply_groups(call, order, result);
+    default:
+        return false;
+    }
+}
+
+bool
+kl_rules_keeps_order(const KlCall *call, KlAxisId order, const KlInferred *result)
+{
+    const KlSplit *split = &result->split;
+    bool reads_sizes = call->row->shape == shape_like && call->row->kind == KL_ROW_OP;
+    bool is_sum = split->mode == KL_MODE_REDUCE &&
+                  (split->reduce == KL_REDUCE_SUM || split->reduce == KL_REDUCE_MEAN);
+    if (result->is_random || split->is_open || split->row_ranges != 0 ||
+        call->row->place == place_scan || (split->mode != KL_MODE_ROWS && !is_sum)) {
+        return false;
+    }
+    int64_t inner = 0;
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        const KlMeta *meta = call->inputs[i];
+        bool is_ordered = meta->place.axis == order;
+        if (!kl_place_is_equal(&meta->place, &split->places[i]) ||
+            (!is_ordered && kl_place_is_rows(&meta->place)) || !(is_plain(meta) || reads_sizes) ||
+            (is_ordered &&
+             (meta->place.outer != 1 || (inner != 0 && inner != meta->place.inner)))) {
+            return false;
+        }
+        inner = is_ordered ? meta->place.inner : inner;
+    }
+    for (uint32_t i = 0; i < result->n_outs && !is_sum; i++) {
+        const KlPlace *place = &result->outs[i].place;
+        if (place->axis != order || place->outer != 1 || place->inner != inner) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void
+kl_rules_pass_role(const KlCall *call, KlAxisId order, KlInferred *result)
+{
+    const KlMeta *first = call->inputs[0];
+    if (first->role == KL_ROLE_KEYS && result->split.mode == KL_MODE_ROWS &&
+        result->outs[0].role == KL_ROLE_NONE && is_cast_of_integers(call, result)) {
+        result->outs[0].role = KL_ROLE_KEYS;
+    }
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        result->outs[i].order = order;
+    }
+}
