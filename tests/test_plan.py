@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from koila import plan, replay
-from koila.program import Program
+from koila.program import Program, Way
 from koila.rows import grid, largest
 from limits import made_up, there
 from oracle import Lazy, eager
@@ -396,3 +397,27 @@ def test_a_refusal_names_what_was_compared() -> None:
             needed, left = map(int, re.findall(r"\((\d+) bytes\)", str(error)))
             assert needed > left
     assert n_refused > 0
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(0.7, 0), (0.62, 2), (0.58, 4), (0.3, 2)])
+def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
+    share: float, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, where none is, the cheapest that takes little more than the least."""
+    needs = {0: 700, 1: 650, 2: 600, 4: 580, 8: 579}
+
+    class Needs:
+        rows, whole = 8, 1000.0
+
+        def __init__(self, n_light: int) -> None:
+            self.n_light = n_light
+
+        def peak(self, rows: int) -> tuple[float, int]:
+            return float(needs[self.n_light]), 0
+
+    program: Any = SimpleNamespace(entered=[])
+    options = [SimpleNamespace(way=Way(n_light=n), estimate=Needs(n)) for n in (1, 2, 4, 8)]
+    monkeypatch.setattr(plan, "_ASKED_SHARE", share)
+    monkeypatch.setattr(plan, "_light", lambda program: iter(options))
+    monkeypatch.setattr(plan.memory, "estimate", lambda *_: Needs(0))
+    assert plan._find_way_in(4, program).n_light == wanted

@@ -421,8 +421,9 @@ def _find_way_in(chunks: int, program: Program) -> Way:
     if len(found) > 1 and min(found)[0] > estimate.whole:
         again = (Way(keep_every=n) for n in _KEEP)
         found += [(memory.estimate(program, True, way).peak(rows)[0], way) for way in again]
-    near = gradients + _NEARLY * (min(found)[0] - gradients)
-    return next(way for n_bytes, way in found if n_bytes <= max(asked, near))
+    least = min(found)[0]
+    enough = asked if least <= asked else gradients + _NEARLY * (least - gradients)
+    return next(way for n_bytes, way in found if n_bytes <= enough)
 
 
 def _pieces(program: Program, is_graph: bool) -> Iterator[Option]:
