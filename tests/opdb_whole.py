@@ -42,23 +42,23 @@ _NAMES = {
     linalg.ldl_solve linalg.lstsq linalg.lstsq.grad_oriented linalg.lu linalg.lu_factor
     linalg.lu_factor_ex linalg.lu_solve linalg.matrix_norm linalg.matrix_power
     linalg.matrix_rank linalg.matrix_rank.hermitian linalg.multi_dot linalg.pinv
-    linalg.pinv.hermitian linalg.pinv.singular linalg.qr linalg.slogdet linalg.solve
+    linalg.pinv.hermitian linalg.qr linalg.slogdet linalg.solve
     linalg.solve_ex linalg.solve_triangular linalg.svd linalg.svdvals linalg.tensorinv
     linalg.tensorsolve linalg.vander linalg.vecdot log_normal logdet lu lu_solve
-    lu_unpack mH masked_scatter matrix_exp max_pool2d_with_indices_backward
-    meshgrid.list_of_tensors meshgrid.variadic_tensors msort mvlgamma.mvlgamma_p_1
+    lu_unpack mH masked_scatter matrix_exp meshgrid.list_of_tensors
+    meshgrid.variadic_tensors msort mvlgamma.mvlgamma_p_1
     mvlgamma.mvlgamma_p_3 mvlgamma.mvlgamma_p_5 nanmean nanquantile narrow_copy
     native_batch_norm native_dropout_backward native_group_norm native_layer_norm
     new_empty_strided nextafter nn.functional.cosine_embedding_loss
     nn.functional.feature_alpha_dropout.without_train nn.functional.fractional_max_pool2d
     nn.functional.fractional_max_pool3d nn.functional.hinge_embedding_loss
-    nn.functional.max_unpool1d nn.functional.max_unpool1d.grad nn.functional.max_unpool2d
+    nn.functional.max_unpool2d
     nn.functional.max_unpool2d.grad nn.functional.max_unpool3d nn.functional.max_unpool3d.grad
     nn.functional.pad.replicate_negative nn.functional.pdist nn.functional.poisson_nll_loss
     nonzero nonzero_static norm.nuc normal.in_place ormqr permute_copy pinverse polar
     polygamma.polygamma_n_0 polygamma.polygamma_n_1 polygamma.polygamma_n_2
     polygamma.polygamma_n_3 polygamma.polygamma_n_4 positive put qr quantile rand_like
-    randint_like randn_like real renorm resize_ resize_as_ resolve_conj resolve_neg rot90
+    randint_like randn_like real renorm resolve_conj resolve_neg rot90
     scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean scatter_reduce.prod
     scatter_reduce.sum searchsorted select_scatter slice special.airy_ai special.bessel_j0
     special.bessel_j1 special.bessel_y0 special.bessel_y1 special.chebyshev_polynomial_t
@@ -72,15 +72,14 @@ _NAMES = {
     special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
     special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w
     special.spherical_bessel_j0 special.xlog1py special.zeta split_with_sizes_copy squeeze_copy
-    stft sum_to_size svd t_copy take tensordot to_sparse torch.ops.aten._safe_softmax.default
+    sum_to_size svd t_copy take tensordot to_sparse torch.ops.aten._safe_softmax.default
     trace transpose_copy trapezoid trapz triangular_solve unbind_copy unfold_copy uniform unique
     unique_consecutive unsqueeze_copy vdot view_copy
     """,
     # Running statistics of the batch; samples of one row; products of rows by rows.
     WHOLE: """
     nn.functional.pixel_shuffle nn.functional.pixel_unshuffle
-    pca_lowrank svd_lowrank
-    """,
+        """,
 }
 
 #: op: why it is whole

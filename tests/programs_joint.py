@@ -362,7 +362,6 @@ JOINT_STEPS = [
         vectors_and_labels,
         quantise_step,
         joint="custom function",
-        partly="a custom function runs at once",
     ),
     Program(
         "critic", tanh_gan, vectors, critic_step, joint="create_graph", draws=WHOLE, partly=TWICE

@@ -42,7 +42,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "hard_triplet": (CUT, 0.07, 0.0),
     "sparse_mixture": (OUTSIDE, 0.18, 0.26),
     "reused": (CUT, 0.0, 0.09),
-    "quantise": (OUTSIDE, 0.36, 0.19),
+    "quantise": (OUTSIDE, 0.36, 0.42),
     "critic": (OUTSIDE, 0.0, 0.12),
 }
 

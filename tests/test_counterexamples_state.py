@@ -114,7 +114,7 @@ def test_outputs_written_into_zeros(chunks: int | None, read: str) -> None:
         loss.backward()
         return loss, out, gradients(model)
 
-    assert_same_story(story, chunks, partly="the plain tensor is written at once")
+    assert_same_story(story, chunks)
 
 
 @each_split
@@ -283,7 +283,7 @@ def test_embedding_with_a_largest_norm(chunks: int | None) -> None:
             losses.append(loss.item())
         return losses, table, gradients(table)
 
-    assert_same_story(story, chunks, whole="the weight is written when it is read")
+    assert_same_story(story, chunks, partly="the weight is written when it is read")
 
 
 @each_split
@@ -381,7 +381,7 @@ def test_statistics_that_several_calls_share(run: Any, chunks: int | None) -> No
         return loss, gradients(*parts), norm.running_mean, norm.running_var, parts[2][1].running_var
 
     partly = "what reads statistics that a call before writes, or will, runs at once"
-    is_mixed = run.__name__.startswith(("evaluated", "statistics"))
+    is_mixed = run.__name__.startswith(("evaluated", "statistics_by"))
     assert_same_story(story, chunks, partly=partly if is_mixed else "")
 
 

@@ -222,7 +222,7 @@ def test_custom_functions(chunks: int | None, captured: bool) -> None:
         loss.backward()
         return loss, gradients(model)
 
-    assert_same_story(story, chunks, partly="a custom function runs at once")
+    assert_same_story(story, chunks)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -56,7 +56,7 @@ def views_after(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return r * x.unsqueeze(-1), after
 
 
-@PROGRAMS.add_but(partly="the gradients of views that are there go through what is turned")
+@PROGRAMS.add
 def views_before_and_after(x: Tensor, w: Tensor, v: Tensor) -> Any:
     r = x @ w
     before = r[:, 1:]
@@ -120,7 +120,7 @@ def without_gradients(x: Tensor, w: Tensor) -> Any:
     return step, r
 
 
-@PROGRAMS.add_but(whole="a value that loses its graph runs at once")
+@PROGRAMS.add_but(partly="what loses its graph is there, and so is the loss")
 def without_its_gradient(x: Tensor, w: Tensor) -> Any:
     r = x @ w
     with torch.no_grad():

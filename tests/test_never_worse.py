@@ -29,7 +29,6 @@ PAIRED = {"attention_over_rows", "clip", "hard_triplet", "info_nce", "info_nce_d
 PAIRED |= {"pairwise", "sim_clr", "sup_con"}
 
 CROSSED = "what crosses to and from joints is whole, beside gradients that torch is handed whole"
-HEAD = "what an unrecorded call left, and its gradient, stay while torch goes back through that"
 CHECKPOINT = "in one chunk a checkpoint's body runs with its graph"
 
 #: What takes more, why, and at most how much of eager's peak: in one chunk, in several, by rows.
@@ -38,7 +37,6 @@ WORSE: dict[str, tuple[str, float, float, float]] = {
     "checkpoint": (CHECKPOINT, 1.3, 1, 1),
     "sparse_mixture": (CROSSED, 1, 1.15, 1),
     "shuffled": (CROSSED, 1, 1.57, 1),
-    "quantise": (HEAD, 1, 1.2, 1),
 }
 
 

@@ -144,7 +144,7 @@ def test_equals_eager(name: str, is_read_first: bool, chunks: int) -> None:
 def test_what_needs_a_gradient_is_refused(chunks: int) -> None:
     """`out=` has no gradient: with one, torch's own error, and nothing is written."""
     x, w = torch.ones(N_ROWS, 4), torch.ones(4, 4, requires_grad=True)
-    with split(chunks, whole="torch refuses it, who is given numbers for that"):
+    with split(chunks):
         lazy = koila.lazy(x)
         r = lazy * 2
         for given in (lazy @ w, lazy):

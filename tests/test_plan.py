@@ -312,8 +312,8 @@ def test_a_write_across_stages_is_refused_too() -> None:
         loss.backward()
 
 
-def test_a_refusal_names_what_ran_whole_before() -> None:
-    """What a call that cannot be recorded made is held by the graph behind it."""
+def test_a_refusal_names_where_the_program_was_cut() -> None:
+    """What a call that cannot be recorded is given and makes is held by the graph behind it."""
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -332,8 +332,8 @@ def test_a_refusal_names_what_ran_whole_before() -> None:
     ):
         first(Twice.apply(first(x).tanh())).exp().mean().backward()
     assert re.search(
-        rf"outside the program; Twice.apply \({__file__}:\d+\) made 2 calls with [\d.]+ MiB of "
-        "results run whole: it needs its arguments with their graph",
+        rf"outside the program; Twice.apply \({__file__}:\d+\) had 1.0 MiB put together: "
+        "it is not recorded, and the program is cut before it",
         str(caught.value),
     )
 

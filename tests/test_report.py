@@ -179,8 +179,8 @@ class Double(torch.autograd.Function):
         return gradients[0] * 2
 
 
-def test_a_model_that_ran_whole_is_not_hidden_by_what_came_after() -> None:
-    """The loss alone ran in chunks: that is not what the step did."""
+def test_where_a_program_was_cut() -> None:
+    """Each part is told, and what was put together where it was cut."""
     model = nn.Sequential(nn.Linear(6, 64), nn.ReLU())
     with koila.config(chunks=3):
         x, _ = batch()
@@ -189,14 +189,14 @@ def test_a_model_that_ran_whole_is_not_hidden_by_what_came_after() -> None:
         doubled = Double.apply(made)
         doubled.pow(2).mean().backward()
     report = koila.report()
-    assert report.n_chunks == 1 and report.n_rows is None
-    assert [program.n_chunks for program in report.programs] == [1, 3]
+    assert report.n_chunks == 3 and report.n_rows == 4
+    assert [program.n_chunks for program in report.programs] == [3, 3, 3]
     (whole,) = report.programs[0].whole
     number = int(line.rpartition(":")[2]) + 1
     assert whole.call == "Double.apply" and whole.line == f"{__file__}:{number}"
-    assert whole.n_bytes == report.programs[0].n_bytes == 2 * 12 * 64 * 4
-    assert (whole.n_calls, whole.is_recorded) == (report.programs[0].n_calls, False) == (2, False)
-    told = f"Double.apply ({whole.line}) made 2 calls with 6.0 KiB of results run whole"
+    assert whole.n_bytes == 12 * 64 * 4
+    assert (whole.n_calls, whole.is_recorded) == (0, False)
+    told = f"Double.apply ({whole.line}) had 3.0 KiB put together: it is not recorded, and the"
     assert told in str(report)
 
 

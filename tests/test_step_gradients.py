@@ -465,7 +465,7 @@ def test_full_backward_hooks(chunks: int | None) -> None:
         F.cross_entropy(model(x), y).backward()
         return seen, gradients(model)
 
-    assert_same_story(story, chunks, partly="torch hooks a function of its own in")
+    assert_same_story(story, chunks)
 
 
 @each_split

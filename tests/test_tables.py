@@ -274,7 +274,7 @@ def test_what_has_no_schema_keeps_its_gradient(name: str) -> None:
         warnings.simplefilter("ignore")
         n_calls, n_cut = check_calls(name, 2)
     assert n_calls > 0
-    assert (n_cut == 0) == (name in ("apply_", "map_")), f"{n_cut} calls were cut"
+    assert n_cut > 0
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 12])

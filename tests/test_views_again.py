@@ -96,7 +96,7 @@ def written_beside_what_is_detached(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return (d + 1).mean(), r, d * v, e * v
 
 
-@PROGRAMS.add_but(partly="what is written to a plain tensor runs at once")
+@PROGRAMS.add
 def views_of_a_plain_tensor(x: Tensor, labels: Tensor, w: Tensor) -> Any:
     """Their numbers may be there early: they are views of the plain tensor all the same."""
     r, q, p = (torch.ones(x.shape, dtype=x.dtype) for _ in range(3))
@@ -177,8 +177,6 @@ def _given_and_written(give: Callable[[Tensor], Any]) -> Any:
 
 
 USES = [_given_without_gradients, _given_before_a_write, _given_and_written]
-#: These are no rows of the table: what they are given runs first, and is a number then.
-AT_ONCE = {"resolve_conj", "sum_to_size"}
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -186,9 +184,7 @@ AT_ONCE = {"resolve_conj", "sum_to_size"}
 @pytest.mark.parametrize("name", GIVERS)
 def test_what_gives_its_input_back(name: str, use: Callable[..., Any], chunks: int) -> None:
     why = {}
-    if name in AT_ONCE and use is not _given_and_written:
-        why["partly"] = "a call that has no row"
-    elif name == "broadcast_tensors" and use is _given_before_a_write:
+    if name == "broadcast_tensors" and use is _given_before_a_write:
         why["partly"] = "a view of one of several inputs that is written"
     elif name == "squeeze" and use is _given_and_written:
         why["whole"] = "it would drop a batch of one row, and what it shares is written"

@@ -49,14 +49,14 @@ core_bind(PyObject *module, PyObject *args)
     PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
     PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
              *check_draws = NULL, *move_on = NULL, *read = NULL, *in_transform = NULL,
-             *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *note_live = NULL,
+             *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *bridge = NULL,
              *note_ran = NULL, *device_of = NULL, *wait_for_copy = NULL, *choose = NULL,
              *record_out = NULL, *settle = NULL, *is_out_of_memory = NULL;
     unsigned int reductions = 0;
     if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
                           &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
-                          &bind_hooks, &note_live, &note_ran, &device_of, &wait_for_copy, &choose,
+                          &bind_hooks, &bridge, &note_ran, &device_of, &wait_for_copy, &choose,
                           &record_out, &settle, &is_out_of_memory, &PyTuple_Type, &folders,
                           &reductions) ||
         kl_source_init(folders) < 0) {
@@ -70,7 +70,7 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
     Py_XSETREF(kl_py.move_on, Py_NewRef(move_on));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
-    Py_XSETREF(kl_py.note_live, Py_NewRef(note_live));
+    Py_XSETREF(kl_py.bridge, Py_NewRef(bridge));
     Py_XSETREF(kl_py.note_ran, Py_NewRef(note_ran));
     Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
     Py_XSETREF(kl_py.wait_for_copy, Py_NewRef(wait_for_copy));
@@ -105,7 +105,7 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
-     "note_live, note_ran, device_of, wait_for_copy, choose_attention, record_out, settle, "
+     "bridge, note_ran, device_of, wait_for_copy, choose_attention, record_out, settle, "
      "is_out_of_memory, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
@@ -304,6 +304,27 @@ static PyMethodDef functions[] = {
     {"close", core_close, METH_NOARGS,
      "close($module, /)\n--\n\nForget the program where the user can reach nothing pending or "
      "known."},
+    {"can_cut", kl_bridge_can_cut, METH_NOARGS,
+     "can_cut($module, /)\n--\n\n"
+     "Whether each lazy of this thread's tape can be given a tensor, once it has a number."},
+    {"reached", kl_bridge_reached, METH_NOARGS,
+     "reached($module, /)\n--\n\n"
+     "The values with a number that the user can reach, as (value, number), and the real tensors "
+     "with a gradient that lead to them; None where one cannot be given a tensor."},
+    {"hand_out", kl_bridge_hand_out, METH_VARARGS,
+     "hand_out($module, roots, others, /)\n--\n\n"
+     "Give the user's lazies of these values the tensors of pairs (value, tensor), and the thread "
+     "a "
+     "new tape; the lazies that stand for the roots from now on."},
+    {"set_wanted", kl_bridge_set_wanted, METH_VARARGS,
+     "set_wanted($module, lazies, is_wanted, /)\n--\n\n"
+     "Whether anybody is to get the numbers of these lazies."},
+    {"replace_leaves", kl_bridge_replace_leaves, METH_VARARGS,
+     "replace_leaves($module, lazy, make, /)\n--\n\n"
+     "Let a live run of the tape of a lazy have make(leaf) for each leaf that needs a gradient."},
+    {"replace_leaf", kl_bridge_replace_leaf, METH_VARARGS,
+     "replace_leaf($module, lazy, leaf, tensor, /)\n--\n\n"
+     "Let the tape of a lazy, which was cut off, have a tensor for a leaf."},
     {"known", core_known, METH_O,
      "known($module, lazy, /)\n--\n\nThe number of a lazy, or None while it is pending."},
     {"pending_bytes", core_pending_bytes, METH_NOARGS,

@@ -117,6 +117,7 @@ struct Tape {
     KlInferred inferred; /* scratch of the recorder */
     bool is_running;     /* a replay is under way, or a call is being recorded */
     bool is_kept;        /* a run in chunks left it open: what its leaves were may be gone by now */
+    bool is_cut_off;     /* nothing is recorded onto it any more, and its statistics are written */
     KlNodeId raised;     /* the call at which the last run in chunks stopped; KL_ID_NONE */
     PyObject *memo; /* dict for the replay in chunks: the random grid; NULL until it is asked for */
 };
@@ -165,7 +166,7 @@ typedef struct KlPyState {
     PyObject *move_on;                 /* koila.draws: what waits draws now */
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
-    PyObject *note_live;               /* koila.explain.log_live: a call makes the program whole */
+    PyObject *bridge;                  /* koila.bridge: a call that cannot be recorded */
     PyObject *note_ran;                /* koila.reports.note_whole: what ran whole, and for whom */
     PyObject *device_of;               /* koila.devices: which device a name without index means */
     PyObject *wait_for_copy;           /* koila.devices: wait for a copy to the CPU */
@@ -317,6 +318,27 @@ void kl_tape_give_up(Tape *tape);
 
 /* Let `tape` be this thread's; NULL: it has none. */
 int kl_tape_use(Tape *tape);
+/* A new reference to a tape that is no thread's yet. */
+Tape *kl_tape_new(void);
+
+/* -- py_bridge.c: a program is cut, and its lazies get tensors ------------------------------------ */
+
+/* can_cut(): whether each lazy of this thread's tape can be given a tensor of its own. */
+PyObject *kl_bridge_can_cut(PyObject *module, PyObject *ignored);
+/* reached() -> ([(value, number)], [leaf]): what the user can reach and has a number, and the real tensors
+ * with a gradient that lead to it; None where a lazy among them cannot be given a tensor. */
+PyObject *kl_bridge_reached(PyObject *module, PyObject *ignored);
+/* hand_out(roots, others) -> lazies that stand for the values of `roots` from now on. Both are lists of
+ * (value, tensor): the user's lazies of these get the tensors, and what they record goes onto a new tape. */
+PyObject *kl_bridge_hand_out(PyObject *module, PyObject *args);
+/* set_wanted(lazies, flag): whether anybody is to get their numbers. */
+PyObject *kl_bridge_set_wanted(PyObject *module, PyObject *args);
+/* replace_leaves(lazy, make): run live, the tape of a lazy has make(leaf) in place of each leaf that needs a
+ * gradient. */
+PyObject *kl_bridge_replace_leaves(PyObject *module, PyObject *args);
+/* replace_leaf(lazy, leaf, tensor): the tape of a lazy, which was cut off, has `tensor` for a leaf from now
+ * on. */
+PyObject *kl_bridge_replace_leaf(PyObject *module, PyObject *args);
 
 /* -- py_turn.c: a tape is used by one thread at a time ------------------------------------------- */
 

@@ -187,7 +187,7 @@ count_handles(const Tape *tape)
 {
     uint32_t *n_handles = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(*n_handles));
     for (size_t i = 0; n_handles != NULL && i < tape->core.n_values; i++) {
-        n_handles[tape->core.values[i].storage] += tape->values[i].handle != NULL;
+        n_handles[tape->core.values[i].storage] += tape->core.values[i].is_wanted;
     }
     return n_handles;
 }
@@ -242,9 +242,9 @@ find_wanted(Tape *tape, KlIds *wanted, KlIds *reached)
         for (uint32_t k = 0; k < node->n_outs && !node->is_abandoned; k++) {
             KlValueId out = node->first_out + k;
             bool is_pending = tape->core.values[out].state == KL_STATE_PENDING;
-            bool is_reached = is_pending && tape->values[out].handle != NULL;
+            bool is_reached = is_pending && tape->core.values[out].is_wanted;
             bool is_known =
-                tape->core.values[out].state == KL_STATE_KNOWN && tape->values[out].handle != NULL;
+                tape->core.values[out].state == KL_STATE_KNOWN && tape->core.values[out].is_wanted;
             bool has_effect = is_pending && (node->leaf_writes != 0 || node->is_random) && k == 0 &&
                               kl_program_is_committed(tape, (KlNodeId)i) == 0;
             if (((is_reached || has_effect) && add_id(wanted, out) < 0) ||
@@ -298,7 +298,7 @@ find_known(Tape *tape, KlIds *wanted, KlIds *reached)
         for (uint32_t k = 0; k < node->n_outs && node->must_run; k++) {
             KlValueId out = node->first_out + k;
             bool is_reached = tape->core.values[out].state == KL_STATE_PENDING &&
-                              tape->values[out].handle != NULL;
+                              tape->core.values[out].is_wanted;
             if (((is_reached || k == 0) && add_id(wanted, out) < 0) ||
                 (is_reached && add_id(reached, out) < 0)) {
                 return -1;

@@ -255,27 +255,6 @@ has_gradient(PyObject *lazy, void *context)
     return value->real != NULL ? kl_meta_requires_grad(value->real) : 0; /* NULL: its call failed */
 }
 
-/* A call that needs the real graph: all that waits runs now, whole, and that is said. */
-PyObject *
-kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
-{
-    const Tape *tape = kl_tape_open_or_null();
-    bool has_graph = false; /* what waits without one is light: labels, masks */
-    for (size_t i = 0; tape != NULL && !tape->is_running && i < tape->core.n_nodes; i++) {
-        const KlNode *node = &tape->core.nodes[i];
-        has_graph =
-            has_graph || (!node->is_done && tape->core.values[node->first_out].meta.requires_grad);
-    }
-    if (has_graph) {
-        PyObject *noted = PyObject_CallOneArg(kl_py.note_live, func);
-        if (noted == NULL) {
-            return NULL;
-        }
-        Py_DECREF(noted);
-    }
-    return kl_live_call(func, args, kwargs, kind);
-}
-
 /* Whether a call that waits reads memory of a plain tensor: it must run before that is written. */
 static bool
 is_read(const Tape *tape, PyObject *tensor)
@@ -298,6 +277,44 @@ is_lazy_read(const Tape *tape, PyObject *lazy)
 {
     const Value *value = kl_lazy_value(lazy);
     return tape != NULL && !tape->is_running && value->real != NULL && is_read(tape, value->real);
+}
+
+static int
+is_attached(PyObject *lazy, void *tape)
+{
+    return kl_lazy_value(lazy)->tape == tape || is_lazy_read(tape, lazy);
+}
+
+/* Whether a call is given values that wait on this thread's tape, or that what waits reads, and none of them
+ * runs now. */
+static bool
+is_waiting(PyObject *args, PyObject *kwargs)
+{
+    Tape *tape = kl_tape_open_or_null();
+    if (tape == NULL || tape->is_running) {
+        return false;
+    }
+    return kl_call_visit(args, is_attached, tape) != 0 ||
+           (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, is_attached, tape) != 0);
+}
+
+/* A call that needs the real graph: what waits is cut off before it, or runs, whole, and that is said. */
+PyObject *
+kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
+{
+    if (!is_waiting(args, kwargs)) {
+        return kl_live_call(func, args, kwargs, kind);
+    }
+    const Tape *tape = kl_tape_open_or_null();
+    bool has_graph = false; /* what waits without one is light: labels, masks */
+    for (size_t i = 0; i < tape->core.n_nodes; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        has_graph =
+            has_graph || (!node->is_done && tape->core.values[node->first_out].meta.requires_grad);
+    }
+    return PyObject_CallFunctionObjArgs(kl_py.bridge, func, args, kwargs != NULL ? kwargs : Py_None,
+                                        has_graph ? Py_True : Py_False,
+                                        kind == KL_LIVE_PLAIN ? Py_True : Py_False, NULL);
 }
 
 /* A call may write a lazy that has its tensor: what waits and reads that memory runs before. */
@@ -460,7 +477,9 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
             needs_graph = kl_call_visit(kwargs, has_gradient, NULL);
         }
     }
-    if (needs_graph < 0 || (may_write(function, out) && run_before_write(args, out) < 0)) {
+    bool is_bridge = needs_graph > 0 && is_waiting(args, kwargs); /* which keeps what is written */
+    if (needs_graph < 0 ||
+        (!is_bridge && may_write(function, out) && run_before_write(args, out) < 0)) {
         return NULL;
     }
     if (draw_before(function) < 0) {

@@ -143,7 +143,10 @@ is_rewritten(const Tape *tape, KlValueId leaf)
 int
 kl_stale_is_lost(const Tape *tape, KlValueId leaf)
 {
-    if (tape->core.values[leaf].node != KL_ID_NONE || tape->core.values[leaf].n_pending == 0) {
+    const KlValue *value = &tape->core.values[leaf];
+    /* Statistics that what was cut off has written are written again by what comes after. */
+    bool is_over = tape->is_cut_off && value->n_pending == value->n_aside;
+    if (value->node != KL_ID_NONE || value->n_pending == 0 || is_over) {
         return 0;
     }
     int changed = is_changed(&tape->values[leaf]);

@@ -462,6 +462,17 @@ kl_tape_open_or_null(void)
 }
 
 Tape *
+kl_tape_new(void)
+{
+    Tape *tape = (Tape *)kl_py.tape_type->tp_alloc(kl_py.tape_type, 0); /* zeroed */
+    if (tape != NULL) {
+        kl_tape_init(&tape->core);
+        tape->raised = KL_ID_NONE;
+    }
+    return tape;
+}
+
+Tape *
 kl_tape_open(void)
 {
     Tape *tape = kl_tape_open_or_null();
@@ -469,12 +480,10 @@ kl_tape_open(void)
     if (thread == NULL) {
         return tape;
     }
-    tape = (Tape *)kl_py.tape_type->tp_alloc(kl_py.tape_type, 0); /* zeroed */
+    tape = kl_tape_new();
     if (tape == NULL) {
         return NULL;
     }
-    kl_tape_init(&tape->core);
-    tape->raised = KL_ID_NONE;
     /* The collector may have run, and a finalizer that made one. */
     PyObject *kept = PyDict_SetDefault(thread, (PyObject *)kl_py.tape_type, (PyObject *)tape);
     Py_DECREF(tape);

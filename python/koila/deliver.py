@@ -7,7 +7,7 @@ the step, asked for again, would add them a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ import torch
 _ACCUMULATE = type(torch.autograd.graph.get_gradient_edge(torch.ones((), requires_grad=True)).node)
 
 
-def _behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves of the graph that a tensor is on."""
+def _nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
+    """The nodes of the graph that a tensor is on."""
     seen: set[Any] = set()
     stack: list[Any] = [tensor.grad_fn]
     while stack:
@@ -24,10 +24,23 @@ def _behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node) is _ACCUMULATE:
-            leaf: Any = getattr(node, "variable", None)  # torch's stubs do not know it
-            yield leaf
+        yield node
         stack.extend(following for following, _ in node.next_functions)
+
+
+def _behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves of the graph that a tensor is on."""
+    for node in _nodes_behind(tensor):
+        if type(node) is _ACCUMULATE:
+            yield getattr(node, "variable")  # noqa: B009  torch's stubs do not know it
+
+
+def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether programs that were cut off (`bridge.py`) run when these gradients are handed out."""
+    functions = (
+        getattr(node, "_forward_cls", None) for real, _ in found for node in _nodes_behind(real)
+    )
+    return any(getattr(function, "runs_program", False) for function in functions)
 
 
 def _has_hooks(leaf: torch.Tensor) -> bool:
@@ -60,3 +73,54 @@ class Undo:
                 if gradient is not None and numbers is not None:
                     gradient.copy_(numbers)
                 leaf.grad = gradient
+
+
+class _Give(torch.autograd.Function):
+    """Hands a gradient on that nobody else holds: it is there no longer than autograd needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, real: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
+        ctx.box = box
+        return _zeros(real)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.box.pop(), None
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _entry(real: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a gradient enters the user's graphs, and what is sent there."""
+    if gradient.is_sparse:
+        return real, gradient
+    if real.is_leaf:
+        return real.view_as(real), gradient
+    give: Any = _Give
+    return give.apply(real, [gradient]), _zeros(real)
+
+
+def deliver(
+    found: list[tuple[torch.Tensor, torch.Tensor]],
+    finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+) -> Any:
+    """Hand out the gradients of real tensors, all or none.
+
+    Args:
+        found: the tensors, and their gradients; it is used up.
+        finish: given outputs and gradients, calls torch's backward.
+
+    Returns:
+        What `finish` returns.
+    """
+    undo = Undo([real for real, _ in found], [gradient for _, gradient in found])
+    with torch.enable_grad():
+        entries = [_entry(real, gradient) for real, gradient in found]
+    found.clear()
+    try:
+        return finish([output for output, _ in entries], [sent for _, sent in entries])
+    except BaseException:
+        undo.put_back()
+        raise

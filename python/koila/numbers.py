@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -12,6 +13,15 @@ from koila.cross import Cross
 from koila.program import Program
 from koila.spent import outdated, spent
 from koila.threads import in_turn
+
+_data: Any = torch._C.TensorBase.data
+
+
+def as_new(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory as a call would have made it: a view of nothing, never written,
+    on no graph."""
+    made: torch.Tensor = _data.__get__(tensor)
+    return made
 
 
 class Numbers:
@@ -58,7 +68,7 @@ class Numbers:
         if value not in self.made:
             known = self.program.info(value).result  # what was read stays what it was
             # Put together without a graph it may be a view, which torch would not let be written.
-            result = known if known is not None else self.cross[value].read_whole(False).detach()
+            result = known if known is not None else as_new(self.cross[value].read_whole(False))
             self.made[value] = spent(result) if self._is_spent(value) else result
         return self.made[value]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -32,6 +33,24 @@ def check(program: Program) -> None:
                 draws.move_on()  # what is drawn from now on comes after it, as in eager
                 _core.abandon()
                 raise RuntimeError(_told(program, node, value, writer))
+
+
+def check_leaves(program: Program, leaves: Collection[int]) -> None:
+    """Raise what eager's backward raises where a call kept one of `leaves`, which was written since
+    by a call that is not in the program."""
+    for node in program.nodes.values():
+        if not any(map(program.needs_gradient, node.outs)):
+            continue
+        for value in {program.imports[i].value for i in node.imports if i >= 0}.intersection(
+            leaves
+        ):
+            if _needs_as_before(program, node, value):
+                info = program.info(value)
+                kind = torch.empty(0, dtype=info.dtype, device=info.device).type()
+                raise RuntimeError(
+                    f"{_TEXT}: [{kind} {list(info.shape)}], which {_call(node.id)} keeps, was "
+                    "written by a call that is not recorded"
+                )
 
 
 def _is_uncounted(program: Program, value: int) -> bool:

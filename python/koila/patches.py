@@ -23,7 +23,6 @@ from koila import (
     budget,
     checkpoints,
     draws,
-    explain,
     handlers,
     meta,
     numbers,
@@ -60,16 +59,23 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
     _assign(owner, name, replacement)
 
 
-def _live_if_lazy(original: Callable[..., Any], is_plain: bool) -> Callable[..., Any]:
+def _live_if_lazy(
+    original: Callable[..., Any], is_plain: bool, run: Callable[..., Any] = _core.live
+) -> Callable[..., Any]:
     """`original`, run on real tensors where a lazy is among its arguments."""
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if _holds_lazy(args) or _holds_lazy(kwargs):
-            return _core.live(original, args, kwargs, is_plain)
+            return run(original, args, kwargs, is_plain)
         return original(*args, **kwargs)
 
     return patched
+
+
+def _cut_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same; what waits is cut off before it, where it runs in chunks."""
+    return _live_if_lazy(original, False, _core.live_with_all)
 
 
 def _numbers(obj: Any) -> Any:
@@ -114,8 +120,7 @@ def _patch_function_apply() -> None:
         if _holds_lazy(args) or _holds_lazy(kwargs):
             if checkpoints.is_transparent(cls, args):
                 return checkpoints.run(args[0], args[2:])
-            explain.log_live(cls)
-            return _core.live(original, args, kwargs, False)
+            return _core.live_with_all(original, args, kwargs, False)
         return original(*args, **kwargs)
 
     _replace(base, "apply", classmethod(apply))
@@ -205,7 +210,7 @@ def _patch_fast_paths() -> None:
         @functools.wraps(original)
         def forward(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             if not self.training and (_holds_lazy(args) or _holds_lazy(kwargs)):
-                return _core.live(_original, (self, *args), kwargs, False)
+                return _core.live_with_all(_original, (self, *args), kwargs, False)
             return _original(self, *args, **kwargs)
 
         _replace(module, "forward", forward)
@@ -342,14 +347,10 @@ def _patch_set() -> None:
 
 def _patch_scripts() -> None:
     """A TorchScript function sees only the placeholder."""
-    _replace(
-        torch.jit.ScriptFunction,
-        "__call__",
-        _live_if_lazy(torch.jit.ScriptFunction.__call__, False),
-    )
+    _replace(torch.jit.ScriptFunction, "__call__", _cut_if_lazy(torch.jit.ScriptFunction.__call__))
     if hasattr(torch.jit, "_script"):
         script_method = torch._C.ScriptMethod
-        _replace(script_method, "__call__", _live_if_lazy(script_method.__call__, False))
+        _replace(script_method, "__call__", _cut_if_lazy(script_method.__call__))
 
 
 def _patch_tracers() -> None:

@@ -197,9 +197,15 @@ class Program:
         n_segments: int = 1,
         is_headed: bool = False,
         gets: Callable[[torch.Tensor], bool] | None = None,
+        unwanted: tuple[_core.LazyTensor, ...] = (),
     ) -> None:
-        staged = _core.stage(list(roots), is_known_only, n_segments, is_headed, gets)
+        _core.set_wanted(unwanted, False)
+        try:
+            staged = _core.stage(list(roots), is_known_only, n_segments, is_headed, gets)
+        finally:
+            _core.set_wanted(unwanted, True)
         self.gets = gets  # whether a tensor is to get a gradient; None: all are
+        self._unwanted = unwanted  # lazies whose numbers nobody is to get
         self.handle: object = staged[0]
         self.roots: list[int] = staged[1]
         self._reached: list[int] = staged[2]
@@ -346,7 +352,7 @@ class Program:
         cuts = way.n_segments, way.n_pieces > 1
         if cuts == self._cuts:
             return self
-        return Program(self.roots, self.is_known_only, *cuts, self.gets)
+        return Program(self.roots, self.is_known_only, *cuts, self.gets, self._unwanted)
 
     def n_calls(self, way: Way) -> int:
         """Of each chunk: those of the head are made for each piece."""

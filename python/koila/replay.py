@@ -782,9 +782,10 @@ def _stage(
     roots: list[torch.Tensor],
     is_known_only: bool = False,
     gets: Callable[[torch.Tensor], bool] | None = None,
+    unwanted: tuple[_core.LazyTensor, ...] = (),
 ) -> tuple[Program, plan.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
-    program = Program(roots, is_known_only, gets=gets)
+    program = Program(roots, is_known_only, gets=gets, unwanted=unwanted)
     if not program.n_nodes:
         return program, plan.Plan(0)
     explain.log_whole(program)
@@ -882,9 +883,36 @@ def differentiate(
     Returns:
         NotImplemented where the program has to run whole; else what `finish` returns.
     """
-    # Another thread's program is run as it would be there.
-    whose = roots[0] if roots else None
-    return _core.held(whose, _differentiate, (roots, gradients, is_retained, inputs, finish), {})
+
+    def take(found: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        return deliver.deliver(found, finish)
+
+    return _held(roots, gradients, is_retained, inputs, take)
+
+
+def gradients_of(
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    is_retained: bool,
+    unwanted: tuple[_core.LazyTensor, ...],
+) -> Any:
+    """Differentiate the roots in chunks.
+
+    Args:
+        roots: lazies of one tape.
+        gradients: of the roots.
+        is_retained: whether they can be differentiated again.
+        unwanted: lazies of that tape whose numbers nobody is to get.
+
+    Returns:
+        Pairs of a real tensor and its gradient; NotImplemented where the program has to run whole.
+    """
+    return _held(roots, gradients, is_retained, None, list, unwanted)
+
+
+def _held(roots: list[torch.Tensor], *words: Any) -> Any:
+    """Another thread's program, and one that was cut off, is run as it would be there."""
+    return _core.held(roots[0] if roots else None, _differentiate, (roots, *words), {})
 
 
 def _differentiate(
@@ -892,7 +920,8 @@ def _differentiate(
     gradients: list[torch.Tensor | None],
     is_retained: bool,
     inputs: Sequence[torch.Tensor] | None,
-    finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+    take: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], Any],
+    unwanted: tuple[_core.LazyTensor, ...] = (),
 ) -> Any:
     lazies = [root for root in roots if type(root) is _core.LazyTensor]
     if len(lazies) < len(roots):
@@ -924,27 +953,25 @@ def _differentiate(
     if not all(_core.is_pending_here(root) for root in roots):
         return NotImplemented
     _core.forget_left()
-    staged = _stage(roots, False, engine.getters(inputs) if inputs else None)
+    staged = _stage(roots, False, engine.getters(inputs) if inputs else None, unwanted)
     if staged is None:
         return NotImplemented
     _core.check_leaves()
 
-    def run(replay: Replay) -> Any:
+    def run(replay: Replay) -> tuple[bool, Any]:
         found = replay.differentiate(filled)
         replay.settle(not is_retained)
-        with torch.enable_grad():
-            cuts = [real if grad.is_sparse else real.view_as(real) for real, grad in found]
-        gradients = [gradient for _, gradient in found]
-        undo = deliver.Undo([real for real, _ in found], gradients)
+        if deliver.goes_on(found):
+            return True, found
         replay.is_delivering = True  # hooks of the user's are called: there is no other try
-        try:
-            return finish(cuts, gradients)
-        except BaseException:
-            undo.put_back()
-            raise
+        return False, take(found)
 
     done = _attempt(*staged, run)
     if done is None:
         return NotImplemented
+    goes_on, result = done[0]
+    del done
+    if goes_on:  # what was cut off runs now, and this part is over, with all that it held
+        result = take(result)
     _core.note_backward()
-    return done[0]
+    return result

@@ -8,6 +8,7 @@ optimizer steps again.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 import weakref
@@ -38,7 +39,8 @@ class Whole:
         line: where it was called, as "train.py:40".
         why: why it does not run by chunks.
         n_bytes: bytes of what was made whole, views not counted.
-        n_calls: calls that made it: this one, and those whole because of it.
+        n_calls: calls that made it: this one, and those whole because of it. 0: they ran by chunks,
+            and what they made was put together.
         is_recorded: whether it is one of them; else it is a call that needs them whole.
     """
 
@@ -50,6 +52,8 @@ class Whole:
     is_recorded: bool = True
 
     def __str__(self) -> str:
+        if self.n_calls == 0:
+            return f"{self.call} ({self.line}) had {size(self.n_bytes)} put together: {self.why}"
         if not self.is_recorded:
             made = f"{count(self.n_calls, 'call')} with {size(self.n_bytes)} of results"
             return f"{self.call} ({self.line}) made {made} run whole: {self.why}"
@@ -402,6 +406,20 @@ def note_whole(
                 whole=decision.whole,
             )
         )
+
+
+def note_handed_out(func: Callable[..., Any], n_bytes: int) -> None:
+    """The program that ran last was cut for a call that cannot be recorded.
+
+    Args:
+        func: the call.
+        n_bytes: of the numbers that the user can reach there.
+    """
+    why = "it is not recorded, and the program is cut before it"
+    entry = Whole(name_of(func), user_line(), why, n_bytes, 0, False)
+    if _state.programs and n_bytes:
+        ran = _state.programs.pop()
+        _state.programs.append(dataclasses.replace(ran, whole=(*ran.whole, entry)))
 
 
 def _undecided(

@@ -1,0 +1,319 @@
+/* py_bridge.c - a program is cut where a call comes that cannot be recorded: what waits stays on a tape of
+ * its own, and the user's lazies get real tensors instead. koila.bridge says what these are. */
+#include "py.h"
+
+#include "alloc.h"
+
+/* -- what is handed out --------------------------------------------------------------------------- */
+
+/* Whether a lazy, which has no tensor yet, can be given one: nobody looks at its gradient, and its memory is
+ * known, and was made by the program. */
+static bool
+can_hand_out(const KlTape *core, KlValueId id)
+{
+    const KlStorage *storage = &core->storages[core->values[id].storage];
+    return !kl_tape_is_stale(core, id) && !kl_tape_is_looked_at(core, id) &&
+           core->values[storage->base].node != KL_ID_NONE && storage->apart == KL_ID_NONE &&
+           !storage->is_uncertain;
+}
+
+static bool
+is_without_tensor(const Tape *tape, KlValueId id)
+{
+    return tape->values[id].handle != NULL && tape->values[id].real == NULL;
+}
+
+PyObject *
+kl_bridge_can_cut(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    bool result = !tape->is_running;
+    for (size_t i = 0; i < tape->core.n_values && result; i++) {
+        KlValueId id = (KlValueId)i;
+        result = !is_without_tensor(tape, id) || can_hand_out(&tape->core, id);
+    }
+    return PyBool_FromLong(result);
+}
+
+static int
+append_pair(PyObject *list, KlValueId id, PyObject *number)
+{
+    PyObject *pair = Py_BuildValue("(IO)", (unsigned int)id, number);
+    int status = pair != NULL ? PyList_Append(list, pair) : -1;
+    Py_XDECREF(pair);
+    return status;
+}
+
+/* List the real tensors that need a gradient and lead to what is handed out. */
+static int
+list_leaves(const Tape *tape, PyObject *handed, bool *is_reached /* [n_values] */, PyObject *leaves)
+{
+    const KlTape *core = &tape->core;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(handed); i++) {
+        PyObject *id = PyTuple_GET_ITEM(PyList_GET_ITEM(handed, i), 0);
+        is_reached[PyLong_AsUnsignedLong(id)] = true;
+    }
+    for (size_t i = core->n_nodes; i-- > 0;) {
+        const KlNode *node = &core->nodes[i];
+        bool is_on_way = false;
+        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
+            KlValueId out = node->first_out + k;
+            is_on_way = is_on_way || (is_reached[out] && core->values[out].meta.requires_grad);
+        }
+        for (uint32_t k = 0; k < node->n_inputs && is_on_way; k++) {
+            KlValueId input = core->inputs[node->first_input + k].value;
+            if (input != KL_ID_NONE) {
+                is_reached[input] = true;
+            }
+        }
+    }
+    for (size_t i = 0; i < core->n_values; i++) {
+        PyObject *real = tape->values[i].real;
+        if (is_reached[i] && real != NULL && core->values[i].meta.requires_grad &&
+            PyList_Append(leaves, real) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+PyObject *
+kl_bridge_reached(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    const KlTape *core = &tape->core;
+    PyObject *handed = PyList_New(0), *leaves = PyList_New(0), *result = NULL;
+    bool *is_reached = kl_alloc_zeroed(core->n_values + 1, sizeof(*is_reached));
+    bool is_possible = !kl_tape_has_draw(core);
+    if (handed == NULL || leaves == NULL) {
+        goto error;
+    }
+    if (is_reached == NULL) {
+        (void)PyErr_NoMemory();
+        goto error;
+    }
+    for (size_t i = 0; i < core->n_values && is_possible; i++) {
+        KlValueId id = (KlValueId)i;
+        if (!is_without_tensor(tape, id)) {
+            continue;
+        }
+        is_possible = core->values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL &&
+                      can_hand_out(core, id);
+        if (is_possible && append_pair(handed, id, tape->values[i].result) < 0) {
+            goto error;
+        }
+    }
+    if (!is_possible) {
+        result = Py_NewRef(Py_None);
+    } else if (list_leaves(tape, handed, is_reached, leaves) == 0) {
+        result = PyTuple_Pack(2, handed, leaves);
+    }
+error:
+    kl_alloc_free(is_reached);
+    Py_XDECREF(leaves);
+    Py_XDECREF(handed);
+    return result;
+}
+
+/* -- handing it out ---------------------------------------------------------------------------------- */
+
+/* Check a list of pairs of a value that waits and a tensor. */
+static bool
+are_pairs(const Tape *tape, PyObject *pairs)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(pairs); i++) {
+        unsigned int id = 0;
+        PyObject *real = NULL, *pair = PyList_GET_ITEM(pairs, i);
+        if (!PyTuple_Check(pair)) {
+            PyErr_SetString(PyExc_TypeError, "hand_out: expected pairs of a value and a tensor");
+            return false;
+        }
+        if (!PyArg_ParseTuple(pair, "O&O!:hand_out", kl_py_id, &id, kl_py.tensor_base, &real)) {
+            return false;
+        }
+        if (id >= tape->core.n_values || tape->core.values[id].node == KL_ID_NONE) {
+            (void)PyErr_Format(PyExc_IndexError, "hand_out: no call makes value %u", id);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The value of entry `i` of a list that was checked. */
+static KlValueId
+value_of(PyObject *pairs, Py_ssize_t i)
+{
+    return (KlValueId)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(PyList_GET_ITEM(pairs, i), 0));
+}
+
+/* New lazies for the values of `pairs`; those of the user, if there are, are kept in `before`. NULL: all is
+ * as it was. */
+static PyObject *
+stand_ins_for(Tape *tape, PyObject *pairs, Value **before /* [n_pairs] */)
+{
+    Py_ssize_t n = PyList_GET_SIZE(pairs), n_made = 0;
+    PyObject *lazies = PyTuple_New(n), *lazy = lazies;
+    for (; lazy != NULL && n_made < n; n_made++) {
+        KlValueId id = value_of(pairs, n_made);
+        before[n_made] = tape->values[id].handle;
+        lazy = kl_lazy_new(tape, id);
+        PyTuple_SET_ITEM(lazies, n_made, lazy);
+    }
+    if (lazy != NULL || lazies == NULL) {
+        return lazies;
+    }
+    PyObject *type = NULL, *error = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &error, &traceback);
+    Py_DECREF(lazies);
+    for (Py_ssize_t i = 0; i < n_made; i++) {
+        KlValueId id = value_of(pairs, i);
+        tape->values[id].handle = before[i];
+        tape->core.values[id].is_wanted = before[i] != NULL;
+    }
+    PyErr_Restore(type, error, traceback);
+    return NULL;
+}
+
+/* A lazy of the user's gets its tensor. */
+static void
+settle(Value *lazy, PyObject *pair)
+{
+    if (lazy != NULL) {
+        PyObject *tensor = PyTuple_GET_ITEM(pair, 1);
+        kl_lazy_detach(lazy, tensor);
+        /* What is done with it is recorded, as with the batch, also after a backward. */
+        lazy->is_input = kl_meta_requires_grad(tensor) > 0;
+    }
+}
+
+/* The lazy of a value leaves the tape: the user's, to be given what it stands for. */
+static Value *
+take_off(Tape *tape, KlValueId id)
+{
+    Value *lazy = tape->values[id].handle;
+    tape->values[id].handle = NULL;
+    tape->core.values[id].is_wanted = false;
+    return lazy;
+}
+
+PyObject *
+kl_bridge_hand_out(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *roots = NULL, *others = NULL, *lazies = NULL;
+    Tape *tape = kl_tape_open(), *fresh = NULL;
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "O!O!:hand_out", &PyList_Type, &roots, &PyList_Type, &others) ||
+        !are_pairs(tape, roots) || !are_pairs(tape, others)) {
+        return NULL;
+    }
+    Value **before = kl_alloc_zeroed((size_t)PyList_GET_SIZE(roots) + 1, sizeof(Value *));
+    if (before == NULL) {
+        return PyErr_NoMemory();
+    }
+    Py_INCREF(tape);
+    fresh = kl_tape_new();
+    lazies = fresh != NULL ? stand_ins_for(tape, roots, before) : NULL;
+    if (lazies == NULL || kl_tape_use(fresh) < 0) {
+        Py_CLEAR(lazies);
+        goto error;
+    }
+    tape->is_cut_off = true;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); i++) {
+        settle(before[i], PyList_GET_ITEM(roots, i));
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(others); i++) {
+        settle(take_off(tape, value_of(others, i)), PyList_GET_ITEM(others, i));
+    }
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        if (tape->values[i].real != NULL && tape->values[i].handle != NULL) {
+            kl_lazy_detach(take_off(tape, (KlValueId)i), tape->values[i].real);
+        }
+        if (tape->core.values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL) {
+            tape->core.values[i].state = KL_STATE_PENDING; /* the user's lazies have it */
+            Py_CLEAR(tape->values[i].result);
+        }
+    }
+error:
+    kl_alloc_free(before);
+    Py_XDECREF((PyObject *)fresh);
+    Py_DECREF((PyObject *)tape);
+    return lazies;
+}
+
+PyObject *
+kl_bridge_set_wanted(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *lazies = NULL;
+    int flag = 0;
+    if (!PyArg_ParseTuple(args, "O!p:set_wanted", &PyTuple_Type, &lazies, &flag)) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lazies); i++) {
+        PyObject *lazy = PyTuple_GET_ITEM(lazies, i);
+        if (!kl_lazy_check(lazy)) {
+            return PyErr_Format(PyExc_TypeError, "set_wanted: expected lazies, got %R", lazies);
+        }
+        const Value *value = kl_lazy_value(lazy);
+        if (value->tape != NULL && value->id < value->tape->core.n_values) {
+            value->tape->core.values[value->id].is_wanted = flag;
+        }
+    }
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+kl_bridge_replace_leaves(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *lazy = NULL, *make = NULL;
+    if (!PyArg_ParseTuple(args, "O!O:replace_leaves", kl_py.lazy, &lazy, &make)) {
+        return NULL;
+    }
+    const Value *value = kl_lazy_value(lazy);
+    Tape *tape = value != NULL ? value->tape : NULL;
+    for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
+        const KlValue *leaf = &tape->core.values[i];
+        if (leaf->node != KL_ID_NONE || leaf->n_pending == 0 || !leaf->meta.requires_grad) {
+            continue;
+        }
+        PyObject *made = PyObject_CallOneArg(make, tape->values[i].real);
+        if (made == NULL) {
+            return NULL;
+        }
+        Py_XSETREF(tape->values[i].recorded, made);
+    }
+    return Py_NewRef(Py_None);
+}
+
+PyObject *
+kl_bridge_replace_leaf(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *lazy = NULL, *tensor = NULL;
+    unsigned int id = 0;
+    if (!PyArg_ParseTuple(args, "O!O&O!:replace_leaf", kl_py.lazy, &lazy, kl_py_id, &id,
+                          kl_py.tensor_base, &tensor)) {
+        return NULL;
+    }
+    const Value *value = kl_lazy_value(lazy);
+    Tape *tape = value != NULL ? value->tape : NULL;
+    if (tape == NULL || id >= tape->core.n_values || tape->values[id].real == NULL) {
+        return PyErr_Format(PyExc_IndexError, "replace_leaf: there is no leaf %u", id);
+    }
+    /* The table of tensors that entered is not asked any more: nothing is recorded onto this tape. */
+    Py_SETREF(tape->values[id].real, Py_NewRef(tensor));
+    kl_tape_refresh_leaf(tape, id);
+    return Py_NewRef(Py_None);
+}

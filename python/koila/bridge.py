@@ -1,0 +1,345 @@
+"""Where a call comes that cannot be recorded, the program is cut, and goes on behind it.
+
+Such a call (a custom autograd function, compiled code, an op whose shape depends on numbers) wants
+real tensors, on a real graph. They are given their numbers, which a run in chunks without a graph
+has made, and the graph that they are on is one node: autograd's engine comes to it with the
+gradients of all that was handed out there, and it runs what was recorded up to there in chunks,
+forward and back. Its inputs are the parameters and the other tensors that the program began with,
+so whoever walks the graph finds them, and each gets one gradient.
+
+All that the user can reach is handed out at once: two cuts have no call in common, and none runs
+oftener than once more forward than it would have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from koila import _core, draws, explain, hooks, overwritten, plan, replay, reports, steps, views
+from koila.errors import KoilaError
+from koila.numbers import as_new
+from koila.program import Info, Program
+
+#: torch's own words.
+_AGAIN = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after "
+    "they have already been freed). Saved intermediate values of the graph are freed when you call "
+    ".backward() or autograd.grad(). Specify retain_graph=True if you need to backward through the "
+    "graph a second time or if you need to access saved tensors after calling backward."
+)
+_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class _Copy(NamedTuple):
+    """A tensor as it was at a version."""
+
+    real: torch.Tensor
+    version: int
+    numbers: torch.Tensor
+
+
+class _Part:
+    """What was recorded up to a cut, on a tape of its own."""
+
+    def __init__(self, numbers: Iterable[Any], leaves: Sequence[torch.Tensor]) -> None:
+        self.numbers = tuple(numbers)
+        self.leaves = leaves
+        self.roots: tuple[Any, ...] = ()
+        self.copies: dict[int, _Copy] = {}  # by leaf
+        self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
+        self.written: set[int] = set()  # these leaves
+
+    def keep_what_it_reads(self) -> None:
+        """The call is over: leaves that it wrote stay what they were."""
+        for leaf, copy in self.copies.items():
+            if copy.real._version != copy.version:
+                numbers = copy.numbers.requires_grad_(copy.real.requires_grad)
+                _core.replace_leaf(self.roots[0], leaf, numbers)
+                self.originals[id(numbers)] = copy.real
+                self.written.add(leaf)
+        self.copies = {}
+
+    def _original(self, leaf: torch.Tensor) -> torch.Tensor:
+        return self.originals.get(id(leaf), leaf)
+
+    def go_back(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """The gradients of its leaves, from those of what was handed out."""
+        self._check()
+        if torch.is_grad_enabled():  # create_graph: they are to have a graph too
+            twice: Sequence[torch.Tensor | None]
+            twice = _apply(_Gradient, self, len(gradients), *gradients, *self.leaves)
+            return twice
+        is_retained = _is_retained()
+        found = self.gradients_of(gradients, is_retained)
+        if not is_retained:
+            self.roots = ()
+        return found
+
+    def gradients_of(
+        self, gradients: Sequence[torch.Tensor | None], is_retained: bool
+    ) -> list[torch.Tensor | None]:
+        """The same, without a graph."""
+        pairs = zip(self.roots, gradients, strict=True)
+        given = [(root, gradient) for root, gradient in pairs if gradient is not None]
+        if not given:
+            return [None] * len(self.leaves)
+        roots, sent = map(list, zip(*given, strict=True))
+        if self.written:
+            _core.held(roots[0], self._check_written, (roots,), {})
+        found = replay.gradients_of(roots, sent, is_retained, self.roots)
+        if found is NotImplemented:
+            outputs, leaves = self._whole
+            found = self._differentiate(outputs, gradients, leaves)
+            return [found.get(id(leaf)) for leaf in leaves]
+        by_leaf: dict[int, torch.Tensor] = {}
+        for leaf, gradient in found:
+            key = id(self._original(leaf))
+            by_leaf[key] = by_leaf[key] + gradient if key in by_leaf else gradient
+        return [by_leaf.get(id(leaf)) for leaf in self.leaves]
+
+    def _check_written(self, roots: list[Any]) -> None:
+        overwritten.check_leaves(Program(roots, unwanted=self.roots), self.written)
+
+    def go_back_twice(
+        self, gradients: Sequence[torch.Tensor | None], seconds: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of `gradients` and of the leaves, from those of what `go_back` gave."""
+        self._check()
+        if torch.is_grad_enabled():
+            raise KoilaError(
+                "a gradient is differentiated a third time, through a program that was cut for a "
+                "call that cannot be recorded; run it whole: koila.config(chunks=1)"
+            )
+        outputs, leaves = self._whole
+        # Of tensors of their own: what the gradients were made of is gone through by others.
+        given = [None if g is None else g.detach().requires_grad_() for g in gradients]
+        with torch.enable_grad():
+            first = self._differentiate(outputs, given, leaves, is_graph=True)
+        inputs = [*given, *leaves]
+        second = self._differentiate([first.get(id(leaf)) for leaf in leaves], seconds, inputs)
+        return [second.get(id(one)) for one in inputs]
+
+    def _check(self) -> None:
+        if not self.roots:
+            raise RuntimeError(_AGAIN)
+
+    @functools.cached_property
+    def _whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What was handed out, on a graph of its own that nobody else goes through, of the whole
+        batch; and what stands for the leaves there, as these may be on graphs that share leaves."""
+        made: dict[int, torch.Tensor] = {}
+
+        def stand_in(leaf: torch.Tensor) -> torch.Tensor:
+            key = id(self._original(leaf))
+            made.setdefault(key, self._original(leaf).detach().requires_grad_())
+            with torch.enable_grad():
+                same: torch.Tensor = _apply(_Same, leaf.detach(), made[key])
+            return same
+
+        _core.replace_leaves(self.roots[0], stand_in)
+        outputs = [_core.force(root) for root in self.roots]
+        return outputs, [made.get(id(leaf), leaf) for leaf in self.leaves]
+
+    @staticmethod
+    def _differentiate(
+        outputs: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor | None],
+        is_graph: bool = False,
+    ) -> dict[int, torch.Tensor]:
+        """The gradients of inputs, by id."""
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output is not None and gradient is not None and output.requires_grad
+        ]
+        wanted = [one for one in inputs if one is not None]
+        if not pairs:
+            return {}
+        found = torch.autograd.grad(
+            [output for output, _ in pairs],
+            wanted,
+            [gradient for _, gradient in pairs],
+            retain_graph=True,
+            create_graph=is_graph,
+            allow_unused=True,
+        )
+        by_input = zip(wanted, found, strict=True)
+        return {id(one): gradient for one, gradient in by_input if gradient is not None}
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+class _Same(torch.autograd.Function):
+    """Numbers that may be written in place, and whose gradient is that of a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        return as_new(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of a part, which can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, n: int, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.part = part
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[:n])
+        return tuple(part.gradients_of(tensors[:n], True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.part.go_back_twice(ctx.saved_tensors, gradients)
+
+
+class _HandedOut(torch.autograd.Function):
+    """The node that stands for the graph of a part."""
+
+    runs_program = True
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.part = part
+        ctx.set_materialize_grads(False)
+        numbers, part.numbers = part.numbers, ()
+        return tuple(map(as_new, numbers))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, *ctx.part.go_back(gradients)
+
+
+def call(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    has_graph: bool,
+    is_plain: bool,
+) -> Any:
+    """Make a call that cannot be recorded, and that is given values which wait.
+
+    Where the program runs in chunks it is cut before; else all that was recorded runs on the whole
+    batch, which is logged.
+
+    Args:
+        func: the call.
+        args: its arguments.
+        kwargs: its arguments by name.
+        has_graph: whether anything waits that needs a gradient; else what waits may be light.
+        is_plain: whether its results are to be plain tensors.
+
+    Returns:
+        What it returns, with lazies in place of tensors unless `is_plain`.
+    """
+    part = None if plan.is_whole() else _cut(func, (args, kwargs))
+    if part is None and has_graph:
+        explain.log_live(func)
+    try:
+        return _core.live(func, args, kwargs, is_plain)
+    finally:
+        if part is not None:
+            part.keep_what_it_reads()
+
+
+def _cut(func: Any, given: Any) -> _Part | None:
+    if hooks.is_any() or not _core.can_cut():
+        return None
+    draws.make_way()
+    if not replay.read(False, func):
+        return None
+    reached = _core.reached()
+    if reached is None:
+        return None
+    numbers = dict(reached[0])
+    groups: dict[int, list[int]] = defaultdict(list)
+    for value in numbers:
+        groups[_info(value).storage].append(value)
+    # Of each memory the value that is all of it, or the only one: the others are views of that.
+    wholes = {
+        value: group[0] if len(group) == 1 else _info(group[0]).base
+        for group in groups.values()
+        for value in group
+    }
+    roots = {whole: numbers.get(whole) for whole in wholes.values() if _info(whole).requires_grad}
+    for value, whole in wholes.items():
+        if whole in roots and roots[whole] is None:
+            roots[whole] = _memory(numbers[value], _info(whole))
+    if any(number is None for number in roots.values()):
+        return None
+    part = _Part(roots.values(), [one for one in reached[1] if one.requires_grad])
+    with torch.enable_grad():
+        tensors = _apply(_HandedOut, part, *part.leaves) if roots else ()
+    handed = dict(zip(roots, tensors, strict=True))
+    others = {value: numbers[value] for value, whole in wholes.items() if whole not in roots}
+    program = Program([]) if len(roots) + len(others) < len(wholes) else None
+    for value, whole in wholes.items():
+        if value not in handed and value not in others:
+            assert program is not None
+            others[value] = _taken(program, value, handed[whole])
+    if any(others[value].requires_grad != _info(value).requires_grad for value in others):
+        return None
+    if roots:
+        part.copies = _copies(func, given)
+    with steps.cutting():
+        part.roots = _core.hand_out(list(handed.items()), list(others.items()))
+    reports.note_handed_out(func, sum(tensor.nbytes for tensor in handed.values()))
+    return part
+
+
+def _copies(func: Any, given: Any) -> dict[int, _Copy]:
+    """Copies of what a call may write, and that is read by what waits, which reads it again going
+    back. A weight is no such thing where the call says how it is differentiated."""
+    is_custom = isinstance(getattr(func, "__self__", None), type)
+    copies: dict[int, _Copy] = {}
+    for tensor in _tensors_in(given):
+        if tensor.requires_grad and is_custom:
+            continue
+        for leaf in _core.leaves_of(tensor):
+            real = _info(leaf).real
+            if leaf not in copies and real is not None and not real.is_inference():
+                copies[leaf] = _Copy(real, real._version, real.detach().clone())
+    return copies
+
+
+def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors that are there among arguments."""
+    if type(given) is _core.LazyTensor:
+        real = _core.real(given)
+        if real is not None:
+            yield real
+    elif isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, tuple | list):
+        for one in given:
+            yield from _tensors_in(one)
+    elif isinstance(given, dict):
+        yield from _tensors_in(list(given.values()))
+
+
+def _info(value: int) -> Info:
+    return Info(*_core.value(value))
+
+
+def _memory(number: torch.Tensor, info: Info) -> torch.Tensor | None:
+    """The tensor that a number is a view of, where that is all of its memory."""
+    base = number._base
+    is_whole = base is not None and (base.shape, base.dtype) == (info.shape, info.dtype)
+    return base if is_whole else None
+
+
+def _taken(program: Program, value: int, whole: torch.Tensor) -> torch.Tensor:
+    """A view, taken again of what was handed out: a write through either shows in both."""
+    with torch.enable_grad():
+        return views.take(program, value, whole, -1, True)

@@ -1,0 +1,565 @@
+"""Calls that cannot be recorded: what was recorded before them goes by rows all the same, forward
+without a graph and, when autograd comes to it, forward and back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from allocations import Allocations
+from chunked import split
+from limits import there
+from oracle import Lazy, assert_same_story
+
+DOUBLE = torch.float64
+N_ROWS = 23
+each_split = pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Reversed(torch.autograd.Function):
+    """What domain-adversarial training has between its features and the domain's classifier."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return -ctx.scale * gradient, None
+
+
+class Several(torch.autograd.Function):
+    """Two results with a gradient, and one without; one of its inputs is a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
+        ctx.save_for_backward(x, w)
+        chosen = x.argmax(1)
+        ctx.mark_non_differentiable(chosen)
+        return x @ w, x.sum(0), chosen
+
+    @staticmethod
+    def backward(ctx: Any, of_product: Tensor, of_sum: Tensor, _: Any) -> Any:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return of_product @ w.T + of_sum, x.T @ of_product
+
+
+class Doubled(torch.autograd.Function):
+    """Writes what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+class Shifted(torch.autograd.Function):
+    """Keeps nothing: what it is given may be written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        raise ValueError("not this one")
+
+
+class Model(nn.Module):
+    """Dropout and a BatchNorm before the calls, which must draw and count once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def body(self, x: Tensor) -> Tensor:
+        made: Tensor = self.drop(torch.tanh(self.norm(self.a(x))))
+        return made
+
+
+Use = Callable[[Model, Tensor], Tensor]
+USES: dict[str, Use] = {}
+#: What of these comes behind the last call is there whole, or has no rows.
+PARTLY = {"a_table_renormed": "what is looked up is made by the call"}
+
+
+def use(run: Use) -> Use:
+    USES[run.__name__] = run
+    return run
+
+
+@use
+def in_the_middle(m: Model, x: Tensor) -> Tensor:
+    return m.c(m.drop(m.b(Square.apply(m.body(x)))))
+
+
+@use
+def at_the_end(m: Model, x: Tensor) -> Tensor:
+    return Square.apply(m.c(m.body(x)))
+
+
+@use
+def beside_a_residual(m: Model, x: Tensor) -> Tensor:
+    """What goes around is read on both sides of the call."""
+    h = m.body(x)
+    h = h + Square.apply(m.drop(m.b(h)))
+    h = h + Square.apply(m.norm(m.b(h)))
+    return m.c(h)
+
+
+@use
+def several_results(m: Model, x: Tensor) -> Tensor:
+    product, total, chosen = Several.apply(m.body(x), m.w)
+    return m.c(product * total) + chosen[:, None] * 0.1
+
+
+@use
+def results_that_nobody_reads(m: Model, x: Tensor) -> Tensor:
+    h = m.body(x)
+    Square.apply(m.b(h))
+    return m.c(h)
+
+
+@use
+def reversed_gradients(m: Model, x: Tensor) -> Tensor:
+    h = m.body(x)
+    return m.c(h) + m.b(Reversed.apply(h, 0.3))[:, :5]
+
+
+@use
+def a_write_of_what_it_is_given(m: Model, x: Tensor) -> Tensor:
+    h = m.body(x) * 1
+    made = Doubled.apply(h)
+    return m.c(made) + h[:, :5]
+
+
+@use
+def writes_of_what_it_gives(m: Model, x: Tensor) -> Tensor:
+    h = Square.apply(m.body(x))
+    h.add_(1.0)
+    h = torch.relu_(m.b(h))
+    h = Square.apply(h)
+    h *= m.w[0]
+    return m.c(h)
+
+
+@use
+def views_of_one_memory(m: Model, x: Tensor) -> Tensor:
+    """What shares memory shares it behind the call too."""
+    h = m.b(m.body(x))
+    left, right = h[:, :4], h[:, 4:]
+    made = Shifted.apply(left)
+    right.mul_(2)
+    return m.c(torch.cat([made, right + 1], 1) + h)
+
+
+@use
+def overlapping(m: Model, x: Tensor) -> Tensor:
+    """Two calls on what was made from the same."""
+    h = m.body(x)
+    left, right = m.b(h), h @ m.w
+    return m.c(Square.apply(left) + Square.apply(right))
+
+
+@use
+def an_exception(m: Model, x: Tensor) -> Tensor:
+    h = m.a(x)
+    with contextlib.suppress(ValueError):
+        Refusing.apply(h)
+    return m.c(torch.tanh(h))
+
+
+@use
+def a_plain_tensor_written(m: Model, x: Tensor) -> Tensor:
+    buffer = torch.zeros(len(x), 8, dtype=DOUBLE)
+    h = m.body(x) + buffer
+    buffer[:] = h
+    return m.c(buffer * h)
+
+
+@use
+def a_table_renormed(m: Model, x: Tensor) -> Tensor:
+    """torch writes the weight, with a gradient of its own, when it is looked up."""
+    ids = x.argmax(1)
+    first = F.embedding(ids, m.w, max_norm=1.0)
+    return m.c(first * F.embedding((ids + 1) % 8, m.w, max_norm=0.9))
+
+
+@use
+def in_a_checkpoint(m: Model, x: Tensor) -> Tensor:
+    h = checkpoint(lambda z: Square.apply(m.drop(torch.tanh(m.a(z)))), x, use_reentrant=False)
+    return m.c(h)
+
+
+@use
+def an_op_whose_shape_depends_on_data(m: Model, x: Tensor) -> Tensor:
+    h = m.body(x)
+    chosen = torch.masked_select(h, h > 0.2)
+    values, _ = torch.unique(h.detach().round(), return_inverse=True)
+    return m.c(h) + chosen.sum() / len(values)
+
+
+def model() -> Model:
+    return Model().double()
+
+
+def seen_of(m: nn.Module) -> Any:
+    return [p.grad for p in m.parameters()], list(m.buffers())
+
+
+def batch(lazy: Lazy) -> Any:
+    return lazy(torch.randn(N_ROWS, 6, dtype=DOUBLE), torch.randint(5, (N_ROWS,)))
+
+
+@each_split
+@pytest.mark.parametrize("name", USES)
+def test_equals_eager(name: str, chunks: int) -> None:
+    """Two steps: loss, every gradient, the statistics, the generator."""
+
+    def story(lazy: Lazy) -> Any:
+        m = model()
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        losses = []
+        for _ in range(2):
+            x, y = batch(lazy)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(USES[name](m, x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, seen_of(m)
+
+    assert_same_story(story, chunks, partly=PARTLY.get(name, ""))
+
+
+def told(ask: Callable[[Model, Tensor, Tensor], Any], chunks: int, **why: str) -> None:
+    def story(lazy: Lazy) -> Any:
+        m = model()
+        return ask(m, *batch(lazy)), seen_of(m)
+
+    assert_same_story(story, chunks, **why)
+
+
+def loss_of(m: Model, x: Tensor, y: Tensor, run: Use = beside_a_residual) -> Tensor:
+    return F.cross_entropy(run(m, x), y)
+
+
+@each_split
+def test_gradients_that_are_asked_for(chunks: int) -> None:
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        return torch.autograd.grad(loss_of(m, x, y), [m.a.weight, m.c.weight])
+
+    told(ask, chunks)
+
+
+@each_split
+def test_retained_and_twice(chunks: int) -> None:
+    """A graph that is kept goes back again; one that is not says so in torch's words."""
+
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        loss = loss_of(m, x, y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        return loss.detach()
+
+    told(ask, chunks, partly="a backward that is refused is torch's")
+
+
+@each_split
+def test_a_number_read_before(chunks: int) -> None:
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        loss = loss_of(m, x, y)
+        number = loss.item()
+        loss.backward()
+        return number
+
+    told(ask, chunks)
+
+
+@each_split
+def test_gradients_of_gradients(chunks: int) -> None:
+    """A penalty on gradients: what was cut off runs whole then."""
+
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        loss = F.cross_entropy(m.c(Square.apply(torch.tanh(m.b(torch.tanh(m.a(x)))))), y)
+        found = torch.autograd.grad(loss, [m.a.weight, m.c.weight], create_graph=True)
+        penalty = sum(gradient.pow(2).sum() for gradient in found)
+        (loss + penalty).backward()
+        return loss.detach(), penalty
+
+    told(ask, chunks, partly="create_graph")
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_of_weights_that_two_parts_share(chunks: int) -> None:
+    """Differentiated twice, each part adds its own share of them, once."""
+
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        h = torch.tanh(m.b(torch.tanh(m.a(x))))
+        h = Square.apply(torch.tanh(m.b(Square.apply(h))))
+        loss = F.cross_entropy(m.c(h), y)
+        found = torch.autograd.grad(loss, [m.b.weight], create_graph=True)
+        (loss + found[0].pow(2).sum()).backward()
+        return loss.detach()
+
+    told(ask, chunks, partly="create_graph")
+
+
+@each_split
+def test_each_hook_once(chunks: int) -> None:
+    """A weight that both sides of a call use has one gradient, of which its hooks hear once."""
+
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        heard: list[Tensor] = []
+        m.b.weight.register_hook(lambda gradient: heard.append(gradient.clone()))
+        loss_of(m, x, y).backward()
+        return heard
+
+    told(ask, chunks)
+
+
+@each_split
+def test_full_backward_hooks(chunks: int) -> None:
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        heard: list[Any] = []
+        for layer in (m.b, m.c):
+            layer.register_full_backward_hook(
+                lambda _, into, out: heard.append((into[0].clone(), out[0].clone()))
+            )
+        F.cross_entropy(m.c(m.drop(m.b(m.body(x)))), y).backward()
+        return heard
+
+    told(ask, chunks)
+
+
+@each_split
+def test_without_gradients(chunks: int) -> None:
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        with torch.no_grad():
+            teacher = beside_a_residual(m, x)
+        with torch.inference_mode():
+            metric = loss_of(m, x, y).item()
+        loss = loss_of(m, x, y) + F.mse_loss(in_the_middle(m, x), teacher)
+        loss.backward()
+        return loss.detach(), metric
+
+    told(ask, chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_under_autocast(chunks: int) -> None:
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        m.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            made = m.c(Square.apply(torch.tanh(m.a(x.float()))))
+        assert made.dtype == torch.bfloat16
+        loss = F.cross_entropy(made.float(), y)
+        loss.backward()
+        return loss.item()
+
+    def story(lazy: Lazy) -> Any:
+        return ask(model(), *batch(lazy))
+
+    assert_same_story(story, chunks, tolerance=1e-6)
+
+
+def _scripted(x: Tensor) -> Tensor:
+    return torch.tanh(x) * 2 + x.mean(1, keepdim=True)
+
+
+@each_split
+def test_scripted(chunks: int) -> None:
+    """TorchScript may compute other last bits from its second run on."""
+    script = torch.jit.script(_scripted)
+
+    def story(lazy: Lazy) -> Any:
+        m = model()
+        x, y = batch(lazy)
+        loss = F.cross_entropy(m.c(script(m.body(x))), y)
+        loss.backward()
+        return loss.detach(), seen_of(m)
+
+    assert_same_story(story, chunks, exact_bits=False)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.rnn = nn.Linear(6, 24), nn.LSTM(6, 8, batch_first=True)
+        self.c = nn.Linear(8, 5)
+
+
+@each_split
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("form", ["list", "tensor", "lazy"])
+def test_packed_sequences(form: str, is_sorted: bool, chunks: int) -> None:
+    def story(lazy: Lazy) -> Any:
+        m = Recurrent().double()
+        x, y = batch(lazy)
+        lengths = torch.arange(N_ROWS).remainder(4).add(1)
+        lengths = lengths.sort(descending=True).values if is_sorted else lengths
+        given: Any = lengths.tolist() if form == "list" else lengths
+        given = lazy(lengths) if form == "lazy" else given
+        h = torch.tanh(m.a(x)).view(-1, 4, 6)
+        packed = pack_padded_sequence(h, given, batch_first=True, enforce_sorted=is_sorted)
+        out, _ = pad_packed_sequence(m.rnn(packed)[0], batch_first=True)
+        loss = F.cross_entropy(m.c(out.mean(1)), y)
+        loss.backward()
+        return loss.detach(), seen_of(m)
+
+    assert_same_story(story, chunks)
+
+
+def test_three_times() -> None:
+    """What cannot be kept is said."""
+    m, (x, y) = model(), batch(koila.lazy)
+    with koila.config(chunks=3):
+        loss = F.cross_entropy(m.c(Square.apply(torch.tanh(m.a(x)))), y)
+        (first,) = torch.autograd.grad(loss, [m.a.weight], create_graph=True)
+        with pytest.raises(koila.KoilaError, match="differentiated a third time"):
+            torch.autograd.grad(first.pow(2).sum(), [m.a.weight], create_graph=True)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 8 * width), nn.Linear(8 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.narrow(torch.tanh(F.gelu(self.wide(x)).pow(2) + 1))
+        return made
+
+
+def blocks(width: int = 32) -> nn.ModuleList:
+    return nn.ModuleList(Block(width) for _ in range(6))
+
+
+def cut_step(m: nn.ModuleList, x: Tensor) -> Tensor:
+    """Narrow where the calls are, and wide between."""
+    h = x
+    for i, block in enumerate(m):
+        h = Square.apply(block(h)) * 0.1 if i in (2, 4) else block(h)
+    loss: Tensor = h.pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def peak(lazy: Lazy, n_rows: int = 1000, **settings: int) -> tuple[int, Any]:
+    torch.manual_seed(0)
+    m, x = blocks(), torch.randn(n_rows, 32)
+    for _ in range(2):
+        m.zero_grad(set_to_none=True)
+        gc.collect()
+        memory = Allocations()
+        limit = settings.get("limit")
+        bound = {"memory_limit": there() + limit} if limit else settings
+        with koila.config(**bound):
+            with memory:
+                pass
+            with memory:
+                loss = cut_step(m, lazy(x))
+    return memory.peak, (loss.detach(), [p.grad for p in m.parameters()])
+
+
+def assert_close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(float(got[0]), float(want[0]))
+    for one, other in zip(got[1], want[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+
+
+def test_peak_in_chunks() -> None:
+    """What is put together is narrow, and of the rest a chunk is there at a time: kept with its
+    graph as far as the first call, it would be half of eager's."""
+    at_most, want = peak(lambda x: x)
+    took, got = peak(koila.lazy, chunks=8)
+    assert took < 0.35 * at_most
+    assert_close(got, want)
+    assert [program.n_chunks for program in koila.report().programs] == [8] * 5
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_peak_under_a_limit(share: float) -> None:
+    at_most, want = peak(lambda x: x)
+    took, got = peak(koila.lazy, limit=int(share * at_most))
+    assert took <= share * at_most
+    assert_close(got, want)
+    assert max(ran.n_chunks for ran in koila.report().programs) > (share < 0.5)
+
+
+def test_each_part_runs_once_more() -> None:
+    """Forward without a graph, and once with it: no part runs again for what comes after it."""
+    calls = []
+    m = blocks()
+    with split(5):
+        x = koila.lazy(torch.randn(20, 32))
+        replay: Any = koila.replay.Replay
+        original = replay.run_nodes
+
+        def counted(
+            self: Any, run: Any, chunk: int, is_graph: bool, *args: Any, **words: Any
+        ) -> Any:
+            calls.append((len(run.nodes), is_graph) if run.is_body else (0, is_graph))
+            return original(self, run, chunk, is_graph, *args, **words)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replay, "run_nodes", counted)
+            cut_step(m, x)
+    n_calls = sum(n for n, _ in calls)
+    n_once = sum(n for n, is_graph in calls if is_graph)
+    assert n_calls <= 2 * n_once
+
+
+def test_nothing_is_left() -> None:
+    """What was cut off goes with what was handed out."""
+    m, x = model(), torch.randn(N_ROWS, 6, dtype=DOUBLE)
+    with koila.config(chunks=3):
+        h = m.a(koila.lazy(x))
+        made = Square.apply(torch.tanh(h))
+        assert koila.is_lazy(made)
+        real = weakref.ref(koila._core.real(made))
+        part = weakref.ref(koila._core.real(h).grad_fn.part)
+        assert real() is not None and part() is not None
+        del h, made
+        gc.collect()
+        assert real() is None and part() is None
