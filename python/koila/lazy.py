@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from koila import _core, patches, replay, reports
+from koila import _core, flush, patches, reports
 from koila.numbers import settle_outdated
 
 _WHOLE = -1
@@ -194,7 +194,7 @@ def _warn_in_worker() -> None:
 def _begin() -> int:
     """Another batch begins; its axis."""
     settle_outdated()
-    replay.flush_known("lazy() of another batch")
+    flush.flush_known("lazy() of another batch")
     reports.begin_batch()
     return _core.new_axis()
 

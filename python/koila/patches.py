@@ -23,11 +23,11 @@ from koila import (
     budget,
     checkpoints,
     draws,
+    flush,
     handlers,
     meta,
     numbers,
     plain,
-    replay,
     reports,
 )
 from koila.threads import in_turn
@@ -191,7 +191,7 @@ def _patch_grad_modes() -> None:
         def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
-                replay.flush_known("the end of a block without gradients")
+                flush.flush_known("the end of a block without gradients")
             return result
 
         _replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -232,7 +232,7 @@ def _patch_data() -> None:
     def watch(self: torch.Tensor) -> None:
         if _core.is_busy():
             return
-        replay.flush_known(".data of a tensor that waits to be read")
+        flush.flush_known(".data of a tensor that waits to be read")
         watched = _core.memo().setdefault("watched", {})
         for leaf in _core.leaves_of(self):
             real = _core.value(leaf)[5]
@@ -383,7 +383,7 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
     budget.note_optimizer(optimizer)
-    replay.flush("an optimizer's step")
+    flush.flush("an optimizer's step")
     reports.note_step(optimizer)
 
 

@@ -821,10 +821,11 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
     Known only: leave those with a gradient in their history. False: it has to run whole.
     """
     with reports.Asking("a read" if caller is None else reports.call_of(caller)):
-        return _read(is_known_only)
+        return read_all(is_known_only)
 
 
-def _read(is_known_only: bool) -> bool:
+def read_all(is_known_only: bool) -> bool:
+    """As `read`, for who has said what asks, in a turn of its own."""
     settle_outdated()
     staged = None if _is_whole() else _stage([], is_known_only)
     if staged is not None:
@@ -838,36 +839,6 @@ def _read(is_known_only: bool) -> bool:
 
     done = _attempt(*staged, run) if staged is not None else None
     return done is not None
-
-
-@in_turn
-def flush(why: str) -> None:
-    """Run what is pending, in chunks or whole; nothing while a replay is under way."""
-    if _core.is_busy():
-        return
-    with reports.Asking(why):
-        if not _read(False):
-            _core.flush()
-
-
-def flush_known(why: str) -> None:
-    """Run what the user can reach and has no gradient in its history."""
-    if _core.has_known() or _core.has_draw():
-        _flush_known(why)
-
-
-@in_turn
-def _flush_known(why: str) -> None:
-    if _core.is_busy():
-        return
-    is_lighter = draws.let_go()
-    if not _core.has_known():
-        if is_lighter:
-            _core.close()
-        return
-    with reports.Asking(why):
-        if not _read(True):
-            _core.flush()
 
 
 def differentiate(

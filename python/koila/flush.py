@@ -1,0 +1,36 @@
+"""What is pending runs before what it must not see: an optimizer's step, another batch."""
+
+from __future__ import annotations
+
+from koila import _core, draws, replay, reports
+from koila.threads import in_turn
+
+
+@in_turn
+def flush(why: str) -> None:
+    """Run what is pending, in chunks or whole; nothing while a replay is under way."""
+    if _core.is_busy():
+        return
+    with reports.Asking(why):
+        if not replay.read_all(False):
+            _core.flush()
+
+
+def flush_known(why: str) -> None:
+    """Run what the user can reach and has no gradient in its history."""
+    if _core.has_known() or _core.has_draw():
+        _flush_known(why)
+
+
+@in_turn
+def _flush_known(why: str) -> None:
+    if _core.is_busy():
+        return
+    is_lighter = draws.let_go()
+    if not _core.has_known():
+        if is_lighter:
+            _core.close()
+        return
+    with reports.Asking(why):
+        if not replay.read_all(True):
+            _core.flush()
