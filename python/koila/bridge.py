@@ -77,7 +77,7 @@ class _Part:
         is_retained = _is_retained()
         found = self.gradients_of(gradients, is_retained)
         if not is_retained:
-            self.roots = ()
+            self.roots, self.leaves = (), ()
         return found
 
     def gradients_of(
