@@ -32,7 +32,7 @@ _NAMES = {
     expand_copy exponential fft.fft fft.fft2 fft.fftn fft.fftshift fft.hfft fft.hfft2 fft.hfftn
     fft.ifft fft.ifft2 fft.ifftn fft.ifftshift fft.ihfft fft.ihfft2 fft.ihfftn fft.irfft
     fft.irfft2 fft.irfftn fft.rfft fft.rfft2 fft.rfftn fill float_power frexp geometric geqrf
-    gradient grid_sampler_2d grid_sampler_3d hash_tensor heaviside histc histogram histogramdd
+    gradient grid_sampler_2d grid_sampler_3d hash_tensor heaviside histogram histogramdd
     igamma igammac index_put index_reduce.amax index_reduce.amin index_reduce.mean
     index_reduce.prod inner isclose isin isreal jiterator_2inputs_2outputs
     jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref
@@ -78,6 +78,7 @@ _NAMES = {
     """,
     # Running statistics of the batch; samples of one row; products of rows by rows.
     WHOLE: """
+    histc
     nn.functional.pixel_shuffle nn.functional.pixel_unshuffle
         """,
 }
