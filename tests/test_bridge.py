@@ -214,6 +214,16 @@ def a_plain_tensor_written(m: Model, x: Tensor) -> Tensor:
 
 
 @use
+def labels_written_two_calls_later(m: Model, x: Tensor) -> Tensor:
+    """What a part reads stays what it was, whichever call behind it writes that."""
+    mask = x[:, :1] * 1
+    h = Square.apply(m.body(x) * (mask > 0))
+    made = Square.apply(m.b(h))
+    Doubled.apply(mask)
+    return m.c(made) + mask
+
+
+@use
 def a_table_renormed(m: Model, x: Tensor) -> Tensor:
     """torch writes the weight, with a gradient of its own, when it is looked up."""
     ids = x.argmax(1)
@@ -458,6 +468,17 @@ def test_three_times() -> None:
             torch.autograd.grad(first.pow(2).sum(), [m.a.weight], create_graph=True)
 
 
+def test_a_write_through_data_is_noticed() -> None:
+    """It leaves no version behind: what a part read, and reads again, is another number."""
+    m, (x, y) = model(), batch(koila.lazy)
+    table = torch.randn(8, 8, dtype=DOUBLE)
+    with koila.config(chunks=3):
+        loss = F.cross_entropy(m.c(Square.apply(m.a(x) @ table)), y)
+        table.data.mul_(2)
+        with pytest.raises(koila.StaleError, match="matmul"):
+            loss.backward()
+
+
 # Memory -------------------------------------------------------------------------------------------
 
 
@@ -485,7 +506,18 @@ def cut_step(m: nn.ModuleList, x: Tensor) -> Tensor:
     return loss
 
 
-def peak(lazy: Lazy, n_rows: int = 1000, **settings: int) -> tuple[int, Any]:
+def wide_step(m: nn.ModuleList, x: Tensor) -> Tensor:
+    """What the user holds where the call is made is most of all."""
+    wide = torch.tanh(F.gelu(m[0].wide(x)))
+    held = [wide * i for i in range(6)]
+    made = Square.apply(wide)
+    del wide, held
+    loss: Tensor = m[0].narrow(made).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def peak(lazy: Lazy, n_rows: int = 1000, step: Any = cut_step, **settings: int) -> tuple[int, Any]:
     torch.manual_seed(0)
     m, x = blocks(), torch.randn(n_rows, 32)
     for _ in range(2):
@@ -498,8 +530,9 @@ def peak(lazy: Lazy, n_rows: int = 1000, **settings: int) -> tuple[int, Any]:
             with memory:
                 pass
             with memory:
-                loss = cut_step(m, lazy(x))
-    return memory.peak, (loss.detach(), [p.grad for p in m.parameters()])
+                loss = step(m, lazy(x))
+    found = [p.grad for p in m.parameters() if p.grad is not None]
+    return memory.peak, (loss.detach(), found)
 
 
 def assert_close(got: Any, want: Any) -> None:
@@ -516,6 +549,14 @@ def test_peak_in_chunks() -> None:
     assert took < 0.35 * at_most
     assert_close(got, want)
     assert [program.n_chunks for program in koila.report().programs] == [8] * 5
+
+
+def test_what_was_handed_out_is_not_made_again() -> None:
+    """Going back, a part makes a chunk of it, however long the user held it."""
+    at_most, want = peak(lambda x: x, step=wide_step)
+    took, got = peak(koila.lazy, step=wide_step, chunks=8)
+    assert took < at_most
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.3])

@@ -14,13 +14,27 @@ oftener than once more forward than it would have.
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from koila import _core, draws, explain, hooks, overwritten, plan, replay, reports, steps, views
+from koila import (
+    _core,
+    draws,
+    explain,
+    hooks,
+    meta,
+    overwritten,
+    plan,
+    replay,
+    reports,
+    steps,
+    views,
+)
 from koila.errors import KoilaError
 from koila.numbers import as_new
 from koila.program import Info, Program
@@ -33,6 +47,13 @@ _AGAIN = (
     "graph a second time or if you need to access saved tensors after calling backward."
 )
 _is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class _State(threading.local):
+    """The parts of this thread that have still to go back."""
+
+    def __init__(self) -> None:
+        self.parts: weakref.WeakSet[_Part] = weakref.WeakSet()
 
 
 class _Copy(NamedTuple):
@@ -54,10 +75,25 @@ class _Part:
         self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
         self.written: set[int] = set()  # these leaves
 
+    def copy_what_it_reads(self, func: Any, given: Any) -> None:
+        """A call is made that may write what it is given: leaves among that are read again going
+        back. A weight is no such thing where the call says how it is differentiated."""
+        is_custom = isinstance(getattr(func, "__self__", None), type)
+        tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad)]
+        if tensors and self.roots:
+            _core.held(self.roots[0], self._copy, (tensors,), {})
+
+    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        for leaf in (leaf for tensor in tensors for leaf in _core.leaves_of(tensor)):
+            real = _info(leaf).real
+            if leaf not in self.copies and real is not None and not real.is_inference():
+                self.copies[leaf] = _Copy(real, real._version, real.detach().clone())
+
     def keep_what_it_reads(self) -> None:
         """The call is over: leaves that it wrote stay what they were."""
         for leaf, copy in self.copies.items():
-            if copy.real._version != copy.version:
+            is_same = copy.real._version == copy.version  # a write through .data leaves it so
+            if self.roots and not (is_same and torch.equal(copy.real, copy.numbers)):
                 numbers = copy.numbers.requires_grad_(copy.real.requires_grad)
                 _core.replace_leaf(self.roots[0], leaf, numbers)
                 self.originals[id(numbers)] = copy.real
@@ -204,6 +240,9 @@ class _Gradient(torch.autograd.Function):
         return None, None, *ctx.part.go_back_twice(ctx.saved_tensors, gradients)
 
 
+_state = _State()
+
+
 class _HandedOut(torch.autograd.Function):
     """The node that stands for the graph of a part."""
 
@@ -243,25 +282,43 @@ def call(
     Returns:
         What it returns, with lazies in place of tensors unless `is_plain`.
     """
-    part = None if plan.is_whole() else _cut(func, (args, kwargs))
-    if part is None and has_graph:
+    is_cut = not plan.is_whole() and _cut(func)
+    if has_graph and not is_cut:
         explain.log_live(func)
+    parts = [part for part in _state.parts if part.roots]
     try:
+        for part in parts:
+            part.copy_what_it_reads(func, (args, kwargs))
         return _core.live(func, args, kwargs, is_plain)
     finally:
-        if part is not None:
+        for part in parts:
             part.keep_what_it_reads()
 
 
-def _cut(func: Any, given: Any) -> _Part | None:
+def watch(tensor: torch.Tensor) -> None:
+    """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
+    trace but the numbers."""
+    for part in [part for part in _state.parts if part.roots]:
+        _core.held(part.roots[0], _watch, (tensor,), {})
+
+
+def _watch(tensor: torch.Tensor) -> None:
+    watched = _core.memo().setdefault("watched", {})
+    for leaf in _core.leaves_of(tensor):
+        real = _info(leaf).real
+        assert real is not None
+        watched.setdefault(leaf, meta.checksum(real))
+
+
+def _cut(func: Any) -> bool:
     if hooks.is_any() or not _core.can_cut():
-        return None
+        return False
     draws.make_way()
     if not replay.read(False, func):
-        return None
+        return False
     reached = _core.reached()
     if reached is None:
-        return None
+        return False
     numbers = dict(reached[0])
     groups: dict[int, list[int]] = defaultdict(list)
     for value in numbers:
@@ -277,7 +334,7 @@ def _cut(func: Any, given: Any) -> _Part | None:
         if whole in roots and roots[whole] is None:
             roots[whole] = _memory(numbers[value], _info(whole))
     if any(number is None for number in roots.values()):
-        return None
+        return False
     part = _Part(roots.values(), [one for one in reached[1] if one.requires_grad])
     with torch.enable_grad():
         tensors = _apply(_HandedOut, part, *part.leaves) if roots else ()
@@ -289,28 +346,13 @@ def _cut(func: Any, given: Any) -> _Part | None:
             assert program is not None
             others[value] = _taken(program, value, handed[whole])
     if any(others[value].requires_grad != _info(value).requires_grad for value in others):
-        return None
-    if roots:
-        part.copies = _copies(func, given)
+        return False
     with steps.cutting():
         part.roots = _core.hand_out(list(handed.items()), list(others.items()))
     reports.note_handed_out(func, sum(tensor.nbytes for tensor in handed.values()))
-    return part
-
-
-def _copies(func: Any, given: Any) -> dict[int, _Copy]:
-    """Copies of what a call may write, and that is read by what waits, which reads it again going
-    back. A weight is no such thing where the call says how it is differentiated."""
-    is_custom = isinstance(getattr(func, "__self__", None), type)
-    copies: dict[int, _Copy] = {}
-    for tensor in _tensors_in(given):
-        if tensor.requires_grad and is_custom:
-            continue
-        for leaf in _core.leaves_of(tensor):
-            real = _info(leaf).real
-            if leaf not in copies and real is not None and not real.is_inference():
-                copies[leaf] = _Copy(real, real._version, real.detach().clone())
-    return copies
+    if part.roots:
+        _state.parts.add(part)
+    return True
 
 
 def _tensors_in(given: Any) -> Iterator[torch.Tensor]:

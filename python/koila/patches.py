@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from koila import (
     _core,
     attention,
+    bridge,
     budget,
     checkpoints,
     draws,
@@ -226,6 +227,7 @@ def _patch_data() -> None:
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         if _core.leaves_of(self):
             watch(self)
+        bridge.watch(self)
         return original.__get__(self)
 
     @in_turn
