@@ -458,6 +458,45 @@ def test_packed_sequences(form: str, is_sorted: bool, chunks: int) -> None:
     assert_same_story(story, chunks)
 
 
+class Sparing(nn.Module):
+    """If it spares one, one of its layers is used in every other step."""
+
+    def __init__(self, m: Model, is_sparing: bool) -> None:
+        super().__init__()
+        self.m, self.rare, self.is_sparing, self.n = m, nn.Linear(5, 5).double(), is_sparing, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        made = beside_a_residual(self.m, x) + self.m.w.sum()
+        return made if self.is_sparing and self.n % 2 else self.rare(made)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 7])
+@pytest.mark.parametrize("words", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_distributed(words: dict[str, bool], chunks: int) -> None:
+    """Each gradient is reduced once, and what no gradient comes to is known beforehand."""
+    is_sparing = "find_unused_parameters" in words
+
+    def story(lazy: Lazy) -> Any:
+        torch.distributed.init_process_group(
+            "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+        )
+        try:
+            m = Sparing(model(), is_sparing)
+            wrapped = nn.parallel.DistributedDataParallel(m, **words)
+            seen = []
+            for _ in range(3):
+                x, y = batch(lazy)
+                wrapped.zero_grad()
+                F.cross_entropy(wrapped(x), y).backward()
+                seen.append([p.grad for p in m.parameters()])
+            return seen, list(m.buffers())
+        finally:
+            torch.distributed.destroy_process_group()
+
+    assert_same_story(story, chunks)
+
+
 def test_three_times() -> None:
     """What cannot be kept is said."""
     m, (x, y) = model(), batch(koila.lazy)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.fx.experimental.proxy_tensor
+import torch.nn.parallel.distributed
 import torch.utils._device
 import torch.utils.checkpoint
 from torch.optim.optimizer import (
@@ -355,6 +356,20 @@ def _patch_scripts() -> None:
         _replace(script_method, "__call__", _cut_if_lazy(script_method.__call__))
 
 
+def _patch_ddp() -> None:
+    """DistributedDataParallel looks for unused parameters on the graph of its outputs, on which the
+    placeholder is not."""
+    original: Any = torch.nn.parallel.distributed._find_tensors
+
+    @functools.wraps(original)
+    def find(obj: Any) -> Any:
+        if _holds_lazy(obj):
+            return _core.live_with_all(original, (obj,), {}, True)
+        return original(obj)
+
+    _replace(torch.nn.parallel.distributed, "_find_tensors", find)
+
+
 def _patch_tracers() -> None:
     """A tracer would take the placeholder for a constant, and keep it in what it makes."""
     for owner, name in (
@@ -431,6 +446,7 @@ def _install() -> None:
     _patch_attention()
     _patch_graphs()
     _patch_scripts()
+    _patch_ddp()
     _patch_tracers()
     _hooks.append(register_optimizer_step_pre_hook(_before_step))
     _hooks.append(register_optimizer_step_post_hook(_after_step))
