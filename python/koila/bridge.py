@@ -285,7 +285,7 @@ def call(
     is_cut = not plan.is_whole() and _cut(func)
     if has_graph and not is_cut:
         explain.log_live(func)
-    parts = [part for part in _state.parts if part.roots]
+    parts = _parts()
     try:
         for part in parts:
             part.copy_what_it_reads(func, (args, kwargs))
@@ -298,16 +298,22 @@ def call(
 def watch(tensor: torch.Tensor) -> None:
     """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
     trace but the numbers."""
-    for part in [part for part in _state.parts if part.roots]:
-        _core.held(part.roots[0], _watch, (tensor,), {})
+    for part in _parts():
+        _core.held(part.roots[0], watch_here, (tensor,), {})
 
 
-def _watch(tensor: torch.Tensor) -> None:
+def watch_here(tensor: torch.Tensor) -> None:
+    """The same, of what this thread's tape reads."""
     watched = _core.memo().setdefault("watched", {})
     for leaf in _core.leaves_of(tensor):
         real = _info(leaf).real
         assert real is not None
         watched.setdefault(leaf, meta.checksum(real))
+
+
+def _parts() -> list[_Part]:
+    """Those of this thread that have still to go back."""
+    return [part for part in _state.parts if part.roots]
 
 
 def _cut(func: Any) -> bool:

@@ -27,7 +27,6 @@ from koila import (
     draws,
     flush,
     handlers,
-    meta,
     numbers,
     plain,
     reports,
@@ -236,11 +235,7 @@ def _patch_data() -> None:
         if _core.is_busy():
             return
         flush.flush_known(".data of a tensor that waits to be read")
-        watched = _core.memo().setdefault("watched", {})
-        for leaf in _core.leaves_of(self):
-            real = _core.value(leaf)[5]
-            assert real is not None
-            watched.setdefault(leaf, meta.checksum(real))
+        bridge.watch_here(self)
 
     def is_put(self: torch.Tensor, value: Any) -> bool:
         """Give a lazy that has its tensor other numbers, where nothing waits that reads that."""
