@@ -249,6 +249,8 @@ void kl_lazy_move(Value *value, KlValueId id);
 void kl_lazy_retain(Value *value, bool is_new);
 /* Give a value its real tensor and take it off its tape. */
 void kl_lazy_detach(Value *value, PyObject *real);
+/* The same for the lazy of value `id`, which nobody wants from the tape any more. */
+void kl_lazy_leave(Tape *tape, KlValueId id, PyObject *real);
 /* Borrowed: the real tensor, or NULL while pending. */
 PyObject *kl_lazy_real(const Value *value);
 

@@ -237,7 +237,7 @@ kl_bridge_hand_out(PyObject *module, PyObject *args)
     }
     for (size_t i = 0; i < tape->core.n_values; i++) {
         if (tape->values[i].real != NULL && tape->values[i].handle != NULL) {
-            kl_lazy_detach(take_off(tape, (KlValueId)i), tape->values[i].real);
+            kl_lazy_leave(tape, (KlValueId)i, tape->values[i].real);
         }
         if (tape->core.values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL) {
             tape->core.values[i].state = KL_STATE_PENDING; /* the user's lazies have it */

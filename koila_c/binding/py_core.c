@@ -331,9 +331,7 @@ core_leave(PyObject *module, PyObject *object)
     }
     real = PyObject_CallMethod(number, "detach", NULL);
     if (real != NULL) {
-        tape->values[value->id].handle = NULL;
-        tape->core.values[value->id].is_wanted = false;
-        kl_lazy_detach(value, real);
+        kl_lazy_leave(tape, value->id, real);
     }
     return real;
 }

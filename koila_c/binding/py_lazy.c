@@ -159,6 +159,15 @@ kl_lazy_detach(Value *value, PyObject *real)
     Py_DECREF(tape);
 }
 
+void
+kl_lazy_leave(Tape *tape, KlValueId id, PyObject *real)
+{
+    Value *value = tape->values[id].handle;
+    tape->values[id].handle = NULL;
+    tape->core.values[id].is_wanted = false;
+    kl_lazy_detach(value, real);
+}
+
 PyObject *
 kl_lazy_real(const Value *value)
 {

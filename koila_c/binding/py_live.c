@@ -247,11 +247,8 @@ release_what_ran(Tape *tape)
     PyErr_Fetch(&type, &error, &traceback);
     kl_tape_find_awaited(&tape->core);
     for (size_t i = 0; i < tape->core.n_values; i++) {
-        Value *handle = tape->values[i].handle;
-        if (handle != NULL && has_run(tape, (KlValueId)i)) {
-            tape->values[i].handle = NULL;
-            tape->core.values[i].is_wanted = false;
-            kl_lazy_detach(handle, tape->values[i].real);
+        if (tape->values[i].handle != NULL && has_run(tape, (KlValueId)i)) {
+            kl_lazy_leave(tape, (KlValueId)i, tape->values[i].real);
         }
     }
     for (size_t i = 0; i < tape->core.n_values; i++) {

@@ -569,11 +569,8 @@ kl_stage_deliver(PyObject *module, PyObject *args)
     if (tape->core.values[id].node != KL_ID_NONE) {
         tape->values[id].version = kl_stale_version(tensor);
     }
-    Value *handle = tape->values[id].handle;
-    if (is_final && handle != NULL) {
-        tape->values[id].handle = NULL;
-        tape->core.values[id].is_wanted = false;
-        kl_lazy_detach(handle, tensor);
+    if (is_final && tape->values[id].handle != NULL) {
+        kl_lazy_leave(tape, id, tensor);
     }
     return Py_NewRef(Py_None);
 }

@@ -193,8 +193,7 @@ int
 kl_stale_release(Tape *tape)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
-        Value *handle = tape->values[i].handle;
-        if (handle == NULL || tape->values[i].real == NULL) {
+        if (tape->values[i].handle == NULL || tape->values[i].real == NULL) {
             continue;
         }
         int result = is_another(tape, (KlValueId)i);
@@ -202,9 +201,7 @@ kl_stale_release(Tape *tape)
             return -1;
         }
         if (result > 0) {
-            tape->values[i].handle = NULL;
-            tape->core.values[i].is_wanted = false;
-            kl_lazy_detach(handle, tape->values[i].real);
+            kl_lazy_leave(tape, (KlValueId)i, tape->values[i].real);
         }
     }
     return 0;

@@ -200,9 +200,7 @@ static void
 take_over(Value *lazy)
 {
     Tape *from = lazy->tape;
-    from->values[lazy->id].handle = NULL;
-    from->core.values[lazy->id].is_wanted = false;
-    kl_lazy_detach(lazy, from->values[lazy->id].real);
+    kl_lazy_leave(from, lazy->id, from->values[lazy->id].real);
 }
 
 int
