@@ -13,7 +13,7 @@ typedef struct Run {
     PyObject *env;            /* list [n_values] */
     PyObject *imports;        /* list [n_imports] */
     PyObject *run_other; /* callable(node, function, args, kwargs): reductions, random draws, views
-                                 of what is written */
+                                 of what is written, products with large weights */
     bool has_writes;     /* some node of the tape writes in place */
     PyObject *cut;       /* callable(tensor, import number): rows of a value made in this run */
     long long rows;      /* of the chunk; -1: whole */
@@ -162,7 +162,10 @@ call_node(Run *run, KlNodeId id)
      * whole; where nothing is written, nothing can tell. */
     bool is_view = run->has_writes && run->node->row != NULL && run->node->row->kind == KL_ROW_VIEW;
     bool has_effect = run->node->is_random || run->node->leaf_writes != 0;
-    if (run->node->mode != KL_MODE_REDUCE && !has_effect && !is_view && !reads_for_chunks(run)) {
+    bool is_accruing =
+        run->rows >= 0 && kl_stage_accruing(&run->tape->core, run->node) != KL_ID_NONE;
+    bool is_other = has_effect || is_view || is_accruing || reads_for_chunks(run);
+    if (run->node->mode != KL_MODE_REDUCE && !is_other) {
         result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
                                      (size_t)n_positional, call->kwnames);
         if (result == Py_None && run->node->writes != 0) { /* __setitem__ gives nothing back */

@@ -164,6 +164,22 @@ kl_ops_tie(const KlRow *row)
     return KL_TIE_NONE;
 }
 
+uint32_t
+kl_ops_accruing(const KlRow *row)
+{
+    static const struct {
+        uint32_t op, operand;
+    } known[] = {
+        {KL_OP_linear, 1}, {KL_OP_matmul, 1}, {KL_OP_mm, 1}, {KL_OP_addmm, 2}, {KL_OP_embedding, 0},
+    };
+    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
+        if (row == &kl_ops_rows[known[i].op]) {
+            return known[i].operand;
+        }
+    }
+    return KL_ID_NONE;
+}
+
 bool
 kl_ops_is_batch_norm(const KlRow *row)
 {

@@ -305,6 +305,9 @@ const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
 bool kl_ops_is_light(const KlRow *row);
 KlTie kl_ops_tie(const KlRow *row);
 
+/* The operand whose gradient is a sum over rows that its call can make in what gathers; KL_ID_NONE: none. */
+uint32_t kl_ops_accruing(const KlRow *row);
+
 /* A normalization over the batch, which may be given the statistics of all rows. */
 bool kl_ops_is_batch_norm(const KlRow *row);
 

@@ -66,6 +66,25 @@ kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *n
     return kl_place_is_rows(&value->meta.place) && tape->nodes[value->node].mode == KL_MODE_ROWS;
 }
 
+uint32_t
+kl_stage_accruing(const KlTape *tape, const KlNode *node)
+{
+    const int64_t least = 1 << 18; /* of less, a second gradient takes less time than our call */
+    uint32_t k = node->row != NULL ? kl_ops_accruing(node->row) : KL_ID_NONE;
+    if (node->mode != KL_MODE_ROWS || k >= node->n_inputs ||
+        inputs_of(tape, node)[k].value == KL_ID_NONE) {
+        return KL_ID_NONE;
+    }
+    const KlMeta *meta = &tape->values[inputs_of(tape, node)[k].value].meta;
+    bool is_whole =
+        !kl_place_is_rows(&inputs_of(tape, node)[k].place) && !kl_place_is_rows(&meta->place);
+    bool is_summed_as_it_is =
+        (meta->dtype == KL_DTYPE_FLOAT32 || meta->dtype == KL_DTYPE_FLOAT64) &&
+        tape->values[node->first_out].meta.dtype == meta->dtype; /* else it is cast */
+    bool is_large = meta->n_dims == 2 && kl_meta_n_bytes(meta) >= least;
+    return is_whole && is_summed_as_it_is && is_large ? k : KL_ID_NONE;
+}
+
 /* -- what is needed ---------------------------------------------------------------------------------- */
 
 static bool

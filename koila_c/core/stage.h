@@ -93,6 +93,10 @@ bool kl_stage_is_overwritten(const KlTape *tape, const KlNode *node, uint32_t k,
  * row, what was written since; KL_ID_NONE: there is none. */
 KlNodeId kl_stage_find_overwritten(const KlTape *tape, const KlStages *stages, KlNodeId before);
 
+/* The input of a node by rows, a large weight, of which no chunk makes a gradient of its own: the call adds to
+ * what gathers (accrue.py); KL_ID_NONE: there is none. */
+uint32_t kl_stage_accruing(const KlTape *tape, const KlNode *node);
+
 /* Whether a node by rows is given its `k`-th input whole although chunks make it: *gathered*, a body later. */
 bool kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *node,
                           uint32_t k);

@@ -673,6 +673,9 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
         shared = is_shared ? node->first_out : KL_ID_NONE;
     } else {
         state->n_coming--;
+        if (sweep->span.is_body && node->accruing == k) {
+            return zero; /* it is part of what gathers at once */
+        }
     }
     const KlHeld *held = held_by(sweep, node);
     bool is_part = parts_of(sweep, node) != NULL;

@@ -71,6 +71,7 @@ typedef struct KlSweepNode {
     const KlParts *parts;   /* what it leaves in a body; NULL: it is no reduction */
     uint64_t saved_inputs;  /* bit i: input i is saved for backward, and any over 63 */
     uint64_t saved_outputs; /* bit i */
+    uint32_t accruing;      /* the input whose gradient a chunk adds to what gathers; KL_ID_NONE */
     KlBytes further;        /* what it keeps beside values in the run that is open */
     bool has_bytes;         /* the tape tells of further bytes, a workspace ... */
     bool has_gradient;

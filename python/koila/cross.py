@@ -55,6 +55,12 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
 
 
+def owned(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient to add to in place: this one, or where others have its memory a copy."""
+    is_free = not (grad._is_zerotensor() or is_shared(grad) or _is_part(grad))
+    return grad if is_free else grad.clone()
+
+
 def has_way_back(tensor: torch.Tensor) -> bool:
     """Whether a gradient goes through a tensor that requires one: a view that was taken without a
     graph says so too, and none does."""
@@ -82,8 +88,7 @@ def send_back(
         if grad is None:
             continue
         del fresh[i]
-        if grad._is_zerotensor() or is_shared(grad) or _is_part(grad):
-            alias.grad = grad.clone()
+        alias.grad = owned(grad)
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

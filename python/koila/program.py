@@ -229,6 +229,7 @@ class Program:
         self._info: dict[int, Info] = {}
         self._made: dict[int, Made] = {}
         self._nodes: dict[int, Node] = {}
+        self._rows: dict[int, str] = {}
         #: Of reductions, as far as they were asked for: the row's, and the rows of all chunks.
         self.signatures: dict[int, tuple[str, int]] = {}
 
@@ -290,6 +291,12 @@ class Program:
         if i not in self._nodes:
             self._nodes[i] = Node._make(_core.staged(self.handle, i))
         return self._nodes[i]
+
+    def row_of(self, node: Node) -> str:
+        """The row of a call; "": it has none."""
+        if node.id not in self._rows:
+            self._rows[node.id] = str(_core.node(node.id)[1] or "")
+        return self._rows[node.id]
 
     def made(self, value: int) -> Made:
         if value not in self._made:

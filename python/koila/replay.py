@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from koila import (
     _core,
+    accrue,
     config,
     deliver,
     draws,
@@ -228,6 +229,8 @@ class Replay:
             node = self.program.node(i)
             if node.is_random:
                 return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
+            if (made := accrue.run(self.program, node, func, args, kwargs)) is not None:
+                return made
             if i in run.parts and self._is_plain(node, run):
                 results = func(*args, **kwargs)
                 return tuple(results) if isinstance(results, tuple | list) else (results,)
@@ -681,8 +684,7 @@ class Replay:
         """Run everything forward and back; the gradients of the real tensors that entered."""
         self.gradients = gradients
         for root, given in zip(self.program.roots, gradients, strict=True):
-            is_again = root in self.roots
-            self.roots[root] = self.roots[root] + given if is_again else given
+            self.roots[root] = self.roots[root] + given if root in self.roots else given
         self._go()
         found = []
         for value, cross in self.cross.items():
