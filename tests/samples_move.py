@@ -223,12 +223,6 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **each("new_empty new_ones new_zeros", news),
     "new_full": lambda: [call(f(4, 3), (4, 2), 1.5), call(i(4), (), 2, dtype=torch.float64)],
     # views
-    "broadcast_tensors": lambda: [
-        call([f(4, 3), f(3)]),
-        call([f(4, 1), f(1, 3)]),
-        call([f(4, 3), i(4, 3)]),
-        call([f(4, 1, 3), i(5, 3), f()]),
-    ],
     **each("conj real", lambda: [*parts(), call(f(4, 3))]),
     "imag": parts,
     "view_as_real": parts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,7 @@ GIVERS: dict[str, Callable[[Tensor], Any]] = {
     "atleast_3d": torch.atleast_3d,
     "block_diag": torch.block_diag,
     "broadcast_tensors": lambda h: torch.broadcast_tensors(h[:, :1], h)[1],
+    "broadcast_tensors, all": lambda h: torch.broadcast_tensors(h, h[:1], torch.zeros(1))[0],
     "broadcast_to": lambda h: torch.broadcast_to(h, h.shape),
     "conj": torch.conj,
     "contiguous": lambda h: h.contiguous(),
@@ -176,7 +178,55 @@ def _given_and_written(give: Callable[[Tensor], Any]) -> Any:
     return run
 
 
-USES = [_given_without_gradients, _given_before_a_write, _given_and_written]
+def _read_between(is_given_read: bool, is_given_written: bool) -> Callable[..., Any]:
+    """One of the two has its number when one of them is written."""
+
+    def of(give: Callable[[Tensor], Any]) -> Any:
+        def run(x: Tensor, w: Tensor, v: Tensor) -> Any:
+            h = x @ w.detach()
+            given = give(h)
+            _ = (given if is_given_read else h).sum().item()
+            (given if is_given_written else h)[:1].mul_(v[0])
+            return given * 1, h
+
+        return run
+
+    return of
+
+
+def _given_what_was_read(give: Callable[[Tensor], Any]) -> Any:
+    def run(x: Tensor, w: Tensor, v: Tensor) -> Any:
+        h = x @ w.detach()
+        _ = h.sum().item()
+        given = give(h)
+        h.mul_(v[0])
+        return given * 1, h
+
+    return run
+
+
+def _given_with_gradients(give: Callable[[Tensor], Any]) -> Any:
+    def run(x: Tensor, w: Tensor) -> Any:
+        h = x @ w
+        given = give(h)
+        _ = h.sum().item()
+        h.mul_(2)
+        return given * 1, h
+
+    return run
+
+
+READ_AND_WRITTEN = [
+    _read_between(*flags) for flags in itertools.product((False, True), (False, True))
+]
+USES = [
+    _given_without_gradients,
+    _given_before_a_write,
+    _given_and_written,
+    _given_what_was_read,
+    _given_with_gradients,
+    *READ_AND_WRITTEN,
+]
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -184,10 +234,10 @@ USES = [_given_without_gradients, _given_before_a_write, _given_and_written]
 @pytest.mark.parametrize("name", GIVERS)
 def test_what_gives_its_input_back(name: str, use: Callable[..., Any], chunks: int) -> None:
     why = {}
-    if name == "broadcast_tensors" and use is _given_before_a_write:
-        why["partly"] = "a view of one of several inputs that is written"
-    elif name == "squeeze" and use is _given_and_written:
+    if name == "squeeze" and use is _given_and_written:
         why["whole"] = "it would drop a batch of one row, and what it shares is written"
+    elif name == "block_diag" and use in (READ_AND_WRITTEN[1], READ_AND_WRITTEN[3]):
+        why["partly"] = "it has no rows, and its number is what is written"
     programs = Programs()
     programs.add_but(**why)(use(GIVERS[name]))
     programs.check("run", chunks, False)

@@ -484,22 +484,6 @@ find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
     return 0;
 }
 
-/* A call whose results are its arguments makes no node: broadcast_tensors gives all of them back. */
-static PyObject *
-give_back(const Recording *recording)
-{
-    const KlPyInput *origins = recording->bound.input_origins;
-    const KlInferred *inferred = &recording->tape->inferred;
-    if (inferred->alias_input != KL_ID_NONE) {
-        return Py_NewRef(origins[inferred->alias_input].object);
-    }
-    PyObject *same = PyTuple_New(inferred->n_outs);
-    for (uint32_t i = 0; same != NULL && i < inferred->n_outs; i++) {
-        PyTuple_SET_ITEM(same, i, Py_NewRef(origins[i].object));
-    }
-    return same;
-}
-
 /* What stands for memory that a call wrote stands for it as it is now. */
 static void
 move_written(const Recording *recording, Value *written, KlValueId now)
@@ -524,9 +508,9 @@ append(Recording *recording, PyObject **results)
                             leaf_writes)) {
         return 0;
     }
-    if (inferred->alias == KL_ALIAS_SAME && writes == 0) {
-        *results = give_back(recording);
-        return *results == NULL ? -1 : 1;
+    if (inferred->alias == KL_ALIAS_SAME && writes == 0) { /* it makes no node */
+        *results = Py_NewRef(recording->bound.input_origins[inferred->alias_input].object);
+        return 1;
     }
     if (begin_order(recording) < 0) {
         return -1;

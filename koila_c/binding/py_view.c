@@ -74,15 +74,12 @@ find_inputs(Tape *tape, const KlNode *node, KlValueId viewed, KlValueId source, 
     return 0;
 }
 
-/* Which input the outputs of a view's node are views of; KL_ID_NONE: each of its own. */
+/* Which input the outputs of a view's node are views of. */
 static uint32_t
 alias_input_of(const Tape *tape, const KlNode *node)
 {
     const KlInput *inputs = &tape->core.inputs[node->first_input];
     const KlValue *outs = &tape->core.values[node->first_out];
-    if (node->n_outs > 1 && node->n_inputs > 1 && outs[1].view_of == inputs[1].value) {
-        return KL_ID_NONE;
-    }
     uint32_t k = 0;
     while (k + 1 < node->n_inputs && inputs[k].value != outs[0].view_of) {
         k++;

@@ -159,10 +159,8 @@ settle_grads(const KlCall *call, KlInferred *result)
             out->requires_grad = has_grad && is_differentiable && !is_blocked;
             continue;
         }
-        uint32_t source = result->alias_input == KL_ID_NONE ? i : result->alias_input;
-        bool is_kept = call->inputs[source]->requires_grad;
-        if (result->alias == KL_ALIAS_MAYBE && result->alias_input != KL_ID_NONE && is_kept &&
-            !call->is_grad_enabled) {
+        bool is_kept = call->inputs[result->alias_input]->requires_grad;
+        if (result->alias == KL_ALIAS_MAYBE && is_kept && !call->is_grad_enabled) {
             return KL_DECLINED; /* a view requires grad, a copy does not */
         }
         out->requires_grad = (is_kept || has_grad) && is_differentiable && !is_blocked;

@@ -191,7 +191,7 @@ typedef struct KlInferred {
     uint32_t n_outs;
     size_t n_outs_max;
     KlAlias alias;           /* of all outputs; set by the shape rule */
-    uint32_t alias_input;    /* which input, if any; KL_ID_NONE: output i aliases input i */
+    uint32_t alias_input;    /* which input, if any */
     uint8_t device;          /* of all outputs; a rule that moves a value (`to`) sets it */
     uint64_t inputs_no_grad; /* bit i: no gradient flows to input i; set by a rule */
     uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */

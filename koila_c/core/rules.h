@@ -198,7 +198,6 @@ KL_SHAPE(unflatten);
 KL_SHAPE(view);
 KL_SHAPE(view_as);
 KL_SHAPE(alias); /* the first input again */
-KL_SHAPE(broadcast_tensors);
 KL_SHAPE(diagonal);
 KL_SHAPE(expand);
 KL_SHAPE(expand_as);
@@ -274,7 +273,6 @@ KL_DTYPE(all_same);
 KL_DTYPE(clamp);
 KL_DTYPE(compare);
 KL_DTYPE(div);
-KL_DTYPE(each);  /* output i that of input i */
 KL_DTYPE(index); /* int64 */
 KL_DTYPE(join);
 KL_DTYPE(max);

@@ -272,14 +272,3 @@ dtype_value_index(const KlCall *call, KlInferred *result, KlError *error)
     }
     return KL_OK;
 }
-
-/* each output that of its own input */
-KlStatus
-dtype_each(const KlCall *call, KlInferred *result, KlError *error)
-{
-    (void)error;
-    for (uint32_t i = 0; i < result->n_outs; i++) {
-        result->outs[i].dtype = call->inputs[i]->dtype;
-    }
-    return KL_OK;
-}

@@ -293,32 +293,6 @@ shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_expand(call->inputs[0], &result->outs[0], other->shape, other->n_dims, error);
 }
 
-/* An input that has the common shape already is given back itself. */
-KlStatus
-shape_broadcast_tensors(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlMeta shape = {.n_dims = 0};
-    uint32_t n_same = 0;
-    KlStatus status = kl_infer_reserve_outs(result, call->n_inputs, error);
-    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
-        status = kl_rules_broadcast(&shape, call->inputs[i], error);
-    }
-    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
-        const KlMeta *input = call->inputs[i];
-        size_t bytes = (size_t)shape.n_dims * sizeof(shape.shape[0]);
-        n_same += input->n_dims == shape.n_dims && memcmp(input->shape, shape.shape, bytes) == 0;
-        result->outs[i].is_strided = input->is_strided;
-        result->outs[i].requires_grad = input->requires_grad;
-        result->outs_no_grad |= input->requires_grad || i >= 64 ? 0 : UINT64_C(1) << i;
-        status = kl_rules_expand(input, &result->outs[i], shape.shape, shape.n_dims, error);
-    }
-    KlAlias alias = n_same == 0               ? KL_ALIAS_VIEW
-                    : n_same < call->n_inputs ? KL_ALIAS_MAYBE
-                                              : KL_ALIAS_SAME;
-    kl_rules_alias(result, alias, KL_ID_NONE);
-    return call->n_inputs > 64 ? KL_DECLINED : status;
-}
-
 KlStatus
 shape_diagonal(const KlCall *call, KlInferred *result, KlError *error)
 {

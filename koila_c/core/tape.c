@@ -231,11 +231,8 @@ append_outputs(KlTape *tape, const KlRecord *record, KlNodeId node)
 {
     const KlInferred *inferred = record->inferred;
     for (uint32_t i = 0; i < inferred->n_outs; i++) {
-        KlValueId source = KL_ID_NONE;
-        if (inferred->alias != KL_ALIAS_NONE) {
-            bool is_each = inferred->alias_input == KL_ID_NONE; /* output i aliases input i */
-            source = record->inputs[is_each ? i : inferred->alias_input];
-        }
+        bool is_alias = inferred->alias != KL_ALIAS_NONE;
+        KlValueId source = is_alias ? record->inputs[inferred->alias_input] : KL_ID_NONE;
         KlStorageId storage = KL_ID_NONE;
         if (inferred->alias == KL_ALIAS_VIEW || inferred->alias == KL_ALIAS_SAME) {
             storage = tape->values[source].storage;

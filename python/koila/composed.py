@@ -13,12 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila import plan
+from koila import _core, plan
 
 
 def broadcast_to(x: Tensor, *size: Any) -> Any:
     """Native `broadcast_to` is `expand`."""
     return x.expand(*size)
+
+
+def broadcast_tensors(*tensors: Any) -> Any:
+    """What has the common shape already is given back, all else expanded to it: a view, by the rows
+    that the shape is of."""
+    listed = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    try:
+        shape = torch.broadcast_shapes(*(x.shape for x in listed))
+    except (AttributeError, RuntimeError):  # torch's own words
+        return NotImplemented
+    wide = [x for x in listed if x.shape == shape]
+    lender = next(filter(_is_lazy, wide), None)
+    if lender is None:
+        lender = next(filter(_is_lazy, listed)).expand(shape)
+    return tuple(x if x.shape == shape else x.expand_as(lender) for x in listed)
+
+
+def _is_lazy(x: Tensor) -> bool:
+    return type(x) is _core.LazyTensor
 
 
 # Parts --------------------------------------------------------------------------------------------
@@ -247,6 +266,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "atleast_1d": _all(_row),
     "atleast_2d": _all(_matrix),
     "atleast_3d": _all(_block),
+    "broadcast_tensors": broadcast_tensors,
     "broadcast_to": broadcast_to,
     "column_stack": column_stack,
     "diff": diff,

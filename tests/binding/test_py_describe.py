@@ -110,7 +110,6 @@ def test_saves() -> None:
         ("add", (f(4, 3),), {"alpha": 2, "other": f(3)}, [(0, None), ("other", None)]),
         ("cat", ([f(4, 3), f(4, 2)],), {"dim": 1}, [(0, 0), (0, 1)]),
         ("cat", (), {"dim": 1, "tensors": (f(4, 3), f(4, 2))}, [("tensors", 0), ("tensors", 1)]),
-        ("broadcast_tensors", (f(4, 1), f(3)), {}, [(0, None), (1, None)]),
         ("__getitem__", (f(4, 5), (slice(None), i(2))), {}, [(0, None), (1, 1)]),
     ],
 )
