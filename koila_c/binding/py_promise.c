@@ -1,6 +1,6 @@
 /* py_promise.c - what inference promised of a value when its call was recorded, held against what torch
- * gives when the call runs: sizes and dtype, of every output in every run. What differs is a mistake of
- * ours, and raises: from wrong sizes follow wrong numbers. */
+ * gives when the call runs: sizes and dtype, of every output in every run, and strides that a meta kernel
+ * told. What differs is a mistake of ours, and raises: from wrong sizes follow wrong numbers. */
 #include "py.h"
 
 /* Sizes of the value on a chunk of `rows` rows; -1: whole. */
@@ -43,6 +43,37 @@ kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
     return -1;
 }
 
+/* Whether the result of a call without a row lies in memory as its meta kernel said: what is a view of it, and
+ * what a copy, was recorded by that. -1 with an exception where it does not. */
+static int
+check_strides(const Tape *tape, KlNodeId id, const KlMeta *promised, PyObject *result)
+{
+    KlMeta read;
+    if (tape->core.nodes[id].row != NULL || !promised->is_strided) {
+        return 0;
+    }
+    if (kl_meta_read(result, &read) != 0) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    bool is_same = true;
+    for (int32_t i = 0; i < read.n_dims; i++) {
+        is_same = is_same && (read.shape[i] == 1 || read.strides[i] == promised->strides[i]);
+    }
+    if (is_same || kl_meta_n_elements(&read) == 0) {
+        return 0;
+    }
+    PyObject *where = kl_source_where(tape, id);
+    if (where != NULL) {
+        PyErr_Format(
+            kl_py.koila_error,
+            "%R gave a tensor that lies in memory otherwise than its meta kernel says "
+            "(%U): please report it; koila.config(chunks=1) does not help, koila.off() does",
+            tape->nodes[id].func, where);
+        Py_DECREF(where);
+    }
+    return -1;
+}
+
 int
 kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result, long long rows)
 {
@@ -53,7 +84,9 @@ kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
     int32_t dim = rows >= 0 && kl_place_is_rows(&promised->place) ? promised->place.dim : -1;
     int64_t size = dim >= 0 ? promised->place.outer * rows * promised->place.inner : 0;
     int is_kept = kl_meta_is_of(result, promised, dim, size);
-    return is_kept > 0 ? 0 : is_kept < 0 ? -1 : kl_promise_break(tape, id, value, result, rows);
+    return is_kept < 0    ? -1
+           : is_kept == 0 ? kl_promise_break(tape, id, value, result, rows)
+                          : check_strides(tape, id, promised, result);
 }
 
 /* check_result(node, value, tensor): raise where a value made outside of a run is not what was promised. */

@@ -109,22 +109,24 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
 
 /* -- inference by meta tensors ------------------------------------------------------------------------ */
 
-/* Strides are left open: meta kernels are not always right about the layout of their results. */
+/* Strides are left open where meta kernels are not known to be right about the layout of their results. */
 static int
 read_out(PyObject *item, KlMeta *meta)
 {
-    PyObject *dtype = NULL, *shape = NULL;
+    PyObject *dtype = NULL, *shape = NULL, *strides = NULL;
     int requires_grad = 0, device = 0;
-    if (!PyArg_ParseTuple(item, "OOpi", &dtype, &shape, &requires_grad, &device)) {
+    if (!PyArg_ParseTuple(item, "OOOpi", &dtype, &shape, &strides, &requires_grad, &device)) {
         return -1;
     }
     *meta = (KlMeta){.dtype = kl_meta_dtype_from(dtype),
                      .n_dims = (int32_t)PyTuple_GET_SIZE(shape),
                      .requires_grad = requires_grad,
+                     .is_strided = strides != Py_None,
                      .device = (uint8_t)device,
                      .place = KL_PLACE_WHOLE};
     for (int32_t i = 0; i < meta->n_dims; i++) {
         meta->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+        meta->strides[i] = meta->is_strided ? PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i)) : 0;
     }
     return PyErr_Occurred() ? -1 : 0;
 }

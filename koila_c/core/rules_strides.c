@@ -177,6 +177,10 @@ void
 kl_rules_iterate(KlMeta *out, const KlMeta *const *operands, uint32_t n, bool has_number)
 {
     out->is_strided = false;
+    if (out->n_dims <= 1) {
+        kl_meta_set_contiguous(out); /* whatever the operands are */
+        return;
+    }
     if (n > OPERANDS_MAX) {
         return;
     }
@@ -203,6 +207,9 @@ void
 kl_rules_preserve(KlMeta *out, const KlMeta *meta)
 {
     out->is_strided = meta->is_strided;
+    if (!meta->is_strided && (meta->n_dims == 0 || (meta->n_dims == 1 && meta->shape[0] > 1))) {
+        kl_meta_set_contiguous(out);
+    }
     if (!meta->is_strided) {
         return;
     }

@@ -16,7 +16,7 @@ _LITERALS: tuple[type, ...] = (int, float, complex, bool, str, bytes, type(None)
 _LITERALS += (torch.dtype, torch.layout, torch.memory_format)
 
 _Description = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
-_Out = tuple[torch.dtype, tuple[int, ...], bool, int]
+_Out = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
 _Answer = tuple[type | None, tuple[_Out, ...]]
 
 _DTYPES = frozenset(
@@ -26,6 +26,15 @@ _DTYPES = frozenset(
 
 #: What the meta kernel knows in one dtype; the call takes others, and gives what it is given.
 _ASKED_IN = {"_grouped_mm": torch.bfloat16}
+
+#: How their results lie meta kernels say otherwise than those that run; of the second where what
+#: they are given is not row-major.
+LAID_OUT_OTHERWISE = frozenset(
+    "fft_hfft2 fft_hfftn fft_rfft2 fft_rfftn linalg_eig linalg_svd nonzero_static svd".split()
+)
+LAID_OUT_ROW_MAJOR = frozenset(
+    "angle fft_hfft fft_irfft fft_irfft2 fft_irfftn heaviside ldexp".split()
+)
 
 _cache: dict[Any, _Answer | None] = {}
 _CACHE_MAX = 65536
@@ -116,7 +125,15 @@ def _device_of(args: Any) -> int | None:
     return devices.pop() if len(devices) == 1 else None
 
 
-def _read_out(tensor: Any, inputs: set[int], device: int) -> _Out:
+def _are_strides_known(name: str, met: list[torch.Tensor], device: int) -> bool:
+    """Whether meta kernels say how the results of a call lie, which is given tensors like these:
+    so a test has found of the CPU's."""
+    if device != 0 or name in LAID_OUT_OTHERWISE:
+        return False
+    return name not in LAID_OUT_ROW_MAJOR or all(tensor.is_contiguous() for tensor in met)
+
+
+def _read_out(tensor: Any, inputs: set[int], device: int, are_strides_known: bool) -> _Out:
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         raise _UnknownError
     if tensor.is_conj() or tensor.is_neg() or tensor.dim() > 8:
@@ -125,7 +142,8 @@ def _read_out(tensor: Any, inputs: set[int], device: int) -> _Out:
         raise _UnknownError  # it aliases an input: only the real call knows how
     if tensor.dtype not in _DTYPES:
         raise _UnknownError
-    return (tensor.dtype, tuple(tensor.shape), tensor.requires_grad, device)
+    strides = tensor.stride() if are_strides_known or tensor.dim() == 0 else None
+    return (tensor.dtype, tuple(tensor.shape), strides, tensor.requires_grad, device)
 
 
 def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
@@ -151,11 +169,14 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if asked_in is not None:
         result = result.to(given)
     inputs = {tensor.untyped_storage()._cdata for tensor in met}
+    tensors = (t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+    are_given = all(_describe(tensor)[2] is not None for tensor in tensors)
+    is_known = are_given and _are_strides_known(getattr(func, "__name__", ""), met, device)
     if isinstance(result, torch.Tensor):
-        return None, (_read_out(result, inputs, device),)
+        return None, (_read_out(result, inputs, device, is_known),)
     if not isinstance(result, tuple | list) or not result:
         raise _UnknownError
-    outs = tuple(_read_out(item, inputs, device) for item in result)
+    outs = tuple(_read_out(item, inputs, device, is_known) for item in result)
     return type(result), outs
 
 
@@ -166,8 +187,8 @@ def infer(
 
     Returns:
         None where torch cannot tell (the call is then run at once); else the container's type
-        (None for a single tensor) and for each tensor its dtype, shape, requires_grad and device
-        number.
+        (None for a single tensor) and for each tensor its dtype, shape, strides where they are
+        known, requires_grad and device number.
     """
     kwargs = kwargs or {}
     if kwargs.get("out") is not None:

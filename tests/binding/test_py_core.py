@@ -143,10 +143,10 @@ def test_describe() -> None:
 
 
 def test_describe_leaves_strides_open_where_they_are_not_known() -> None:
-    made: Any = torch.linalg.pinv(koila.lazy(batch()))
+    made: Any = torch.linalg.svd(koila.lazy(batch()))[0]
     assert is_pending(made)
     assert core.describe(made)[2] is None
-    assert made.stride() == torch.linalg.pinv(batch()).stride()
+    assert made.stride() == torch.linalg.svd(batch())[0].stride()
 
 
 def test_has_known() -> None:
