@@ -47,6 +47,7 @@ typedef struct Value {
     uint64_t epoch;     /* backwards that had run when it became live */
     bool is_input;      /* made by lazy(): it stays lazy for ever */
     bool is_touched;    /* the dispatcher met its placeholder: the object is not used again */
+    bool is_lost;       /* detached: what shares its memory is not known, as KlStorage says */
     KlPlaceholder placeholder;
 } Value;
 

@@ -776,7 +776,7 @@ view_object(const Tape *tape, KlValueId value)
 }
 
 /* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage, value of the
- * whole storage, view, device, strides or None) */
+ * whole storage, view, device, strides or None, whether other memory may be the same) */
 PyObject *
 kl_program_value(PyObject *module, PyObject *args)
 {
@@ -798,12 +798,14 @@ kl_program_value(PyObject *module, PyObject *args)
         value->meta.dtype == KL_DTYPE_OTHER ? Py_None : kl_py.dtypes[value->meta.dtype];
     PyObject *size = kl_meta_size(&value->meta);
     PyObject *strides = value->meta.is_strided ? kl_meta_strides(&value->meta) : Py_NewRef(Py_None);
-    return Py_BuildValue("(ONONLOOIINON)", dtype, size,
+    bool is_uncertain = tape->core.storages[value->storage].is_uncertain;
+    return Py_BuildValue("(ONONLOOIINONO)", dtype, size,
                          value->meta.requires_grad ? Py_True : Py_False, place_object(&place), rows,
                          entry->real != NULL ? entry->real : Py_None,
                          entry->result != NULL ? entry->result : Py_None, value->storage,
                          tape->core.storages[value->storage].base, view_object(tape, id),
-                         PyList_GET_ITEM(kl_py.devices, value->meta.device), strides);
+                         PyList_GET_ITEM(kl_py.devices, value->meta.device), strides,
+                         is_uncertain ? Py_True : Py_False);
 }
 
 /* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids),

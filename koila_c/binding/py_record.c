@@ -12,13 +12,14 @@ typedef struct LazyArgs {
     Tape *tape;          /* this thread's, or NULL */
     bool is_any_lazy;    /* one at least is not settled: the call is worth recording */
     bool is_any_foreign; /* one at least is made by another thread's program */
+    bool is_any_lost;    /* of one at least nobody knows what shares its memory */
 } LazyArgs;
 
 /* Settled: it has its number and nothing can be gained by recording on it. */
 static bool
 is_settled(const Value *value)
 {
-    if (value->tape != NULL || value->is_input || value->real == NULL) {
+    if (value->tape != NULL || value->is_input || value->is_lost || value->real == NULL) {
         return false;
     }
     PyObject *requires_grad = PyObject_GetAttrString(value->real, "requires_grad");
@@ -31,6 +32,13 @@ is_settled(const Value *value)
     bool is_spent = is_leaf == Py_False; /* a leaf never is */
     Py_XDECREF(is_leaf);
     return is_spent;
+}
+
+static bool
+is_lost(const Value *value)
+{
+    const KlTape *core = value->tape != NULL ? &value->tape->core : NULL;
+    return core != NULL ? core->storages[core->values[value->id].storage].is_lost : value->is_lost;
 }
 
 static int
@@ -48,6 +56,7 @@ look_at(PyObject *lazy, void *context)
     if (!is_settled(value)) {
         found->is_any_lazy = true;
     }
+    found->is_any_lost = found->is_any_lost || is_lost(value);
     return 0;
 }
 
@@ -454,6 +463,36 @@ is_of_number(const Function *function, PyObject *args, PyObject *kwargs)
     return kl_live_read(value) < 0 ? -1 : value->tape == NULL;
 }
 
+static int
+is_lost_lazy(PyObject *lazy, void *context)
+{
+    (void)context;
+    return is_lost(kl_lazy_value(lazy));
+}
+
+/* A write to memory that may be another lazy's too would show in both, or in one: nobody knows. */
+static int
+refuse_lost(const Function *function, PyObject *args, PyObject *out)
+{
+    Py_ssize_t n = 0;
+    const char *name = PyUnicode_AsUTF8AndSize(function->name, &n);
+    bool is_in_place = (function->row != NULL && function->row->kind == KL_ROW_INPLACE) ||
+                       (name != NULL && n > 1 && name[n - 1] == '_' && name[n - 2] != '_');
+    PyObject *written = out;
+    if (written == NULL && is_in_place && PyTuple_GET_SIZE(args) > 0) {
+        written = PyTuple_GET_ITEM(args, 0);
+    }
+    int result = written != NULL ? kl_call_visit(written, is_lost_lazy, NULL) : 0;
+    if (result > 0) {
+        PyErr_Format(kl_py.koila_error,
+                     "%U: what is written ran in chunks, and may share its memory with another "
+                     "tensor, or may not, for how it would lie in memory whole is not known; write "
+                     "a clone of it",
+                     function->name);
+    }
+    return result != 0 ? -1 : 0;
+}
+
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
  * its lazies, their numbers are enough: what else waits can still be cut. */
 static PyObject *
@@ -565,6 +604,9 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     LazyArgs found = {.tape = kl_tape_open()};
     if (found.tape == NULL || kl_call_visit(args, look_at, &found) < 0 ||
         (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, look_at, &found) < 0)) {
+        return NULL;
+    }
+    if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
         return NULL;
     }
     if (!found.is_any_lazy) {

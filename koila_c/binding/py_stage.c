@@ -573,6 +573,8 @@ kl_stage_deliver(PyObject *module, PyObject *args)
         tape->values[id].version = kl_stale_version(tensor);
     }
     if (is_final && tape->values[id].handle != NULL) {
+        const KlStorage *storage = &tape->core.storages[tape->core.values[id].storage];
+        tape->values[id].handle->is_lost = storage->is_uncertain;
         kl_lazy_leave(tape, id, tensor);
     }
     return Py_NewRef(Py_None);

@@ -229,6 +229,8 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
     if (new_leaf(tape, lazy->real, &place, value) < 0) {
         return -1;
     }
+    KlStorage *storage = &tape->core.storages[tape->core.values[*value].storage];
+    storage->is_uncertain = storage->is_lost = lazy->is_lost;
     tape->values[*value].handle = lazy;
     tape->core.values[*value].is_wanted = true;
     lazy->tape = (Tape *)Py_NewRef((PyObject *)tape);

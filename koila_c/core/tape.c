@@ -241,8 +241,10 @@ append_outputs(KlTape *tape, const KlRecord *record, KlNodeId node)
         if (storage != KL_ID_NONE) {
             tape->values[out].view_of = source;
         } else if (inferred->alias == KL_ALIAS_MAYBE) {
-            tape->storages[tape->values[out].storage].is_uncertain = true;
-            tape->storages[tape->values[source].storage].is_uncertain = true;
+            KlStorage *left = &tape->storages[tape->values[source].storage];
+            KlStorage *right = &tape->storages[tape->values[out].storage];
+            left->is_uncertain = right->is_uncertain = true;
+            right->is_lost = left->is_lost;
         }
     }
 }

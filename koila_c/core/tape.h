@@ -76,6 +76,7 @@ typedef struct KlStorage {
     bool is_held;      /* scratch: one of its values is wanted */
     bool is_awaited;   /* kl_tape_find_awaited: a call that has not run makes a view of it */
     bool is_uncertain; /* another storage may be the same memory: a write to it must run live */
+    bool is_lost; /* and nobody can tell any more, for it ran in chunks: a write to it is refused */
 } KlStorage;
 
 typedef struct KlTape {

@@ -290,6 +290,7 @@ def value(
     tuple[int, int, int] | None,
     torch.device,
     tuple[int, ...] | None,
+    bool,
 ]: ...
 def node(
     id: int, /

@@ -144,7 +144,10 @@ class Cross:
         elif self.is_put_together and len(grid) > 1:
             if self.gathered is None:
                 info = self.info
-                self.gathered = rows.empty(info.shape, info.strides, info.dtype, info.device)
+                strides: Sequence[int] | None = info.strides
+                if strides is None:
+                    strides = rows.strides_of_chunk(tensor, place)
+                self.gathered = rows.empty(info.shape, strides, info.dtype, info.device)
             n_rows = grid[-1][1]
             rows.put(self.gathered, place, n_rows, grid[chunk], tensor.detach(), False)
             self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
@@ -407,8 +410,12 @@ class Cross:
         return total
 
     def _strides(self) -> Sequence[int] | None:
-        """How the whole value lies in memory; None: it is not there, and nobody knows."""
-        return self.info.strides if self.whole is None else self.whole.stride()
+        """How the whole value lies in memory; None: nobody knows."""
+        whole = self.gathered if self.whole is None else self.whole
+        if whole is not None or self.info.strides is not None or not self.chunks:
+            return self.info.strides if whole is None else whole.stride()
+        assert self.info.place is not None
+        return rows.strides_of_chunk(next(iter(self.chunks.values())), self.info.place)
 
     # -- stand-ins for a linear tail --------------------------------------------------------------
 

@@ -28,7 +28,9 @@ class Numbers:
     """What the lazies that the user can reach are given at the end of a run in chunks.
 
     A write through one of them, which torch would do at once, has to show in all that share its
-    memory. So a view is not put together from chunks: it is taken of the whole storage again.
+    memory. So a view is not put together from chunks: it is taken of the whole storage again. What
+    may be a view or a copy stays on the tape, where a write runs live; after its backward it
+    cannot, and a write to it is refused.
     """
 
     def __init__(self, program: Program, cross: Mapping[int, Cross], is_spent: bool) -> None:
@@ -45,6 +47,8 @@ class Numbers:
             # What stays can be written by a call that is recorded: then all that share it stay.
             n_leaving = sum(map(self._is_leaving, group))
             is_final = n_leaving >= program.n_sharing.get(storage, len(group))
+            if program.info(group[0]).is_uncertain:
+                is_final = any(map(self._is_spent, group))
             self.found += [(value, self._number(value), is_final) for value in group]
 
     def _is_spent(self, value: int) -> bool:

@@ -105,6 +105,7 @@ class Info(NamedTuple):
     view: tuple[int, int, int] | None  # the node that took it, its output, what it views
     device: torch.device
     strides: tuple[int, ...] | None  # None: they are not known
+    is_uncertain: bool  # other memory may be the same
 
 
 @dataclass

@@ -153,19 +153,28 @@ def put(
         to.copy_(part)
 
 
+def strides_of_chunk(part: torch.Tensor, place: Place) -> Sequence[int]:
+    """How the whole may lie, as far as a chunk tells: the stride of a dim of one entry means
+    nothing, and rows are outermost then."""
+    strides = list(part.stride())
+    if part.shape[place[1]] == 1:
+        strides[place[1]] = max(*strides, part.numel()) + 1
+    return strides
+
+
 def gather(
     parts: Sequence[torch.Tensor], place: Place, strides: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Put the chunks of a value together, in the order of the rows.
 
-    Its dims are in memory in the order of `strides`, those of the whole value; None: row by row.
-    The chunks themselves do not tell: the stride of a dim of one entry means nothing.
+    Its dims are in memory in the order of `strides`, those of the whole value; None: in that of a
+    chunk.
     """
     _, dim, outer, inner = place
     if len(parts) == 1:
         return parts[0]
     if strides is None:
-        strides = [0] * parts[0].dim()  # the order of the dims
+        strides = strides_of_chunk(parts[0], place)
     order, back = _memory_order(strides)
     at = order.index(dim)
     laid = [part.permute(order) for part in parts]
