@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -72,3 +73,33 @@ def test_what_goes_on_after_the_chunks_is_predicted(monkeypatch: pytest.MonkeyPa
     assert 0.95 * memory.peak <= prediction.n_bytes <= 1.35 * memory.peak, (
         f"{prediction.n_bytes:.0f} bytes were predicted, {memory.peak} used"
     )
+
+
+def test_a_gradient_is_gone_when_the_graph_outside_goes_on() -> None:
+    """As for torch, which lets each tensor go when its backward has run."""
+    came: list[weakref.ref[Tensor]] = []
+    is_there: list[bool] = []
+
+    class First(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            is_there.append(came[0]() is not None)
+            return gradients[0]
+
+    class Second(First):
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            came.append(weakref.ref(gradients[0]))
+            return 2 * gradients[0]
+
+    first: Any = First
+    second: Any = Second
+    x = torch.randn(12, 3, requires_grad=True)
+    with split(4):
+        koila.lazy(second.apply(first.apply(x))).sort(0).values.sin().sum().backward()
+    assert is_there == [False]
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())

@@ -703,9 +703,10 @@ class Replay:
     # -- commit -----------------------------------------------------------------------------------
 
     def settle(self, is_spent: bool) -> None:
-        """Find the numbers of the user's lazies."""
+        """Find the numbers of the user's lazies; all else goes, before graphs outside go back."""
         self.tracked.settle()
         self.numbers = Numbers(self.program, self.cross, is_spent)
+        self.cross.clear()
 
     def commit(self) -> None:
         """Write statistics, leave the generator as eager would, give the user's lazies their
@@ -774,8 +775,7 @@ def _attempt(
 
 def _is_whole() -> bool:
     """Whether that is known without staging, and why."""
-    is_whole = plan.is_whole()
-    if is_whole:
+    if is_whole := plan.is_whole():
         reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
     return is_whole
 
