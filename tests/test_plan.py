@@ -415,9 +415,33 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
         def peak(self, rows: int) -> tuple[float, int]:
             return float(needs[self.n_light]), 0
 
-    program: Any = SimpleNamespace(entered=[])
+    program: Any = SimpleNamespace(entered=[], is_part=False)
     options = [SimpleNamespace(way=Way(n_light=n), estimate=Needs(n)) for n in (1, 2, 4, 8)]
     monkeypatch.setattr(plan, "_ASKED_SHARE", share)
     monkeypatch.setattr(plan, "_light", lambda program: iter(options))
     monkeypatch.setattr(plan.memory, "estimate", lambda *_: Needs(0))
-    assert plan._find_way_in(4, program).n_light == wanted
+    way = plan._find_way_in(4, program)
+    assert way is not None and way.n_light == wanted
+
+
+def rolled(lazy: Lazy, memory: Allocations) -> tuple[Tensor, int]:
+    """Two calls need all rows of a layer."""
+    torch.manual_seed(0)
+    w, x = torch.randn(16, 128, requires_grad=True), torch.randn(4096, 16)
+    memory.count(w, x)
+    with memory:
+        h = (lazy(x) @ w).relu()
+    with memory:
+        ((h + 0.3 * h.roll(1, 0) + 0.1 * h.flip(0)) @ w.T).logsumexp(1).mean().backward()
+    assert w.grad is not None
+    return w.grad, memory.peak
+
+
+def test_chunks_that_would_take_more_than_the_whole_run_are_none() -> None:
+    want, most = rolled(eager, Allocations())
+    with koila.config(chunks=6):
+        got, peak = rolled(koila.lazy, Allocations())
+    (ran,) = koila.report().programs
+    assert ran.n_chunks == 1 and ran.why == "in the chunks that were asked for it would take more"
+    assert peak <= 1.01 * most
+    torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -153,8 +153,8 @@ def config(**changes: Any) -> _Config:
     context that enters it: other threads go on with the settings of the process.
 
     Args:
-        chunks: run every program in this many chunks wherever it can be cut (at most one row a
-            chunk); None: as few as fit into memory.
+        chunks: run every program in this many chunks (at most one row a chunk) wherever it can be
+            cut, and takes no more so than whole; None: as few as fit into memory.
         memory_limit: bytes that all tensors may take, an int or a text such as "512MiB" or "4G"
             (of 2**30 bytes each), whoever holds them; None: what the device has free. On the CPU,
             where no allocator counts, they are found by their Python objects: what only an autograd

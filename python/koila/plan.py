@@ -68,6 +68,7 @@ class Plan:
     allowed: float | None = None
     shape: Shape | None = None
     way: Way = AS_IT_IS
+    why: str = "it fits"  # where it is whole
 
     @property
     def is_whole(self) -> bool:
@@ -252,7 +253,10 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     """
     chunks = config.get("chunks")
     if chunks is not None:
-        return Plan(chunks, way=_way_in(chunks, program) if is_graph else AS_IT_IS)
+        way = _way_in(chunks, program) if is_graph else AS_IT_IS
+        if way is None and is_final:
+            return Plan(1, why=_MORE_IN_CHUNKS)
+        return Plan(chunks, way=way or AS_IT_IS)
     if not program.axes:
         return Plan(1)
     estimate = memory.estimate(program, is_graph)
@@ -389,26 +393,26 @@ def _light(program: Program) -> Iterator[Option]:
 #: What a step in chunks that were asked for is to take of eager's activations, if it can.
 _ASKED_SHARE = 0.6
 _NEARLY = 1.05  # of the least that can be had
+_MORE = 1.1  # of the whole: the model may be so far above
 #: Of less nothing is worth while.
 _FEW_BYTES = 2**20
-_ways_in: dict[tuple[int, ...], Way] = {}
+_ways_in: dict[tuple[int, ...], Way | None] = {}
+_MORE_IN_CHUNKS = "in the chunks that were asked for it would take more"
 
 
-def _way_in(chunks: int, program: Program) -> Way:
+def _way_in(chunks: int, program: Program) -> Way | None:
     """How a step is scheduled whose chunks were asked for: as it is, or the cheapest way to what
-    they were asked for, less memory."""
+    they were asked for, less memory. None: no way takes less than the whole run."""
     if chunks == 1 or not program.axes or program.amounts.made < _FEW_BYTES:
         return AS_IT_IS
     sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
     key = chunks, *sizes, *program.axes.values(), *program.amounts
-    way = _ways_in.get(key)
-    if way is None:
-        way = _find_way_in(chunks, program)
-        _remember(_ways_in, key, way)
-    return way
+    if key not in _ways_in:
+        _remember(_ways_in, key, _find_way_in(chunks, program))
+    return _ways_in[key]
 
 
-def _find_way_in(chunks: int, program: Program) -> Way:
+def _find_way_in(chunks: int, program: Program) -> Way | None:
     estimate = memory.estimate(program, True)
     rows = largest(estimate.rows, chunks, 1)
     leaves = (tensor for tensor in program.entered if tensor.is_leaf and tensor.requires_grad)
@@ -422,6 +426,9 @@ def _find_way_in(chunks: int, program: Program) -> Way:
         again = (Way(keep_every=n) for n in _KEEP)
         found += [(memory.estimate(program, True, way).peak(rows)[0], way) for way in again]
     least = min(found)[0]
+    is_free = not (program.is_part or _pinned_grids(program))
+    if least > _MORE * estimate.whole and is_free:
+        return None
     enough = asked if least <= asked else gradients + _NEARLY * (least - gradients)
     return next(way for n_bytes, way in found if n_bytes <= enough)
 
@@ -508,7 +515,7 @@ def _fit(
     may have what is kept back for a first step of libraries."""
     left, slack = _allowed(program, needed=estimate.whole), budget.slack()
     allowed = left + slack if is_last else left
-    pinned = [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
+    pinned = _pinned_grids(program)
     if pinned:
         return _pinned(program, is_graph, allowed, max(pinned, key=len))
     rows = estimate.largest_chunk(CHUNK_SHARE * allowed)
@@ -554,6 +561,11 @@ def _fit(
 def _shape_of(program: Program, is_graph: bool, estimate: memory.Estimate) -> Shape:
     sizes = tuple(sorted(program.axes.values()))
     return sizes, program.n_nodes, is_graph, estimate.whole
+
+
+def _pinned_grids(program: Program) -> list[list[Bounds]]:
+    """The chunks that it has to run in, as it drew in them."""
+    return [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
 
 
 def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bounds]) -> Plan | Needs:

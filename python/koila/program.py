@@ -341,6 +341,11 @@ class Program:
         return self._info[value]
 
     @property
+    def is_part(self) -> bool:
+        """Whether it was cut off, and what it handed out is held by others (`bridge.py`)."""
+        return bool(self._unwanted)
+
+    @property
     def has_body(self) -> bool:
         return bool(self.axes)
 

@@ -812,7 +812,7 @@ def _stage(
     if not planned.is_whole:
         overwritten.check(program)
         return program.cut_for(planned.way), planned
-    reports.decide(reports.Decision("it fits", planned.predicted, planned.allowed))
+    reports.decide(reports.Decision(planned.why, planned.predicted, planned.allowed))
     return None
 
 
