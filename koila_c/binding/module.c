@@ -202,7 +202,7 @@ static PyMethodDef functions[] = {
      "(the node that makes a value or None, is it a leaf, needs it a gradient, is it kept)."},
     {"run", kl_stage_run, METH_VARARGS,
      "run($module, program, run, env, imports, rows, is_grad_off, run_other, cut, cloned, clone, "
-     "saved, settle, again, /)\n--\n\n"
+     "saved, settle, again, aside, /)\n--\n\n"
      "Run the nodes of a run of a staged program on one chunk (rows < 0: whole)."},
     {"run_alone", kl_stage_run_alone, METH_VARARGS,
      "run_alone($module, node, env, rows, is_grad_off, run_other, /)\n--\n\n"
@@ -361,9 +361,12 @@ static PyMethodDef functions[] = {
     {"memo", core_memo, METH_NOARGS,
      "memo($module, /)\n--\n\nA dict that lives as long as the program of this thread."},
     {"held", kl_turn_held, METH_VARARGS,
-     "held($module, lazy, func, args, kwargs, /)\n--\n\n"
-     "Call func while no other thread uses the tape that the lazy is on (None: this thread's own), "
-     "which is this thread's meanwhile."},
+     "held($module, of, func, args, kwargs, /)\n--\n\n"
+     "Call func while no other thread uses a tape, which is this thread's meanwhile: the one "
+     "given, "
+     "that which a lazy is on, or this thread's own (None)."},
+    {"new_tape", kl_tape_make, METH_NOARGS,
+     "new_tape($module, /)\n--\n\nA tape that is no thread's yet, for held() and run()."},
     {"drawing", kl_turn_drawing, METH_O,
      "drawing($module, func, /)\n--\n\n"
      "Call func while no other program draws random numbers."},

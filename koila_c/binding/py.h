@@ -323,6 +323,14 @@ void kl_tape_give_up(Tape *tape);
 int kl_tape_use(Tape *tape);
 /* A new reference to a tape that is no thread's yet. */
 Tape *kl_tape_new(void);
+/* new_tape(): the same, for Python. */
+PyObject *kl_tape_make(PyObject *module, PyObject *ignored);
+
+static inline bool
+kl_tape_check(PyObject *object)
+{
+    return Py_IS_TYPE(object, kl_py.tape_type);
+}
 
 /* -- py_bridge.c: a program is cut, and its lazies get tensors ------------------------------------ */
 
@@ -382,7 +390,7 @@ void kl_turn_end(KlTurn *turn);
 /* Draw from torch's generators with no other program in between. */
 int kl_turn_draw(void);
 void kl_turn_drawn(void);
-/* held(lazy or None, func, args, kwargs), drawing(func): call func in a turn. */
+/* held(lazy, tape or None, func, args, kwargs), drawing(func): call func in a turn. */
 PyObject *kl_turn_held(PyObject *module, PyObject *args);
 PyObject *kl_turn_drawing(PyObject *module, PyObject *func);
 
@@ -609,7 +617,7 @@ PyObject *kl_program_told(PyObject *module, PyObject *args);
 PyObject *kl_program_maker(PyObject *module, PyObject *args);
 PyObject *kl_program_staged(PyObject *module, PyObject *args);
 PyObject *kl_schedule_of(PyObject *module, PyObject *args); /* py_schedule.c */
-/* A converter: (is_graph, keep_every, is_offloaded, n_pieces, n_light) to a KlHomes. */
+/* A converter: (is_graph, keep_every, is_offloaded, n_pieces, n_light, n_across) to a KlHomes. */
 int kl_schedule_homes(PyObject *object, void *homes);
 /* The program that a handle of stage() stands for; NULL, and an error, where it is none, or not of this
  * tape as it is now. */

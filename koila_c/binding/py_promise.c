@@ -81,6 +81,9 @@ kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
         return kl_promise_break(tape, id, value, result, rows);
     }
     const KlMeta *promised = &tape->core.values[value].meta;
+    if (kl_lazy_check(result)) { /* its call is recorded on another tape, and is held to that */
+        return 0;
+    }
     int32_t dim = rows >= 0 && kl_place_is_rows(&promised->place) ? promised->place.dim : -1;
     int64_t size = dim >= 0 ? promised->place.outer * rows * promised->place.inner : 0;
     int is_kept = kl_meta_is_of(result, promised, dim, size);

@@ -24,10 +24,11 @@ kl_schedule_homes(PyObject *object, void *homes)
     int is_graph = 0, is_offloaded = 0;
     KlHomes *found = homes;
     if (!PyTuple_Check(object) ||
-        !PyArg_ParseTuple(object, "pIpII", &is_graph, &found->keep_every, &is_offloaded,
-                          &found->n_pieces, &found->n_light)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "homes must be (is_graph, keep_every, is_offloaded, n_pieces, n_light)");
+        !PyArg_ParseTuple(object, "pIpIII", &is_graph, &found->keep_every, &is_offloaded,
+                          &found->n_pieces, &found->n_light, &found->n_across)) {
+        PyErr_SetString(
+            PyExc_TypeError,
+            "homes must be (is_graph, keep_every, is_offloaded, n_pieces, n_light, n_across)");
         return 0;
     }
     found->is_graph = is_graph != 0;

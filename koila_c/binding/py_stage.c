@@ -27,6 +27,7 @@ typedef struct Run {
     PyObject *saved;  /* list, or NULL: what autograd saved of the node that runs */
     PyObject *settle; /* callable(node): what is kept of that */
     uint8_t *marks;   /* [n_values], or NULL: which values are wanted; what makes none is not run */
+    Tape *aside;      /* borrowed, or NULL: calls are recorded there, of lazies that it is given */
 } Run;
 
 /* Marks of a value. */
@@ -146,6 +147,22 @@ apply_rewrites(const Run *run, PyObject *args)
     return 0;
 }
 
+/* Call the function of a node; where calls are recorded aside, that tape is this thread's meanwhile. */
+static PyObject *
+call_function(const Run *run, const KlPyNode *call, PyObject *args, Py_ssize_t n_positional)
+{
+    KlTurn turn;
+    if (run->aside != NULL && kl_turn_begin(&turn, run->aside) < 0) {
+        return NULL;
+    }
+    PyObject *result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
+                                           (size_t)n_positional, call->kwnames);
+    if (run->aside != NULL) {
+        kl_turn_end(&turn);
+    }
+    return result;
+}
+
 static PyObject *
 call_node(Run *run, KlNodeId id)
 {
@@ -166,8 +183,7 @@ call_node(Run *run, KlNodeId id)
         run->rows >= 0 && kl_stage_accruing(&run->tape->core, run->node) != KL_ID_NONE;
     bool is_other = has_effect || is_view || is_accruing || reads_for_chunks(run);
     if (run->node->mode != KL_MODE_REDUCE && !is_other) {
-        result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
-                                     (size_t)n_positional, call->kwnames);
+        result = call_function(run, call, args, n_positional);
         if (result == Py_None && run->node->writes != 0) { /* __setitem__ gives nothing back */
             Py_SETREF(result, Py_NewRef(PyList_GET_ITEM(args, 0)));
         }
@@ -205,7 +221,7 @@ lay_out(const Run *run, KlValueId value, PyObject *result)
     const KlNode *node = run->node;
     const KlMeta *whole = &run->tape->core.values[value].meta;
     const KlPlace *place = &whole->place;
-    if (run->rows != 1 || node->mode != KL_MODE_ROWS || node->row == NULL ||
+    if (run->aside != NULL || run->rows != 1 || node->mode != KL_MODE_ROWS || node->row == NULL ||
         node->row->kind != KL_ROW_VIEW || whole->n_dims < 4 || !whole->is_strided ||
         !kl_place_is_rows(place) || place->outer != 1 || place->inner != 1) {
         return Py_NewRef(result);
@@ -488,10 +504,10 @@ has_room(const Run *run)
     return false;
 }
 
-/* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone, saved, settle, again): run the
+/* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone, saved, settle, again, aside): run the
  * nodes of a run of what stage() gave. rows < 0: whole. `saved`, a list or None: what autograd saves of a node
  * gathers there, until settle(node) is called. `again`, a tuple or None: run only what makes these values, which
- * stay as they were made, of what env has and is given. */
+ * stay as they were made, of what env has and is given. `aside`, a tape or None: calls are recorded on that. */
 PyObject *
 kl_stage_run(PyObject *module, PyObject *args)
 {
@@ -499,19 +515,24 @@ kl_stage_run(PyObject *module, PyObject *args)
     PyObject *handle = NULL;
     unsigned int integer = 0;
     int is_grad_off = 0;
-    PyObject *saved = NULL, *again = NULL;
+    PyObject *saved = NULL, *again = NULL, *aside = NULL;
     Run run = {.tape = kl_tape_open()};
     if (run.tape == NULL ||
-        !PyArg_ParseTuple(args, "OO&O!O!LpOOO!OOOO:run", &handle, kl_py_id, &integer, &PyList_Type,
+        !PyArg_ParseTuple(args, "OO&O!O!LpOOO!OOOOO:run", &handle, kl_py_id, &integer, &PyList_Type,
                           &run.env, &PyList_Type, &run.imports, &run.rows, &is_grad_off,
                           &run.run_other, &run.cut, &PySet_Type, &run.cloned, &run.clone, &saved,
-                          &run.settle, &again)) {
+                          &run.settle, &again, &aside)) {
         return NULL;
     }
     if ((saved != Py_None && !PyList_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {
         PyErr_SetString(PyExc_TypeError, "run: saved must be a list, and again a tuple, or None");
         return NULL;
     }
+    if (aside != Py_None && !kl_tape_check(aside)) {
+        PyErr_SetString(PyExc_TypeError, "run: aside must be a tape or None");
+        return NULL;
+    }
+    run.aside = aside != Py_None ? (Tape *)aside : NULL;
     run.saved = saved != Py_None ? saved : NULL;
     run.program = kl_program_of(handle, run.tape);
     if (run.program == NULL || !has_room(&run)) {

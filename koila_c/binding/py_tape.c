@@ -472,6 +472,14 @@ kl_tape_new(void)
     return tape;
 }
 
+PyObject *
+kl_tape_make(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return (PyObject *)kl_tape_new();
+}
+
 Tape *
 kl_tape_open(void)
 {

@@ -229,14 +229,16 @@ PyObject *
 kl_turn_held(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *lazy = NULL, *func = NULL, *func_args = NULL, *kwargs = NULL;
+    PyObject *of = NULL, *func = NULL, *func_args = NULL, *kwargs = NULL;
     Tape *tape = NULL;
-    if (!PyArg_ParseTuple(args, "OOO!O!:held", &lazy, &func, &PyTuple_Type, &func_args,
-                          &PyDict_Type, &kwargs)) {
+    if (!PyArg_ParseTuple(args, "OOO!O!:held", &of, &func, &PyTuple_Type, &func_args, &PyDict_Type,
+                          &kwargs)) {
         return NULL;
     }
-    if (kl_lazy_check(lazy) && kl_lazy_value(lazy) != NULL) {
-        tape = kl_lazy_value(lazy)->tape;
+    if (kl_tape_check(of)) {
+        tape = (Tape *)of;
+    } else if (kl_lazy_check(of) && kl_lazy_value(of) != NULL) {
+        tape = kl_lazy_value(of)->tape;
     }
     tape = tape != NULL ? tape : kl_tape_open();
     KlTurn turn;

@@ -123,7 +123,8 @@ is_joint_after(const Step *step, const KlRun *run)
 static double
 n_parts_of(const Step *step)
 {
-    return step->homes->n_pieces > 1 ? (double)step->homes->n_pieces : 1;
+    bool is_for_each = step->homes->n_pieces > 1 && step->homes->n_across == 0;
+    return is_for_each ? (double)step->homes->n_pieces : 1;
 }
 
 /* Whether a body reads an import whole, of a value that is made by rows. */
@@ -147,13 +148,16 @@ is_made_by_rows(const Step *step, KlValueId value)
 
 /* -- moments ------------------------------------------------------------------------------------------ */
 
-/* Bytes by rows that a piece of a chunk takes: its rows are a share of the chunk's, rounded up. */
+/* Bytes by rows that a piece of a chunk takes: its rows, or its entries of the second axis, are a share of the
+ * chunk's, rounded up. */
 static KlBytes
 of_piece(const Step *step, KlBytes bytes)
 {
     bool is_whole = step->n_pieces <= 1;
-    return (KlBytes){.fixed = bytes.fixed + (is_whole ? 0 : bytes.per_row),
-                     .per_row = bytes.per_row / step->n_pieces};
+    double across = (double)step->homes->n_across;
+    double more = is_whole ? 0 : bytes.per_row;
+    return (KlBytes){.fixed = bytes.fixed + (across > 0 ? 0 : more),
+                     .per_row = bytes.per_row / step->n_pieces + (across > 0 ? more / across : 0)};
 }
 
 /* What the moments from `first` on need beside their run is held. */
@@ -525,6 +529,23 @@ gradients_handed(const Step *step, const KlRun *body, const KlRun *head)
     return gradients;
 }
 
+/* What goes across a second axis is a program of its own, whose gradients of what it reads whole are there beside
+ * those of the chunks before. */
+static double
+gradients_beside(const Step *step, const KlRun *last)
+{
+    double gradients = 0;
+    bool is_one = step->homes->n_across == 0 || rows_of(step, last) <= 1;
+    for (uint32_t i = 0; i < last->imports.n && !is_one; i++) {
+        const KlImport *import =
+            &step->stages->imports[step->program->imports.ids[last->imports.first + i]];
+        bool is_whole = !kl_place_is_rows(&import->place);
+        gradients +=
+            is_whole && needs_gradient(step, import->value) ? whole(step, import->value) : 0;
+    }
+    return gradients;
+}
+
 /* A chunk goes forward; its head goes forward and back in pieces; the rest goes back. */
 static KlStatus
 run_in_pieces(Step *step, const KlStep *of)
@@ -539,13 +560,14 @@ run_in_pieces(Step *step, const KlStep *of)
     }
     KlStatus status = sweep_forward(step, body, true);
     const KlBytes live = kl_sweep_live(&step->sweep);
-    step->held += live.fixed;
+    double beside = gradients_beside(step, head);
+    step->held += live.fixed + beside;
     step->held_per_row += live.per_row + handed;
     step->n_pieces = step->homes->n_pieces;
     status = status == KL_OK ? meet_tail(step, of, head) : status;
     status = status == KL_OK ? sweep_back(step) : status;
     step->n_pieces = 1;
-    step->held -= live.fixed;
+    step->held -= live.fixed + beside;
     step->held_per_row -= live.per_row;
     if (status == KL_OK) {
         KlSpan span = kl_sweep_span(step->program, body, true);
@@ -569,9 +591,16 @@ run_fused(Step *step, const KlStep *of)
         step->held_per_row -= come / (double)rows_of(step, last); /* the sweep has a chunk's */
     }
     KlStatus status = run_others(step, of, false);
+    bool is_across = step->homes->n_across > 0;
+    double beside = gradients_beside(step, last);
+    step->held += beside;
+    step->held_per_row += is_across ? gradients : 0;
+    step->n_pieces = is_across ? step->homes->n_pieces : 1;
     status = status == KL_OK ? meet_tail(step, of, last) : status;
-    step->held_per_row += gradients;
+    step->held_per_row += is_across ? 0 : gradients;
     status = status == KL_OK ? sweep_back(step) : status;
+    step->n_pieces = 1;
+    step->held -= beside;
     status = status == KL_OK ? run_others(step, of, true) : status;
     step->held_per_row = 0;
     return status;

@@ -601,26 +601,38 @@ is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
     return is_so;
 }
 
-/* Cut the body whose gradients come from a linear tail before its head, if that can run in pieces of a chunk. */
+/* Cut the body whose gradients come from a linear tail before its head, if that can run in pieces of a chunk, and
+ * what is before that into segments. */
 static KlStatus
 cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
 {
     KlStages *stages = &build->program->stages;
     size_t first = nodes->n;
-    if (stage != stages->last_body || !stages->is_tail_linear) {
-        return KL_OK;
-    }
     while (first > 0 && can_be_of_head(build, nodes->ids[first - 1], stage, axis)) {
         first--;
     }
-    KlStatus status =
-        kl_segment_head(build->tape, nodes->ids, nodes->n, stages->segment, &first, build->error);
+    uint32_t n_before = build->asked->n_segments > 1 ? build->asked->n_segments : 1;
+    uint32_t n_segments = 0;
+    KlStatus status = kl_segment_head(build->tape, nodes->ids, nodes->n, n_before + 1,
+                                      stages->segment, &first, build->error);
     for (size_t i = 0; i < nodes->n && status == KL_OK; i++) {
         stages->segment[nodes->ids[i]] = i >= first;
     }
     bool is_able = status == KL_OK && is_counted_for_head(build, stage, axis);
     for (size_t i = first; i < nodes->n && !is_able; i++) {
         stages->segment[nodes->ids[i]] = 0;
+    }
+    if (!is_able || n_before <= 1 || first == nodes->n) {
+        return status;
+    }
+    status =
+        kl_segment_cut(build->tape, nodes->ids, first, n_before, stages->segment, build->error);
+    for (size_t i = 0; i < first && status == KL_OK; i++) {
+        uint32_t segment = stages->segment[nodes->ids[i]];
+        n_segments = segment >= n_segments ? segment + 1 : n_segments;
+    }
+    for (size_t i = first; i < nodes->n && status == KL_OK; i++) {
+        stages->segment[nodes->ids[i]] = n_segments;
     }
     return status;
 }
@@ -644,9 +656,10 @@ cut_body(Build *build, uint32_t stage, KlAxisId axis, uint32_t *n_segments)
             has_gradient = has_gradient || kl_stage_has_gradient(build->tape, stages, node);
         }
     }
-    if (status == KL_OK && has_gradient && build->asked->is_headed) {
+    bool has_head = build->asked->is_headed && stage == stages->last_body && stages->is_tail_linear;
+    if (status == KL_OK && has_gradient && has_head) {
         status = cut_head(build, stage, axis, &nodes);
-    } else if (status == KL_OK && has_gradient) {
+    } else if (status == KL_OK && has_gradient && build->asked->n_segments > 1) {
         status = kl_segment_cut(build->tape, nodes.ids, nodes.n, build->asked->n_segments,
                                 stages->segment, build->error);
     }

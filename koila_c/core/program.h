@@ -53,8 +53,9 @@ typedef struct KlProgram {
 /* What is asked of a program beside its stages. */
 typedef struct KlAsked {
     KlGoal goal;
-    uint32_t n_segments;      /* that bodies are cut into through which gradients go, at most */
-    bool is_headed;           /* the last body alone is cut, before its head */
+    uint32_t n_segments; /* that bodies are cut into through which gradients go, at most */
+    bool
+        is_headed; /* the last body is cut before its head, and what is before that into segments */
     const KlValueId *reached; /* [n_reached] the wanted values whose numbers the user gets */
     size_t n_reached;
     const bool *has_real;      /* [n_values] it has a real tensor */

@@ -52,9 +52,11 @@ typedef struct KlHomes {
     bool is_graph;       /* the roots are differentiated */
     bool is_offloaded;   /* what crosses from body to body leaves its device meanwhile */
     uint32_t keep_every; /* of what crosses from body to body, every so manieth is kept: 1 is all */
+    uint32_t n_pieces;   /* of each chunk, for the head of a program that is cut before that, or for
+                          its last segment; 1: none */
+    uint32_t n_light;    /* the longest chain of values that are emptied; 0: none is */
     uint32_t
-        n_pieces; /* of each chunk, for the head of a program that is cut before that; 1: none */
-    uint32_t n_light; /* the longest chain of values that are emptied; 0: none is */
+        n_across; /* pieces are parts of a second axis of so many entries a row; 0: they are rows */
 } KlHomes;
 
 /* Build the schedule of a program. On success the caller owns what it holds: kl_schedule_fini. */

@@ -145,8 +145,8 @@ kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_s
 }
 
 KlStatus
-kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *position,
-                size_t *first, KlError *error)
+kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_parts,
+                uint32_t *position, size_t *first, KlError *error)
 {
     Body body;
     KlStatus status = open_body(&body, tape, nodes, n, position, error);
@@ -155,7 +155,8 @@ kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *p
         return status;
     }
     size_t best = n;
-    for (size_t i = *first > 0 ? *first : 1; i < n && 2 * body.kept[i] <= body.kept[n]; i++) {
+    double most = (double)body.kept[n] * (n_parts - 1) / n_parts;
+    for (size_t i = *first > 0 ? *first : 1; i < n && (double)body.kept[i] <= most; i++) {
         best = best == n || body.crosses[i] <= body.crosses[best] ? i : best;
     }
     *first = best;

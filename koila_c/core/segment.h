@@ -14,10 +14,10 @@
 KlStatus kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_segments,
                         uint32_t *segment, KlError *error);
 
-/* Where the head of a body begins, [n] nodes in the order of the calls, not before `*first`: with at least half of
- * what autograd keeps, where the least is handed on to it, and of such places the last. `*first` becomes the
+/* Where the head of a body begins, [n] nodes in the order of the calls, not before `*first`: with at least one
+ * of `n_parts` of what autograd keeps, where the least is handed on to it, and of such places the last. `*first` becomes the
  * position; n: there is none. */
-KlStatus kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *position,
-                         size_t *first, KlError *error);
+KlStatus kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_parts,
+                         uint32_t *position, size_t *first, KlError *error);
 
 #endif

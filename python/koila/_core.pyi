@@ -184,8 +184,9 @@ def has_numbers() -> bool: ...
 def note_backward() -> None: ...
 def is_busy() -> bool: ...
 def is_pending_here(lazy: torch.Tensor, /) -> bool: ...
+def new_tape() -> object: ...
 def held(
-    lazy: torch.Tensor | None,
+    of: object,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -230,7 +231,7 @@ def staged(program: object, node: int, /) -> _StagedNode: ...
 def maker(program: object, value: int, /) -> tuple[_StagedNode | None, bool, bool, bool]: ...
 def overwritten(program: object, before: int, /) -> tuple[int, list[tuple[int, int]]] | None: ...
 def schedule(
-    program: object, homes: tuple[bool, int, bool, int, int], /
+    program: object, homes: tuple[bool, int, bool, int, int, int], /
 ) -> tuple[list[_Step], dict[int, tuple[int, tuple[int, ...]]]]: ...
 def run(
     program: object,
@@ -246,6 +247,7 @@ def run(
     saved: list[Any] | None,
     settle: Callable[[int], None],
     again: tuple[int, ...] | None,
+    aside: object,
     /,
 ) -> None: ...
 def run_alone(
@@ -261,7 +263,7 @@ def gradient_part(
 ) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
 def measure(
     program: object,
-    homes: tuple[bool, int, bool, int, int],  # is graph, and a Way but for its segments
+    homes: tuple[bool, int, bool, int, int, int],  # is graph, and a Way but for its segments
     cloned: set[int],
     states: tuple[int, int],
     noise_of: Callable[[int, int], int],

@@ -72,17 +72,22 @@ def send_back(
     seeds: Sequence[torch.Tensor],
     fresh: Fresh,
 ) -> None:
-    """Send gradients back, and give each leaf in `fresh` that got its first one memory of its own.
-
-    torch lets a leaf keep a view of a gradient that others still read (a seed, another leaf's), and
-    then adds the next chunk's gradient to it in place. The last of several views is alone, and
-    would keep the memory of all. Nothing can be added to torch's zeros without memory (sgn()).
-    """
+    """Send gradients back; leaves in `fresh` that got their first one own it."""
     ways = [isinstance(output, GradientEdge) or has_way_back(output) for output in outputs]
     outputs = list(itertools.compress(outputs, ways))
     if not outputs:
         return
     engine.backward(outputs, list(itertools.compress(seeds, ways)))
+    own(fresh)
+
+
+def own(fresh: Fresh) -> None:
+    """Give each leaf in `fresh` that got its first gradient memory of its own.
+
+    torch lets a leaf keep a view of a gradient that others still read (a seed, another leaf's), and
+    then adds the next chunk's gradient to it in place. The last of several views is alone, and
+    would keep the memory of all. Nothing can be added to torch's zeros without memory (sgn()).
+    """
     for i, (_, _, alias) in list(fresh.items()):
         grad = alias.grad
         if grad is None:

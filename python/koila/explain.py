@@ -83,7 +83,8 @@ def told(
     """What the user is told of a program that ran by stages."""
     used = [grids[axis] for axis in program.axes]
     n_chunks = max(map(len, used), default=1)
-    n_rows = max(stop - start for grid in used for start, stop in grid) if n_chunks > 1 else None
+    is_whole = n_chunks == 1 and not known.way
+    n_rows = None if is_whole else max(stop - start for grid in used for start, stop in grid)
     cause = cause_of_whole(program)
     fits = "its numbers fit, without autograd's graph"
     return ProgramReport(
@@ -229,7 +230,9 @@ def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
     if way.n_segments > 1:
         n_segments = max(len(step.runs) for step in steps)
         words.append(f"bodies in up to {n_segments} segments (a second forward of all but one)")
-    if any(step.op == Op.PIECES for step in steps):
+    if way.n_across:
+        words.append(f"the head in {way.n_pieces} pieces of a second axis (dim {way.across})")
+    elif any(step.op == Op.PIECES for step in steps):
         words.append(f"the head in {way.n_pieces} pieces of each chunk")
     again = [step for step in steps if step.op == Op.AGAIN]
     offloaded = _offloaded(steps)

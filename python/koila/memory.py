@@ -50,6 +50,6 @@ def estimate(program: Program, is_graph: bool, way: Way = AS_IT_IS) -> Estimate:
     noise_of, peak_of = draws.bytes_whole, outside.peak
     return Estimate(
         *_core.measure(
-            program.handle, (is_graph, *way[1:]), program.cloned, states, noise_of, peak_of
+            program.handle, way.homes(is_graph), program.cloned, states, noise_of, peak_of
         )
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from koila import _core, budget, config, draws, memory, offload, reports, steps, storages
+from koila import _core, across, budget, config, draws, memory, offload, reports, steps, storages
 from koila.errors import MemoryLimitError
 from koila.program import AS_IT_IS, Node, Op, Program, Way, name_of_node, where_of_node
 from koila.reports import Whole, sizes
@@ -303,6 +303,7 @@ def check_whole(program: Program, is_graph: bool, decision: reports.Decision) ->
 _KEEP = 2, 3, 4, 6, 8
 _LIGHT = 1, 2, 4, 8
 _PIECES = 2, 4, 8, 16, 32
+_ACROSS = 2, 4, 8, 16, 32, 64
 _SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
 _DEAR = 1.1  # a cost from which on other ways are looked for
 # What a call of a chunk takes, forward and back, whatever its rows: as to make so many bytes by
@@ -441,6 +442,25 @@ def _pieces(program: Program, is_graph: bool) -> Iterator[Option]:
             yield _option(cut, is_graph, Way(n_pieces=n_pieces))
 
 
+def _across(program: Program, is_graph: bool) -> Iterator[Option]:
+    """The ways that run the head in parts of a second axis, and what is before it in segments."""
+    if not is_graph or not program.roots or not program.is_tail_linear:
+        return
+    n_before = program.n_cut
+    for n_segments in (1, *_SEGMENTS):
+        way = Way(n_segments, n_pieces=_PIECES[0])
+        cut = program.cut_for(way)
+        if cut.unstageable is not None or cut.n_cut <= n_before:
+            continue
+        n_before = cut.n_cut
+        last = max((run for run in cut.runs if run.is_body), key=lambda run: run.index)
+        found = across.find(cut, last)
+        for n_pieces in _ACROSS:
+            if found is not None and found.is_in(n_pieces):
+                along = Way(n_segments, 1, False, n_pieces, 0, found.n, found.dim)
+                yield _option(cut, is_graph, along)
+
+
 #: By shape: the way that a program was last given, and what was left then.
 _last_ways: dict[Shape, tuple[Way, float]] = {}
 _NEAR = 0.1  # what is left now and was left then, apart by such a share
@@ -474,16 +494,17 @@ def _find_way(program: Program, is_graph: bool, shape: Shape, allowed: float) ->
     found = _last_way(program, is_graph, shape, allowed)
     if found is not None:
         return found
-    fitting: list[Fitting] = []
     needs: list[tuple[Needs, Option]] = []
-    for option in _ways(program, is_graph):
-        rows = option.rows(allowed)
-        if rows > 0:
-            fitting.append(Fitting(option, rows))
-        else:
-            needs.append((least(option.estimate, allowed), option))
-    if fitting:
-        return _cheapest(program, fitting, shape, allowed)
+    for ways in (_ways, _across):
+        fitting: list[Fitting] = []
+        for option in ways(program, is_graph):
+            rows = option.rows(allowed)
+            if rows > 0:
+                fitting.append(Fitting(option, rows))
+            else:
+                needs.append((least(option.estimate, allowed), option))
+        if fitting:
+            return _cheapest(program, fitting, shape, allowed)
     needed, option = min(needs, key=lambda one: one[0].n_bytes)
     if needed.n_bytes > allowed:
         return needed

@@ -153,6 +153,8 @@ class Way(NamedTuple):
     body to body every `keep_every`th is kept, and the rest is made again going back; or all of it
     leaves its device meanwhile. Or the last body alone is cut, before its head (a model's scores
     and their loss), which runs in `n_pieces` of each chunk while the graph of the rest waits.
+    Pieces are rows; or parts of a second axis, the dim `across` of what the head is handed, of
+    `n_across` entries a row, and what is before the head may then be cut into segments too.
     Or what light calls make of what crosses is emptied, in chains of `n_light` such values.
     """
 
@@ -161,6 +163,18 @@ class Way(NamedTuple):
     is_offloaded: bool = False
     n_pieces: int = 1
     n_light: int = 0
+    n_across: int = 0
+    across: int = 0
+
+    def homes(self, is_graph: bool) -> tuple[bool, int, bool, int, int, int]:
+        """As the core is told it: KlHomes."""
+        kept = self.keep_every, self.is_offloaded
+        return is_graph, *kept, self.n_pieces, self.n_light, self.n_across
+
+    @property
+    def cuts(self) -> tuple[int, bool]:
+        """The segments of bodies, and whether the last is cut before its head."""
+        return self.n_segments, self.n_pieces > 1
 
 
 AS_IT_IS = Way()
@@ -362,10 +376,9 @@ class Program:
 
     def cut_for(self, way: Way) -> Program:
         """The same program with its bodies cut as that way says."""
-        cuts = way.n_segments, way.n_pieces > 1
-        if cuts == self._cuts:
+        if way.cuts == self._cuts:
             return self
-        return Program(self.roots, self.is_known_only, *cuts, self.gets, self._unwanted)
+        return Program(self.roots, self.is_known_only, *way.cuts, self.gets, self._unwanted)
 
     def n_calls(self, way: Way) -> int:
         """Of each chunk: those of the head are made for each piece."""
@@ -385,7 +398,7 @@ class Program:
 
     def schedule_of(self, is_graph: bool, way: Way) -> tuple[list[Step], dict[int, Light]]:
         """Likewise, and how values are made that are emptied meanwhile."""
-        steps, lights = _core.schedule(self.handle, (is_graph, *way[1:]))
+        steps, lights = _core.schedule(self.handle, way.homes(is_graph))
         return [
             Step(Op(op), self.runs[first : first + n], values, whole, waits, again, needs)
             for op, first, n, values, whole, waits, again, needs in steps

@@ -81,6 +81,19 @@ def run_parts(
     return reduction_of(node).partials(parts, call)
 
 
+def parts_of(
+    program: Program,
+    i: int,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    start: int,
+) -> tuple[Reduction, Call]:
+    """Likewise, but for whoever computes them."""
+    node = program.node(i)
+    return reduction_of(node), _call(program, node, func, args, kwargs, start)
+
+
 def combine(
     program: Program, node: Node, parts: list[list[torch.Tensor]]
 ) -> tuple[torch.Tensor, ...]:

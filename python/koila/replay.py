@@ -23,6 +23,7 @@ from koila import (
     draws,
     engine,
     explain,
+    fuse,
     hooks,
     light,
     meets,
@@ -37,7 +38,7 @@ from koila import (
     waiting,
 )
 from koila.attempt import attempt
-from koila.cross import Cross, Fresh, add, has_way_back, send_back
+from koila.cross import Cross, Fresh, has_way_back, send_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import DATA, ROWS, Light, Node, Op, Program, Run, Step
@@ -89,7 +90,7 @@ class Replay:
         """What is done, forward and back."""
         steps, self.lights = self.program.schedule_of(not self.is_forward, self.planned.way)
         for step in steps:
-            if step.op == Op.PIECES:
+            if step.op == Op.PIECES and not self.planned.way.n_across:
                 self._cut_in_pieces(step.runs[-1])
         return steps
 
@@ -179,6 +180,27 @@ class Replay:
         info = self.program.info(value)
         return torch.zeros((), dtype=info.dtype, device=info.device).expand(shape)
 
+    def given_to(
+        self, run: Run, chunk: int, is_graph: bool, stand_ins: dict[int, Cross] | None
+    ) -> list[Any]:
+        """All that a stage reads from outside on one chunk, by number."""
+        numbers = run.imports
+        if run.is_body:
+            key = run.index, is_graph
+            if key not in self.reads:
+                self.reads[key] = Reads(self, run, is_graph)
+            reads = self.reads[key]
+            imports, numbers = reads.common.copy(), reads.others
+            for import_id, pieces in reads.pieces:
+                imports[import_id] = pieces[chunk]
+        else:
+            imports = [None] * self.program.n_imports
+        for import_id in numbers:
+            imports[import_id] = self._given(import_id, run, chunk, is_graph, stand_ins)
+        for import_id in run.shadows:
+            imports[import_id] = self._shadow(import_id, run, chunk)
+        return imports
+
     # -- running one stage ------------------------------------------------------------------------
 
     def run_nodes(
@@ -203,21 +225,7 @@ class Replay:
         env: list[Any] = [None] * self.program.n_values
         for value, tensor in (again or {}).items():
             env[value] = tensor
-        numbers = run.imports
-        if run.is_body:
-            key = run.index, is_graph
-            if key not in self.reads:
-                self.reads[key] = Reads(self, run, is_graph)
-            reads = self.reads[key]
-            imports, numbers = reads.common.copy(), reads.others
-            for import_id, pieces in reads.pieces:
-                imports[import_id] = pieces[chunk]
-        else:
-            imports = [None] * self.program.n_imports
-        for import_id in numbers:
-            imports[import_id] = self._given(import_id, run, chunk, is_graph, stand_ins)
-        for import_id in run.shadows:
-            imports[import_id] = self._shadow(import_id, run, chunk)
+        imports = self.given_to(run, chunk, is_graph, stand_ins)
         if not run.is_body:
             self._combine(run, env, is_graph, stand_ins)
         bounds = self.grid_of(run)[chunk] if run.is_body else None
@@ -283,6 +291,7 @@ class Replay:
                 None if look is None else look.pending,
                 settle,
                 None if again is None else tuple(again),
+                None,
             )
         return env
 
@@ -326,29 +335,36 @@ class Replay:
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def collect(self, run: Run, env: Sequence[Any], chunk: int, values: Iterable[int]) -> None:
+    def collect(
+        self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]
+    ) -> None:
         """Keep what leaves the stage, without its graph."""
         for value in values:
             node = self.program.node_of(value)
             assert node is not None
-            if value not in self.cross:
-                info = self.program.info(value)
-                self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
+            cross = self.cross_left(value)
             if node.id in run.parts and self._is_plain(node, run):
-                self.cross[value].results = env[value]
+                cross.results = env[value]
             elif node.id in run.parts:
-                self.cross[value].add_parts(chunk, run.parts[node.id], env[value])
+                cross.add_parts(chunk, run.parts[node.id], env[value])
             else:
-                self.cross[value].add_chunk(chunk, env[value], self.grid_of(run))
+                cross.add_chunk(chunk, env[value], self.grid_of(run))
 
-    def _handed(self, runs: Sequence[Run]) -> set[int]:
+    def cross_left(self, value: int) -> Cross:
+        """What a body leaves as other stages see it."""
+        if value not in self.cross:
+            info = self.program.info(value)
+            self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
+        return self.cross[value]
+
+    def handed_by(self, runs: Sequence[Run]) -> set[int]:
         """What segments of a body make for later ones."""
         read = {
             self.program.imports[import_id].value for run in runs[1:] for import_id in run.imports
         }
         return {value for run in runs[:-1] for value in run.exports if value in read}
 
-    def _make_homes(self, step: Step) -> None:
+    def make_homes(self, step: Step) -> None:
         """Where what a body will leave is kept: beside its device, in one tensor, or by chunk."""
         for value in (*step.values, *step.whole):
             info = self.program.info(value)
@@ -358,7 +374,7 @@ class Replay:
             self.cross[value] = cross
 
     def _forward(self, step: Step) -> None:
-        self._make_homes(step)
+        self.make_homes(step)
         if step.waits and waiting.pays(self, step):
             self.waiting[step.runs[0].index] = waiting.forward(self, step)
             return
@@ -371,7 +387,7 @@ class Replay:
 
     def _again(self, step: Step) -> None:
         """Make what a body left once more, of what was let go."""
-        handed = self._handed(step.runs)
+        handed = self.handed_by(step.runs)
         for chunk in range(len(self.grid_of(step.runs[0]))):
             made = {v for v in handed if chunk not in self.cross[v].chunks} - set(step.values)
             wanted = made.union(step.values)
@@ -409,13 +425,13 @@ class Replay:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _back_through(self, run: Run, chunk: int) -> None:
+    def back_through(self, run: Run, chunk: int) -> None:
         """Run a chunk again with its graph and send the gradients of what left it back through
         it."""
-        self._send_back(run, self.run_nodes(run, chunk, True), chunk)
-        self._settle(run, chunk)
+        self.send_back(run, self.run_nodes(run, chunk, True), chunk)
+        self.settle_chunk(run, chunk)
 
-    def _settle(self, run: Run, chunk: int) -> None:
+    def settle_chunk(self, run: Run, chunk: int) -> None:
         """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
         if not self.planned.way.is_offloaded:
             return
@@ -424,7 +440,7 @@ class Replay:
             if cross is not None and cross.is_offloaded:
                 self.forget(cross.settle(chunk))
 
-    def _send_back(self, run: Run, env: list[Any], chunk: int) -> None:
+    def send_back(self, run: Run, env: list[Any], chunk: int) -> None:
         """Send the gradients of what a run on a chunk left back through it; `env` is used up."""
         pairs = [(out, seed) for out, seed in self.seeds(run, env, chunk) if out.requires_grad]
         env.clear()  # what no gradient goes through, and autograd does not keep, goes now
@@ -445,90 +461,6 @@ class Replay:
                 pairs.append((left[value], self.cross[value].seed(self.grid_of(run), chunk)))
         return [(out, seed) for out, seed in pairs if out is not None and seed is not None]
 
-    def _fused(self, step: Step) -> None:
-        """Each chunk of the last body forward, and at once back."""
-        self._make_homes(step)
-        go = self._fuse_in_pieces if step.op == Op.PIECES else self._fuse
-        is_certain = go(step.runs)
-        for run in step.runs:
-            for value in set(run.exports).difference(run.inner):
-                cross = self.cross[value]
-                if is_certain:
-                    cross.needs_gradient = False  # it is sent back already
-                else:
-                    cross.watch = tail.Watch(cross.seeds, self.grid_of(run))
-                    self.watched[value] = cross
-
-    def _fuse_in_pieces(self, runs: Sequence[Run]) -> bool:
-        """Chunk by chunk; the graph of one waits while its head goes forward and back in pieces.
-
-        Returns:
-            Whether the gradients that were sent are certain.
-        """
-        body, head = runs
-        handed = self._handed(runs)
-        is_certain = False
-        pieces = self.grid_of(head)
-        piece = 0
-        for chunk, bounds in enumerate(self.grid_of(body)):
-            env = self.run_nodes(body, chunk, True)
-            self.collect(body, env, chunk, body.exports)
-            whole = {value: self.cross[value].of_chunk(env[value], bounds) for value in handed}
-            while piece < len(pieces) and pieces[piece][0] < bounds[1]:
-                of_piece = self.run_nodes(head, piece, True, whole)
-                self.collect(head, of_piece, piece, head.exports)
-                if piece == 0:
-                    left = tail.parts_of(body, env)
-                    left.update((value, of_piece[value]) for value in head.exports)
-                    is_certain = tail.seed(self, runs, left, self.gradients)
-                    del left
-                self._send_back(head, of_piece, piece)
-                self._take_rows(head, piece, whole)
-                piece += 1
-            while whole:
-                value, cross = whole.popitem()
-                seeds, key = self.cross[value].seeds, ("chunk", chunk)
-                seeds[key] = add(seeds.get(key), cross.take_total_gradient())
-                self.forget(cross.aliases.values())
-                del cross
-            self._send_back(body, env, chunk)
-            self._take_rows(body, chunk, {})
-            for value in handed:
-                self.cross[value].seeds.pop(("chunk", chunk), None)
-            for value in body.inner:
-                self.cross[value].chunks.pop(chunk, None)
-        return is_certain
-
-    def _fuse(self, runs: Sequence[Run]) -> bool:
-        """Chunk by chunk, all segments of it but the last without their graphs at first."""
-        *others, last = runs
-        handed = self._handed(runs)
-        is_certain = False
-        for chunk in range(len(self.grid_of(last))):
-            left: dict[int, Any] = {}  # what the tail starts from
-            for run in others:
-                # The first chunk tells which parts gradients go to.
-                env = self.run_nodes(run, chunk, chunk == 0)
-                self.collect(run, env, chunk, run.exports)
-                left.update(tail.parts_of(run, env))
-                del env  # or the next segment would run beside what is left of this one
-            env = self.run_nodes(last, chunk, True)
-            self.collect(last, env, chunk, last.exports)
-            if chunk == 0:
-                left.update((value, env[value]) for value in last.exports)
-                is_certain = tail.seed(self, runs, left, self.gradients)
-            del left
-            self._send_back(last, env, chunk)
-            del env
-            self._settle(last, chunk)
-            for run in reversed(others):
-                self._back_through(run, chunk)
-            inner = {value for run in others for value in run.inner}
-            self.let_go_of_chunk(runs, chunk, inner, handed)
-            for value in handed:  # what later segments sent back has gone back
-                self.cross[value].seeds.pop(("chunk", chunk), None)
-        return is_certain
-
     def _back(self, step: Step) -> None:
         """Each chunk of a body forward once more, now with its graph, and back; or back through the
         graph that waits."""
@@ -540,7 +472,7 @@ class Replay:
         if step.waits:
             self._release(step)
         *others, last = step.runs
-        handed, given = self._handed(step.runs), light.given(self, step)
+        handed, given = self.handed_by(step.runs), light.given(self, step)
         for chunk in range(len(self.grid_of(last))):
             light.fill(self, given, chunk)
             made = {v for v in handed if v not in self.cross or chunk not in self.cross[v].chunks}
@@ -548,9 +480,9 @@ class Replay:
                 env = self.run_nodes(run, chunk, False)
                 self.collect(run, env, chunk, filter(made.__contains__, run.exports))
                 del env
-            self._back_through(last, chunk)
+            self.back_through(last, chunk)
             for run in reversed(others):
-                self._back_through(run, chunk)
+                self.back_through(run, chunk)
             self.let_go_of_chunk(step.runs, chunk, made, handed)
             light.empty(self, chunk)
             for value in self.program.left_by(step.runs):
@@ -564,11 +496,11 @@ class Replay:
         gone = [self.cross[value].aliases.pop(("chunk", chunk), None) for value in handed]
         self.forget(alias for alias in gone if alias is not None)
         for run in runs:
-            self._take_rows(run, chunk, {})
+            self.take_rows_of(run, chunk, {})
         for value in made:
             self.cross[value].chunks.pop(chunk, None)
 
-    def _take_rows(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
+    def take_rows_of(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
         """Gradients for rows of what is there whole go to their places."""
         for import_id in run.imports:
             value = self.program.imports[import_id].value
@@ -659,13 +591,13 @@ class Replay:
         Op.JOINT: _joint,
         Op.FORWARD: _forward,
         Op.AGAIN: _again,
-        Op.FUSED: _fused,
+        Op.FUSED: fuse.fuse,
         Op.CHECK: _check,
         Op.JOINT_BACK: _joint_back,
         Op.SEED: _seed,
         Op.BACK: _back,
         Op.RELEASE: _release,
-        Op.PIECES: _fused,
+        Op.PIECES: fuse.fuse,
         Op.EMPTY: light.let_go,
     }
 

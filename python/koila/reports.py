@@ -8,6 +8,7 @@ optimizer steps again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import threading
@@ -466,6 +467,17 @@ class Asking:
                 note(ProgramReport(self.what, user_line(), n_chunks=0, why=why))
             elif error is None and self.idle and _state.n_noted == self.n_before:
                 note(ProgramReport(self.what, user_line(), why=self.idle))
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """A block whose programs are a part of one that is noted itself."""
+    known = vars(_state).copy()
+    _state.__init__()  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        vars(_state).update(known)
 
 
 def report() -> Report:

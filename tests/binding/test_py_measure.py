@@ -73,10 +73,12 @@ def test_graphs_from_before_are_asked_for() -> None:
         return 1e6
 
     measured = _core.measure(
-        staged.handle, (True, 1, False, 1, 0), set(), (0, 0), draws.bytes_whole, peak_of
+        staged.handle, (True, 1, False, 1, 0, 0), set(), (0, 0), draws.bytes_whole, peak_of
     )
     assert seen == [{before}] and measured[2] > 1e6
-    _core.measure(staged.handle, (False, 1, False, 1, 0), set(), (0, 0), draws.bytes_whole, peak_of)
+    _core.measure(
+        staged.handle, (False, 1, False, 1, 0, 0), set(), (0, 0), draws.bytes_whole, peak_of
+    )
     assert len(seen) == 1
 
 
@@ -85,10 +87,10 @@ def test_a_clone_is_counted() -> None:
     last = next(node.id for node in staged.nodes.values() if node.mode == 0)
     states, noise_of, peak_of = (0, 0), draws.bytes_whole, outside.peak
     plain, *_ = _core.measure(
-        staged.handle, (False, 1, False, 1, 0), set(), states, noise_of, peak_of
+        staged.handle, (False, 1, False, 1, 0, 0), set(), states, noise_of, peak_of
     )
     cloned, *_ = _core.measure(
-        staged.handle, (False, 1, False, 1, 0), {last}, states, noise_of, peak_of
+        staged.handle, (False, 1, False, 1, 0, 0), {last}, states, noise_of, peak_of
     )
     assert _core.peak(cloned, ROWS, ROWS)[0] == _core.peak(plain, ROWS, ROWS)[0] + N_BYTES
 
@@ -104,7 +106,7 @@ def test_what_is_drawn_whole_is_asked_for() -> None:
         return 10**6
 
     moments, *_ = _core.measure(
-        staged.handle, (False, 1, False, 1, 0), set(), (10, 5), noise_of, outside.peak
+        staged.handle, (False, 1, False, 1, 0, 0), set(), (10, 5), noise_of, outside.peak
     )
     assert asked == [(draw.id, draw.first_out)]
     # the state before and after, the one kept, and the one before the draw
@@ -117,7 +119,7 @@ def test_states_that_are_kept(n_bytes: int, fixed: int, per_chunk: int) -> None:
     x = koila.lazy(torch.ones(ROWS, WIDTH))
     staged = Program([(torch.dropout(x, 0.5, True) * weight()).sum()])
     measured = _core.measure(
-        staged.handle, (False, 1, False, 1, 0), set(), (10, 5), lambda *_: n_bytes, outside.peak
+        staged.handle, (False, 1, False, 1, 0, 0), set(), (10, 5), lambda *_: n_bytes, outside.peak
     )
     for found, _, of_chunk, _ in moments_of(Estimate(*measured)):
         assert found - fixed in (0, 4) and of_chunk == per_chunk  # 4: the sum is there
@@ -131,16 +133,16 @@ def test_what_is_wrong_is_said() -> None:
 
     rest = (0, 0), draws.bytes_whole, outside.peak
     with pytest.raises(TypeError, match="not a program"):
-        _core.measure(object(), (True, 1, False, 1, 0), set(), *rest)
+        _core.measure(object(), (True, 1, False, 1, 0, 0), set(), *rest)
     with pytest.raises(IndexError, match="there is no node 99"):
-        _core.measure(staged.handle, (True, 1, False, 1, 0), {99}, *rest)
+        _core.measure(staged.handle, (True, 1, False, 1, 0, 0), {99}, *rest)
     x = koila.lazy(torch.ones(ROWS, WIDTH))
     drawing = Program([(torch.dropout(x, 0.5, True) * weight().exp()).sum()])
     with pytest.raises(RuntimeError, match="no number"):
-        _core.measure(drawing.handle, (True, 1, False, 1, 0), set(), (0, 0), fails, outside.peak)
+        _core.measure(drawing.handle, (True, 1, False, 1, 0, 0), set(), (0, 0), fails, outside.peak)
     with pytest.raises(RuntimeError, match="no number"):
         _core.measure(
-            drawing.handle, (True, 1, False, 1, 0), set(), (0, 0), draws.bytes_whole, fails
+            drawing.handle, (True, 1, False, 1, 0, 0), set(), (0, 0), draws.bytes_whole, fails
         )
     with pytest.raises(ValueError, match="not the moments"):
         _core.peak(b"123", ROWS, 1)

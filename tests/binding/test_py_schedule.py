@@ -28,7 +28,7 @@ def test_forward_and_back() -> None:
     runs = program["runs"]
     steps = [
         step
-        for step in core.schedule(program["handle"], (True, 1, False, 1, 0))[0]
+        for step in core.schedule(program["handle"], (True, 1, False, 1, 0, 0))[0]
         if step[2] == 0 or runs[step[1]][3] or runs[step[1]][8]
     ]
     wanted = [Op.FORWARD, Op.JOINT, Op.JOINT_BACK, Op.SEED, Op.RELEASE, Op.BACK]
@@ -41,7 +41,7 @@ def test_forward_and_back() -> None:
 
 def test_forward_alone() -> None:
     _, program = staged()
-    ops = {op for op, *_ in core.schedule(program["handle"], (False, 1, False, 1, 0))[0]}
+    ops = {op for op, *_ in core.schedule(program["handle"], (False, 1, False, 1, 0, 0))[0]}
     assert ops <= {Op.FORWARD, Op.JOINT, Op.RELEASE} and Op.FORWARD in ops
 
 
@@ -50,7 +50,7 @@ def test_segments_are_runs_of_one_step() -> None:
     runs = program["runs"]
     ((_, first, n_runs, *_),) = (
         step
-        for step in core.schedule(program["handle"], (True, 1, False, 1, 0))[0]
+        for step in core.schedule(program["handle"], (True, 1, False, 1, 0, 0))[0]
         if step[0] == Op.BACK
     )
     assert [run[2] for run in runs[first : first + n_runs]] == [0, 1]
@@ -69,7 +69,7 @@ def test_what_is_emptied_is_filled_before_its_graph_goes_back() -> None:
     loss = sums(koila.lazy(batch()), torch.eye(batch().shape[1]).double().requires_grad_())
     program = staged_as([loss], False, 1)
     for n_light in (0, 1):
-        steps, lights = core.schedule(program["handle"], (True, 1, False, 1, n_light))
+        steps, lights = core.schedule(program["handle"], (True, 1, False, 1, n_light, 0))
         emptied = [step[3] for step in steps if step[0] == Op.EMPTY]
         needed = [step[7] for step in steps if step[0] == Op.BACK and step[7]]
         assert len(emptied) == len(lights) == n_light
@@ -79,7 +79,7 @@ def test_what_is_emptied_is_filled_before_its_graph_goes_back() -> None:
 
 def test_what_is_no_program() -> None:
     with pytest.raises(TypeError, match="not a program"):
-        core.schedule(None, (True, 1, False, 1, 0))
+        core.schedule(None, (True, 1, False, 1, 0, 0))
     _, program = staged()
     with pytest.raises(TypeError, match="homes must be"):
         core.schedule(program["handle"], [True, 1, False])

@@ -204,6 +204,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "again in a list": ({"again": [1]}, TypeError, "again a tuple"),
     "again what is no value": ({"again": (7,)}, IndexError, "no such value"),
     "again what is no number": ({"again": ("x",)}, IndexError, "no such value"),
+    "aside no tape": ({"aside": 1}, TypeError, "aside must be a tape"),
 }
 
 
@@ -219,11 +220,29 @@ def test_malformed_programs(name: str) -> None:
         "saved": None,
         "settle": print,
         "again": None,
+        "aside": None,
     }
     core.run(*given.values())
     assert torch.equal(given["env"][1], batch() * 2)
     with pytest.raises(error, match=words):
         core.run(*(given | {"env": [None, None]} | changed).values())
+    assert lazy.tolist() == (batch() * 2).tolist()
+
+
+def test_calls_are_recorded_aside() -> None:
+    """On a tape that is this thread's while they are, of lazies that they are given."""
+    aside = koila.lazy(batch().double())
+    lazy = koila.lazy(batch()) * 2
+    staged = staged_as([], False)
+    tape = core.new_tape()
+    given = arguments(staged, 2, 1) | {"imports": [aside], "saved": None, "settle": print}
+    core.run(*given.values(), None, tape)
+    made = given["env"][1]
+    assert type(made) is core.LazyTensor and made.dtype == torch.float64
+    assert not core.is_pending_here(made) and core.is_pending_here(lazy)
+    assert core.held(tape, core.is_pending_here, (made,), {})
+    assert torch.equal(core.read(made), batch().double() * 2)
+    assert core.is_pending_here(lazy)
     assert lazy.tolist() == (batch() * 2).tolist()
 
 
@@ -239,12 +258,12 @@ def test_what_is_asked_for_again_is_made_and_stays() -> None:
     lazy, given = staged_chain()
     for again, there in ((1,), (1,)), ((2,), (2,)), ((1, 2), (1, 2)):
         env: list[Any] = [None] * 4
-        core.run(*(given | {"env": env}).values(), None, print, again)
+        core.run(*(given | {"env": env}).values(), None, print, again, None)
         assert tuple(i for i, one in enumerate(env) if one is not None) == there
         for i, want in ((1, batch() * 2), (2, (batch() * 2).exp())):
             assert i not in there or torch.equal(env[i], want)
     env = [None, batch() * 3, None, None]  # what is there is not made again
-    core.run(*(given | {"env": env}).values(), None, print, (1, 2))
+    core.run(*(given | {"env": env}).values(), None, print, (1, 2), None)
     assert torch.equal(env[1], batch() * 3)
     assert torch.equal(env[2], (batch() * 3).exp())
     assert lazy.tolist() == (batch() * 2 + (batch() * 2).exp()).tolist()
@@ -265,9 +284,9 @@ def test_who_settles_what_is_saved_is_told_the_call() -> None:
 
         if raises:
             with pytest.raises(KeyError):
-                core.run(*(given | {"env": [None] * 4}).values(), saved, settle, None)
+                core.run(*(given | {"env": [None] * 4}).values(), saved, settle, None, None)
         else:
-            core.run(*(given | {"env": [None] * 4}).values(), saved, settle, None)
+            core.run(*(given | {"env": [None] * 4}).values(), saved, settle, None, None)
         assert told == ([0] if raises else [0, 1])
 
 

@@ -70,10 +70,10 @@ test_head(void)
     KlNodeId nodes[MAX_NODES];
     uint32_t position[MAX_NODES] = {0};
     size_t n = all_nodes(&p, nodes), first = 0;
-    CHECK(kl_segment_head(&p.tape, nodes, n, position, &first, &p.error) == KL_OK);
+    CHECK(kl_segment_head(&p.tape, nodes, n, 2, position, &first, &p.error) == KL_OK);
     CHECK(nodes[first] == last + 1);
     first = (size_t)last + 3; /* not before that: less than half is left */
-    CHECK(kl_segment_head(&p.tape, nodes, n, position, &first, &p.error) == KL_OK && first == n);
+    CHECK(kl_segment_head(&p.tape, nodes, n, 2, position, &first, &p.error) == KL_OK && first == n);
     program_fini(&p);
 }
 
@@ -126,7 +126,7 @@ test_no_memory(void)
     size_t first = 0;
     for (n_refused = 0, status = KL_ERROR_MEMORY; status != KL_OK; n_refused++) {
         kl_alloc_fail_after(n_refused);
-        status = kl_segment_head(&p.tape, nodes, 2, segment, &first, &p.error);
+        status = kl_segment_head(&p.tape, nodes, 2, 2, segment, &first, &p.error);
         kl_alloc_fail_after(-1);
         CHECK(kl_alloc_n_blocks() == n_blocks);
     }
