@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from allocations import Allocations
-from koila import _core, across, memory
+from koila import _core, across, memory, plan
 from koila.program import Program, Way
 from koila.reports import ProgramReport
 from limits import there
@@ -219,22 +221,70 @@ def test_no_second_axis() -> None:
         check(model, mixed, x, y, 0.2)
 
 
+def across_at(dim: int) -> Way:
+    return Way(n_pieces=2, n_across=(1, LENGTH, WIDTH)[dim], across=dim)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_any_dim_gives_the_same(dim: int) -> None:
+def test_any_dim_gives_the_same(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the second axis is decides what it takes, and no number."""
     torch.manual_seed(0)
     model = LM().double()
     x, y = words(1)
     wanted, _ = step(model, lambda: LOSSES["two terms"](model(x), y), None)
-    way = Way(n_pieces=2, n_across=(1, LENGTH, WIDTH)[dim], across=dim)
-    run = koila.plan._fit  # the plan is made elsewhere: here it is given
-    try:
-        koila.plan._fit = lambda *words: koila.plan.Plan(1, way=way)
-        seen, _ = step(model, lambda: LOSSES["two terms"](model(koila.lazy(x)), y), 2**40)
-    finally:
-        koila.plan._fit = run
+    monkeypatch.setattr(plan, "_fit", lambda *words: plan.Plan(1, way=across_at(dim)))
+    seen, _ = step(model, lambda: LOSSES["two terms"](model(koila.lazy(x)), y), 2**40)
+    assert f"second axis (dim {dim})" in koila.report().programs[-1].way
     for name, value in wanted.items():
         assert_close(seen[name], value, name)
+
+
+class Failing(TorchDispatchMode):
+    """Memory runs out at one call of a run."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.call, self.n_calls = call, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_meta = isinstance(made, Tensor) and made.is_meta
+        is_run = _core.is_busy() and not is_meta  # else it is still planned
+        self.n_calls += is_run
+        if is_run and self.n_calls == self.call:
+            raise torch.OutOfMemoryError("out of memory, in a test")
+        return made
+
+
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_memory_runs_out(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any call before gradients are delivered, in the head's program too."""
+    torch.manual_seed(0)
+    model = LM(n_blocks=1).double()
+    x, y = words(n_rows)
+    wanted, _ = step(model, lambda: LOSSES["weights"](model(x), y), None)
+    monkeypatch.setattr(plan, "_fit", lambda *words: plan.Plan(n_rows, way=across_at(1)))
+
+    def attempt(call: int) -> Failing:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        with koila.config(memory_limit=2**40):
+            a, b = koila.lazy(x, y)
+            loss = LOSSES["weights"](model(a), b)
+            with Failing(call) as failing:
+                loss.backward()
+        return failing
+
+    attempt(-1)
+    n_calls = attempt(-1).n_calls
+    tried: set[tuple[int, str]] = set()
+    for call in range(1, n_calls - 3 * len(wanted), max(1, n_calls // 40)):
+        assert attempt(call).n_calls > call
+        tried.add((koila.report().programs[-1].n_tries, koila.report().programs[-1].way))
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert_close(parameter.grad, wanted[name], f"{name}, call {call}")
+    assert (2, "the head in 4 pieces of a second axis (dim 1)") in tried
 
 
 def test_what_a_piece_needs() -> None:

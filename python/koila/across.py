@@ -20,7 +20,8 @@ from koila.cross import alias_of
 from koila.program import Program, Run
 from koila.rows import chunk_shape, cut
 
-#: Parts take their share of what a segment takes whole, or this much more, of calls that run once.
+#: Pieces take their share of what a segment takes whole, and this much more; beside gradients that
+#: gather, and those of a piece. Else calls run once.
 _MORE = 1.25
 _FEW_BYTES = 2**16
 _WHOLE = -1  # no dim: a lazy that is the same for every chunk
@@ -152,7 +153,7 @@ class Found(NamedTuple):
         """Whether a piece takes its share of what goes along that axis."""
         share = min(1.0, 1 / n_pieces + 1 / self.n)
         by_parts = max(0.0, self.estimate.whole - self.gradients)
-        asked = self.gradients + _MORE * share * by_parts + _FEW_BYTES
+        asked = 2 * self.gradients + _MORE * share * by_parts + _FEW_BYTES
         return self.n >= n_pieces and self._needs(n_pieces) <= asked
 
     def _needs(self, n_pieces: int) -> float:

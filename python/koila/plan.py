@@ -82,17 +82,28 @@ class Plan:
 
     def tighter(self, program: Program, is_fixed: bool) -> tuple[Program, Plan] | None:
         """What is tried where memory ran out: twice the chunks; where each has one row, or its rows
-        are fixed, shorter segments. None: there is nothing left to try."""
+        are fixed, shorter segments, or pieces of a second axis. None: there is nothing left to
+        try."""
         most = max(program.axes.values(), default=1)
         if self.n_chunks < most and not is_fixed:
             return program, self._halved(most)
+        if self.way.n_across:
+            return self._smaller_pieces(program)
         n_segments = 2 * self.way.n_segments
         while program.roots and n_segments <= _SEGMENTS[-1]:
             cut = program.cut_for(Way(n_segments))
             if cut.n_cut > program.n_cut and cut.unstageable is None:
                 return cut, dataclasses.replace(self, way=Way(n_segments, 1, _can_offload(program)))
             n_segments *= 2
-        return None
+        options = list(_across(program.cut_for(AS_IT_IS), True))
+        if not options:
+            return None
+        way = min(options, key=lambda one: one.estimate.peak(1)[0]).way
+        return program.cut_for(way), dataclasses.replace(self, way=way)
+
+    def _smaller_pieces(self, program: Program) -> tuple[Program, Plan] | None:
+        way = self.way._replace(n_pieces=min(2 * self.way.n_pieces, self.way.n_across))
+        return None if way == self.way else (program, dataclasses.replace(self, way=way))
 
     def _halved(self, most: int) -> Plan:
         """Twice the chunks, `most` at most; of half the size, where all are of one."""
