@@ -23,13 +23,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
-from koila import plan, replay
+from koila import across, plan, replay
 from oracle import Lazy, assert_seen, eager, tell
 
 N_ROWS = 12
-#: With which they begin: twice the chunks are 4, then 8, then 12; then there are segments, 2 to 64.
+#: With which they begin: twice the chunks are 4, then 8, then 12; then there are segments, 2 to 64,
+#: and pieces of a second axis, 2 to 64.
 CHUNKS = 2
-N_TRIES = 10
+N_TRIES = 20
 
 At = Callable[[Callable[[], Any]], Any]
 
@@ -103,17 +104,28 @@ def makes_tensor(func: Any) -> bool:
 @contextlib.contextmanager
 def planned(failing: Failing) -> Iterator[None]:
     """Begin each program in `CHUNKS` chunks, and tell of each try."""
-    made = replay.Replay.__init__
+    made, send_back = replay.Replay.__init__, across.send_back
+    is_part = False  # of a try, as the program of a head is
 
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         sizes = [stop - start for grid in self.grids.values() for start, stop in grid]
-        failing.begin(max(sizes, default=0))
+        if not is_part:
+            failing.begin(max(sizes, default=0))
+
+    def run_part(*args: Any) -> None:
+        nonlocal is_part
+        is_part = True
+        try:
+            send_back(*args)
+        finally:
+            is_part = False
 
     with (
         unittest.mock.patch.object(plan, "is_whole", lambda: False),
         unittest.mock.patch.object(plan, "plan", lambda *_: plan.Plan(CHUNKS)),
         unittest.mock.patch.object(replay.Replay, "__init__", begin),
+        unittest.mock.patch.object(across, "send_back", run_part),
     ):
         yield
 
