@@ -51,14 +51,15 @@ core_bind(PyObject *module, PyObject *args)
              *check_draws = NULL, *move_on = NULL, *read = NULL, *in_transform = NULL,
              *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *bridge = NULL,
              *note_ran = NULL, *device_of = NULL, *wait_for_copy = NULL, *choose = NULL,
-             *record_out = NULL, *settle = NULL, *is_out_of_memory = NULL;
+             *record_out = NULL, *settle = NULL, *is_out_of_memory = NULL, *before_write = NULL,
+             *after_write = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
                           &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
-                          &bind_hooks, &bridge, &note_ran, &device_of, &wait_for_copy, &choose,
-                          &record_out, &settle, &is_out_of_memory, &PyTuple_Type, &folders,
-                          &reductions) ||
+                          &bind_hooks, &bridge, &before_write, &after_write, &note_ran, &device_of,
+                          &wait_for_copy, &choose, &record_out, &settle, &is_out_of_memory,
+                          &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -71,6 +72,8 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.move_on, Py_NewRef(move_on));
     Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
     Py_XSETREF(kl_py.bridge, Py_NewRef(bridge));
+    Py_XSETREF(kl_py.before_write, Py_NewRef(before_write));
+    Py_XSETREF(kl_py.after_write, Py_NewRef(after_write));
     Py_XSETREF(kl_py.note_ran, Py_NewRef(note_ran));
     Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
     Py_XSETREF(kl_py.wait_for_copy, Py_NewRef(wait_for_copy));
@@ -105,7 +108,8 @@ static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
      "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
      "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
-     "bridge, note_ran, device_of, wait_for_copy, choose_attention, record_out, settle, "
+     "bridge, before_write, after_write, note_ran, device_of, wait_for_copy, choose_attention, "
+     "record_out, settle, "
      "is_out_of_memory, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},

@@ -168,15 +168,16 @@ typedef struct KlPyState {
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
     PyObject *bind_hooks;              /* koila.hooks.bind */
     PyObject *bridge;                  /* koila.bridge: a call that cannot be recorded */
-    PyObject *note_ran;                /* koila.reports.note_whole: what ran whole, and for whom */
-    PyObject *device_of;               /* koila.devices: which device a name without index means */
-    PyObject *wait_for_copy;           /* koila.devices: wait for a copy to the CPU */
-    PyObject *choose_attention;        /* koila.attention: put a setting of its kernels in force */
-    PyObject *checksum;                /* koila.meta.checksum */
-    PyObject *draw_like;               /* koila.meta.draw_like */
-    PyObject *record_out;              /* koila.outs.record: a call that writes to out= */
-    PyObject *settle;                  /* koila.numbers.settle_outdated */
-    PyObject *is_out_of_memory;        /* koila.errors: says nothing of the call that raised it */
+    PyObject *before_write, *after_write; /* koila.bridge: what parts read stays what it was */
+    PyObject *note_ran;         /* koila.reports.note_whole: what ran whole, and for whom */
+    PyObject *device_of;        /* koila.devices: which device a name without index means */
+    PyObject *wait_for_copy;    /* koila.devices: wait for a copy to the CPU */
+    PyObject *choose_attention; /* koila.attention: put a setting of its kernels in force */
+    PyObject *checksum;         /* koila.meta.checksum */
+    PyObject *draw_like;        /* koila.meta.draw_like */
+    PyObject *record_out;       /* koila.outs.record: a call that writes to out= */
+    PyObject *settle;           /* koila.numbers.settle_outdated */
+    PyObject *is_out_of_memory; /* koila.errors: says nothing of the call that raised it */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
@@ -191,6 +192,7 @@ typedef struct KlPyState {
     uint64_t n_backwards;    /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;    /* batches made */
     int64_t n_transforms;    /* of torch.func, and tracers, under way on any thread */
+    int64_t n_cut_off;       /* tapes that were cut off, and are there */
     uint32_t reductions;     /* bit i: KlReduce i can be split */
     uint32_t blocked_halves; /* as KlCall's */
     bool is_flash_allowed;   /* likewise */
@@ -606,6 +608,8 @@ KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 int kl_function_init(PyObject *module);
 /* Borrowed: what is known of `func`, or NULL (without an exception) for one never heard of. */
 Function *kl_function_find(PyObject *func);
+/* Whether a call writes its first argument, by its row or its name. */
+bool kl_function_is_in_place(const Function *function);
 /* register(func, kind, name, handler, has_meta, returns_list, is_random, row name or None, container) */
 PyObject *kl_function_register(PyObject *module, PyObject *args);
 

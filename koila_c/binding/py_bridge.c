@@ -228,6 +228,7 @@ kl_bridge_hand_out(PyObject *module, PyObject *args)
         Py_CLEAR(lazies);
         goto error;
     }
+    kl_py.n_cut_off += tape->is_cut_off ? 0 : 1;
     tape->is_cut_off = true;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots); i++) {
         settle(before[i], PyList_GET_ITEM(roots, i));

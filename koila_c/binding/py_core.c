@@ -419,7 +419,8 @@ core_abandon(PyObject *module, PyObject *ignored)
     return Py_NewRef(Py_None);
 }
 
-/* leaves_of(tensor) -> [value] of the real tensors that pending calls read and that share its memory. */
+/* leaves_of(tensor or None) -> [value] of the real tensors that pending calls read and that share its memory;
+ * None: that have no rows and need no gradient, a module's buffers for one. */
 PyObject *
 core_leaves_of(PyObject *module, PyObject *tensor)
 {
@@ -428,8 +429,14 @@ core_leaves_of(PyObject *module, PyObject *tensor)
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && tape != NULL && i < tape->core.n_values; i++) {
         PyObject *real = tape->values[i].real;
-        if (real == NULL || tape->core.values[i].n_pending == 0 ||
-            (real != tensor && !kl_meta_may_alias(real, tensor))) {
+        const KlValue *value = &tape->core.values[i];
+        if (real == NULL || value->n_pending == 0) {
+            continue;
+        }
+        bool is_statistic = value->n_aside > 0; /* it is written by those that read it */
+        if (tensor == Py_None
+                ? kl_place_is_rows(&value->meta.place) || value->meta.requires_grad || is_statistic
+                : real != tensor && !kl_meta_may_alias(real, tensor)) {
             continue;
         }
         PyObject *id = PyLong_FromSize_t(i);

@@ -75,6 +75,16 @@ find_accessor(PyObject *func)
     return (Function *)found;
 }
 
+bool
+kl_function_is_in_place(const Function *function)
+{
+    Py_ssize_t n = 0;
+    const char *name = PyUnicode_AsUTF8AndSize(function->name, &n);
+    PyErr_Clear();
+    return (function->row != NULL && function->row->kind == KL_ROW_INPLACE) ||
+           (name != NULL && n > 1 && name[n - 1] == '_' && name[n - 2] != '_');
+}
+
 /* Functions found recent, by the address of their callable, which they keep alive. */
 #define KL_N_RECENT 256
 

@@ -681,6 +681,44 @@ write_what_is_read(PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+/* Make a call that may write what parts which were cut off read again: for those it stays what it was. */
+static PyObject *
+call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    PyObject *given = PyTuple_Pack(2, args, kwargs != NULL ? kwargs : Py_None);
+    PyObject *kept =
+        given != NULL ? PyObject_CallFunctionObjArgs(kl_py.before_write, func, given, NULL) : NULL;
+    PyObject *result = kept != NULL ? PyObject_Call(func, args, kwargs) : NULL;
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *settled = kept != NULL ? PyObject_CallOneArg(kl_py.after_write, kept) : NULL;
+    if (type != NULL) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    } else if (settled == NULL) {
+        Py_CLEAR(result);
+    }
+    Py_XDECREF(settled);
+    Py_XDECREF(kept);
+    Py_XDECREF(given);
+    return result;
+}
+
+/* Whether a call may write a tensor that it is given, and a part may read that. */
+static bool
+is_kept_from(PyObject *func, PyObject *kwargs, KlLiveKind kind)
+{
+    if (kl_py.n_cut_off == 0 || kind == KL_LIVE_READ) {
+        return false;
+    }
+    const Function *function = kl_function_find(func);
+    PyErr_Clear();
+    bool has_out = kwargs != NULL && PyDict_GetItem(kwargs, kl_py.out) != NULL;
+    return has_out || function == NULL || function->kind == KL_CALL_LIVE ||
+           (function->row != NULL && function->row->effects != 0) ||
+           kl_function_is_in_place(function);
+}
+
 PyObject *
 kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
@@ -705,7 +743,8 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     if (real_args == NULL || (has_kwargs && real_kwargs == NULL)) {
         goto error;
     }
-    result = PyObject_Call(func, real_args, real_kwargs);
+    result = is_kept_from(func, real_kwargs, kind) ? call_keeping(func, real_args, real_kwargs)
+                                                   : PyObject_Call(func, real_args, real_kwargs);
     Tape *tape = result != NULL ? kl_tape_open_or_null() : NULL;
     if (tape != NULL && kl_stale_release(tape) < 0) {
         Py_CLEAR(result);

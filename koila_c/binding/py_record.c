@@ -296,6 +296,38 @@ is_attached(PyObject *lazy, void *tape)
     return kl_lazy_value(lazy)->tape == tape || is_lazy_read(tape, lazy);
 }
 
+/* Borrowed: what a call is given as out=, or NULL. */
+static PyObject *
+out_of(PyObject *kwargs)
+{
+    bool has_kwargs = kwargs != NULL && kwargs != Py_None;
+    PyObject *out = has_kwargs ? PyDict_GetItemWithError(kwargs, kl_py.out) : NULL;
+    return out != Py_None ? out : NULL;
+}
+
+/* Whether a plain tensor that waiting calls read is, or is among, what a call writes. */
+static bool
+is_plain_and_read(const Tape *tape, PyObject *target)
+{
+    if (PyTuple_Check(target) || PyList_Check(target)) {
+        bool result = false;
+        for (Py_ssize_t i = 0; !result && i < PySequence_Fast_GET_SIZE(target); i++) {
+            result = is_plain_and_read(tape, PySequence_Fast_GET_ITEM(target, i));
+        }
+        return result;
+    }
+    return PyObject_TypeCheck(target, kl_py.tensor_base) && !kl_lazy_check(target) &&
+           is_read(tape, target);
+}
+
+static bool
+is_target_read(const Tape *tape, PyObject *args, PyObject *kwargs)
+{
+    PyObject *out = out_of(kwargs);
+    return (out != NULL && is_plain_and_read(tape, out)) ||
+           (PyTuple_GET_SIZE(args) > 0 && is_plain_and_read(tape, PyTuple_GET_ITEM(args, 0)));
+}
+
 /* Whether a call is given values that wait on this thread's tape, or that what waits reads, and none of them
  * runs now. */
 static bool
@@ -305,7 +337,7 @@ is_waiting(PyObject *args, PyObject *kwargs)
     if (tape == NULL || tape->is_running) {
         return false;
     }
-    return kl_call_visit(args, is_attached, tape) != 0 ||
+    return is_target_read(tape, args, kwargs) || kl_call_visit(args, is_attached, tape) != 0 ||
            (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, is_attached, tape) != 0);
 }
 
@@ -338,14 +370,6 @@ run_readers(PyObject *lazy, void *context)
 }
 
 static int
-look_for_readers(PyObject *lazy, void *context)
-{
-    bool *is_found = context;
-    *is_found = *is_found || is_lazy_read(kl_tape_open_or_null(), lazy);
-    return 0;
-}
-
-static int
 run_before_write(PyObject *args, PyObject *out)
 {
     int result = kl_call_visit(args, run_readers, NULL);
@@ -365,15 +389,6 @@ is_plain_and_unread(const Tape *tape, PyObject *target)
     }
     return PyObject_TypeCheck(target, kl_py.tensor_base) && !kl_lazy_check(target) &&
            !is_read(tape, target);
-}
-
-/* Borrowed: what a call is given as out=, or NULL. */
-static PyObject *
-out_of(PyObject *kwargs)
-{
-    bool has_kwargs = kwargs != NULL && kwargs != Py_None;
-    PyObject *out = has_kwargs ? PyDict_GetItemWithError(kwargs, kl_py.out) : NULL;
-    return out != Py_None ? out : NULL;
 }
 
 /* Whether a call writes plain tensors and nothing else, and nothing waits that reads them. */
@@ -426,11 +441,9 @@ may_write(const Function *function, const PyObject *out)
 static bool
 is_on_one(const Function *function, PyObject *args, PyObject *kwargs)
 {
-    Py_ssize_t n = 0, at = 0;
-    const char *name = PyUnicode_AsUTF8AndSize(function->name, &n);
+    Py_ssize_t at = 0;
     PyObject *word = NULL, *given = NULL;
-    bool is_in_place = name != NULL && n > 1 && name[n - 1] == '_' && name[n - 2] != '_';
-    bool result = is_in_place && PyTuple_GET_SIZE(args) > 0;
+    bool result = kl_function_is_in_place(function) && PyTuple_GET_SIZE(args) > 0;
     for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(args); i++) {
         given = PyTuple_GET_ITEM(args, i);
         result = i == 0 ? kl_lazy_check(given)
@@ -440,7 +453,6 @@ is_on_one(const Function *function, PyObject *args, PyObject *kwargs)
            PyDict_Next(kwargs, &at, &word, &given)) {
         result = PyLong_Check(given) || PyFloat_Check(given) || PyComplex_Check(given);
     }
-    PyErr_Clear(); /* of the name */
     return result;
 }
 
@@ -474,12 +486,8 @@ is_lost_lazy(PyObject *lazy, void *context)
 static int
 refuse_lost(const Function *function, PyObject *args, PyObject *out)
 {
-    Py_ssize_t n = 0;
-    const char *name = PyUnicode_AsUTF8AndSize(function->name, &n);
-    bool is_in_place = (function->row != NULL && function->row->kind == KL_ROW_INPLACE) ||
-                       (name != NULL && n > 1 && name[n - 1] == '_' && name[n - 2] != '_');
     PyObject *written = out;
-    if (written == NULL && is_in_place && PyTuple_GET_SIZE(args) > 0) {
+    if (written == NULL && kl_function_is_in_place(function) && PyTuple_GET_SIZE(args) > 0) {
         written = PyTuple_GET_ITEM(args, 0);
     }
     int result = written != NULL ? kl_call_visit(written, is_lost_lazy, NULL) : 0;
@@ -611,14 +619,17 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     }
     if (!found.is_any_lazy) {
         PyObject *out = out_of(kwargs);
-        bool is_watched = false; /* a view of what waiting calls read: writes through it are seen */
+        Tape *tape = found.tape;
+        if (may_write(function, out) && !is_in_a_run(tape) && is_target_read(tape, args, kwargs)) {
+            return kl_record_live(func, args, kwargs, KL_LIVE_LAZY);
+        }
         if (draw_before(function) < 0 ||
-            (may_write(function, out)
-                 ? run_before_write(args, out) < 0
-                 : !function->has_meta && kl_call_visit(args, look_for_readers, &is_watched) < 0)) {
+            (may_write(function, out) && run_before_write(args, out) < 0)) {
             return NULL;
         }
-        return kl_live_call(func, args, kwargs, is_watched ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
+        /* What is made stays lazy while anything waits: what is written with it is seen. */
+        bool is_waited_for = tape->core.n_done < tape->core.n_nodes || kl_py.n_cut_off > 0;
+        return kl_live_call(func, args, kwargs, is_waited_for ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
     }
     if (!found.is_any_foreign && !is_in_a_run(found.tape)) {
         PyObject *results = NULL;

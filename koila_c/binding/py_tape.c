@@ -402,6 +402,7 @@ Tape_dealloc(Tape *tape)
 {
     PyTypeObject *type = Py_TYPE(tape);
     PyObject_GC_UnTrack(tape);
+    kl_py.n_cut_off -= tape->is_cut_off ? 1 : 0;
     clear_tape(tape);
     kl_tape_fini(&tape->core);
     kl_alloc_free(tape->nodes);

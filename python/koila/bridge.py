@@ -14,6 +14,7 @@ oftener than once more forward than it would have.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections import defaultdict
@@ -56,6 +57,11 @@ class _State(threading.local):
         self.parts: weakref.WeakSet[_Part] = weakref.WeakSet()
 
 
+#: Of what a part reads that has neither rows nor gradients as many bytes are copied before anybody
+#: writes it: so many, or such a share of what is handed out.
+_SMALL, _SHARE = 2**18, 8
+
+
 class _Copy(NamedTuple):
     """A tensor as it was at a version."""
 
@@ -71,34 +77,40 @@ class _Part:
         self.numbers = tuple(numbers)
         self.leaves = leaves
         self.roots: tuple[Any, ...] = ()
-        self.copies: dict[int, _Copy] = {}  # by leaf
+        self.early: dict[int, _Copy] = {}  # of buffers, which plain torch may write unseen
         self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
         self.written: set[int] = set()  # these leaves
 
-    def copy_what_it_reads(self, func: Any, given: Any) -> None:
-        """A call is made that may write what it is given: leaves among that are read again going
-        back. A weight is no such thing where the call says how it is differentiated."""
-        is_custom = isinstance(getattr(func, "__self__", None), type)
-        tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad)]
-        if tensors and self.roots:
-            _core.held(self.roots[0], self._copy, (tensors,), {})
+    def copy_what_it_reads(
+        self, tensors: Sequence[torch.Tensor | None], n_bytes: float = math.inf
+    ) -> dict[int, _Copy]:
+        """A call is made that may write these: leaves among them, by number, which are read again
+        going back. None: buffers, if they are as small together."""
+        copies: dict[int, _Copy] = {}
 
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        for leaf in (leaf for tensor in tensors for leaf in _core.leaves_of(tensor)):
-            real = _info(leaf).real
-            if leaf not in self.copies and real is not None and not real.is_inference():
-                self.copies[leaf] = _Copy(real, real._version, real.detach().clone())
+        def copy() -> None:
+            leaves = {leaf: _info(leaf).real for one in tensors for leaf in _core.leaves_of(one)}
+            reals = {i: t for i, t in leaves.items() if t is not None and not t.is_inference()}
+            if sum(real.nbytes for real in reals.values()) <= n_bytes:
+                for leaf, real in reals.items():
+                    copies[leaf] = _Copy(real, real._version, real.detach().clone())
 
-    def keep_what_it_reads(self) -> None:
+        _core.held(self.roots[0], copy, (), {})
+        return copies
+
+    def keep_what_it_reads(self, copies: dict[int, _Copy]) -> None:
         """The call is over: leaves that it wrote stay what they were."""
-        for leaf, copy in self.copies.items():
+        for leaf, copy in copies.items():
             is_same = copy.real._version == copy.version  # a write through .data leaves it so
-            if self.roots and not (is_same and torch.equal(copy.real, copy.numbers)):
+            if (
+                self.roots
+                and leaf not in self.written
+                and not (is_same and torch.equal(copy.real, copy.numbers))
+            ):
                 numbers = copy.numbers.requires_grad_(copy.real.requires_grad)
                 _core.replace_leaf(self.roots[0], leaf, numbers)
                 self.originals[id(numbers)] = copy.real
                 self.written.add(leaf)
-        self.copies = {}
 
     def _original(self, leaf: torch.Tensor) -> torch.Tensor:
         return self.originals.get(id(leaf), leaf)
@@ -113,7 +125,7 @@ class _Part:
         is_retained = _is_retained()
         found = self.gradients_of(gradients, is_retained)
         if not is_retained:
-            self.roots, self.leaves = (), ()
+            self.roots, self.leaves, self.early = (), (), {}
         return found
 
     def gradients_of(
@@ -163,6 +175,7 @@ class _Part:
     def _check(self) -> None:
         if not self.roots:
             raise RuntimeError(_AGAIN)
+        self.keep_what_it_reads(self.early)
 
     @functools.cached_property
     def _whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -285,14 +298,25 @@ def call(
     is_cut = not plan.is_whole() and _cut(func)
     if has_graph and not is_cut:
         explain.log_live(func)
-    parts = _parts()
-    try:
-        for part in parts:
-            part.copy_what_it_reads(func, (args, kwargs))
-        return _core.live(func, args, kwargs, is_plain)
-    finally:
-        for part in parts:
-            part.keep_what_it_reads()
+    if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
+        _core.flush()  # what waits reads a plain tensor that the call may write
+    return _core.live(func, args, kwargs, is_plain)
+
+
+def before_write(func: Callable[..., Any], given: Any) -> list[tuple[_Part, dict[int, _Copy]]]:
+    """A call runs at once, and may write what it is given, which parts may read again: what they
+    were is kept until `after_write`. A weight is no such thing where the call says how it is
+    differentiated."""
+    is_custom = isinstance(getattr(func, "__self__", None), type)
+    tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad)]
+    return [(part, part.copy_what_it_reads(tensors)) for part in _parts() if tensors]
+
+
+def after_write(kept: list[tuple[_Part, dict[int, _Copy]]]) -> None:
+    """The call is over."""
+    for part, copies in kept:
+        if copies:
+            part.keep_what_it_reads(copies)
 
 
 def watch(tensor: torch.Tensor) -> None:
@@ -355,25 +379,27 @@ def _cut(func: Any) -> bool:
         return False
     with steps.cutting():
         part.roots = _core.hand_out(list(handed.items()), list(others.items()))
-    reports.note_handed_out(func, sum(tensor.nbytes for tensor in handed.values()))
+    n_bytes = sum(tensor.nbytes for tensor in handed.values())
+    reports.note_handed_out(func, n_bytes)
     if part.roots:
+        part.early = part.copy_what_it_reads([None], max(_SMALL, n_bytes // _SHARE))
         _state.parts.add(part)
     return True
 
 
-def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    """The tensors that are there among arguments."""
+def _tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:
+    """The tensors that are there among arguments, and those of lazies."""
     if type(given) is _core.LazyTensor:
-        real = _core.real(given)
+        real = _core.real(given) if of_lazies else None
         if real is not None:
             yield real
     elif isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, tuple | list):
         for one in given:
-            yield from _tensors_in(one)
+            yield from _tensors_in(one, of_lazies)
     elif isinstance(given, dict):
-        yield from _tensors_in(list(given.values()))
+        yield from _tensors_in(list(given.values()), of_lazies)
 
 
 def _info(value: int) -> Info:

@@ -212,6 +212,8 @@ def register_all() -> None:
         draws.run_again,
         hooks.bind,
         bridge.call,
+        bridge.before_write,
+        bridge.after_write,
         reports.note_whole,
         devices.meant,
         devices.wait_for_copy,

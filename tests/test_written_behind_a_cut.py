@@ -1,0 +1,259 @@
+"""What is written between forward and backward, and was read before a call that cuts the program:
+codebooks and queues, moving averages kept by hand. It stays what it was for what reads it again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import koila
+from koila import bridge
+from oracle import eager, plain
+
+D = torch.float64
+N_ROWS = 11
+each_count = pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+Block = Callable[[Tensor], Tensor]
+Run = Callable[..., Any]
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * x
+
+
+def square(x: Tensor) -> Tensor:
+    found: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+#: The call in the middle: one that cuts the program, and one that does not.
+BLOCKS: dict[str, Block] = {"cut": square, "recorded": lambda x: x * 1}
+RUNS: dict[str, Run] = {}
+
+
+def add(run: Run) -> Run:
+    RUNS[run.__name__] = run
+    return run
+
+
+def story(run: Run, lazy: Any, block: Block) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=D)
+
+    x, w = floats(N_ROWS, 3), floats(3, 4).requires_grad_()
+    buffers = {"book": floats(5, 4), "mean": torch.zeros(4, dtype=D), "queue": floats(4, 22)}
+    seen = run(lazy(x) @ w, block, **buffers)
+    loss, *others = seen if isinstance(seen, tuple) else (seen,)
+    loss.backward()
+    assert w.grad is not None
+    return [*map(plain, (loss, w.grad, *others)), *buffers.values()]
+
+
+def check(run: Run, block: Block, chunks: int) -> None:
+    want = story(run, eager, block)
+    with koila.config(chunks=chunks):
+        got = story(run, koila.lazy, block)
+    for value, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+
+
+def quantised(h: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
+    index = torch.cdist(h.detach(), book).argmin(1)
+    return h + (book[index] - h).detach(), F.one_hot(index, len(book)).to(D)
+
+
+@add
+def codebook_by_moving_means(h: Tensor, block: Block, book: Tensor, **_: Tensor) -> Any:
+    """As in a VQ-VAE: the sums are written with lazies, the codebook then with plain tensors."""
+    sums = torch.zeros(5, 4, dtype=D)
+    z, one_hot = quantised(h, book)
+    z = block(z)
+    with torch.no_grad():
+        sums.mul_(0.9).add_(one_hot.T @ h.detach(), alpha=0.1)
+        book.data.copy_(sums / (one_hot.sum(0)[:, None] + 1))
+    return z.pow(2).mean(), sums
+
+
+@add
+def codebook_written_twice(h: Tensor, block: Block, book: Tensor, **_: Tensor) -> Any:
+    z, one_hot = quantised(h, book)
+    z = block(z)
+    book.lerp_(one_hot.T @ h.detach(), 0.1)
+    z, one_hot = quantised(block(z), book)
+    book.data[one_hot.sum(0) == 0] = 0.5
+    book.data.add_(z.detach().mean(0))
+    return (z * h).mean()
+
+
+@add
+def queue_of_keys(h: Tensor, block: Block, queue: Tensor, **_: Tensor) -> Any:
+    """As in MoCo: read, and then filled with this batch's keys."""
+    keys = F.normalize(h.detach(), dim=1)
+    z = block(h) * (h.detach() @ queue).softmax(1)[:, :4]
+    queue[:, :N_ROWS] = keys.T
+    queue.data[:, N_ROWS:].add_(keys.T)
+    return z.pow(2).mean()
+
+
+@add
+def running_mean_by_hand(h: Tensor, block: Block, mean: Tensor, **_: Tensor) -> Any:
+    z = block(h - mean)
+    mean.lerp_(h.detach().mean(0), 0.1).mul_(0.9)
+    return z.pow(2).mean() + (h - mean).sin().mean()
+
+
+@add
+def running_mean_in_plain(h: Tensor, block: Block, mean: Tensor, **_: Tensor) -> Any:
+    """What koila does not see."""
+    now = h.detach().mean(0)
+    z = block(h - mean)
+    new = torch.tensor(now.tolist(), dtype=D)
+    if block is square:
+        mean.mul_(0.9).add_(new, alpha=0.1)
+    return z.pow(2).mean()
+
+
+@add
+def several_at_once(h: Tensor, block: Block, mean: Tensor, book: Tensor, **_: Tensor) -> Any:
+    z = block(h + mean - book[0])
+    torch._foreach_add_([mean, book[0]], [h.detach().mean(0), h.detach().sum(0)])
+    return (z * mean).mean()
+
+
+@add
+def into_out(h: Tensor, block: Block, mean: Tensor, **_: Tensor) -> Any:
+    z = block(h + mean)
+    torch.mean(h.detach(), 0, out=mean)
+    return (z * mean).mean()
+
+
+@add
+def memory_by_index(h: Tensor, block: Block, queue: Tensor, **_: Tensor) -> Any:
+    memory, index = queue.view(22, 4), torch.arange(N_ROWS)
+    z = block(h) + memory[:N_ROWS] * memory.sum()
+    memory[index] = h.detach() * 0.5 + memory[index] * 0.5
+    memory.index_copy_(0, index + 5, h.detach())
+    return (z * h).mean()
+
+
+@add
+def what_was_handed_out(h: Tensor, block: Block, **_: Tensor) -> Any:
+    d, e = h.detach() * 1, h.detach() * 2
+    z = block(h * e) + d
+    d.mul_(2)
+    z = block(z) + d * e
+    return (z * d * e).mean(), d, e
+
+
+@each_count
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_eager(name: str, block: str, chunks: int) -> None:
+    check(RUNS[name], BLOCKS[block], chunks)
+
+
+@each_count
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_the_batch_itself_is_written(chunks: int, is_shown: bool) -> None:
+    def run(lazy: Any) -> list[Tensor]:
+        mine = torch.arange(33, dtype=D).view(N_ROWS, 3) / 10
+        w = torch.ones(3, dtype=D, requires_grad=True)
+        x = lazy(mine)
+        h = square(x * 1 + w) * (x + 2)
+        (x if is_shown else x.detach()).add_(h.detach() / 100)
+        loss = (h * x.detach()).mean()
+        loss.backward()
+        assert w.grad is not None
+        return [plain(loss), w.grad, plain(x), mine]
+
+    with koila.config(chunks=chunks):
+        got = run(koila.lazy)
+    for value, wanted in zip(got, run(eager), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+
+
+def needed(h: Tensor, block: Block, book: Tensor, **_: Tensor) -> Any:
+    z = block(h @ book.T)
+    with torch.no_grad():
+        book.add_(h.detach().sum(0))
+    return z.pow(2).mean()
+
+
+def needed_by_data(h: Tensor, block: Block, book: Tensor, **_: Tensor) -> Any:
+    z = block(h @ book.T)
+    book.data.add_(h.detach().sum(0))
+    return z.pow(2).mean()
+
+
+def needed_in_plain(h: Tensor, block: Block, book: Tensor, **_: Tensor) -> Any:
+    z = block(h @ book.T)
+    book.mul_(2)
+    return z.pow(2).mean()
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("run", [needed, needed_by_data, needed_in_plain])
+def test_what_autograd_needs_is_refused(run: Run, chunks: int) -> None:
+    """Eager raises, but for .data, where its gradients are those of the new numbers."""
+    with koila.config(chunks=chunks), pytest.raises(RuntimeError, match=r"matmul .* keeps"):
+        story(run, koila.lazy, square)
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+def test_of_what_is_not_seen_small_buffers_are_kept(
+    monkeypatch: pytest.MonkeyPatch, is_small: bool
+) -> None:
+    monkeypatch.setattr(bridge, "_SMALL", bridge._SMALL if is_small else 0)
+    monkeypatch.setattr(bridge, "_SHARE", 10**6)
+    if is_small:
+        check(running_mean_in_plain, square, 3)
+        return
+    with koila.config(chunks=3), pytest.raises(koila.StaleError, match="sub: a tensor"):
+        story(running_mean_in_plain, koila.lazy, square)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_what_is_not_seen_is_an_error_without_a_cut(chunks: int) -> None:
+    def run(h: Tensor, block: Block, mean: Tensor, **_: Tensor) -> Any:
+        z = block(h - mean)
+        mean.mul_(0.9)
+        return z.pow(2).mean()
+
+    with koila.config(chunks=chunks), pytest.raises(koila.StaleError, match="sub: a tensor"):
+        story(run, koila.lazy, BLOCKS["recorded"])
+
+
+def test_copies_go_with_the_part() -> None:
+    import gc
+    import weakref
+
+    kept: list[Any] = []
+    before = bridge._Part.copy_what_it_reads
+
+    def copy(part: Any, *words: Any) -> Any:
+        copies = before(part, *words)
+        kept.extend(weakref.ref(one.numbers) for one in copies.values())
+        return copies
+
+    with pytest.MonkeyPatch.context() as patch, koila.config(chunks=3):
+        patch.setattr(bridge._Part, "copy_what_it_reads", copy)
+        for run in itertools.islice(RUNS.values(), 3):
+            story(run, koila.lazy, square)
+    gc.collect()
+    assert kept and all(ref() is None for ref in kept)
