@@ -232,4 +232,16 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
         kl_rules_save(call, saves, VALUE);
     }
     kl_rules_save_new(result, saves, n_copied + n_weights * (dropout > 0.0 ? 3 : 1), wide);
+    /* Scores are there beside the weights that are made of them, and a bool for each: is it -inf? With dropout that is
+     * over before most is there, and going back torch lets go of some of it first; what is there then is what weights
+     * of half precision were. Masks of bools, and causal ones, are made anew. */
+    int64_t n_bytes = n_weights * (int64_t)kl_meta_dtype_bytes(wide);
+    int64_t n_masked = mask != NULL && mask->dtype == KL_DTYPE_BOOL ? kl_meta_n_elements(mask)
+                       : is_causal ? out->shape[out->n_dims - 2] * key->shape[key->n_dims - 2]
+                                   : 0;
+    saves->bytes_workspace = dropout == 0.0 ? n_bytes + n_weights : is_half ? n_bytes / 2 : 0;
+    saves->bytes_workspace += n_masked * (int64_t)kl_meta_dtype_bytes(wide);
+    bool is_one = dropout > 0.0 || (mask != NULL && mask->requires_grad);
+    saves->bytes_backward = is_one ? n_bytes : 2 * n_bytes; /* that of scores may be the mask's */
+    saves->bytes_backward += dropout == 0.0 ? n_copied * (int64_t)kl_meta_dtype_bytes(wide) : 0;
 }
