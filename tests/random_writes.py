@@ -179,7 +179,7 @@ def has_plain_graph(program: Program, env: dict[str, Any]) -> bool:
 
 def run(program: Program, lazy: Any) -> Outcome | None:
     """Run a program. None: it is refused, as it may be, since it wrote a plain tensor that a
-    recorded call reads."""
+    recorded call reads, or memory behind torch's back."""
     koila._core.forget()
     torch.default_generator.manual_seed(program.data)  # the public one formats a stack
     env = start(program, lazy)
@@ -192,6 +192,8 @@ def run(program: Program, lazy: Any) -> Outcome | None:
         plains = [t for t in env.values() if isinstance(t, Tensor) and not koila.is_lazy(t)]
         if any(not t.is_inference() and t._version > 0 for t in plains):
             return None
+        if any(".data" in line for line in program.lines):
+            return None  # where a gradient would need that, no version tells
         raise
 
 

@@ -80,6 +80,7 @@ class _Part:
         self.early: dict[int, _Copy] = {}  # of buffers, which plain torch may write unseen
         self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
         self.written: set[int] = set()  # these leaves
+        self.uncounted: set[int] = set()  # those of them that were written through .data
 
     def copy_what_it_reads(
         self, tensors: Sequence[torch.Tensor | None], n_bytes: float = math.inf
@@ -111,6 +112,8 @@ class _Part:
                 _core.replace_leaf(self.roots[0], leaf, numbers)
                 self.originals[id(numbers)] = copy.real
                 self.written.add(leaf)
+                if is_same:
+                    self.uncounted.add(leaf)
 
     def _original(self, leaf: torch.Tensor) -> torch.Tensor:
         return self.originals.get(id(leaf), leaf)
@@ -151,7 +154,8 @@ class _Part:
         return [by_leaf.get(id(leaf)) for leaf in self.leaves]
 
     def _check_written(self, roots: list[Any]) -> None:
-        overwritten.check_leaves(Program(roots, unwanted=self.roots), self.written)
+        program = Program(roots, unwanted=self.roots)
+        overwritten.check_leaves(program, self.written, self.uncounted)
 
     def go_back_twice(
         self, gradients: Sequence[torch.Tensor | None], seconds: Sequence[torch.Tensor | None]

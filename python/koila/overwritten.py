@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from koila import _core, draws, meta, norms
+from koila.errors import StaleError
 from koila.program import Node, Program, is_data
 
 _LAST = 2**32 - 2  # after all nodes
@@ -35,9 +36,12 @@ def check(program: Program) -> None:
                 raise RuntimeError(_told(program, node, value, writer))
 
 
-def check_leaves(program: Program, leaves: Collection[int]) -> None:
+def check_leaves(
+    program: Program, leaves: Collection[int], uncounted: Collection[int] = ()
+) -> None:
     """Raise what eager's backward raises where a call kept one of `leaves`, which was written since
-    by a call that is not in the program."""
+    by a call that is not in the program; a StaleError for those that torch did not see written:
+    of these its gradients are of the new numbers, and what else was kept of the old."""
     for node in program.nodes.values():
         if not any(map(program.needs_gradient, node.outs)):
             continue
@@ -46,6 +50,11 @@ def check_leaves(program: Program, leaves: Collection[int]) -> None:
         ):
             if _needs_as_before(program, node, value):
                 info = program.info(value)
+                if value in uncounted:
+                    raise StaleError(
+                        f"{_call(node.id)} keeps a tensor of shape {list(info.shape)}, which was "
+                        "written through .data before its backward; write it after backward()"
+                    )
                 kind = torch.empty(0, dtype=info.dtype, device=info.device).type()
                 raise RuntimeError(
                     f"{_TEXT}: [{kind} {list(info.shape)}], which {_call(node.id)} keeps, was "
