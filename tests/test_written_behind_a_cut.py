@@ -258,3 +258,48 @@ def test_copies_go_with_the_part() -> None:
             story(run, koila.lazy, square)
     gc.collect()
     assert kept and all(ref() is None for ref in kept)
+
+
+# Gradients of what was handed out -----------------------------------------------------------------
+
+
+def late(lazy: Any, ask: Callable[[Tensor, Tensor], Any], is_inner: bool) -> list[Tensor]:
+    """Something asks about the gradient of `h`, of which `k` was made before the cut."""
+    x, w = torch.arange(33, dtype=D).view(N_ROWS, 3) / 10, torch.ones(3, 4, dtype=D) / 7
+    w.requires_grad_()
+    h = lazy(x) @ w
+    k = h.tanh() if is_inner else (lazy(x) @ w).tanh()
+    seen: list[Tensor] = []
+    loss = square(h).mean() * 2
+    found = ask(h, loss + (h * k).sum())
+    seen.extend(found if isinstance(found, tuple) else ())
+    (loss + (h * k).sum()).backward()
+    assert w.grad is not None
+    return [plain(loss), w.grad, *map(plain, seen)]
+
+
+def hooked(h: Tensor, _: Tensor) -> Any:
+    h.register_hook(lambda gradient: gradient * 2)
+
+
+def retained(h: Tensor, _: Tensor) -> Any:
+    h.retain_grad()
+
+
+def asked(h: Tensor, loss: Tensor) -> Any:
+    return torch.autograd.grad(loss, h, retain_graph=True)
+
+
+@each_count
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("ask", [hooked, retained, asked])
+def test_a_gradient_is_whole_or_refused(ask: Any, is_inner: bool, chunks: int) -> None:
+    want = late(eager, ask, is_inner)
+    with koila.config(chunks=chunks):
+        if is_inner and ask is not hooked and chunks > 1:
+            with pytest.raises(koila.KoilaError, match="only a part of its gradient"):
+                late(koila.lazy, ask, is_inner)
+            return
+        got = late(koila.lazy, ask, is_inner)
+    for value, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)

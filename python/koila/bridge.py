@@ -118,6 +118,23 @@ class _Part:
     def _original(self, leaf: torch.Tensor) -> torch.Tensor:
         return self.originals.get(id(leaf), leaf)
 
+    def is_inner(self, i: int) -> bool:
+        """Whether what else was handed out was made of this: what comes through that is no part of
+        the gradient of the tensor."""
+        inner: bool = _core.held(self.roots[0], self._is_inner, (i,), {})
+        return inner
+
+    def _is_inner(self, i: int) -> bool:
+        program = Program(list(self.roots), unwanted=self.roots)
+        value = program.roots[i]
+        return any(
+            program.imports[k].value == value
+            for node in program.nodes.values()
+            if any(program.info(out).requires_grad for out in node.outs)
+            for k in node.imports
+            if k >= 0
+        )
+
     def go_back(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """The gradients of its leaves, from those of what was handed out."""
         self._check()
@@ -321,6 +338,26 @@ def after_write(kept: list[tuple[_Part, dict[int, _Copy]]]) -> None:
     for part, copies in kept:
         if copies:
             part.keep_what_it_reads(copies)
+
+
+def whole_gradient_of(tensor: torch.Tensor) -> Any:
+    """The lazy of a part whose gradient is that of a tensor; None: it is the tensor's own."""
+    part = getattr(tensor.grad_fn, "part", None)
+    if not isinstance(part, _Part) or not part.roots or not part.is_inner(tensor.output_nr):
+        return None
+    return part.roots[tensor.output_nr]
+
+
+def refuse_inner(tensors: Iterable[Any], what: str) -> None:
+    """Raise where the gradient of one of these is asked for, and is in a part that was cut off."""
+    for tensor in tensors:
+        real = _core.real(tensor) if type(tensor) is _core.LazyTensor else tensor
+        if isinstance(real, torch.Tensor) and whole_gradient_of(real) is not None:
+            raise KoilaError(
+                f"{what}: the program was cut after this value was made and used, for a call that "
+                "cannot be recorded, and only a part of its gradient comes here; run it whole: "
+                "koila.config(chunks=1)"
+            )
 
 
 def watch(tensor: torch.Tensor) -> None:

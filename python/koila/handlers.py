@@ -11,6 +11,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from koila import (
     _core,
+    bridge,
     checkpoints,
     composed,
     devices,
@@ -193,6 +194,7 @@ _HAD_RUN = "all calls had run before, and left autograd's graph"
 def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     """NotImplemented where the program has to run whole."""
     inputs = words.get("inputs")
+    bridge.refuse_inner(() if inputs is None else _listed(inputs), "backward")
     if words.get("create_graph") or words.get("grad_variables") is not None:
         return NotImplemented
     if inputs is not None:
@@ -296,6 +298,22 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
     return replay.differentiate(roots, gradients, is_retained, inputs, finish)
 
 
+def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tensor.register_hook; of what was handed out at a cut the whole gradient is found in what was
+    cut off, where the hook is called."""
+    real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
+    whole = bridge.whole_gradient_of(real) if real is not None else None
+    if whole is None:
+        return hooks.register(func, args, kwargs)
+    return _core.held(whole, hooks.register, (func, (whole, *args[1:]), kwargs), {})
+
+
+def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tensor.retain_grad."""
+    bridge.refuse_inner(args[:1], "retain_grad")
+    hooks.retain(func, args, kwargs)
+
+
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.autograd.grad: the gradients are plain tensors."""
     reports.note_backward()
@@ -305,6 +323,7 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     words = _words(_GRAD_WORDS, args, kwargs)
+    bridge.refuse_inner(_listed(words["inputs"]), "grad")
     found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found
@@ -479,9 +498,9 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {
     "numpy": to_numpy,
     "__array__": to_numpy,
-    "register_hook": hooks.register,
+    "register_hook": register_hook,
     "register_post_accumulate_grad_hook": live,
-    "retain_grad": hooks.retain,
+    "retain_grad": retain_grad,
     "grad_fn": of_graph,
     "_backward_hooks": of_graph,
     "output_nr": of_graph,
