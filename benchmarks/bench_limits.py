@@ -129,13 +129,14 @@ def pictures(n_rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n_rows, 3, 32, 32), torch.randint(10, (n_rows,))
 
 
-def sentences(n_rows: int, length: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(256, (n_rows, length)), torch.randint(256, (n_rows, length))
+def sentences(n_rows: int, length: int, words: int = 256) -> tuple[Tensor, Tensor]:
+    return torch.randint(words, (n_rows, length)), torch.randint(words, (n_rows, length))
 
 
 CASES = {
     "MLP": Case(mlp, lambda: (torch.randn(2048, 512), torch.randint(10, (2048,))), classify),
     "GPT": Case(Gpt, lambda: sentences(32, 128), predict),
+    "GPT, one text": Case(lambda: Gpt(8192, 64), lambda: sentences(1, 512, 8192), predict),
     "CNN, GroupNorm": Case(
         lambda: cnn(lambda width: nn.GroupNorm(4, width)), lambda: pictures(96), classify
     ),

@@ -60,7 +60,7 @@ def run_case(work: str, **task: Any) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-@pytest.mark.parametrize("name", ["MLP", "CNN, BatchNorm"])
+@pytest.mark.parametrize("name", ["MLP", "CNN, BatchNorm", "GPT, one text"])
 def test_a_third_of_eagers_memory(name: str, tmp_path: Path) -> None:
     """`benchmarks/bench_limits.py` has more programs and limits."""
     out = str(tmp_path / "wanted.pt")
@@ -68,7 +68,7 @@ def test_a_third_of_eagers_memory(name: str, tmp_path: Path) -> None:
     found = run_case("case", name=name, kind="process", n_bytes=int(0.3 * peak), out=out)
     assert "error" not in found, found["error"]
     assert found["far"] <= 1e-10
-    assert min(found["chunks"]) > 3
+    assert min(found["chunks"]) > 3 or name == "GPT, one text"  # of which a row goes in pieces
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
