@@ -165,10 +165,7 @@ ODD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
 UNCUT = {
     "0-dim": "it has no rows",
     "no rows": "there are none to cut",
-    **dict.fromkeys(
-        ("sparse", "nested", "jagged", "quantized", "mkldnn", "float8"),
-        "the core has no words for such a tensor",
-    ),
+    **dict.fromkeys(("nested", "jagged"), "the core has no words for such a tensor"),
 }
 
 

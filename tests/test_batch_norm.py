@@ -630,7 +630,7 @@ def test_a_checkpoint_of_fixed_weights_is_torchs(chunks: int | None) -> None:
         F.cross_entropy(model.last(out.mean((2, 3))), y).backward()
         return seen(model)
 
-    assert_same_story(story, chunks, partly="its body is left to torch")
+    assert_same_story(story, chunks)
 
 
 def peak(step: Callable[[], object]) -> int:

@@ -301,8 +301,7 @@ ALL = {**LAYOUTS, **FILLED, **OTHERS, **LAYERS}
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", ALL)
 def test_draws_are_eagers(name: str, chunks: int) -> None:
-    partly = "how often it draws is up to its values" if "poisson" in name else ""
-    assert_same_story(story_of(ALL[name]), chunks, partly=partly)
+    assert_same_story(story_of(ALL[name]), chunks)
 
 
 @pytest.mark.parametrize("chunks", [1, 7])

@@ -103,7 +103,7 @@ def several(x: Tensor, z: Tensor, ids: Tensor, w: Tensor) -> Any:
     return r @ w, chosen, mask, same
 
 
-@PROGRAMS.add_but(whole="what is written otherwise runs at once, and so does the layer")
+@PROGRAMS.add
 def other_memory(x: Tensor, z: Tensor, w: Tensor) -> Any:
     """Strided, of another dtype, to be resized, given twice, transposed: torch's own way."""
     r, half, none, summed = x * 2, torch.empty_like(x).float(), x.new_empty(0), x.mean(0)

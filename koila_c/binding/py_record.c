@@ -9,8 +9,9 @@
 /* -- what the lazies of a call say ----------------------------------------------------------------- */
 
 typedef struct LazyArgs {
-    Tape *tape;          /* this thread's, or NULL */
-    bool is_any_lazy;    /* one at least is not settled: the call is worth recording */
+    Tape *tape;        /* this thread's, or NULL */
+    bool is_any_lazy;  /* one at least is not settled: the call is worth recording */
+    bool is_any_fresh; /* one at least is settled, has rows, and a backward may be still to come */
     bool is_any_foreign; /* one at least is made by another thread's program */
     bool is_any_lost;    /* of one at least nobody knows what shares its memory */
 } LazyArgs;
@@ -55,6 +56,8 @@ look_at(PyObject *lazy, void *context)
     }
     if (!is_settled(value)) {
         found->is_any_lazy = true;
+    } else if (value->epoch == kl_py.n_backwards && kl_place_is_rows(&value->place)) {
+        found->is_any_fresh = true;
     }
     found->is_any_lost = found->is_any_lost || is_lost(value);
     return 0;
@@ -617,7 +620,12 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
         return NULL;
     }
-    if (!found.is_any_lazy) {
+    bool is_going_on = false; /* from what a frozen model made: by rows, as from a batch */
+    if (found.is_any_fresh && kl_context_now(&is_going_on) < 0) {
+        return NULL;
+    }
+    is_going_on = is_going_on && function->row != NULL && !may_write(function, out_of(kwargs));
+    if (!found.is_any_lazy && !is_going_on) {
         PyObject *out = out_of(kwargs);
         Tape *tape = found.tape;
         if (may_write(function, out) && !is_in_a_run(tape) && is_target_read(tape, args, kwargs)) {
