@@ -27,13 +27,10 @@ _DTYPES = frozenset(
 #: What the meta kernel knows in one dtype; the call takes others, and gives what it is given.
 _ASKED_IN = {"_grouped_mm": torch.bfloat16}
 
-#: How their results lie meta kernels say otherwise than those that run; of the second where what
-#: they are given is not row-major.
+#: How their results lie meta kernels say otherwise than those that run, also where all that they
+#: are given is row-major.
 LAID_OUT_OTHERWISE = frozenset(
     "fft_hfft2 fft_hfftn fft_rfft2 fft_rfftn linalg_eig linalg_svd nonzero_static svd".split()
-)
-LAID_OUT_ROW_MAJOR = frozenset(
-    "angle fft_hfft fft_irfft fft_irfft2 fft_irfftn heaviside ldexp".split()
 )
 
 _cache: dict[Any, _Answer | None] = {}
@@ -126,11 +123,10 @@ def _device_of(args: Any) -> int | None:
 
 
 def _are_strides_known(name: str, met: list[torch.Tensor], device: int) -> bool:
-    """Whether meta kernels say how the results of a call lie, which is given tensors like these:
-    so a test has found of the CPU's."""
-    if device != 0 or name in LAID_OUT_OTHERWISE:
-        return False
-    return name not in LAID_OUT_ROW_MAJOR or all(tensor.is_contiguous() for tensor in met)
+    """Whether meta kernels say how the results of a call lie: so a test has found of the CPU's, of
+    what is row-major. Of other inputs some go another way, or do so for some sizes."""
+    is_plain = device == 0 and all(tensor.is_contiguous() for tensor in met)
+    return is_plain and name not in LAID_OUT_OTHERWISE
 
 
 def _read_out(tensor: Any, inputs: set[int], device: int, are_strides_known: bool) -> _Out:
