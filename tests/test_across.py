@@ -305,3 +305,19 @@ def test_what_a_piece_needs() -> None:
         way = Way(n_pieces=16, n_across=found.n, across=found.dim)
         assert memory.estimate(program, True, way).peak(1)[0] < 0.4 * whole
         _core.forget()
+
+
+def test_it_is_told() -> None:
+    """In one chunk, and yet not whole."""
+    torch.manual_seed(0)
+    model = LM().double()
+    x, y = words(1)
+    gradients = sum(p.numel() * 8 for p in model.parameters())
+    with koila.config(memory_limit=there() + int(1.5 * gradients + 10**6)):
+        a, b = koila.lazy(x, y)
+        loss = LOSSES["flat"](model(a), b)
+        told = str(koila.explain(loss))
+        assert "in 1 chunk of at most 1 row, the head in" in told, told
+        loss.backward()
+    told = str(koila.report())
+    assert "in 1 chunk of at most 1 row, the head in" in told, told

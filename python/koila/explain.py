@@ -291,9 +291,12 @@ def _forecast(program: Program, is_graph: bool) -> tuple[str, Program, list[Step
     if needed is None:
         needed, _ = estimate.peak(rows)
     n_chunks = -(-estimate.rows // rows)
-    chunks = f"in {n_chunks} chunks of at most {count(rows, 'row')}" if n_chunks > 1 else "whole"
     steps = cut.schedule(is_graph, way)
-    more = way_in_words(cut, way, steps) or (kept_in_words(cut, steps) if n_chunks > 1 else "")
+    how = way_in_words(cut, way, steps)
+    is_whole = n_chunks == 1 and not how
+    chunks = f"in {count(n_chunks, 'chunk')} of at most {count(rows, 'row')}"
+    chunks = "whole" if is_whole else chunks
+    more = how or (kept_in_words(cut, steps) if n_chunks > 1 else "")
     chunks += f", {more}," if more else ""
     allowed = f"; {size(planned.allowed)} are allowed" if planned.allowed is not None else ""
     text = f"run now, it would run {chunks} and take {size(needed)} at its worst moment{allowed}"
