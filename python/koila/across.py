@@ -62,11 +62,12 @@ def _along(program: Program, run: Run, imports: Sequence[Any], dim: int) -> Iter
 
 def _largest(program: Program, run: Run, imports: Sequence[Any]) -> torch.Tensor:
     """The largest tensor that segments before made."""
-    handed: Iterator[torch.Tensor] = (imports[import_id] for import_id in _handed(program, run))
-    return max(handed, key=torch.Tensor.numel)
+    tensors: Iterator[torch.Tensor] = (imports[i] for i in handed(program, run))
+    return max(tensors, key=torch.Tensor.numel)
 
 
-def _handed(program: Program, run: Run) -> Iterator[int]:
+def handed(program: Program, run: Run) -> Iterator[int]:
+    """Imports by rows of what segments before made."""
     for import_id in run.imports:
         value, place, is_range = program.imports[import_id]
         if place is not None and not is_range and not program.is_leaf(value):
@@ -162,7 +163,7 @@ class Found(NamedTuple):
 
 def find(program: Program, run: Run) -> Found | None:
     """The second axis along which a segment needs least; None: there is none."""
-    if not any(_handed(program, run)) or not can_run(program, run):
+    if not any(handed(program, run)) or not can_run(program, run):
         return None
     imports: list[Any] = [None] * program.n_imports
     for import_id in run.imports:
