@@ -79,7 +79,8 @@ def test_random_shapes() -> None:
     limit = eager["there"] + int(0.2 * eager["peak"])
     found = run_case("shapes", n_bytes=limit, n_steps=N_SHAPES)
     assert found["errors"] == 0, found["error"]
-    assert max(found["data"]) <= max(found["data"][: N_SHAPES // 3]) + 2**20
+    # A few kernels for shapes that came late, of 0.3 to 0.5 MiB each.
+    assert max(found["data"]) <= max(found["data"][: N_SHAPES // 3]) + 2**21
     assert sum(n_rows < 8 for n_rows in found["rows"]) > N_SHAPES // 2, "in chunks"
 
 
