@@ -18,6 +18,7 @@ import test_memory_kernels as kernels
 import test_never_worse as models
 from allocations import Allocations, measure
 from chunked import split
+from koila import steps
 from oracle import eager
 from programs_kit import Program
 from test_memory_limit import Prediction
@@ -42,7 +43,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "hard_triplet": (CUT, 0.07, 0.0),
     "sparse_mixture": (OUTSIDE, 0.18, 0.26),
     "reused": (CUT, 0.0, 0.09),
-    "quantise": (OUTSIDE, 0.36, 0.42),
+    "quantise": (OUTSIDE, 0.0, 0.42),
     "critic": (OUTSIDE, 0.0, 0.12),
 }
 
@@ -73,6 +74,7 @@ def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPat
     is mended."""
     n_rows = rows_of(program)
     options = kernels.single if program in kernels.PROGRAMS else {}
+    monkeypatch.setattr(steps, "_known", {})  # or how it reads depends on what ran before it
     measure(program, 8 if program in kernels.PROGRAMS else 2, koila.lazy, **options)
     memory = Allocations()
     said = Prediction(memory, monkeypatch, is_whole=chunks == 1)
