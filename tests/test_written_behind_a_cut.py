@@ -15,24 +15,13 @@ from torch import Tensor
 import koila
 from koila import bridge
 from oracle import eager, plain
+from test_bridge import Square
 
 D = torch.float64
 N_ROWS = 11
 each_count = pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 Block = Callable[[Tensor], Tensor]
 Run = Callable[..., Any]
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * gradient * x
 
 
 def square(x: Tensor) -> Tensor:

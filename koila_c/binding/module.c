@@ -367,8 +367,7 @@ static PyMethodDef functions[] = {
     {"held", kl_turn_held, METH_VARARGS,
      "held($module, of, func, args, kwargs, /)\n--\n\n"
      "Call func while no other thread uses a tape, which is this thread's meanwhile: the one "
-     "given, "
-     "that which a lazy is on, or this thread's own (None)."},
+     "given, that which a lazy is on, or this thread's own (None)."},
     {"new_tape", kl_tape_make, METH_NOARGS,
      "new_tape($module, /)\n--\n\nA tape that is no thread's yet, for held() and run()."},
     {"drawing", kl_turn_drawing, METH_O,

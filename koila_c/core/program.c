@@ -612,7 +612,6 @@ cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
         first--;
     }
     uint32_t n_before = build->asked->n_segments > 1 ? build->asked->n_segments : 1;
-    uint32_t n_segments = 0;
     KlStatus status = kl_segment_head(build->tape, nodes->ids, nodes->n, n_before + 1,
                                       stages->segment, &first, build->error);
     for (size_t i = 0; i < nodes->n && status == KL_OK; i++) {
@@ -627,12 +626,10 @@ cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
     }
     status =
         kl_segment_cut(build->tape, nodes->ids, first, n_before, stages->segment, build->error);
-    for (size_t i = 0; i < first && status == KL_OK; i++) {
-        uint32_t segment = stages->segment[nodes->ids[i]];
-        n_segments = segment >= n_segments ? segment + 1 : n_segments;
-    }
+    uint32_t last =
+        stages->segment[nodes->ids[first - 1]]; /* there is one: no head is all of a body */
     for (size_t i = first; i < nodes->n && status == KL_OK; i++) {
-        stages->segment[nodes->ids[i]] = n_segments;
+        stages->segment[nodes->ids[i]] = last + 1;
     }
     return status;
 }

@@ -3,9 +3,9 @@ the lines of an image.
 
 A model's scores and their loss may be more than everything else, even for one row. Their calls are
 recorded once more, on a tape of their own, with what the body handed them as a batch along another
-dim. That program is planned and run as any other, in as many chunks as what is left then allows:
-what goes along the second axis goes in parts, and what does not is whole, so it gives the same
-numbers whatever the calls are.
+dim. That program is staged and run as any other, in as many pieces as were planned: what goes along
+the second axis goes in parts, and what does not is whole, so it gives the same numbers whatever the
+calls are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from koila import _core, config, memory, reductions, reports
 from koila.cross import alias_of
 from koila.program import Program, Run
-from koila.rows import chunk_shape, cut
+from koila.rows import chunk_shape, cut, without_memory
 
 #: Pieces take their share of what a segment takes whole, and this much more; beside gradients that
 #: gather, and those of a piece. Else calls run once.
@@ -100,7 +100,9 @@ def record(
         i: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if i in run.parts:
-            reduction, call = reductions.parts_of(program, i, func, args, kwargs, start)
+            reduction, call = reductions.parts_of(
+                program, program.node(i), func, args, kwargs, start
+            )
             return _core.held(tape, reduction.partials, (run.parts[i], call), {})
         return _core.held(tape, func, args, kwargs)
 
@@ -198,7 +200,7 @@ def _stand_in(program: Program, import_id: int) -> torch.Tensor:
     value, place, _ = program.imports[import_id]
     info = program.info(value)
     shape = info.shape if place is None else chunk_shape(info.shape, place, 1)
-    zeros = torch.zeros((), dtype=info.dtype, device=info.device).expand(shape)
+    zeros = without_memory(shape, info.dtype, info.device)
     return alias_of(zeros) if program.needs_gradient(value) else zeros
 
 
@@ -209,8 +211,7 @@ def _each(make: Callable[[Any], Any], of: Any) -> Any:
 def _sized(left: torch.Tensor) -> torch.Tensor:
     if not left.requires_grad:
         return _number(left)
-    zeros = torch.zeros((), dtype=left.dtype, device=left.device)
-    return zeros.expand(left.shape).requires_grad_()
+    return without_memory(left.shape, left.dtype, left.device).requires_grad_()
 
 
 def _number(left: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from koila.rows import without_memory
+
 _ACCUMULATE = type(torch.autograd.graph.get_gradient_edge(torch.ones((), requires_grad=True)).node)
 
 
@@ -81,15 +83,11 @@ class _Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, real: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
         ctx.box = box
-        return _zeros(real)
+        return without_memory(real.shape, real.dtype, real.device)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.box.pop(), None
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _entry(real: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +97,7 @@ def _entry(real: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, to
     if real.is_leaf:
         return real.view_as(real), gradient
     give: Any = _Give
-    return give.apply(real, [gradient]), _zeros(real)
+    return give.apply(real, [gradient]), without_memory(real.shape, real.dtype, real.device)
 
 
 def deliver(

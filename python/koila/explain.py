@@ -294,8 +294,8 @@ def _forecast(program: Program, is_graph: bool) -> tuple[str, Program, list[Step
     steps = cut.schedule(is_graph, way)
     how = way_in_words(cut, way, steps)
     is_whole = n_chunks == 1 and not how
-    chunks = f"in {count(n_chunks, 'chunk')} of at most {count(rows, 'row')}"
-    chunks = "whole" if is_whole else chunks
+    chunked = f"in {count(n_chunks, 'chunk')} of at most {count(rows, 'row')}"
+    chunks = "whole" if is_whole else chunked
     more = how or (kept_in_words(cut, steps) if n_chunks > 1 else "")
     chunks += f", {more}," if more else ""
     allowed = f"; {size(planned.allowed)} are allowed" if planned.allowed is not None else ""

@@ -108,41 +108,36 @@ def _last(
     Returns:
         Whether the gradients that are sent are certain, as far as the first chunk tells.
     """
-    run, is_certain = runs[-1], False
-    if replay.planned.way.n_across:
-        return _last_across(replay, runs, chunk, stand_ins, left)
-    env = replay.run_nodes(run, chunk, True, stand_ins)
-    replay.collect(run, env, chunk, run.exports)
+    run, way, is_certain = runs[-1], replay.planned.way, False
+    recorded, env = None, []
+    if way.n_across:
+        recorded = _record(replay, run, chunk, stand_ins)
+    else:
+        env = replay.run_nodes(run, chunk, True, stand_ins)
+        replay.collect(run, env, chunk, run.exports)
     if left is not None:
-        left.update((value, env[value]) for value in run.exports)
+        made: Any = env if recorded is None else recorded.shapes()
+        left.update((value, made[value]) for value in run.exports)
+        del made
         is_certain = tail.seed(replay, runs, left, replay.gradients)
         left.clear()
-    replay.send_back(run, env, chunk)
-    return is_certain
-
-
-def _last_across(
-    replay: Replay,
-    runs: Sequence[Run],
-    chunk: int,
-    stand_ins: dict[int, Cross] | None,
-    left: dict[int, Any] | None,
-) -> bool:
-    """Likewise, in pieces of a second axis."""
-    run, is_certain = runs[-1], False
-    way = replay.planned.way
-    start, stop = replay.grid_of(run)[chunk]
-    imports = replay.given_to(run, chunk, True, stand_ins)
-    recorded = across.record(replay.program, run, imports, stop - start, start, way.across)
-    del imports
-    for value in run.exports:
-        replay.cross_left(value)
-    if left is not None:
-        left.update(recorded.shapes())
-        is_certain = tail.seed(replay, runs, left, replay.gradients)
-        left.clear()
+    if recorded is None:
+        replay.send_back(run, env, chunk)
+        return is_certain
     pairs = replay.seeds(run, recorded.left, chunk)
     across.send_back([(out, seed) for out, seed in pairs if out.requires_grad], way.n_pieces)
     own(replay.fresh)
     replay.collect(run, recorded.numbers(), chunk, run.exports)
     return is_certain
+
+
+def _record(
+    replay: Replay, run: Run, chunk: int, stand_ins: dict[int, Cross] | None
+) -> across.Recorded:
+    """The last segment on one chunk, for pieces of a second axis."""
+    start, stop = replay.grid_of(run)[chunk]
+    imports = replay.given_to(run, chunk, True, stand_ins)
+    for value in run.exports:
+        replay.cross_left(value)  # what is sent back is found there
+    dim = replay.planned.way.across
+    return across.record(replay.program, run, imports, stop - start, start, dim)

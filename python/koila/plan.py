@@ -464,11 +464,10 @@ def _across(program: Program, is_graph: bool) -> Iterator[Option]:
         if cut.unstageable is not None or cut.n_cut <= n_before:
             continue
         n_before = cut.n_cut
-        last = max((run for run in cut.runs if run.is_body), key=lambda run: run.index)
-        found = across.find(cut, last)
+        found = across.find(cut, cut.last_segment)
         for n_pieces in _ACROSS:
             if found is not None and found.is_in(n_pieces):
-                along = Way(n_segments, 1, False, n_pieces, 0, found.n, found.dim)
+                along = way._replace(n_pieces=n_pieces, n_across=found.n, across=found.dim)
                 yield _option(cut, is_graph, along)
 
 

@@ -384,8 +384,12 @@ class Program:
         """Of each chunk: those of the head are made for each piece."""
         if way.n_pieces == 1:
             return self.n_nodes
-        head = max((run for run in self.runs if run.is_body), key=lambda run: run.index)
-        return self.n_nodes + (way.n_pieces - 1) * len(head.nodes)
+        return self.n_nodes + (way.n_pieces - 1) * len(self.last_segment.nodes)
+
+    @property
+    def last_segment(self) -> Run:
+        """Of the last body: its head, where it is cut before that."""
+        return next(run for run in reversed(self.runs) if run.is_body)
 
     @property
     def n_cut(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,33 +65,18 @@ def _call(
     return Call(func, args, kwargs, signature, dtype, start, n_rows, memo)
 
 
-def run_parts(
-    program: Program,
-    node: Node,
-    parts: Sequence[int],
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    start: int,
-    memo: dict[str, Any],
-) -> tuple[torch.Tensor, ...]:
-    """The partials of one chunk, which begins at row `start`; those numbered `parts`. The memo is
-    that of all runs of the chunk."""
-    call = _call(program, node, func, args, kwargs, start, memo)
-    return reduction_of(node).partials(parts, call)
-
-
 def parts_of(
     program: Program,
-    i: int,
+    node: Node,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     start: int,
+    memo: dict[str, Any] | None = None,
 ) -> tuple[Reduction, Call]:
-    """Likewise, but for whoever computes them."""
-    node = program.node(i)
-    return reduction_of(node), _call(program, node, func, args, kwargs, start)
+    """What makes the partials of one chunk, which begins at row `start`, and the call that they are
+    of. The memo is that of all runs of the chunk."""
+    return reduction_of(node), _call(program, node, func, args, kwargs, start, memo)
 
 
 def combine(

@@ -43,7 +43,7 @@ from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
 from koila.program import DATA, ROWS, Light, Node, Op, Program, Run, Step
 from koila.reads import Reads
-from koila.rows import Bounds, Place, chunk_shape, cut, grid
+from koila.rows import Bounds, Place, chunk_shape, cut, grid, without_memory
 from koila.threads import in_turn
 from koila.tracked import Tracked
 
@@ -178,7 +178,7 @@ class Replay:
     def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Stand in for a value, with no memory to speak of."""
         info = self.program.info(value)
-        return torch.zeros((), dtype=info.dtype, device=info.device).expand(shape)
+        return without_memory(shape, info.dtype, info.device)
 
     def given_to(
         self, run: Run, chunk: int, is_graph: bool, stand_ins: dict[int, Cross] | None
@@ -256,9 +256,9 @@ class Replay:
             if i in run.parts:
                 start = bounds[0] if bounds else 0
                 memo = self.memos.setdefault((i, chunk), {})
-                return reductions.run_parts(
-                    self.program, node, run.parts[i], func, args, kwargs, start, memo
-                )
+                words = self.program, node, func, args, kwargs, start, memo
+                reduction, call = reductions.parts_of(*words)
+                return reduction.partials(run.parts[i], call)
             return self._settle_view(node, func(*args, **kwargs), args)
 
         def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,6 +93,11 @@ def strides_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
     return torch.empty_strided(shape, strides, device="meta").clone().stride()
 
 
+def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of these sizes, with no memory to speak of."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+
+
 def zeros(
     shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:

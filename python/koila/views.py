@@ -7,7 +7,7 @@ import torch
 from koila import _core, draws
 from koila.errors import NotInChunksError
 from koila.program import Program
-from koila.rows import chunk_shape
+from koila.rows import chunk_shape, without_memory
 
 
 def take(
@@ -33,8 +33,7 @@ def take(
             shape = info.shape
             if n_rows >= 0 and info.place is not None:
                 shape = chunk_shape(shape, info.place, n_rows)
-            zero = torch.zeros((), dtype=info.dtype, device=info.device)
-            given[other] = zero.expand(shape)
+            given[other] = without_memory(shape, info.dtype, info.device)
     env = draws.run_alone(node, n_rows, given, program.n_values, not is_graph)
     result: torch.Tensor = env[out]
     if result.untyped_storage()._cdata != memory.untyped_storage()._cdata:
