@@ -68,8 +68,8 @@ def eager_of(name: str) -> Outcome:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_all_kept(name: str) -> None:
-    """What crosses from body to body is kept, and eight chunks take half of eager's memory."""
+def test_asked_for(name: str) -> None:
+    """Without a limit what crosses stays in memory, and eight chunks take half of eager's."""
     trial, network = Trial(NETWORKS[name]), NETWORKS[name]
     with split(8):
         got = trial.run(True, chunks=8)

@@ -41,7 +41,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "mlp-ranked": (CUT, 0.0, 0.16),
     "mlp-selected_by_value": (CUT, 0.11, 0.0),
     "hard_triplet": (CUT, 0.07, 0.0),
-    "sparse_mixture": (OUTSIDE, 0.18, 0.26),
+    "sparse_mixture": (OUTSIDE, 0.18, 0.3),
     "reused": (CUT, 0.0, 0.09),
     "quantise": (OUTSIDE, 0.0, 0.42),
     "critic": (OUTSIDE, 0.0, 0.12),

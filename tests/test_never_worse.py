@@ -28,14 +28,12 @@ TARGET = 2 * 2**20
 PAIRED = {"attention_over_rows", "clip", "hard_triplet", "info_nce", "info_nce_dropout"}
 PAIRED |= {"pairwise", "sim_clr", "sup_con"}
 
-CROSSED = "what crosses to and from joints is whole, beside gradients that torch is handed whole"
 CHECKPOINT = "in one chunk a checkpoint's body runs with its graph"
 
 #: What takes more, why, and at most how much of eager's peak: in one chunk, in several, by rows.
 #: What is mended must go from here: a program that keeps the bound again fails.
 WORSE: dict[str, tuple[str, float, float, float]] = {
     "checkpoint": (CHECKPOINT, 1.3, 1, 1),
-    "sparse_mixture": (CROSSED, 1, 1.15, 1),
 }
 #: What would take more in so many chunks than whole, and so is not cut.
 MORE = {("shuffled", 2), ("shuffled", 7)}

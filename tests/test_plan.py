@@ -399,29 +399,40 @@ def test_a_refusal_names_what_was_compared() -> None:
     assert n_refused > 0
 
 
-@pytest.mark.parametrize(("share", "wanted"), [(0.7, 0), (0.62, 2), (0.58, 4), (0.3, 2)])
+@pytest.mark.parametrize(
+    ("share", "wanted"),
+    [
+        (0.7, Way()),
+        (0.62, Way(n_light=2)),
+        (0.58, Way(n_light=4)),
+        (0.5, Way(keep_every=2)),
+        (0.3, Way(keep_every=2)),
+    ],
+)
 def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
-    share: float, wanted: int, monkeypatch: pytest.MonkeyPatch
+    share: float, wanted: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or, where none is, the cheapest that takes little more than the least."""
-    needs = {0: 700, 1: 650, 2: 600, 4: 580, 8: 579}
+    """Or, where none is, the cheapest that takes little more than the least. What crosses is made
+    again where to empty what is light is not enough."""
+    needs = {Way(): 700, **{Way(n_light=n): s for n, s in {1: 650, 2: 600, 4: 580, 8: 579}.items()}}
+    needs |= {Way(keep_every=n): s for n, s in {2: 490, 3: 520, 4: 480}.items()}
 
     class Needs:
         rows, whole = 8, 1000.0
 
-        def __init__(self, n_light: int) -> None:
-            self.n_light = n_light
+        def __init__(self, way: Way) -> None:
+            self.way = way
 
         def peak(self, rows: int) -> tuple[float, int]:
-            return float(needs[self.n_light]), 0
+            return float(needs[self.way]), 0
 
     program: Any = SimpleNamespace(entered=[], is_part=False)
-    options = [SimpleNamespace(way=Way(n_light=n), estimate=Needs(n)) for n in (1, 2, 4, 8)]
+    options = [SimpleNamespace(way=way, estimate=Needs(way)) for way in needs]
     monkeypatch.setattr(plan, "_ASKED_SHARE", share)
-    monkeypatch.setattr(plan, "_light", lambda program: iter(options))
-    monkeypatch.setattr(plan.memory, "estimate", lambda *_: Needs(0))
-    way = plan._find_way_in(4, program)
-    assert way is not None and way.n_light == wanted
+    monkeypatch.setattr(plan, "_light", lambda program: iter(options[1:5]))
+    monkeypatch.setattr(plan, "_again", lambda program: iter(options[5:]))
+    monkeypatch.setattr(plan.memory, "estimate", lambda *_: Needs(Way()))
+    assert plan._find_way_in(4, program) == wanted
 
 
 def rolled(lazy: Lazy, memory: Allocations) -> tuple[Tensor, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -375,11 +376,10 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
             yield _option(program, False, Way(1, 1, True))
         return
     yield from _light(program)
-    crosses = any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
-    can_offload = crosses and _can_offload(program)
-    for way in (*(Way(1, n) for n in _KEEP), *((Way(1, 1, True),) if can_offload else ())):
-        if crosses:
-            yield _option(program, is_graph, way)
+    can_offload = _crosses(program) and _can_offload(program)
+    yield from _again(program)
+    if can_offload:
+        yield _option(program, is_graph, Way(1, 1, True))
     yield from _pieces(program, is_graph)
     n_before = program.n_cut
     for n_segments in _SEGMENTS:
@@ -400,6 +400,17 @@ def _light(program: Program) -> Iterator[Option]:
             return
         lengths.add(len(lights))
         yield _option(program, True, Way(n_light=n_light))
+
+
+def _crosses(program: Program) -> bool:
+    """Whether anything that crosses from body to body can be made again, or offloaded."""
+    return any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
+
+
+def _again(program: Program) -> Iterator[Option]:
+    """The ways that keep a part of what crosses, and make the rest again."""
+    if _crosses(program):
+        yield from (_option(program, True, Way(keep_every=n)) for n in _KEEP)
 
 
 #: What a step in chunks that were asked for is to take of eager's activations, if it can.
@@ -431,12 +442,9 @@ def _find_way_in(chunks: int, program: Program) -> Way | None:
     gradients = sum(leaf.nbytes for leaf in leaves)
     asked = gradients + _ASKED_SHARE * max(0, estimate.whole - gradients)
     found = [(estimate.peak(rows)[0], AS_IT_IS)]
-    light = _light(program)
-    while found[-1][0] > asked and (option := next(light, None)) is not None:
+    others = itertools.chain(_light(program), _again(program))
+    while found[-1][0] > asked and (option := next(others, None)) is not None:
         found.append((option.estimate.peak(rows)[0], option.way))
-    if len(found) > 1 and min(found)[0] > estimate.whole:
-        again = (Way(keep_every=n) for n in _KEEP)
-        found += [(memory.estimate(program, True, way).peak(rows)[0], way) for way in again]
     least = min(found)[0]
     is_free = not (program.is_part or _pinned_grids(program))
     if least > _MORE * estimate.whole and is_free:
