@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from koila import noise
 from oracle import Lazy, assert_same_story
 
 ROWS = 12
@@ -246,6 +247,11 @@ def time_major(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor],
     return lambda module, x: call(module, x.transpose(0, 1))
 
 
+def with_ends(module: Any, x: Tensor) -> Tensor:
+    out, (hidden, cell) = module(x)
+    return out + (hidden * cell).sum(0).unsqueeze(1)
+
+
 LAYERS: dict[str, Model] = {
     "attention": lambda x, w: attend(x @ w),
     "attention, causal": lambda x, w: attend(x @ w, is_causal=True),
@@ -279,7 +285,23 @@ LAYERS: dict[str, Model] = {
     ),
     "GRU": layer(recur(nn.GRU, 3, batch_first=True), lambda m, x: m(x)[0]),
     "RNN": layer(recur(nn.RNN, 2, batch_first=True), lambda m, x: m(x)[0]),
+    "LSTM, what it ends in": layer(recur(nn.LSTM, 3, batch_first=True), with_ends),
+    "GRU, what it ends in, both ways, time-major": layer(
+        recur(nn.GRU, 2, bidirectional=True), time_major(lambda m, x: m(x)[1].sum(0))
+    ),
+    "LSTM that drops all": layer(
+        lambda: nn.LSTM(6, 5, 2, dropout=1.0, batch_first=True), lambda m, x: m(x)[0]
+    ),
+    "attention that drops all": lambda x, w: F.scaled_dot_product_attention(
+        x @ w, x, x @ w, dropout_p=1.0
+    ),
 }
+
+
+@pytest.fixture(autouse=True)
+def few_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws as few as those here are gone past as many are elsewhere."""
+    monkeypatch.setattr(noise, "_MANY", 48)
 
 
 def story_of(model: Model) -> Callable[[Lazy], Any]:

@@ -228,6 +228,9 @@ static PyMethodDef functions[] = {
     {"largest_chunk", kl_measure_largest_of, METH_VARARGS,
      "largest_chunk($module, moments, n_rows, budget, /)\n--\n\n"
      "The most rows of a chunk that fits; 0 where none does."},
+    {"skip_words", kl_twister_skip_words, METH_VARARGS,
+     "skip_words($module, state, n, /)\n--\n\n"
+     "The state of torch's generator on the CPU after n words more; each draw takes one or two."},
     {"check_result", kl_promise_check_result, METH_VARARGS,
      "check_result($module, node, value, tensor, /)\n--\n\n"
      "Raise where a value made outside of run() is not what inference promised."},

@@ -645,6 +645,10 @@ PyObject *kl_measure_program(PyObject *module, PyObject *args);
 PyObject *kl_measure_peak_of(PyObject *module, PyObject *args);
 PyObject *kl_measure_largest_of(PyObject *module, PyObject *args);
 
+/* -- py_twister.c: the generator, moved past draws ---------------------------------------------------- */
+
+PyObject *kl_twister_skip_words(PyObject *module, PyObject *args);
+
 /* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
 
 PyObject *kl_stage_run(PyObject *module, PyObject *args);

@@ -126,7 +126,7 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
     out.shape[out.n_dims++] = query->shape[query->n_dims - 2];
     out.shape[out.n_dims++] = value->shape[value->n_dims - 1];
     status = kl_rules_out(result, &out, error);
-    result->is_random = dropout > 0.0;
+    result->is_random = dropout > 0.0 && dropout < 1.0; /* of all or none nothing is drawn */
     if (status == KL_OK && is_fused(call, dropout, is_grouped)) {
         kl_rules_preserve(&result->outs[0], query); /* laid out as the query */
     } else if (status == KL_OK && kl_rules_is_plain(query)) {

@@ -166,7 +166,8 @@ shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
         memcpy(state->shape, layer.states[i]->shape, sizeof(state->shape));
         kl_meta_set_contiguous(state);
     }
-    result->is_random = layer.dropout > 0.0 && layer.is_training && layer.n_layers > 1;
+    bool is_drawn = layer.dropout > 0.0 && layer.dropout < 1.0; /* of all or none nothing is */
+    result->is_random = is_drawn && layer.is_training && layer.n_layers > 1;
     return KL_OK;
 }
 

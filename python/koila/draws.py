@@ -40,10 +40,8 @@ Spot = tuple[int, torch.Tensor]  # a row of a call, and the state in which its n
 #: Where the files are that are not the user's.
 INSIDE = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
 
-# As they were before koila patched them: for all others what was recorded draws before they answer.
-_get_state = torch._C.Generator.get_state
-_set_state = torch._C.Generator.set_state
-_manual_seed = torch._C.Generator.manual_seed
+_get_state, _set_state = noise.get_state, noise.set_state
+_manual_seed = torch._C.Generator.manual_seed  # as it was before koila patched it
 
 
 def pinned_grids() -> dict[int, list[Bounds]]:
@@ -490,8 +488,7 @@ class Draws:
         for one, whole in zip(self.noises[i], self.whole[i], strict=True):
             assert one.place is not None
             given.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
-        with noise.Given(given):
-            return func(*args, **kwargs)
+        return noise.call_given(func, args, kwargs, given)
 
     def _call_cell(
         self,

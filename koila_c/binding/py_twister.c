@@ -1,0 +1,65 @@
+/* py_twister.c - states of torch's generator on the CPU, a Mersenne Twister, moved past draws. How a state lies
+ * in memory is torch's affair: what does not look like one is refused, and who relies on this compares first. */
+#include "py.h"
+
+#include "twister.h"
+
+/* How the state that torch.Generator.get_state() gives begins. */
+typedef struct State {
+    uint64_t seed;
+    int32_t n_left; /* words until new ones are made, with the first of those */
+    int32_t is_seeded;
+    uint64_t n_used;
+    uint64_t words[KL_TWISTER_N];
+} State;
+
+/* Whether it is a state: of a fresh one no word was made, so that none was used. */
+static bool
+is_legal(const State *state)
+{
+    if (state->n_left < 1 || state->n_left > KL_TWISTER_N || state->n_used > KL_TWISTER_N) {
+        return false;
+    }
+    return (uint64_t)state->n_left + state->n_used == KL_TWISTER_N + 1 ||
+           (state->n_left == 1 && state->n_used == 0);
+}
+
+/* skip_words(state, n) -> the state after n words more */
+PyObject *
+kl_twister_skip_words(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *before = NULL;
+    unsigned long long n = 0;
+    State state;
+    if (!PyArg_ParseTuple(args, "SK:skip_words", &before, &n)) {
+        return NULL;
+    }
+    Py_ssize_t n_bytes = PyBytes_GET_SIZE(before);
+    bool is_long = n_bytes >= (Py_ssize_t)sizeof(state);
+    if (is_long) {
+        memcpy(&state, PyBytes_AS_STRING(before), sizeof(state));
+    }
+    if (!is_long || !is_legal(&state)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "skip_words: not a state of torch's generator on the CPU");
+        return NULL;
+    }
+    PyObject *after =
+        n > 0 ? PyBytes_FromStringAndSize(PyBytes_AS_STRING(before), n_bytes) : Py_NewRef(before);
+    if (after == NULL || n == 0) {
+        return after;
+    }
+    KlTwister twister = {.n_used = KL_TWISTER_N - (uint32_t)(state.n_left - 1)};
+    for (int i = 0; i < KL_TWISTER_N; i++) {
+        twister.words[i] = (uint32_t)state.words[i];
+    }
+    kl_twister_skip(&twister, n);
+    for (int i = 0; i < KL_TWISTER_N; i++) {
+        state.words[i] = twister.words[i];
+    }
+    state.n_used = twister.n_used;
+    state.n_left = KL_TWISTER_N + 1 - (int32_t)twister.n_used;
+    memcpy(PyBytes_AS_STRING(after), &state, sizeof(state));
+    return after;
+}
