@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from koila import engine
 from koila.cross import owned
 from koila.program import ROWS, Node, Program
 
@@ -43,7 +44,7 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-class _Product(torch.autograd.Function):
+class _Product(engine.Function):
     """A product of rows and a weight, which is turned for linear(), and what is added to it."""
 
     @staticmethod
@@ -81,7 +82,7 @@ class _Product(torch.autograd.Function):
         return None, of_x, None, of_added, None, None
 
 
-class _LookUp(torch.autograd.Function):
+class _LookUp(engine.Function):
     """Rows of a table."""
 
     @staticmethod

@@ -15,6 +15,13 @@ from torch.autograd.graph import GradientEdge
 _run: Any = torch.autograd.graph._engine_run_backward
 
 
+class Function(torch.autograd.Function):
+    """A function of koila's own: it is given no lazies and called in no transform of functorch, for
+    which everybody else's arguments are gone through in Python at each call."""
+
+    apply: Any = vars(torch._C._FunctionBase)["apply"]
+
+
 def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
     """Whether a gradient of a tensor is, or goes on to, that of one of `inputs`."""
     wanted: set[tuple[Any, int | None]] = {(id(t), None) for t in inputs}

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from koila import _core, norms, scans
+from koila import _core, engine, norms, scans
 from koila.norms import wide
 
 
-class _Sums(torch.autograd.Function):
+class _Sums(engine.Function):
     """Sums of exponentials of what lies below `most`: only the input is kept."""
 
     @staticmethod
@@ -34,7 +34,7 @@ class _Sums(torch.autograd.Function):
 
 
 def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
-    made: Tensor = _Sums.apply(x, most, dim)  # type: ignore[no-untyped-call]
+    made: Tensor = _Sums.apply(x, most, dim)
     return made
 
 

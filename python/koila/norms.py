@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from koila import _core
+from koila import _core, engine
 
 Pair = tuple[Tensor, Tensor]
 _backward = torch.ops.aten.native_batch_norm_backward.default
@@ -35,7 +35,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-class _Moments(torch.autograd.Function):
+class _Moments(engine.Function):
     """Mean, and sum of squared distances from it, for each channel: only the input is kept.
 
     Found by the kernel of torch's own batch_norm, which adds up halves in float32; or `known`.
@@ -79,13 +79,13 @@ def moments(x: Tensor, memo: dict[str, Any]) -> Pair:
         x: the input on a chunk.
         memo: what earlier runs of that chunk have found.
     """
-    made: Pair = _Moments.apply(x, memo.get("moments"))  # type: ignore[no-untyped-call]
+    made: Pair = _Moments.apply(x, memo.get("moments"))
     if x.numel() >= _MANY * x.shape[1]:
         memo["moments"] = made[0].detach(), made[1].detach()
     return made
 
 
-class _Normalized(torch.autograd.Function):
+class _Normalized(engine.Function):
     """batch_norm with statistics that are given, and get gradients."""
 
     @staticmethod
@@ -154,7 +154,7 @@ def batch_norm(
         if isinstance(momentum, Again) and made.requires_grad:
             momentum.hook(made, x.detach())
         return made
-    normalized: Tensor = _Normalized.apply(x, weight, bias, mean, var, eps)  # type: ignore[no-untyped-call]
+    normalized: Tensor = _Normalized.apply(x, weight, bias, mean, var, eps)
     return normalized
 
 

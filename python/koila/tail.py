@@ -177,7 +177,7 @@ def _run(replay: Replay, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
     return [made[root].read_whole(True) if root in made else None for root in program.roots]
 
 
-class _Look(torch.autograd.Function):
+class _Look(engine.Function):
     """Hand tensors on as they are, and note the gradients that come back, which end here."""
 
     @staticmethod
@@ -211,7 +211,7 @@ class Watch:
 
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-            watched: Sequence[torch.Tensor] = _Look.apply(note, *leaves)  # type: ignore[no-untyped-call]
+            watched: Sequence[torch.Tensor] = _Look.apply(note, *leaves)
         return watched
 
     def is_on(self, key: Key) -> bool:
