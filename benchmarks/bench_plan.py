@@ -60,7 +60,9 @@ def plan_only(loss: torch.Tensor) -> int:
 
 
 def seconds(layer: Layer, n_calls: int, device: str) -> tuple[float, float, int]:
-    """Of recording, of planning; and the number of chunks planned."""
+    """Of recording, of planning what was not seen before; and the number of chunks planned."""
+    plan._lasting.clear()
+    plan._last_ways.clear()
     gc.collect()
     gc.disable()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -369,7 +369,8 @@ def _can_offload(program: Program) -> bool:
 
 def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
     """The ways to run a program; they give the same numbers."""
-    yield _option(program, is_graph, AS_IT_IS)
+    plain = _option(program, is_graph, AS_IT_IS)
+    yield plain
     if not is_graph or not program.roots:
         steps = program.schedule(False, Way(1, 1, True))
         if any(step.op == Op.FORWARD and step.values for step in steps) and _can_offload(program):
@@ -380,7 +381,8 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
     yield from _again(program)
     if can_offload:
         yield _option(program, is_graph, Way(1, 1, True))
-    yield from _pieces(program, is_graph)
+    needed = plain.estimate.peak(1)[0]
+    yield from _pieces(program, is_graph, lambda best: best.estimate.peak(1)[0] < needed)
     n_before = program.n_cut
     for n_segments in _SEGMENTS:
         cut = program.cut_for(Way(n_segments))
@@ -453,12 +455,20 @@ def _find_way_in(chunks: int, program: Program) -> Way | None:
     return next(way for n_bytes, way in found if n_bytes <= enough)
 
 
-def _pieces(program: Program, is_graph: bool) -> Iterator[Option]:
-    """The ways that run the head in pieces, where there is one that can."""
-    cut = program.cut_for(Way(n_pieces=_PIECES[0]))
-    if is_graph and cut.n_cut > program.n_cut and cut.unstageable is None:
-        for n_pieces in _PIECES:
+def _pieces(
+    program: Program, is_graph: bool, may_help: Callable[[Option], bool]
+) -> Iterator[Option]:
+    """The ways that run the head in pieces, where there is one that can: none, unless it may help
+    to need as little as the most pieces do, for no more calls than the fewest make."""
+    fewest, most = Way(n_pieces=_PIECES[0]), Way(n_pieces=_PIECES[-1])
+    cut = program.cut_for(fewest)
+    if not is_graph or cut.n_cut <= program.n_cut or cut.unstageable is not None:
+        return
+    last = _option(cut, is_graph, most)
+    if may_help(Option(most, last.estimate, cut.n_calls(fewest))):
+        for n_pieces in _PIECES[:-1]:
             yield _option(cut, is_graph, Way(n_pieces=n_pieces))
+        yield last
 
 
 def _across(program: Program, is_graph: bool) -> Iterator[Option]:
@@ -541,7 +551,13 @@ def _larger_chunks(
         return known
     ways = [found]
     light = _light(program) if is_graph and program.roots else ()
-    for option in (*light, *_pieces(program, is_graph)):
+    cost = _cost(program, *found)
+
+    def is_cheaper(best: Option) -> bool:
+        rows = best.rows(allowed)
+        return rows > 0 and _cost(program, best, rows) < cost
+
+    for option in (*light, *_pieces(program, is_graph, is_cheaper)):
         rows = option.rows(allowed)
         ways += [Fitting(option, rows)] if rows > 0 else []
     return _cheapest(program, ways, shape, allowed)
