@@ -47,7 +47,7 @@ _NAMES = {
     linalg.tensorsolve linalg.vander linalg.vecdot log_normal logdet lu lu_solve
     lu_unpack mH masked_scatter matrix_exp meshgrid.list_of_tensors
     meshgrid.variadic_tensors msort mvlgamma.mvlgamma_p_1
-    mvlgamma.mvlgamma_p_3 mvlgamma.mvlgamma_p_5 nanmean nanquantile narrow_copy
+    mvlgamma.mvlgamma_p_3 mvlgamma.mvlgamma_p_5 nanquantile narrow_copy
     native_batch_norm native_dropout_backward native_group_norm native_layer_norm
     new_empty_strided nextafter nn.functional.cosine_embedding_loss
     nn.functional.feature_alpha_dropout.without_train nn.functional.fractional_max_pool2d

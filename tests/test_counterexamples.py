@@ -217,6 +217,7 @@ MOMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "cov": lambda h: torch.cov(h.T),
     "corrcoef": lambda h: torch.corrcoef(h.T),
     "nansum": lambda h: h.nansum(0),
+    "nanmean": lambda h: torch.where(h > 0.1, h, torch.nan).nanmean(0),
 }
 
 

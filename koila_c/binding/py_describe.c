@@ -139,28 +139,14 @@ describe_call(PyObject *dict, const KlInferred *result, const KlSaves *saves)
 {
     static const char *const modes[] = {"ROWS", "REDUCE", "ONCE"};
     static const char *const aliases[] = {"NONE", "VIEW", "SAME", "MAYBE"};
-    static const char *const reduces[] = {
-        [KL_REDUCE_NONE] = NULL,
-        [KL_REDUCE_SUM] = "SUM",
-        [KL_REDUCE_MEAN] = "MEAN",
-        [KL_REDUCE_VAR] = "VAR",
-        [KL_REDUCE_AMAX] = "AMAX",
-        [KL_REDUCE_LOGSUMEXP] = "LOGSUMEXP",
-        [KL_REDUCE_NORM] = "NORM",
-        [KL_REDUCE_PROD] = "PROD",
-        [KL_REDUCE_ALL] = "ALL",
-        [KL_REDUCE_ANY] = "ANY",
-        [KL_REDUCE_CROSS_ENTROPY] = "CROSS_ENTROPY",
-        [KL_REDUCE_LOSS] = "LOSS",
-        [KL_REDUCE_COUNT] = "COUNT",
-        [KL_REDUCE_CLASSES] = "CLASSES",
-    };
+    KlReduce reduce = result->split.reduce;
+    const char *reduced = reduce != KL_REDUCE_NONE ? kl_ops_reductions[reduce].name : NULL;
     PyObject *alias_input = result->alias_input == KL_ID_NONE
                                 ? Py_NewRef(Py_None)
                                 : PyLong_FromUnsignedLong(result->alias_input);
     if (kl_py_set_new(dict, "mode", PyUnicode_FromString(modes[result->split.mode])) < 0 ||
         kl_py_set_new(dict, "reason", Py_BuildValue("z", result->split.reason)) < 0 ||
-        kl_py_set_new(dict, "reduce", Py_BuildValue("z", reduces[result->split.reduce])) < 0 ||
+        kl_py_set_new(dict, "reduce", Py_BuildValue("z", reduced)) < 0 ||
         kl_py_set_new(dict, "random", PyBool_FromLong(result->is_random)) < 0 ||
         kl_py_set_new(dict, "effects", PyLong_FromUnsignedLong(result->effects)) < 0 ||
         kl_py_set_new(dict, "alias", Py_BuildValue("(sN)", aliases[result->alias], alias_input)) <

@@ -362,12 +362,14 @@ core_parts_table(PyObject *module, PyObject *unused)
     (void)module;
     (void)unused;
     PyObject *table = PyList_New(0);
-    for (int reduce = KL_REDUCE_NONE; table != NULL && reduce <= KL_REDUCE_CLASSES + 1; reduce++) {
-        bool is_last = reduce > KL_REDUCE_CLASSES;
+    for (int reduce = KL_REDUCE_NONE; table != NULL && reduce <= KL_N_REDUCES; reduce++) {
+        bool is_last = reduce == KL_N_REDUCES;
+        const KlReduction *of = is_last ? NULL : &kl_ops_reductions[reduce];
         const KlParts *parts = kl_ops_parts(is_last ? KL_REDUCE_NONE : (KlReduce)reduce, is_last);
-        PyObject *entry = Py_BuildValue("(dddNNN)", parts->left, parts->combined, parts->seeds,
-                                        amount_object(parts->keeps), held_object(parts->held),
-                                        PyBool_FromLong(parts->of_row));
+        PyObject *entry =
+            Py_BuildValue("(sIdddNNN)", is_last ? "" : of->name, is_last ? 0 : of->n_parts,
+                          parts->left, parts->combined, parts->seeds, amount_object(parts->keeps),
+                          held_object(parts->held), PyBool_FromLong(parts->of_row));
         if (kl_py_append_new(table, entry) < 0) {
             Py_CLEAR(table);
         }

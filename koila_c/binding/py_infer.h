@@ -11,7 +11,7 @@ PyObject *core_infer(PyObject *module, PyObject *args);
 
 /* op_table() -> list of dicts: name, call, kind, aliases, light, held. */
 PyObject *core_op_table(PyObject *module, PyObject *unused);
-/* parts_table() -> what each KlReduce leaves and holds in chunks, and last the statistics of batch_norm. */
+/* parts_table() -> the name of each KlReduce, its parts, what it leaves and holds in chunks; and last the statistics of batch_norm. */
 PyObject *core_parts_table(PyObject *module, PyObject *unused);
 
 #define CORE_INFER_DOC                                                                             \

@@ -218,26 +218,12 @@ kl_ops_held(const KlRow *row)
 
 static const KlAmount one_in = {.ins = 1};
 
-static const KlParts parts[] = {
-    /* left, combined, seeds, keeps, held, of_row */
-    [KL_REDUCE_NONE] = {0, 0, 0, NULL, NULL, false},
-    [KL_REDUCE_SUM] = {1, 0, 1, NULL, NULL, false},
-    [KL_REDUCE_MEAN] = {1, 0, 1, NULL, NULL, false},
-    [KL_REDUCE_VAR] = {2, 1, 2, &one_in, HOLDS(.run = {.ins = 1}, .back_ins = EACH(1)), false},
-    [KL_REDUCE_AMAX] = {2, 4, 1, NULL,
-                        HOLDS(.run = {.masks = 11}, .back_outs = EACH(2), .back_ins = EACH(1),
-                              .back_masks = 1),
-                        false},
-    [KL_REDUCE_LOGSUMEXP] = {2, 3, 1, &one_in, HOLDS(.run = {.ins = 1}), false},
-    [KL_REDUCE_NORM] = {1, 1, 1, NULL, NULL, false},
-    [KL_REDUCE_PROD] = {1, 1, 1, NULL, NULL, false},
-    [KL_REDUCE_ALL] = {1, 0, 1, NULL, NULL, false},
-    [KL_REDUCE_ANY] = {1, 0, 1, NULL, NULL, false},
-    [KL_REDUCE_CROSS_ENTROPY] = {1, 0, 1, NULL, NULL, false},
-    [KL_REDUCE_LOSS] = {1, 0, 1, NULL, NULL, false},
-    [KL_REDUCE_COUNT] = {1, 0, 1, NULL, NULL, false},
-    [KL_REDUCE_CLASSES] = {3, 4, 2, &one_in, HOLDS(.run = {.ins = 1}), true},
+#define REDUCTION(name_, n_parts_, is_early_, saved_, ...)                                         \
+    [KL_REDUCE_##name_] = {#name_, n_parts_, is_early_, saved_, {__VA_ARGS__}},
+const KlReduction kl_ops_reductions[KL_N_REDUCES] = {
+#include "reductions.def"
 };
+#undef REDUCTION
 
 /* Of batch_norm and softmax only the input is kept, and its gradient is made in one go. */
 static const KlParts statistics = {2, 1, 2, NULL, HOLDS(.run = {.ins = 1}), false};
@@ -245,7 +231,7 @@ static const KlParts statistics = {2, 1, 2, NULL, HOLDS(.run = {.ins = 1}), fals
 const KlParts *
 kl_ops_parts(KlReduce reduce, bool is_for_chunks)
 {
-    return is_for_chunks ? &statistics : &parts[reduce];
+    return is_for_chunks ? &statistics : &kl_ops_reductions[reduce].parts;
 }
 
 bool

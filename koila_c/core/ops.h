@@ -71,24 +71,13 @@ typedef enum { KL_ROW_OP, KL_ROW_VIEW, KL_ROW_INPLACE, KL_ROW_RANDOM } KlRowKind
 
 typedef enum { KL_MODE_ROWS, KL_MODE_REDUCE, KL_MODE_ONCE } KlMode;
 
-/* What a REDUCE node carries out of its chunks; the torch code of each is the binding's. */
+/* What a REDUCE node carries out of its chunks, by reductions.def; the torch code of each is koila/partials.py's. */
+#define REDUCTION(name_, ...) KL_REDUCE_##name_,
 typedef enum {
-    KL_REDUCE_NONE = 0,
-    KL_REDUCE_SUM,       /* the op on the chunk is a sum; partials are added */
-    KL_REDUCE_MEAN,      /* sum in the accumulation type; combined by adding and dividing by n */
-    KL_REDUCE_VAR,       /* n, mean, M2 (var, std, var_mean, std_mean) */
-    KL_REDUCE_AMAX,      /* amax, amin, max, min without dim: value and tie count */
-    KL_REDUCE_LOGSUMEXP, /* detached finite max, sum of exponentials */
-    KL_REDUCE_NORM,      /* p-norms: sum of powers */
-    KL_REDUCE_PROD,      /* product of partial products */
-    KL_REDUCE_ALL,       /* all, any: the op again on the partials */
-    KL_REDUCE_ANY,
-    KL_REDUCE_CROSS_ENTROPY, /* nll: part 0 weighted sum; part 1 weight, reads labels only */
-    KL_REDUCE_LOSS,          /* mse, l1, bce ...: the op as 'sum', combined as its reduction says */
-    KL_REDUCE_COUNT,         /* count_nonzero */
-    KL_REDUCE_CLASSES, /* cross-entropy whose classes are the rows: maxima, sums of exponentials, the
-                          scores of the labels, and the labels' weights */
+#include "reductions.def"
+    KL_N_REDUCES,
 } KlReduce;
+#undef REDUCTION
 
 /* An int of the call that is scale * rows and must follow the chunk. */
 typedef struct KlRewrite {
@@ -297,6 +286,18 @@ const KlRow *kl_ops_find(const char *name);
 
 /* What a row holds in flight. */
 const KlHeld *kl_ops_held(const KlRow *row);
+
+/* A way to split a reduction: its line of reductions.def. */
+typedef struct KlReduction {
+    const char *name;
+    uint32_t n_parts;
+    bool is_early;  /* part 1 may be of labels alone, and is then there before the scores */
+    uint32_t saved; /* the parts that autograd keeps where they are put together, as bits */
+    KlParts parts;
+} KlReduction;
+
+/* Indexed by KlReduce. */
+extern const KlReduction kl_ops_reductions[KL_N_REDUCES];
 
 /* What a reduction leaves and holds; `is_for_chunks`: the statistics of batch_norm. */
 const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);

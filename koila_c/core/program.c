@@ -246,7 +246,7 @@ parts_at(const KlTape *tape, const KlStages *stages, KlNodeId id, uint32_t stage
         return 0;
     }
     if (stages->late_stage[id] == KL_STAGE_NONE) {
-        return (1u << kl_stage_n_parts((KlReduce)tape->nodes[id].reduce)) - 1;
+        return (1u << kl_ops_reductions[tape->nodes[id].reduce].n_parts) - 1;
     }
     return (stages->node_stage[id] == stage ? 1u : 0) | (stages->late_stage[id] == stage ? 2u : 0);
 }

@@ -338,7 +338,7 @@ KL_SAVES(max);
 KL_SAVES(roll);
 KL_SAVES(pow);
 KL_SAVES(softmax);
-KL_SAVES(take_along_dim);
+KL_SAVES(input_indices);
 
 #include "rules_nn.h"
 

@@ -84,9 +84,9 @@ saves_index(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* the value, for its shape, and a broadcast index */
+/* the input, and an index or a number of terms for each of the results */
 void
-saves_take_along_dim(const KlCall *call, const KlInferred *result, KlSaves *saves)
+saves_input_indices(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     keep(call, 0, saves);
     saves->bytes_extra =

@@ -6,48 +6,6 @@
 
 #include "alloc.h"
 
-uint32_t
-kl_stage_n_parts(KlReduce reduce)
-{
-    switch (reduce) {
-    case KL_REDUCE_CLASSES:
-        return 4;
-    case KL_REDUCE_VAR: /* count, mean, squared deviations */
-        return 3;
-    case KL_REDUCE_MEAN: /* a sum and the number of its terms, or how often a maximum is reached */
-    case KL_REDUCE_AMAX:
-    case KL_REDUCE_LOGSUMEXP:
-    case KL_REDUCE_LOSS:
-    case KL_REDUCE_CROSS_ENTROPY:
-        return 2;
-    default:
-        return 1;
-    }
-}
-
-/* Whether part 1 may be of labels alone, and then be there before the scores. */
-static bool
-has_late_part(KlReduce reduce)
-{
-    return reduce == KL_REDUCE_CROSS_ENTROPY;
-}
-
-uint32_t
-kl_stage_parts_saved(KlReduce reduce)
-{
-    switch (reduce) {
-    case KL_REDUCE_SUM:
-    case KL_REDUCE_MEAN:
-    case KL_REDUCE_LOSS:
-    case KL_REDUCE_COUNT:
-        return 0; /* added, and divided by a number known from sizes */
-    case KL_REDUCE_CROSS_ENTROPY:
-        return 2; /* a quotient saves its denominator, and the numerator only for the denominator */
-    default:
-        return 3;
-    }
-}
-
 static const KlInput *
 inputs_of(const KlTape *tape, const KlNode *node)
 {
@@ -292,7 +250,7 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
     }
     if (node->mode == KL_MODE_REDUCE) {
         stages->is_data[id] = false; /* its result is at a joint, not to be had again in a body */
-        if (has_late_part((KlReduce)node->reduce)) {
+        if (kl_ops_reductions[node->reduce].is_early) {
             stages->late_stage[id] = is_late_part_data(tape, stages, node) ? KL_STAGE_DATA : at;
         }
     }
@@ -352,7 +310,7 @@ saves_body_value(const KlTape *tape, KlNodeId id, const bool *depends)
 static bool
 combine_saves_body_value(const KlTape *tape, const KlStages *stages, KlNodeId id)
 {
-    uint32_t saved = kl_stage_parts_saved((KlReduce)tape->nodes[id].reduce);
+    uint32_t saved = kl_ops_reductions[tape->nodes[id].reduce].saved;
     bool is_late_early = stages->late_stage[id] == KL_STAGE_DATA;
     if (is_late_early) {
         saved &= ~2u; /* part 1 was there before the body ran */

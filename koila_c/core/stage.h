@@ -101,8 +101,4 @@ uint32_t kl_stage_accruing(const KlTape *tape, const KlNode *node);
 bool kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *node,
                           uint32_t k);
 
-/* Parts that a reduction leaves for each chunk, and whether combining them saves them for backward: bit i for part i. */
-uint32_t kl_stage_n_parts(KlReduce reduce);
-uint32_t kl_stage_parts_saved(KlReduce reduce);
-
 #endif

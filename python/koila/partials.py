@@ -194,6 +194,23 @@ class Mean(Reduction):
         return ratio(parts, call.dtype)
 
 
+class NanMean(Reduction):
+    """The sum of what is a number, and how much of it is."""
+
+    n_parts = 2
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x, keepdim = call.word("input"), call.word("keepdim", False)
+        over = dims(x, call.word("dim"))
+        if part == 1:
+            counted: torch.Tensor = x.isnan().logical_not().sum(over, keepdim)
+            return counted
+        return torch.nansum(x, over, keepdim, dtype=call.wide)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        return ratio(parts, call.dtype)
+
+
 class Var(Reduction):
     """Number of terms, mean, and sum of squared distances from it, joined by Chan's formula."""
 
@@ -557,6 +574,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "SUM": Sum(),
     "COUNT": Sum(),
     "MEAN": Mean(),
+    "NANMEAN": NanMean(),
     "VAR": Var(),
     "AMAX": Extreme(),
     "LOGSUMEXP": LogSumExp(),

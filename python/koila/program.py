@@ -16,10 +16,8 @@ from koila.rows import Place
 
 ROWS, REDUCE, ONCE = range(3)
 _DATA = vars(torch._C.TensorBase)["data"]
-# In the order of KlReduce, ops.h.
-REDUCTION_NAMES = (
-    "NONE SUM MEAN VAR AMAX LOGSUMEXP NORM PROD ALL ANY CROSS_ENTROPY LOSS COUNT CLASSES".split()
-)
+#: In the order of KlReduce: reductions.def.
+REDUCTION_NAMES = [name for name, *_ in _core.parts_table() if name]
 
 
 class Node(NamedTuple):

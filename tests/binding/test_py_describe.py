@@ -11,11 +11,12 @@ import torch
 
 from all_samples import SAMPLES, samples_of
 from koila import _core
+from koila.partials import REDUCTIONS
 from koila.program import REDUCTION_NAMES
 from samples_kit import f, i
 
 ROWS0 = (0, 0, 1, 1)
-HEADER = Path(__file__).parents[2] / "koila_c" / "core" / "ops.h"
+TABLE = Path(__file__).parents[2] / "koila_c" / "core" / "reductions.def"
 
 
 def said(row: str, *args: Any, places: Any = None, **kwargs: Any) -> Any:
@@ -67,8 +68,10 @@ def test_modes(row: str, args: Any, mode: str, reason: Any, reduce: str | None) 
 
 def test_reductions_have_the_names_of_the_program() -> None:
     """Which are in the order of KlReduce; that of the first is None here."""
-    names = re.findall(r"^    KL_REDUCE_(\w+)", HEADER.read_text(), re.MULTILINE)
+    names = re.findall(r"^REDUCTION\((\w+)", TABLE.read_text(), re.MULTILINE)
     assert names == REDUCTION_NAMES
+    n_parts = {name: n for name, n, *_ in _core.parts_table() if name in REDUCTIONS}
+    assert n_parts == {name: of.n_parts for name, of in REDUCTIONS.items()}
     met = set()
     for row in SAMPLES:
         for args, kwargs in samples_of(row):

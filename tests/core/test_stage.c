@@ -133,11 +133,15 @@ test_gradients_flow_from_roots_only(void)
 static void
 test_parts(void)
 {
-    CHECK(kl_stage_n_parts(KL_REDUCE_CROSS_ENTROPY) == 2 && kl_stage_n_parts(KL_REDUCE_VAR) == 3);
-    CHECK(kl_stage_parts_saved(KL_REDUCE_SUM) == 0 && kl_stage_parts_saved(KL_REDUCE_MEAN) == 0);
-    CHECK(kl_stage_parts_saved(KL_REDUCE_LOSS) == 0 && kl_stage_parts_saved(KL_REDUCE_COUNT) == 0);
-    CHECK(kl_stage_parts_saved(KL_REDUCE_CROSS_ENTROPY) == 2); /* the denominator alone */
-    CHECK(kl_stage_parts_saved(KL_REDUCE_VAR) == 3 && kl_stage_parts_saved(KL_REDUCE_NORM) == 3);
+    CHECK(kl_ops_reductions[KL_REDUCE_CROSS_ENTROPY].n_parts == 2 &&
+          kl_ops_reductions[KL_REDUCE_VAR].n_parts == 3);
+    CHECK(kl_ops_reductions[KL_REDUCE_SUM].saved == 0 &&
+          kl_ops_reductions[KL_REDUCE_MEAN].saved == 0);
+    CHECK(kl_ops_reductions[KL_REDUCE_LOSS].saved == 0 &&
+          kl_ops_reductions[KL_REDUCE_COUNT].saved == 0);
+    CHECK(kl_ops_reductions[KL_REDUCE_CROSS_ENTROPY].saved == 2); /* the denominator alone */
+    CHECK(kl_ops_reductions[KL_REDUCE_VAR].saved == 3 &&
+          kl_ops_reductions[KL_REDUCE_NORM].saved == 3);
 }
 
 static KlValueId
