@@ -45,7 +45,7 @@ _NAMES = {
     linalg.pinv.hermitian linalg.qr linalg.slogdet linalg.solve
     linalg.solve_ex linalg.solve_triangular linalg.svd linalg.svdvals linalg.tensorinv
     linalg.tensorsolve linalg.vander linalg.vecdot log_normal logdet lu lu_solve
-    lu_unpack mH masked_scatter matrix_exp meshgrid.list_of_tensors
+    lu_unpack mH matrix_exp meshgrid.list_of_tensors
     meshgrid.variadic_tensors msort mvlgamma.mvlgamma_p_1
     mvlgamma.mvlgamma_p_3 mvlgamma.mvlgamma_p_5 nanquantile narrow_copy
     native_batch_norm native_dropout_backward native_group_norm native_layer_norm

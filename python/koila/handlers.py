@@ -21,10 +21,10 @@ from koila import (
     explain,
     hooks,
     inplace_views,
+    masks,
     meets,
     meta,
     norms,
-    plan,
     replay,
     reports,
     scans,
@@ -417,55 +417,6 @@ def str_lazy(lazy: Any) -> str:
         return str(_core.read(lazy))
 
 
-def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
-    """The indices where a mask is True, whose number is read; None for another index."""
-    if not isinstance(item, torch.Tensor) or item.dtype is not torch.bool or item.dim() == 0:
-        return None
-    return _read_number(item).nonzero(as_tuple=True)
-
-
-def _read_number(tensor: torch.Tensor) -> torch.Tensor:
-    with reports.Asking("getitem()"):
-        return _core.read(tensor) if type(tensor) is LazyTensor else tensor
-
-
-def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[mask]: with the mask known so is the shape, and what x is made of can still be cut.
-
-    torch too looks up where a mask is True, and goes on with these indices.
-    """
-    if len(args) != 2 or kwargs or plan.is_whole():
-        return NotImplemented
-    items = args[1] if isinstance(args[1], tuple) else (args[1],)
-    at = 0
-    indices: list[Any] = []
-    for item in items:
-        found = None
-        if isinstance(item, torch.Tensor):
-            if args[0].shape[at : at + item.dim()] != item.shape and item.dtype is torch.bool:
-                return NotImplemented  # torch's own words
-            found = _mask_as_indices(item)
-        elif item is Ellipsis or item is None or not isinstance(item, slice | int):
-            return NotImplemented
-        at += 1 if found is None else len(found)
-        indices += [item] if found is None else found
-    if len(indices) == len(items) and all(a is b for a, b in zip(indices, items, strict=True)):
-        return NotImplemented
-    return args[0][tuple(indices)]
-
-
-def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """masked_select(), likewise."""
-    words = _words(("input", "mask"), args, kwargs)
-    if words.keys() != {"input", "mask"} or plan.is_whole():
-        return NotImplemented
-    x, mask = words["input"], words["mask"]
-    if mask.dtype is not torch.bool or mask.dim() == 0:
-        return NotImplemented
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
-    return select(func, (x.expand(shape), mask.expand(shape)), {})
-
-
 def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """rrelu() in training draws a slope for each negative number: with these known, it is a
     product with the slopes."""
@@ -533,13 +484,15 @@ HANDLERS: dict[str, Handler] = {
 
 #: What is tried where the row of an op declines a call, before it runs at once.
 DECLINED: dict[str, Handler] = {
-    "__getitem__": select,
+    "__getitem__": masks.select,
+    "__setitem__": masks.assign,
     "batch_norm": norms.record,
     "embedding_bag": enter_python,
     "softmax": meets.record,
     "log_softmax": meets.record,
     **dict.fromkeys(scans.SCANS, scans.record),
-    "masked_select": masked_select,
+    "masked_scatter": masks.masked_scatter,
+    "masked_select": masks.masked_select,
     "rrelu": rrelu,
     "poisson": poisson,
     "type": type_of,

@@ -1,0 +1,121 @@
+"""What a mask chooses is written: by rows, with the mask's numbers known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from allocations import Allocations
+from chunked import split
+from oracle import Lazy, eager
+from written import N_ROWS, Programs, each_count
+
+pytestmark = pytest.mark.sanitize
+
+PROGRAMS = Programs()
+
+
+@PROGRAMS.add
+def as_many_of_each_row(x: Tensor, z: Tensor, w: Tensor) -> Any:
+    """Rows have two entries each, at places of their own."""
+    mask = x >= x.topk(2, 1).values[:, 1:]
+    return (x @ w).masked_scatter(mask, (z @ w)[:, :2]), (x @ w).masked_scatter(
+        mask, (z @ w) * mask
+    )
+
+
+@PROGRAMS.add
+def vectors(x: Tensor, z: Tensor, ids: Tensor, w: Tensor) -> Any:
+    """As images are put into a text: a mask of places, as wide as the model or not."""
+    text, image = x[:, None] @ w * ids[..., None], torch.stack([z @ w, z], 1)
+    mask = (ids >= ids.topk(2, 1).values[:, 1:]).cumsum(1).le(2) & (ids >= 0)
+    mask = torch.zeros_like(ids, dtype=torch.bool).scatter(1, ids.topk(2, 1).indices, mask[:, :2])
+    mask = mask.scatter(1, ids.topk(2, 1).indices, torch.ones_like(ids[:, :2]) > 0)
+    wide = text.masked_scatter(mask[..., None].expand_as(text), image)
+    return wide, text.masked_scatter(mask[..., None], image.flatten(0, 1))
+
+
+@PROGRAMS.add
+def more_of_some_rows(x: Tensor, ids: Tensor, w: Tensor, v: Tensor) -> Any:
+    """Of some rows none; and of the source the last entries are not used."""
+    mask, source = ids > 4, torch.arange(4.0 * 5 * N_ROWS, dtype=x.dtype).view(-1, 4) * v
+    text = (x @ w)[:, None] * ids[..., None]
+    return text.masked_scatter(mask[..., None], source), text.masked_scatter(ids[..., None] > 8, v)
+
+
+@PROGRAMS.add
+def assigned(x: Tensor, ids: Tensor, w: Tensor, v: Tensor) -> Any:
+    """Each entry of what is assigned is written once; what was there has no gradient."""
+    text = (x @ w)[:, None] * ids[..., None]
+    before = text * 2
+    mask = ids > 4
+    text[mask] = before[mask].tanh() * v
+    text[mask,] = text[mask] + 1
+    first = x @ w
+    first[x[:, 0] > 0] = first[x[:, 0] > 0].exp()
+    return text, first
+
+
+@each_count
+@pytest.mark.parametrize("is_read_first", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equals_eager(name: str, is_read_first: bool, chunks: int) -> None:
+    PROGRAMS.check(name, chunks, is_read_first)
+
+
+def test_what_does_not_fit_is_in_the_words_of_torch() -> None:
+    def text_of(lazy: Lazy, n: int, shape: tuple[int, ...]) -> str:
+        x = lazy(torch.ones(4, 3))
+        with pytest.raises((RuntimeError, IndexError)) as error:
+            out = x.masked_scatter(torch.ones(shape) > 0, torch.ones(n))
+            out.sum().item()
+        return str(error.value).splitlines()[0]
+
+    for n, shape in ((11, (4, 3)), (12, (4, 2))):
+        with koila.config(chunks=2):
+            assert text_of(koila.lazy, n, shape) == text_of(eager, n, shape)
+
+
+class Seeing(nn.Module):
+    """A language model that is shown an image beside each text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.see = nn.Embedding(32, 32), nn.Linear(48, 32)
+        wide = (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.GELU())
+        self.layers = nn.Sequential(*wide, nn.Linear(32, 32))
+
+    def forward(self, ids: Tensor, image: Tensor, is_assigned: bool) -> Tensor:
+        text, seen, mask = self.words(ids), self.see(image), ids == 1
+        if is_assigned:
+            text = text * 1
+            text[mask] = seen.flatten(0, 1)
+        else:
+            text = text.masked_scatter(mask[..., None].expand_as(text), seen)
+        return self.layers(text)
+
+
+@pytest.mark.parametrize("is_assigned", [False, True])
+def test_a_model_of_images_and_text_takes_a_third(is_assigned: bool) -> None:
+    torch.manual_seed(0)
+    model, ids, image = Seeing(), torch.randint(2, 32, (96, 48)), torch.randn(96, 8, 48)
+    ids[:, 3:11] = 1
+
+    def peak(lazy: Lazy) -> int:
+        model.zero_grad()
+        memory = Allocations()
+        with memory:
+            batch = lazy(ids, image)
+        with memory:
+            out = model(*batch, is_assigned)
+            F.cross_entropy(out.flatten(0, 1), batch[0].flatten()).backward()
+        return memory.peak
+
+    want = peak(eager)
+    with split(6):
+        assert peak(koila.lazy) <= 0.35 * want
