@@ -119,6 +119,8 @@ def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     is_fit = isinstance(source, Tensor) and source.dim() == x.dim() - mask.dim() + 1
     if not is_fit or x.shape != mask.shape + source.shape[1:]:
         return NotImplemented
+    if not _goes_by_rows(x, x.shape[0]):
+        return NotImplemented  # what is made by rows cannot be written into it
     of_all = mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())).expand_as(x)
     if int(_read_number(mask).sum()) != source.shape[0]:
         return NotImplemented
