@@ -14,7 +14,6 @@ the program have the same.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -509,8 +508,7 @@ class Draws:
         noises = self.noises.get(i)  # what runs once may be given what lies otherwise, too
         if noises and not noise.fits(noises[0], args):
             given = [one.draw(generator, tuple(args[0].shape)) for one in noises]
-        with noise.Given(given) if given else contextlib.nullcontext():
-            result = func(*args, **kwargs)
+        result = noise.call_given(func, args, kwargs, given) if given else func(*args, **kwargs)
         if threading.active_count() > 1:  # another may have drawn since
             self._check_alone(i, bounds, generator)
         elif cell is None and bounds is not None and self.noises[i][0].place is not None:

@@ -125,11 +125,10 @@ def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if int(_read_number(mask).sum()) != source.shape[0]:
         return NotImplemented
     made = _scatter(x, of_all, source)
-    return made if made is NotImplemented else _write(x, made)
-
-
-def _write(x: Tensor, made: Tensor) -> None:
+    if made is NotImplemented:
+        return made
     x.copy_(made)
+    return None
 
 
 def _goes_by_rows(x: Tensor, n_rows: int) -> TypeGuard[LazyTensor]:

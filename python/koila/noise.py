@@ -344,9 +344,10 @@ def _skip_most(noise: Noise, n_elements: int, generator: torch.Generator) -> int
     if n_elements < _MANY or not is_plain:
         return n_elements
     n_words = _words(noise.method, noise.stored, noise.values)
-    n_left = n_elements % _SIXTEEN + _SIXTEEN if n_words else n_elements
-    if n_words:
-        _skip(generator, n_words * (n_elements - n_left))
+    if n_words == 0:
+        return n_elements
+    n_left = n_elements % _SIXTEEN + _SIXTEEN
+    _skip(generator, n_words * (n_elements - n_left))
     return n_left
 
 
