@@ -2,11 +2,15 @@
 # Needs python3 (3.11 or later), its venv module and headers, gcc and make.
 #
 #   make test        lint, build with warnings as errors, the suite, in which the core's C tests run
-#                    under sanitizers; what matters most of the rest, again under sanitizers
+#                    under sanitizers; what matters most of the rest, again under sanitizers; and
+#                    a part of the zoo
 #   make lint        ruff and clang-format; make format mends what they can mend
 #   make build       the extension, in place: python/koila/_core*.so
 #   make core-test   the C tests of the core, under sanitizers, with leak detection
 #   make sanitize    the extension and its `sanitize` tests under sanitizers
+#   make zoo         models and training loops of public libraries, plain and lazy: an hour and more;
+#                    ARGS="--only timm/" chooses by name, and a run that was stopped goes on
+#   make zoo-sample  twelve models and four loops of them, chosen by the date
 #   make mutants     mistakes put into a copy of the tree, one at a time: do the tests see them?
 #                    (minutes; not part of make test; ARGS="..." chooses some by name)
 #   make demo        train a model whose batch does not fit; ARGS="..." is passed on
@@ -18,6 +22,10 @@ JOBS ?= 2
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/ready
+# The zoo's libraries lie on top of the other environment, whose torch they use.
+ZOO_VENV := .venv-zoo
+ZOO_READY := $(ZOO_VENV)/ready
+ZOO := PYTHONPATH=python $(ZOO_VENV)/bin/python tests/zoo/run.py --jobs $(JOBS)
 BUILT := build/dev/built
 SANITIZED := build/sanitize/built
 SANITIZED_LIB := $(CURDIR)/build/sanitize/lib
@@ -33,14 +41,14 @@ PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: test lint format build suite core-test sanitize mutants demo clean
+.PHONY: test lint format build suite core-test sanitize zoo zoo-sample mutants demo clean
 
 # core-test is part of the suite, where it does not keep a core waiting.
-test: lint build suite sanitize
-	@echo "make test: lint, build, suite and sanitize all passed"
+test: lint build suite sanitize zoo-sample
+	@echo "make test: lint, build, suite, sanitize and zoo-sample all passed"
 
 # One thread for each pytest process, or the processes fight for the cores.
-suite sanitize core-test: export OMP_NUM_THREADS = 1
+suite sanitize core-test zoo zoo-sample: export OMP_NUM_THREADS = 1
 
 $(READY): requirements-dev.txt
 	$(PYTHON3) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("koila needs Python 3.11")'
@@ -88,6 +96,19 @@ sanitize: $(SANITIZED)
 	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 \
 	    -o pythonpath="$(SANITIZED_LIB) tests" $(SANITIZED_TESTS)
 
+$(ZOO_READY): tests/zoo/requirements.txt $(READY)
+	$(PYTHON3) -m venv $(ZOO_VENV)
+	$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    "$$($(ZOO_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dev.pth"
+	$(ZOO_VENV)/bin/python -m pip install --quiet -r tests/zoo/requirements.txt
+	touch $@
+
+zoo: build $(ZOO_READY)
+	$(ZOO) $(ARGS)
+
+zoo-sample: build $(ZOO_READY)
+	$(ZOO) --date "$$(date +%F)" --results build/zoo-sample.jsonl --again
+
 mutants: build
 	JOBS=$(JOBS) $(PYTHON) tests/mutants.py $(ARGS)
 
@@ -95,4 +116,4 @@ demo: build
 	PYTHONPATH=python $(PYTHON) demo/demo.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache
+	rm -rf $(VENV) $(ZOO_VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache

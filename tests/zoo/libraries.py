@@ -1,0 +1,22 @@
+"""Make the zoo's libraries importable beside a CPU build of torch, and keep them offline and quiet.
+
+Import this before any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+warnings.simplefilter("ignore")
+
+# torchvision's own extension does not load beside another build of torch, and its Python then fails
+# to describe two operators that are not there. Nothing here calls them.
+_VISION = torch.library.Library("torchvision", "FRAGMENT")
+for _name in ("nms", "qnms"):
+    if not hasattr(torch.ops.torchvision, _name):
+        _VISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

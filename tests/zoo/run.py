@@ -1,0 +1,174 @@
+"""Run the zoo: each entry in a process of its own, a line of JSON for each, and a table at the end.
+
+    make zoo                                    all of it: an hour and more on two cores
+    make zoo ARGS="--only timm/ --jobs 2"       what has this in its name
+    make zoo ARGS="--date 2026-11-24"           twelve models and four loops, chosen by a date
+
+What is in the file of results already is not run again: a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import datetime
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from zoo import known  # noqa: E402
+from zoo.entries import Entry, all_entries  # noqa: E402
+
+N_MODELS, N_LOOPS = 12, 4
+#: Beyond the limit: what the plan of a step may be wrong by.
+SLACK_SHARE, SLACK_BYTES = 1.05, 2**16
+#: In float64, and where a library computes in float32 within.
+DOUBLE, SINGLE = 1e-9, 1e-4
+
+
+def choose(date: datetime.date, entries: dict[str, Entry]) -> list[str]:
+    """The entries of a day: over time all of them, on one day the same for everybody."""
+    chance = random.Random(date.toordinal())
+    models = sorted(name for name, entry in entries.items() if entry.loop is None)
+    loops = sorted(name for name, entry in entries.items() if entry.loop is not None)
+    return chance.sample(models, N_MODELS) + chance.sample(loops, N_LOOPS)
+
+
+def run_one(name: str, seconds: float) -> dict[str, Any]:
+    """Run an entry in a process of its own; what goes wrong with that is its result."""
+    command = [sys.executable, str(HERE / "run_one.py"), name]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"name": name, "error": f"took more than {seconds:.0f} s"}
+    for line in reversed(child.stdout.splitlines()):
+        if line.startswith("{"):
+            made: dict[str, Any] = json.loads(line)
+            return made
+    said = child.stderr.strip().splitlines()[-1:] or [""]
+    return {"name": name, "error": f"ended with status {child.returncode}: {said[0][:200]}"}
+
+
+def faults(result: dict[str, Any]) -> list[str]:
+    """What of a result is a broken promise."""
+    if "error" in result:
+        return [f"plain torch or the zoo: {result['error']}"]
+    found = []
+    first = result["one chunk"]
+    if first.get("is_equal") is False:
+        found.append(f"one chunk differs by {first['difference']:.1e}")
+    for name in ("chunks", "limit"):
+        line = result.get(name, {})
+        if "error" in line:
+            if "MemoryLimitError" not in line["error"] or name != "limit":
+                found.append(f"{name}: {line['error']}")
+            continue
+        allowed = result.get("tolerance", DOUBLE if result["dtype"] == "float64" else SINGLE)
+        if line["difference"] > allowed:
+            found.append(f"{name}: differs by {line['difference']:.1e}")
+        if line["peak"] > SLACK_SHARE * result["plain"]["peak"] + SLACK_BYTES:
+            found.append(f"{name}: above plain torch's peak")
+        if name == "limit" and line["peak"] > SLACK_SHARE * line["allowed"] + SLACK_BYTES:
+            found.append(f"limit: took {line['peak']:,} bytes of {line['allowed']:,}")
+    return found
+
+
+def _cells(result: dict[str, Any]) -> list[str]:
+    plain, chunks, limit = (result.get(key, {}) for key in ("plain", "chunks", "limit"))
+    if "error" in result:
+        return [result["name"], "", "", "", "", "", result["error"][:60]]
+    first = result["one chunk"]
+    equal = {True: "bits", False: "DIFFERS"}.get(first.get("is_equal"), "skipped")
+    share = time = difference = "error"
+    if "peak" in chunks:
+        share = f"{chunks['peak'] / max(1, plain['peak']):.2f}"
+        time = f"{chunks['seconds'] / max(1e-9, plain['seconds']):.2f}"
+        difference = f"{chunks['difference']:.0e}"
+    under = "refused" if "error" in limit else ""
+    if "peak" in limit:
+        under = f"{limit['peak'] / max(1, limit['allowed']):.2f}"
+    what = "; ".join(faults(result)) or (chunks.get("whole") or [""])[0][:60]
+    return [result["name"], equal, difference, share, time, under, what]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A line for each entry, and what they come to."""
+    heads = ["name", "one chunk", "six: difference", "peak", "time", "of limit", "remarks"]
+    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    for result in sorted(results, key=lambda each: each["name"]):
+        lines.append("| " + " | ".join(_cells(result)) + " |")
+    wrong = [result for result in results if faults(result)]
+    refused = [r for r in results if "error" in r.get("limit", {})]
+    libraries = collections.Counter(result.get("library", "?") for result in results)
+    shares = sorted(
+        result["chunks"]["peak"] / result["plain"]["peak"]
+        for result in results
+        if "peak" in result.get("chunks", {}) and result["plain"]["peak"]
+    )
+    lines.append("")
+    lines.append(", ".join(f"{name}: {count}" for name, count in sorted(libraries.items())))
+    lines.append(f"{len(results)} entries, {len(wrong)} with a fault, {len(refused)} refused")
+    if shares:
+        middle = shares[len(shares) // 2]
+        lines.append(f"peak in six chunks over plain torch's: median {middle:.2f}")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", action="append", default=[], help="what a name must have in it")
+    parser.add_argument("--date", type=datetime.date.fromisoformat, help="this day's selection")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=300.0, help="for one entry")
+    parser.add_argument("--results", type=Path, default=Path("build/zoo.jsonl"))
+    parser.add_argument("--again", action="store_true", help="forget the results there are")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    entries = all_entries()
+    names = choose(args.date, entries) if args.date else list(entries)
+    if args.only:
+        names = [name for name in names if any(part in name for part in args.only)]
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    if args.again:
+        args.results.unlink(missing_ok=True)
+    done: dict[str, dict[str, Any]] = {}
+    if args.results.exists():
+        lines = args.results.read_text().splitlines()
+        done = {result["name"]: result for result in map(json.loads, lines)}
+    waiting = [name for name in names if name not in done]
+    with (
+        args.results.open("a") as file,
+        concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        running = [pool.submit(run_one, name, args.seconds) for name in waiting]
+        for future in concurrent.futures.as_completed(running):
+            result = future.result()
+            done[result["name"]] = result
+            print(json.dumps(result), file=file, flush=True)
+            said = "; ".join(faults(result)) or "as plain torch"
+            print(f"{result['name']}: {said}", flush=True)
+    results = [done[name] for name in names]
+    print(table(results))
+    unknown = [
+        each["name"] for each in results if faults(each) and each["name"] not in known.FAULTS
+    ]
+    if unknown:
+        sys.exit(f"broken promises that {known.__file__} does not explain: {', '.join(unknown)}")
+
+
+if __name__ == "__main__":
+    main()

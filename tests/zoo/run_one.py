@@ -1,0 +1,272 @@
+"""Run one entry of the zoo in this process and print one line of JSON: plain, in one chunk, in six
+chunks, and under a limit.
+
+    python tests/zoo/run_one.py NAME
+
+Numbers: the loss, every gradient and every buffer. In one chunk, with the library's own dtype, they
+are plain torch's bit for bit. In chunks they are compared in float64, each tensor relative to the
+largest number of its kind. "Peak" is the most bytes that torch's allocator hands out beyond what
+was there before the step. The limit is what the model, its gradients and the batch take, and
+`SHARE` of the most that plain torch's forward takes beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "python")]
+
+from zoo import libraries  # noqa: E402, F401  isort: skip: before any of the libraries
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
+
+import koila  # noqa: E402
+from allocations import Allocations  # noqa: E402
+from koila import budget, storages  # noqa: E402
+from zoo.entries import ROWS, Entry, Step, all_entries  # noqa: E402
+
+SHARE = 0.4
+CHUNKS = 6
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass
+class Outcome:
+    """What a run left behind, and what it took."""
+
+    numbers: dict[str, Tensor]
+    peak: int = 0
+    forward_peak: int = 0
+    seconds: float = 0.0
+    reports: list[str] = field(default_factory=list)
+    n_chunks: int = 1
+
+
+def _double(value: Any) -> Any:
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, convert, value)
+
+
+class Runner:
+    """A step that can be repeated from the same state."""
+
+    def __init__(self, step: Step, is_double: bool) -> None:
+        self.step = step
+        torch.manual_seed(1)
+        self.batch = step.batch(ROWS)
+        if is_double:
+            self.batch = _double(self.batch)
+            for module in step.modules:
+                module.double()
+        self.start = [
+            {name: value.clone() for name, value in module.state_dict().items()}
+            for module in step.modules
+        ]
+
+    def reset(self) -> None:
+        """Put back parameters and buffers, drop gradients, and seed the generator."""
+        for module, state in zip(self.step.modules, self.start, strict=True):
+            module.load_state_dict(state)
+            module.zero_grad(set_to_none=True)
+        torch.manual_seed(2)
+
+    def run(self, lazy: Callable[..., Any], memory: Allocations | None = None) -> Outcome:
+        """Run the step once."""
+        self.reset()
+        start = time.perf_counter()
+        with memory or contextlib.nullcontext():
+            loss = self.step.loss(**lazy(self.batch))
+        with memory or contextlib.nullcontext():
+            loss.backward()
+        seconds = time.perf_counter() - start
+        numbers = {"loss": torch.tensor(loss.detach().item(), dtype=loss.dtype)}
+        for i, module in enumerate(self.step.modules):
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None:
+                    numbers[f"{i}.{name}.grad"] = parameter.grad.clone()
+            for name, buffer in module.named_buffers():
+                numbers[f"{i}.{name}"] = buffer.detach().clone()
+        return Outcome(numbers, seconds=seconds)
+
+    def measure(self, lazy: Callable[..., Any]) -> Outcome:
+        """Run the step twice: for its time, and for its memory, which the profiler slows."""
+        timed = self.run(lazy)
+        memory = Allocations()
+        outcome = self.run(lazy, memory)
+        outcome.peak = memory.peak
+        outcome.seconds = timed.seconds
+        return outcome
+
+    def forward_peak(self) -> int:
+        """The most bytes that the plain forward takes."""
+        self.reset()
+        memory = Allocations()
+        with memory:
+            loss = self.step.loss(**self.batch)
+        with memory:
+            del loss
+        return memory.peak
+
+    def gradient_bytes(self) -> int:
+        return sum(p.nbytes for m in self.step.modules for p in m.parameters() if p.requires_grad)
+
+    def lazy(self, batch: dict[str, Any]) -> dict[str, Any]:
+        dims = self.step.dims
+        return {
+            name: koila.lazy(value, batch=dims.get(name, 0))
+            if isinstance(value, Tensor) and dims.get(name, 0) is not None
+            else value
+            for name, value in batch.items()
+        }
+
+
+def difference(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> float:
+    """The largest difference of a number, relative to the largest of its kind."""
+    if wanted.keys() != got.keys():
+        return float("inf")
+    kinds: dict[str, float] = {}
+
+    def kind(name: str) -> str:
+        return "grad" if name.endswith(".grad") else name
+
+    for name, value in wanted.items():
+        largest = value.double().abs().nan_to_num().max().item() if value.numel() else 0.0
+        kinds[kind(name)] = max(kinds.get(kind(name), 0.0), largest)
+    worst = 0.0
+    for name, value in wanted.items():
+        if torch.equal(value, got[name]) or not value.numel():
+            continue
+        gap = (value.double() - got[name].double()).abs().max().item()
+        if name == "loss" and value.dtype == torch.float32:
+            gap *= 1e-8  # a library that takes its loss in float32: it has so many digits fewer
+        worst = max(worst, gap / (kinds[kind(name)] or 1.0)) if gap == gap else float("inf")
+    return worst
+
+
+def is_equal(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> bool:
+    return wanted.keys() == got.keys() and all(
+        torch.allclose(value, got[name], rtol=0, atol=0, equal_nan=True)
+        for name, value in wanted.items()
+    )
+
+
+def _says(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def whole(report: Any) -> list[str]:
+    """What a report says ran whole."""
+    return [line.strip()[:160] for line in str(report).splitlines() if "whole" in line][:5]
+
+
+def attempt(line: dict[str, Any], run: Callable[[], None]) -> None:
+    try:
+        run()
+    except Exception as error:
+        line["error"] = _says(error)
+    finally:
+        koila._core.forget()
+
+
+def _in_one_chunk(entry: Entry, result: dict[str, Any]) -> None:
+    assert entry.build is not None
+    torch.manual_seed(0)
+    runner = Runner(entry.build(), is_double=False)
+    plain = runner.run(_same)
+    again = runner.run(_same)
+    line: dict[str, Any] = {}
+    result["one chunk"] = line
+    if not is_equal(plain.numbers, again.numbers):
+        line["skipped"] = "plain torch is not equal to itself"
+        return
+    got = runner.run(runner.lazy)
+    line["is_equal"] = is_equal(plain.numbers, got.numbers)
+    if not line["is_equal"]:
+        line["difference"] = difference(plain.numbers, got.numbers)
+
+
+def _in_chunks(entry: Entry, result: dict[str, Any]) -> None:
+    assert entry.build is not None
+    torch.manual_seed(0)
+    runner = Runner(entry.build(), is_double=True)
+    try:
+        runner.run(_same)
+        result["dtype"] = "float64"
+    except Exception:
+        torch.manual_seed(0)
+        runner = Runner(entry.build(), is_double=False)
+        result["dtype"] = "float32"
+    plain = runner.measure(_same)
+    forward = runner.forward_peak()
+    gradients = runner.gradient_bytes()
+    result["plain"] = {
+        "peak": plain.peak,
+        "forward": forward,
+        "gradients": gradients,
+        "seconds": plain.seconds,
+    }
+    line: dict[str, Any] = {}
+    result["chunks"] = line
+
+    def chunked() -> None:
+        with koila.config(chunks=CHUNKS):
+            got = runner.measure(runner.lazy)
+        report = koila.report()
+        line["difference"] = difference(plain.numbers, got.numbers)
+        line["peak"], line["seconds"] = got.peak, got.seconds
+        line["n_chunks"], line["whole"] = report.n_chunks, whole(report)
+
+    attempt(line, chunked)
+    limited: dict[str, Any] = {}
+    result["limit"] = limited
+
+    def under_limit() -> None:
+        runner.reset()
+        storages.look_again(True)
+        there = budget.taken(torch.device("cpu"), [])
+        allowed = gradients + int(SHARE * forward)
+        limited["allowed"] = allowed
+        with koila.config(memory_limit=there + allowed):
+            got = runner.measure(runner.lazy)
+        limited["difference"] = difference(plain.numbers, got.numbers)
+        limited["peak"], limited["seconds"] = got.peak, got.seconds
+        limited["n_chunks"], limited["whole"] = koila.report().n_chunks, whole(koila.report())
+
+    attempt(limited, under_limit)
+
+
+def run(entry: Entry) -> dict[str, Any]:
+    """Everything the zoo wants to know of an entry."""
+    result: dict[str, Any] = {"name": entry.name, "library": entry.library}
+    start = time.perf_counter()
+    try:
+        if entry.loop is not None:
+            from zoo.run_loop import run_loop
+
+            run_loop(entry, result)
+        else:
+            _in_one_chunk(entry, result)
+            _in_chunks(entry, result)
+    except Exception as error:
+        result["error"] = _says(error)
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    return result
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(run(all_entries()[sys.argv[1]])), flush=True)
