@@ -40,8 +40,8 @@ def _add_exponentials(start: Tensor, found: Tensor) -> Tensor:
 
 
 SCANS = {
-    "cumsum": Scan(torch.cumsum, lambda x, dim: x.sum(dim, keepdim=True), 0.0, _add),
-    "cumprod": Scan(torch.cumprod, lambda x, dim: x.prod(dim, keepdim=True), 1.0, torch.mul),
+    "cumsum": Scan(torch.cumsum, lambda x, dim: x.sum(dim, True, dtype=x.dtype), 0.0, _add),
+    "cumprod": Scan(torch.cumprod, lambda x, dim: x.prod(dim, True, dtype=x.dtype), 1.0, torch.mul),
     "logcumsumexp": Scan(
         torch.logcumsumexp,
         lambda x, dim: x.logsumexp(dim, keepdim=True),
@@ -56,7 +56,9 @@ def starts_of(scan: Scan, totals: list[Tensor], dim: int) -> Tensor:
     first = torch.full_like(totals[0], scan.nothing)
     if len(totals) == 1:
         return first
-    return torch.cat([first, scan.run(torch.cat(totals[:-1], dim), dim)], dim)
+    # torch adds up integers in int64: those of fewer bits wrap around in the same way afterwards.
+    sums = scan.run(torch.cat(totals[:-1], dim), dim).to(first.dtype)
+    return torch.cat([first, sums], dim)
 
 
 def _make(name: str, scan: Scan) -> tuple[Callable[..., Any], Callable[..., Any]]:
