@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from chunked import split
 from torch import Tensor
 
 import koila
+from chunked import split
 
 ROWS = 7
 DTYPES = [
