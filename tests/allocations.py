@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import torch
@@ -11,16 +12,42 @@ from torch.autograd.profiler import profile
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from koila import offload
 from oracle import Lazy, Outcome, run
 from programs_kit import Program
 
 _MARK = "allocations: mark"
+#: Before a file is mapped, which the profiler takes for memory; and when it is unmapped.
+_MAPPED, _UNMAPPED = "allocations: mapped ", "allocations: unmapped "
 #: Whether the profiler notes calls too: there are far more of them than of allocations.
 _note_calls: Any = torch._C._autograd._enable_record_function
 
 
+def _note(name: str) -> None:
+    _note_calls(True)
+    with record_function(name):
+        pass
+    _note_calls(False)
+
+
+def _put(tensor: Tensor) -> Tensor:
+    """What `offload.put` does, with a note of the file."""
+    n_bytes = max(1, tensor.numel() * tensor.element_size())
+    if tensor.device.type == "cpu":
+        _note(f"{_MAPPED}{n_bytes}")
+    kept = _put_unnoted(tensor)
+    if tensor.device.type == "cpu":
+        weakref.finalize(kept, _note, f"{_UNMAPPED}{n_bytes}")
+    return kept
+
+
+_put_unnoted = offload.put
+
+
 class Allocations:
     """Bytes of all storages that are there before or made meanwhile: at marks, at most, at the end.
+
+    Files that koila maps are not among them.
 
     It is entered twice, for the two halves of a step; the numbers are there after the second.
     Meanwhile no garbage is collected: that of tests before would count as freed by this one.
@@ -37,6 +64,7 @@ class Allocations:
     def __enter__(self) -> Allocations:
         if self.n_entered == 0:
             gc.disable()
+            offload.put = _put
             self.profile.__enter__()
             _note_calls(False)
         self.n_entered += 1
@@ -45,6 +73,7 @@ class Allocations:
     def __exit__(self, *error: Any) -> None:
         if self.n_entered == 2 or error[0] is not None:
             _note_calls(True)
+            offload.put = _put_unnoted
             self.profile.__exit__(None, None, None)
             gc.enable()
             self.add_up()
@@ -58,21 +87,26 @@ class Allocations:
 
     def mark(self) -> None:
         """Remember how many bytes there are now."""
-        _note_calls(True)
-        with record_function(_MARK):
-            pass
-        _note_calls(False)
+        _note(_MARK)
 
     def add_up(self) -> None:
         """Go through what was noted, in the order of time."""
         results: Any = self.profile.kineto_results
         now = self.peak = sum(self.before.values())
+        unmapped: list[int] = []  # files that are about to go
         for event in sorted(results.events(), key=lambda event: event.start_ns()):
-            if event.name() == "[memory]":
+            name = event.name()
+            if name == "[memory]" and -event.nbytes() in unmapped:
+                unmapped.remove(-event.nbytes())
+            elif name == "[memory]":
                 now += event.nbytes()
                 self.peak = max(self.peak, now)
-            elif event.name() == _MARK:
+            elif name == _MARK:
                 self.at_marks.append(now)
+            elif name.startswith(_MAPPED):
+                now -= int(name.removeprefix(_MAPPED))
+            elif name.startswith(_UNMAPPED):
+                unmapped.append(int(name.removeprefix(_UNMAPPED)))
         self.left = now
 
 
