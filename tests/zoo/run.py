@@ -30,8 +30,8 @@ from zoo.entries import Entry, all_entries  # noqa: E402
 N_MODELS, N_LOOPS = 12, 4
 #: Beyond the limit: what the plan of a step may be wrong by.
 SLACK_SHARE, SLACK_BYTES = 1.05, 2**16
-#: In float64, and where a library computes in float32 within.
-DOUBLE, SINGLE = 1e-9, 1e-4
+#: By the dtype of the model, and of what a library computes within.
+TOLERANCES = {"float64": 1e-9, "float64, float32 within": 1e-6, "float32": 1e-4}
 
 
 def choose(date: datetime.date, entries: dict[str, Entry]) -> list[str]:
@@ -74,7 +74,7 @@ def faults(result: dict[str, Any]) -> list[str]:
             if "MemoryLimitError" not in line["error"] or name != "limit":
                 found.append(f"{name}: {line['error']}")
             continue
-        allowed = result.get("tolerance", DOUBLE if result["dtype"] == "float64" else SINGLE)
+        allowed = result.get("tolerance", TOLERANCES[result["dtype"]])
         if line["difference"] > allowed:
             found.append(f"{name}: differs by {line['difference']:.1e}")
         if line["peak"] > SLACK_SHARE * result["plain"]["peak"] + SLACK_BYTES:

@@ -27,6 +27,7 @@ from zoo import libraries  # noqa: E402, F401  isort: skip: before any of the li
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
 import koila  # noqa: E402
@@ -59,6 +60,22 @@ def _double(value: Any) -> Any:
         return tensor.double() if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, convert, value)
+
+
+class _Singles(TorchDispatchMode):
+    """Notes whether anything is computed in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **kwargs or {})
+        tensors = (value for value in tree_leaves(made) if isinstance(value, Tensor))
+        self.is_seen |= any(tensor.dtype == torch.float32 for tensor in tensors)
+        return made
 
 
 class Runner:
@@ -204,8 +221,9 @@ def _in_chunks(entry: Entry, result: dict[str, Any]) -> None:
     torch.manual_seed(0)
     runner = Runner(entry.build(), is_double=True)
     try:
-        runner.run(_same)
-        result["dtype"] = "float64"
+        with _Singles() as singles:
+            runner.run(_same)
+        result["dtype"] = "float64, float32 within" if singles.is_seen else "float64"
     except Exception:
         torch.manual_seed(0)
         runner = Runner(entry.build(), is_double=False)
