@@ -28,7 +28,7 @@ from zoo import libraries  # noqa: E402, F401  isort: skip: before any of the li
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_map_only  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 import koila  # noqa: E402
 from allocations import Allocations  # noqa: E402
