@@ -462,7 +462,7 @@ evaluate(const char *text, PyObject *locals)
 static int
 test_storage(PyObject *locals)
 {
-    PyObject *tensor = evaluate("torch.empty(3, 5, device='cpu')", locals);
+    PyObject *tensor = evaluate("torch.empty(3, 5, dtype=torch.float32, device='cpu')", locals);
     int result = tensor == NULL || PyDict_SetItemString(locals, "x", tensor) < 0 ? -1 : 0;
     PyObject *words = result == 0 ? evaluate("(x._cdata, x.untyped_storage()._cdata, "
                                              "x.data_ptr(), x.untyped_storage().nbytes())",
@@ -494,12 +494,15 @@ error:
 static int
 test_others(PyObject *locals)
 {
-    PyObject *leaf = evaluate("torch.ones(2, device='cpu', requires_grad=True)", locals);
-    PyObject *grad = evaluate("torch.ones(2, device='cpu')", locals);
-    PyObject *meta = evaluate("torch.empty(2, device='meta')", locals);
+    PyObject *leaf =
+        evaluate("torch.ones(2, dtype=torch.float32, device='cpu', requires_grad=True)", locals);
+    PyObject *grad = evaluate("torch.ones(2, dtype=torch.float32, device='cpu')", locals);
+    PyObject *meta = evaluate("torch.empty(2, dtype=torch.float32, device='meta')", locals);
     PyObject *buffer = evaluate("torch.frombuffer(bytearray(8), dtype=torch.uint8)", locals);
-    PyObject *sparse = evaluate(
-        "torch.sparse_coo_tensor(size=(2, 2), device='cpu', check_invariants=True)", locals);
+    PyObject *sparse =
+        evaluate("torch.sparse_coo_tensor(size=(2, 2), dtype=torch.float32, device='cpu', "
+                 "check_invariants=True)",
+                 locals);
     int result = -1;
     if (leaf == NULL || grad == NULL || meta == NULL || buffer == NULL || sparse == NULL) {
         goto error;

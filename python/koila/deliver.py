@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
+from koila.engine import ACCUMULATE_GRAD
 from koila.rows import without_memory
-
-_ACCUMULATE = type(torch.autograd.graph.get_gradient_edge(torch.ones((), requires_grad=True)).node)
 
 
 def _nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
@@ -33,7 +32,7 @@ def _nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
 def _behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaves of the graph that a tensor is on."""
     for node in _nodes_behind(tensor):
-        if type(node) is _ACCUMULATE:
+        if type(node) is ACCUMULATE_GRAD:
             yield getattr(node, "variable")  # noqa: B009  torch's stubs do not know it
 
 

@@ -15,6 +15,17 @@ from torch.autograd.graph import GradientEdge
 _run: Any = torch.autograd.graph._engine_run_backward
 
 
+def _accumulate_grad() -> type:
+    """The type of the node that adds a gradient to its leaf, however gradients are switched where
+    koila is imported."""
+    with torch._C._InferenceMode(False), torch.enable_grad():
+        leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
+        return type(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+ACCUMULATE_GRAD = _accumulate_grad()
+
+
 class Function(torch.autograd.Function):
     """A function of koila's own: it is given no lazies and called in no transform of functorch, for
     which everybody else's arguments are gone through in Python at each call."""

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
+from koila.engine import ACCUMULATE_GRAD
+
 # They hand the gradient on as it is, or a view of it.
 _HANDS_ON = frozenset(
     "AddBackward0 AliasBackward0 DetachBackward0 PermuteBackward0 ReshapeAliasBackward0 "
     "SqueezeBackward0 SqueezeBackward1 TBackward0 TransposeBackward0 UnsafeViewBackward0 "
     "UnsqueezeBackward0 ViewBackward0".split()
 )
-
-
-_ACCUMULATE = type(torch.autograd.graph.get_gradient_edge(torch.ones((), requires_grad=True)).node)
 
 
 def _bytes(metadata: Any) -> int:
@@ -42,7 +41,7 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
         for following, output in node.next_functions:
             if following is None:
                 continue
-            is_leaf = type(following) is _ACCUMULATE  # a custom node may have any attribute
+            is_leaf = type(following) is ACCUMULATE_GRAD  # a custom node may have any attribute
             leaf = getattr(following, "variable", None) if is_leaf else None
             size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[output])
             made += 0 if node.name() in _HANDS_ON and size <= taken else size

@@ -24,11 +24,11 @@ def _anchor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def _second_time() -> str:
     """What torch says to who differentiates a second time."""
     with torch._C._InferenceMode(False), torch.enable_grad():
-        leaf = torch.ones((), requires_grad=True)
+        leaf = torch.ones((), device="cpu", requires_grad=True)
         root = leaf.exp()
         try:
             for _ in range(2):
-                engine.gradients_of([root], [leaf], [torch.ones(())])
+                engine.gradients_of([root], [leaf], [torch.ones_like(root)])
         except RuntimeError as error:
             return str(error)
     raise AssertionError("a graph that was used up can be used again")
