@@ -251,7 +251,7 @@ def run_shapes(n_bytes: int, n_steps: int) -> dict[str, Any]:
     without a limit (0)."""
     start = vm_data()
     if n_bytes:
-        koila._core.fix_malloc()
+        koila.budget.fix_malloc()
         limit_to(n_bytes)
         koila.budget.keep_fewer_kernels()
     case = CASES["GPT"]

@@ -1,14 +1,18 @@
 """A machine with less memory than this one has, and how much of it a run used at most.
 
-On the CPU the limit is the operating system's (RLIMIT_DATA): memory for tensors beyond what the
-interpreter and torch hold already. The peak is the kernel's own high-water mark of resident memory
-(VmHWM) beyond the same point, so both count the same thing. On CUDA the limit is torch's
-set_per_process_memory_fraction, and the peak the most bytes that tensors held at one time.
+On the CPU the limit is the operating system's (RLIMIT_DATA), for private memory beyond what the
+interpreter and torch hold already, and the peak is the most that the kernel counted against it
+(VmData) beyond the same point: one number, limited and measured. It is of this process alone. Pages
+of libraries, which processes share and a first step touches, are in neither. A thread reads it
+every other millisecond. On CUDA the limit is torch's set_per_process_memory_fraction, and the peak
+the most bytes that tensors held at one time.
 """
 
 from __future__ import annotations
 
 import resource
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -16,17 +20,17 @@ import torch
 from model import GPT
 
 _STATUS = Path("/proc/self/status")
-_CLEAR_PEAK = Path("/proc/self/clear_refs"), "5"
+_SECONDS = 0.002
+# A thread's stack counts as private memory; this one needs little.
+_STACK = 2**18
 
-# What a process needs besides tensors once it is warm: autograd's nodes, Python objects, buffers.
-_BYTES_SPARE = 16 * 2**20
 
-
-def _status(field: str) -> int:
+def _bytes_private() -> int:
+    """What the kernel holds RLIMIT_DATA against."""
     for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
+        if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{_STATUS} has no {field}")
+    raise RuntimeError(f"{_STATUS} has no VmData")
 
 
 def _warm_up(device: str) -> None:
@@ -39,7 +43,7 @@ def _warm_up(device: str) -> None:
 
 
 class Machine:
-    """The memory of `device` from here on: `bytes_limit` for tensors, or all there is."""
+    """The memory of `device` from here on: `bytes_limit` for all there is to come, or no limit."""
 
     def __init__(self, device: str, bytes_limit: int | None) -> None:
         _warm_up(device)
@@ -53,15 +57,22 @@ class Machine:
                 total = torch.cuda.get_device_properties(device).total_memory
                 torch.cuda.set_per_process_memory_fraction(bytes_limit / total)
             return
-        path, command = _CLEAR_PEAK
-        path.write_text(command)
-        self._bytes_before = _status("VmRSS")
+        self._bytes_most = 0
+        threading.stack_size(_STACK)
+        threading.Thread(target=self._watch, daemon=True).start()
+        threading.stack_size(0)
+        self._bytes_before = self._bytes_most = _bytes_private()
         if bytes_limit is not None:
-            limit = _status("VmData") + bytes_limit + _BYTES_SPARE
+            limit = self._bytes_before + bytes_limit
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    def _watch(self) -> None:
+        while True:
+            self._bytes_most = max(self._bytes_most, _bytes_private())
+            time.sleep(_SECONDS)
 
     def bytes_peak(self) -> int:
         """The most bytes in use at one time since the machine was made."""
         if self._is_cuda:
             return torch.cuda.max_memory_allocated()
-        return _status("VmHWM") - self._bytes_before
+        return self._bytes_most - self._bytes_before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import koila
-from koila import budget
+from koila import budget, storages
 from koila.config import parse_bytes
 from limits import there
 
@@ -116,7 +117,7 @@ def test_limits_of_the_process(
     limits = [budget.resource.RLIM_INFINITY] * 2
     limits[which] = GIB
     monkeypatch.setattr(budget, "_limits", lambda: tuple(limits))
-    monkeypatch.setattr(budget, "fix_malloc", lambda: None)
+    monkeypatch.setattr(budget, "fix_malloc", lambda left: None)
     write(system / "proc/self/status", f"Name: python\n{name}:\t{600 * 1024} kB")
     assert budget.free_on_cpu() == GIB - 600 * MIB - budget.SLACK
 
@@ -125,7 +126,7 @@ def test_limits_of_the_process(
 
 LIMIT_SET_LATE = """
 import resource, sys
-from koila import budget
+from koila import budget, storages
 
 limit, field = getattr(resource, sys.argv[1]), sys.argv[2]
 assert budget.is_ample(200 * 2**20), budget.free_on_cpu()
@@ -140,7 +141,7 @@ FITS = """
 import resource
 import torch
 import koila
-from koila import budget
+from koila import budget, storages
 
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(256, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 8))
@@ -173,7 +174,7 @@ import resource, sys
 import torch
 from torch import nn
 import koila
-from koila import budget
+from koila import budget, storages
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -340,20 +341,68 @@ def test_limit_less_what_is_held(system: Path) -> None:
     assert budget.free_bytes(CPU, held) == 8 * GIB
 
 
-def test_the_heap_is_left_alone_where_several_times_as_much_is_free(
+def test_the_heap_is_left_alone_where_several_times_as_much_is_left(
     system: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that goes back at each free comes in new pages: half of the time of small calls."""
-    fixed: list[bool] = []
-    monkeypatch.setattr(budget, "fix_malloc", lambda: fixed.append(True))
-    with koila.config(memory_limit=GIB):
-        budget.free_bytes(CPU, [])
-    with koila.config(memory_limit=100 * GIB):
+    """Memory that goes back at each free comes in new pages, which takes time."""
+    fixed: list[float] = []
+    monkeypatch.setattr(budget, "fix_malloc", fixed.append)
+    with koila.config(memory_limit=6 * GIB):
+        budget.free_bytes(CPU, [], needed=GIB)
+    with koila.config(memory_limit=100 * GIB):  # 8 are free
         budget.free_bytes(CPU, [], needed=GIB)
     assert not fixed
     with koila.config(memory_limit=3 * GIB):
-        budget.free_bytes(CPU, [])
-    assert fixed
+        budget.free_bytes(CPU, [], needed=GIB)
+    with koila.config(memory_limit=100 * GIB):
+        budget.free_bytes(CPU, [], needed=3 * GIB)
+    assert fixed == [3 * GIB, 8 * GIB]
+
+
+def test_blocks_that_go_back_are_a_small_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller limit makes smaller blocks go back, a larger one changes nothing."""
+    sizes: list[int] = []
+    monkeypatch.setattr(budget, "_threshold", None)
+    monkeypatch.setattr(budget._core, "fix_malloc", sizes.append)
+    for left in (GIB * 8, GIB, GIB // 4, GIB, GIB // 1024, 0):
+        budget.fix_malloc(left)
+    assert sizes == [4 * MIB, MIB, MIB // 16]
+
+
+@pytest.mark.parametrize(
+    ("make", "n_kept"),
+    [
+        (lambda ps: torch.optim.AdamW(ps), 2),
+        (lambda ps: torch.optim.Adam(ps, amsgrad=True), 3),
+        (lambda ps: torch.optim.NAdam(ps), 2),
+        (lambda ps: torch.optim.RAdam(ps), 2),
+        (lambda ps: torch.optim.Adamax(ps), 2),
+        (lambda ps: torch.optim.Adadelta(ps), 2),
+        (lambda ps: torch.optim.Rprop(ps), 2),
+        (lambda ps: torch.optim.ASGD(ps), 1),
+        (lambda ps: torch.optim.SGD(ps), 0),
+        (lambda ps: torch.optim.SGD(ps, momentum=0.9), 1),
+        (lambda ps: torch.optim.RMSprop(ps), 1),
+        (lambda ps: torch.optim.RMSprop(ps, momentum=0.9, centered=True), 3),
+    ],
+)
+def test_what_an_optimizer_will_keep(
+    make: Callable[[Any], torch.optim.Optimizer], n_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known before the first step, and equals what is there after it."""
+    monkeypatch.setattr(budget, "_searched", storages.Clock())
+    model = torch.nn.Linear(300, 200)
+    optimizer = make(model.parameters())
+    size = sum(p.nbytes for p in model.parameters())
+    assert budget.coming_state(model.parameters()) == n_kept * size
+    assert budget.coming_state(model.parameters()) == 0, "it does not look again at once"
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    state = [t for kept in optimizer.state.values() for t in kept.values()]
+    kept = sum(t.nbytes for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
+    assert kept == n_kept * size
+    monkeypatch.setattr(budget, "_searched", storages.Clock())
+    assert budget.coming_state(model.parameters()) == 0
 
 
 def test_limit_is_never_more_than_is_free(system: Path) -> None:

@@ -3,6 +3,8 @@ not been asked for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,8 @@ from torch import nn
 
 import koila
 from failures import CASES, FAULTS, Failing, Fault, assert_survived, count_calls, planned, run_eager
+from koila import budget, memory, plan
+from limits import there
 from oracle import assert_close
 
 N_SAMPLES = 5
@@ -114,3 +118,78 @@ def test_a_whole_run_fails(call: int) -> None:
     for parameter, gradient in zip(model.parameters(), want, strict=True):
         assert parameter.grad is not None
         assert_close(parameter.grad, gradient, "gradient")
+
+
+# Python itself has no memory left -----------------------------------------------------------------
+
+
+class Estimates:
+    """Measures as koila does, but for the first `n_times`, where no memory is left for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, n_times: int) -> None:
+        self.estimate, self.n_times, self.n_failed = memory.estimate, n_times, 0
+        monkeypatch.setattr(memory, "estimate", self.measure)
+
+    def measure(self, *args: Any) -> memory.Estimate:
+        if self.n_failed < self.n_times:
+            self.n_failed += 1
+            raise MemoryError
+        return self.estimate(*args)
+
+
+def small() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 5)).double()
+    return model, torch.randn(512, 64).double(), torch.arange(512) % 5
+
+
+def assert_trained(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    got = [parameter.grad for parameter in model.parameters()]
+    want = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    for gradient, wanted in zip(got, want, strict=True):
+        assert gradient is not None
+        assert_close(gradient, wanted, "gradient")
+
+
+@pytest.mark.parametrize("n_times", [1, 2])
+def test_no_memory_to_plan(monkeypatch: pytest.MonkeyPatch, n_times: int) -> None:
+    """Planning is tried again with what was cached given back; then the step is refused, and comes
+    through when it is asked for again."""
+    model, x, y = small()
+    failing = Estimates(monkeypatch, n_times)
+    given_back: list[bool] = []
+    monkeypatch.setattr(budget, "defragment", lambda: given_back.append(True))
+    with koila.config(memory_limit=there() + 3 * 2**19):
+        loss = F.cross_entropy(model(koila.lazy(x)), koila.lazy(y))
+        if n_times > 1:
+            with pytest.raises(koila.MemoryLimitError, match="while a program of 4 calls was plan"):
+                loss.backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
+        loss.backward()
+        assert koila.report().n_chunks > 1
+    assert failing.n_failed == n_times
+    assert given_back
+    assert_trained(model, x, y)
+
+
+def test_no_memory_to_plan_another_try() -> None:
+    """A run in the smallest chunks fails, and then what would show another way."""
+    model, x, y = small()
+    x, y = x[:12], y[:12]
+    failing = Failing(FAULTS[-1], 3)
+    loss = F.cross_entropy(model(koila.lazy(x)), koila.lazy(y))
+    with pytest.MonkeyPatch.context() as patch, planned(failing), failing:
+        patch.setattr(plan, "_across", out_of_memory)
+        estimates = Estimates(patch, 1)
+        with pytest.raises(koila.MemoryLimitError) as raised:
+            loss.backward()
+        assert estimates.n_failed > 0
+    assert "was planned" in str(raised.value)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with planned(Failing(None, -1)):
+        loss.backward()
+    assert_trained(model, x, y)
+
+
+def out_of_memory(*args: Any) -> Any:
+    raise MemoryError

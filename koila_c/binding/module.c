@@ -339,8 +339,10 @@ static PyMethodDef functions[] = {
     {"set_blocked_halves", core_set_blocked_halves, METH_O,
      "set_blocked_halves($module, dtypes, /)\n--\n\n"
      "Say which dtypes of 16 bits oneDNN convolves on this CPU."},
-    {"fix_malloc", core_fix_malloc, METH_NOARGS,
-     "fix_malloc($module, /)\n--\n\nLet glibc give large blocks back to the system at once."},
+    {"fix_malloc", core_fix_malloc, METH_O,
+     "fix_malloc($module, size, /)\n--\n\nLet glibc give blocks of `size` bytes and more back to "
+     "the "
+     "system when they are freed, and now all that is free."},
     {"sees_storages", kl_storage_works, METH_NOARGS,
      "sees_storages($module, /)\n--\n\n"
      "Whether the memory of tensors can be read as this torch lays it out."},

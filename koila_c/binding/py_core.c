@@ -738,14 +738,20 @@ core_pending_bytes(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-core_fix_malloc(PyObject *module, PyObject *ignored)
+core_fix_malloc(PyObject *module, PyObject *size)
 {
     (void)module;
-    (void)ignored;
+    int n_bytes = _PyLong_AsInt(size);
+    if (n_bytes == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
 #ifdef __GLIBC__
     /* glibc raises its threshold when a large block is freed, sends later ones to the heap, and the heap
-     * does not shrink: fixed, every large block goes back to the system when it is freed. */
-    return PyBool_FromLong(mallopt(M_MMAP_THRESHOLD, 64 * 1024));
+     * does not shrink: fixed, every large block goes back to the system when it is freed. The heap's end
+     * goes back as soon as that is as large, and what is free inside it now. */
+    bool is_fixed = mallopt(M_MMAP_THRESHOLD, n_bytes) && mallopt(M_TRIM_THRESHOLD, n_bytes);
+    (void)malloc_trim(0);
+    return PyBool_FromLong(is_fixed);
 #else
     return Py_NewRef(Py_False);
 #endif

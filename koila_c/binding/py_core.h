@@ -47,7 +47,7 @@ PyObject *core_check_leaves(PyObject *module, PyObject *ignored);
 PyObject *core_close(PyObject *module, PyObject *ignored);
 PyObject *core_known(PyObject *module, PyObject *object);
 PyObject *core_pending_bytes(PyObject *module, PyObject *ignored);
-PyObject *core_fix_malloc(PyObject *module, PyObject *ignored);
+PyObject *core_fix_malloc(PyObject *module, PyObject *size);
 PyObject *core_memo(PyObject *module, PyObject *ignored);
 PyObject *core_count_interpreters(PyObject *module, PyObject *n);
 PyObject *core_reads_by_handle(PyObject *module, PyObject *ignored);

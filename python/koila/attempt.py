@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from koila import _core, budget, draws, hooks, plan, reports
 from koila.config import get
-from koila.errors import KoilaError, NotInChunksError, is_of_layout, is_out_of_memory, let_go
+from koila.errors import (
+    KoilaError,
+    MemoryLimitError,
+    NotInChunksError,
+    is_of_layout,
+    is_out_of_memory,
+    let_go,
+)
 from koila.explain import scheduled, told
 from koila.program import Program
 
@@ -61,7 +68,12 @@ def attempt(
             if is_memory and replay.is_delivering:
                 _core.abandon()  # smaller chunks are no help, and hooks have been called
                 raise
-            tighter = planned.tighter(program, is_fixed) if is_memory else None
+            tighter = None
+            if is_memory:
+                del replay  # what the run that failed has made makes room to plan another
+                let_go(error)
+                budget.defragment()
+                tighter = _tighter(program, planned, is_fixed)
             if tighter is None:
                 if not is_memory:
                     draws.move_on()  # what is drawn from now on comes after it, as in eager
@@ -69,14 +81,27 @@ def attempt(
                 if is_memory or not is_calls or not _core.failed(error):
                     _core.abandon()  # else it is known which call raised
                 if is_memory and not is_fixed:
-                    del replay
-                    let_go(error)
-                    raise plan.ran_out(program) from error
+                    raise _refusal(program) from error
                 raise
-            let_go(error)
         finally:
             _core.set_busy(False)
-        del replay
-        budget.defragment()
         program, planned = tighter
         n_tries += 1
+
+
+def _tighter(
+    program: Program, planned: plan.Plan, is_fixed: bool
+) -> tuple[Program, plan.Plan] | None:
+    """What is tried next; None: nothing, or there was no memory left to plan it."""
+    try:
+        return planned.tighter(program, is_fixed)
+    except MemoryError:
+        return None
+
+
+def _refusal(program: Program) -> MemoryLimitError:
+    """What is raised where memory ran out in the smallest chunks."""
+    try:
+        return plan.ran_out(program)
+    except MemoryError:
+        return plan.no_room_to_plan(program)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import resource
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
@@ -27,7 +29,8 @@ _KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACI
 # A step that meets more kernels than are kept compiles them anew, so they are not fewer than this.
 _KERNELS_SHARE, _LEAST_KERNELS = 1 / 16, 8
 
-_fixed = False
+#: From what size on freed blocks go back at once; None: as malloc sees fit.
+_threshold: int | None = None
 
 
 def _read(path: Path) -> str:
@@ -109,17 +112,25 @@ def _left_in_groups() -> Iterator[int]:
         yield limit - max(0, used - cache)
 
 
-#: A heap that fragments may take some times what its tensors do. Where that is free, it may: memory
-#: that goes back at each free comes in new pages, which are half of the time of small calls.
+#: A heap that fragments may take some times what its tensors do. Where that is left, it may: memory
+#: that goes back at each free comes in new pages, which take a twentieth of a step and more.
 _HEAP_SHARE = 4
+#: Smaller blocks stay on the heap, where they leave holes of about their size: a small share of
+#: what is left to a process. The least costs each call new pages, the most nearly nothing.
+_BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
 
 
-def fix_malloc() -> None:
-    """Where memory on the CPU is short, make what is freed go back at once."""
-    global _fixed
-    if not _fixed:
-        _fixed = True
-        _core.fix_malloc()
+def fix_malloc(left: float = 0.0) -> None:
+    """Make blocks of memory that are freed go back to the system at once.
+
+    Args:
+        left: bytes that a limit leaves. Of more, larger blocks may stay with the process.
+    """
+    global _threshold
+    size = int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK))
+    if _threshold is None or size < _threshold:
+        _threshold = size
+        _core.fix_malloc(size)
 
 
 def _limits() -> tuple[int, int]:
@@ -164,6 +175,11 @@ def keep_fewer_kernels() -> None:
         os.environ[_KERNELS_KEPT[0]] = str(kept)
 
 
+def is_limited() -> bool:
+    """Whether the user, or the system for this process, allows less than there is."""
+    return config.get("memory_limit") is not None or is_bound()
+
+
 def slack() -> int:
     """Bytes that are kept back for what a first step takes beside tensors."""
     return min(map(_kept_back, _left_to_process()), default=0)
@@ -177,7 +193,7 @@ def free_on_cpu() -> int:
         left.append(available)
     left.extend(_left_in_groups())
     for bytes_left in _left_to_process():
-        fix_malloc()
+        fix_malloc(bytes_left)
         left.append(bytes_left - _kept_back(bytes_left))
     return max(0, min(left)) if left else 2**62
 
@@ -223,11 +239,13 @@ def free_on_cuda(device: torch.device) -> int:
 
 
 def defragment() -> None:
-    """Give what the allocators of GPUs have cached back, after a run that met the end of memory.
+    """Give back what malloc and the allocators of GPUs have cached, after memory ran out.
 
-    An allocator does so itself before it gives up; but what is left then is cut to the sizes of
+    The latter do so themselves before they give up; but what is left then is cut to the sizes of
     the run that failed, and the next has others.
     """
+    if _threshold is not None:
+        _core.fix_malloc(_threshold)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -314,8 +332,8 @@ def free_bytes(
         free = free_on_cuda(device) if device.type == "cuda" else free_on_cpu()
     if limit is None:
         return free
-    if device.type == "cpu" and free < _HEAP_SHARE * min(limit, needed):
-        fix_malloc()
+    if device.type == "cpu" and min(free, limit) < _HEAP_SHARE * needed:
+        fix_malloc(min(free, limit))
     if is_alone:
         return max(0, min(free, limit - _storage_bytes(t for t in held if t.device == device)))
     return max(0, min(free, limit - taken(device, held)))
@@ -359,6 +377,43 @@ _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Remember an optimizer that stepped: its state counts as memory that is taken."""
     _optimizers.add(optimizer)
+
+
+#: How many tensors of a parameter's size torch's optimizers keep for it, from their first step on.
+_N_KEPT: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
+    torch.optim.Adam: lambda group: 2 + bool(group["amsgrad"]),
+    torch.optim.NAdam: lambda group: 2,
+    torch.optim.RAdam: lambda group: 2,
+    torch.optim.Adamax: lambda group: 2,
+    torch.optim.Adadelta: lambda group: 2,
+    torch.optim.Rprop: lambda group: 2,
+    torch.optim.ASGD: lambda group: 1,
+    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
+    torch.optim.RMSprop: lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
+}
+_searched = storages.Clock()
+
+
+def coming_state(parameters: Iterable[torch.Tensor]) -> int:
+    """Bytes that optimizers which have yet to make their first step will keep for some parameters.
+
+    The steps after it have so much less. Optimizers are looked for among all objects: seldom, so
+    that it takes little of the time; in between nothing is known of them.
+    """
+    if not _searched.is_due():
+        return 0
+    with _searched:
+        found = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    wanted = {id(parameter) for parameter in parameters}
+    n_bytes = 0
+    for optimizer in found:
+        kinds = [kind for kind in type(optimizer).__mro__ if kind in _N_KEPT]
+        if not kinds or optimizer in _optimizers:
+            continue
+        for group in optimizer.param_groups:
+            size = sum(p.nbytes for p in group["params"] if id(p) in wanted and p.requires_grad)
+            n_bytes += _N_KEPT[kinds[0]](group) * size
+    return n_bytes
 
 
 def optimizer_state() -> list[torch.Tensor]:

@@ -271,13 +271,34 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
         return Plan(chunks, way=way or AS_IT_IS)
     if not program.axes:
         return Plan(1)
+    try:
+        return _plan(program, is_graph, is_final)
+    except MemoryError:
+        budget.defragment()
+    try:
+        return _plan(program, is_graph, is_final)
+    except MemoryError:
+        raise no_room_to_plan(program) from None
+
+
+def no_room_to_plan(program: Program) -> MemoryLimitError:
+    """What is raised where Python itself had no memory left to plan a program."""
+    return MemoryLimitError(
+        f"memory ran out while a program of {program.n_nodes} calls was planned: the limit of this "
+        "process leaves nothing; raise it, or make the model or the batch smaller"
+    )
+
+
+def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
+    """As `plan`, where the number of chunks is to be found."""
     estimate = memory.estimate(program, is_graph)
+    reports.measure(estimate.whole)
     made = _fit(program, estimate, is_graph)
     could_fit = isinstance(made, Needs) and made.n_bytes <= _allowed(program, is_alone=True)
     if could_fit and storages.look_again(is_final):
         made = _fit(program, estimate, is_graph)
     if isinstance(made, Needs) and is_final and _is_measured():
-        made = _fit(program, estimate, is_graph, is_last=True)
+        made = _fit(program, estimate, is_graph, made)
     if isinstance(made, Needs):
         raise made.refusal(program)
     return made
@@ -564,12 +585,15 @@ def _larger_chunks(
 
 
 def _fit(
-    program: Program, estimate: memory.Estimate, is_graph: bool, is_last: bool = False
+    program: Program, estimate: memory.Estimate, is_graph: bool, needs: Needs | None = None
 ) -> Plan | Needs:
-    """The plan for a program; or what it needs, if that is more than there is. As a last resort it
-    may have what is kept back for a first step of libraries."""
+    """The plan for a program; or what it needs, if that is more than there is.
+
+    Of what is kept back for a first step of libraries it may have, as a last resort, what it
+    `needs`: where libraries then find nothing left, some of them end the process.
+    """
     left, slack = _allowed(program, needed=estimate.whole), budget.slack()
-    allowed = left + slack if is_last else left
+    allowed = min(left + slack, needs.n_bytes / CHUNK_SHARE) if needs is not None else left
     pinned = _pinned_grids(program)
     if pinned:
         return _pinned(program, is_graph, allowed, max(pinned, key=len))
@@ -597,6 +621,10 @@ def _fit(
             while size > rows:
                 size //= 2
             rows = size
+    if last is None and rows > 0 and is_graph and budget.is_limited():
+        # The steps that follow have as much less as optimizers keep: this one goes as they will.
+        coming = budget.coming_state(leaf for leaf in program.entered if leaf.is_leaf)
+        rows = estimate.largest_chunk(CHUNK_SHARE * (allowed - coming)) or rows
     if rows == 0:
         found = _find_way(program, is_graph, shape, allowed)
         if isinstance(found, Needs):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
 import threading
 import weakref
@@ -21,7 +22,10 @@ from typing import Any
 
 import torch
 
+from koila import budget, resident
 from koila.draws import user_line
+
+_logger = logging.getLogger("koila")
 
 #: A step that never ends keeps its last programs.
 MOST_PROGRAMS = 1000
@@ -106,9 +110,10 @@ class ProgramReport:
         bytes_predicted: what it was thought to need at its worst moment, beyond what was there.
             None where that was not asked: it certainly fits, or config(chunks=) decided.
         bytes_allowed: what it was allowed.
-        bytes_measured: what it took at its worst moment, beyond what was there. None where that was
-            not measured: on the CPU, where nobody counts, and on a GPU where the peak that its
-            allocator remembers is an older one.
+        bytes_measured: what it took at its worst moment, beyond what was there: on a GPU of
+            tensors, on the CPU, under a limit, of the process's resident private memory. None where
+            that was not measured: on the CPU without a limit, or of what takes less than 1 MiB, and
+            on a GPU where the peak that its allocator remembers is an older one.
         why: why it ran whole, or failed; empty for one in chunks.
         stages: its stages, where it ran in chunks.
         whole: the calls that made values of the whole batch, though they read rows of it.
@@ -286,6 +291,7 @@ class _State(threading.local):
         self.gradients: dict[int, list[Any]] = {}  # before the first backward of this step
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this step
         self.asked: str | None = None
+        self.peak: resident.Peak | None = None  # of the process, while what was asked for runs
         self.decision: Decision | None = None
         self.reason = ""
 
@@ -440,6 +446,48 @@ def ran_before() -> list[Whole]:
     return sorted(found, key=lambda one: -one.n_bytes)
 
 
+#: What runs in less is not measured.
+_LEAST_MEASURED = 2**20
+#: Beyond what is allowed: what an allocator rounds up, and what libraries take besides tensors.
+_ROUNDING = 1.05
+_over: set[str] = set()  # the lines that were told of
+
+
+def measure(n_bytes: float) -> None:
+    """A program is planned that may take so many bytes: look at what it takes under a limit."""
+    is_told = _state.asked is not None and _state.peak is None
+    if not is_told or n_bytes < _LEAST_MEASURED or not budget.is_limited():
+        return
+    if not budget.is_bound() or budget.slack() == budget.SLACK:  # else it takes what is short
+        _state.peak = resident.Peak()
+
+
+def _note_measured(n_noted: int) -> None:
+    """Of the last programs, the one that was thought to take most took what was measured."""
+    peak, _state.peak = _state.peak, None
+    n_bytes = peak.stop() if peak is not None else None
+    ran = list(_state.programs)
+    last = ran[max(0, len(ran) - n_noted) :] if n_noted > 0 else []
+    found = max(last, key=lambda one: one.bytes_predicted or 0.0, default=None)
+    if n_bytes is None or found is None or found.bytes_allowed is None:
+        return
+    if found.bytes_measured is None:
+        found_at = len(ran) - 1 - ran[::-1].index(found)
+        _state.programs[found_at] = dataclasses.replace(found, bytes_measured=n_bytes)
+    if n_bytes > _ROUNDING * found.bytes_allowed + budget.SLACK and found.line not in _over:
+        _over.add(found.line)
+        budget.fix_malloc()
+        _logger.warning(
+            "%s at %s took %s of memory, where %s were left and %s were predicted: libraries and "
+            "Python take some beside tensors; set a lower memory_limit to make room for that",
+            found.what,
+            found.line,
+            size(n_bytes),
+            size(found.bytes_allowed),
+            size(found.bytes_predicted or 0.0),
+        )
+
+
 class Asking:
     """What makes programs run inside it; if that fails, it is noted as such."""
 
@@ -461,6 +509,7 @@ class Asking:
     ) -> None:
         if self.is_outermost:
             _state.asked = None
+            _note_measured(_state.n_noted - self.n_before)
             is_told = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
             if error is not None and not is_told:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -53,7 +53,7 @@ def _parts_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-class _Clock:
+class Clock:
     """When something was done last, and how long that took."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _Clock:
         self.at, self.seconds = now, now - self.at
 
 
-_walked, _looked, _collected = _Clock(), _Clock(), _Clock()
+_walked, _looked, _collected = Clock(), Clock(), Clock()
 #: What a walk found, where this torch's storages cannot be read: bytes by storage.
 _found: dict[int, int] = {}
 

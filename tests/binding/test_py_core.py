@@ -358,4 +358,6 @@ def test_blocks_and_requests_of_memory() -> None:
 
 
 def test_malloc_is_fixed_on_glibc() -> None:
-    assert core.fix_malloc() is True
+    assert core.fix_malloc(2**16) is True
+    with pytest.raises(TypeError):
+        core.fix_malloc("64 KiB")

@@ -1,0 +1,185 @@
+"""A limit on the CPU holds as the kernel counts it: what plain scripts have resident under one.
+
+Each runs in a process of its own, without a variable of the environment for malloc.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import koila
+from koila import budget, reports, resident
+from limits import there
+from resident_programs import N_STEPS, PROGRAMS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked")
+
+SCRIPT = Path(__file__).with_name("resident_programs.py")
+MIB = 2**20
+#: Of a limit, and beside it: what an allocator rounds up, and what libraries take.
+ROUNDING, LIBRARIES = 1.05, 16 * MIB
+#: What hands real tensors to code that koila does not see needs most of eager's memory.
+SHARES = {"packed_lstm": (1.5,)}
+
+
+def run(*words: object) -> dict[str, Any]:
+    """Run a program in a process of its own."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, words)],
+        check=False,
+        timeout=300,
+        capture_output=True,
+        text=True,
+        env=kept,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@functools.cache
+def eager(name: str) -> int:
+    """The bytes of eager's tensors at their peak."""
+    return int(run(name, "none")["tensors"])
+
+
+CASES = [(name, share) for name in PROGRAMS for share in SHARES.get(name, (0.5, 0.3))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "share"), CASES)
+def test_memory_limit_holds(name: str, share: float) -> None:
+    limit = int(share * eager(name))
+    found = run(name, "memory_limit", limit)
+    assert "error" not in found, found["error"]
+    assert len(found["losses"]) == N_STEPS
+    assert max(found["peaks"]) <= ROUNDING * limit + LIBRARIES
+    assert not any(" took " in text for text in found["warnings"])
+    if share < 1:
+        assert all(max(chunks) > 1 for chunks in found["chunks"])
+        main = max(found["reports"], key=lambda report: report[1] or 0.0)
+        assert main[3] is not None, "what it took is measured"
+        assert main[3] <= 1.1 * main[1] + LIBRARIES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "two_towers", "lstm", "mlp"])
+def test_a_limit_of_the_process_holds(name: str) -> None:
+    """The kernel sees to it that no more is taken: the step has to come through."""
+    limit = int(0.5 * eager(name))
+    found = run(name, "process", limit)
+    assert "error" not in found, found["error"]
+    assert max(found["peaks"]) <= limit
+    assert len({str(chunks) for chunks in found["chunks"]}) == 1, "equal steps in equal chunks"
+
+
+# What is measured ---------------------------------------------------------------------------------
+
+
+def test_a_peak_is_seen() -> None:
+    """Also where it is over when the measuring ends."""
+    before = resident.n_bytes()
+    peak = resident.Peak()
+    for _ in range(20):
+        torch.ones(16 * MIB).sum()  # 64 MiB, for some milliseconds
+    found = peak.stop()
+    assert found is not None and before is not None
+    assert 60 * MIB <= found <= 80 * MIB
+    assert abs(resident.n_bytes() - before) <= 8 * MIB  # type: ignore[operator]
+
+
+def test_pages_of_files_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "numbers"
+    file.write_bytes(bytes(64 * MIB))
+    peak = resident.Peak()
+    mapped = torch.from_file(str(file), size=16 * MIB, dtype=torch.float32)
+    mapped.sum()
+    found = peak.stop()
+    assert found is not None and found <= 16 * MIB
+
+
+def test_nothing_is_left_running() -> None:
+    names = {thread.name for thread in threading.enumerate()}
+    n_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        resident.Peak().stop()
+    assert {thread.name for thread in threading.enumerate()} == names
+    assert len(os.listdir("/proc/self/fd")) == n_files
+
+
+def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may start none is measured at its ends."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    size = threading.stack_size()
+    peak = resident.Peak()
+    held = torch.ones(16 * MIB)
+    found = peak.stop()
+    assert found is not None and found >= 60 * MIB and held is not None
+    assert threading.stack_size() == size
+
+
+def test_no_kernel_that_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "_open", lambda name: None)
+    assert resident.n_bytes() is None
+    assert resident.Peak().stop() is None
+
+
+# What is told -------------------------------------------------------------------------------------
+
+
+def step() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(256, 2048), torch.nn.GELU())
+    x = torch.ones(2048, 256)
+    limit = there() + 24 * MIB
+    with koila.config(memory_limit=limit):
+        model(koila.lazy(x)).pow(2).mean().backward()
+
+
+def test_report_says_what_was_measured() -> None:
+    step()
+    report = koila.report()
+    assert report.n_chunks > 1
+    assert report.bytes_measured is not None
+    assert "not measured" not in str(report)
+
+
+def test_nothing_is_measured_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "Peak", None)  # to call it would fail
+    with koila.config(chunks=3):
+        koila.lazy(torch.ones(2**20)).exp().sum().item()
+    koila.lazy(torch.ones(2**20)).exp().sum().item()
+    assert koila.report().bytes_measured is None
+
+
+def test_more_than_allowed_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What kernels and others take beside tensors is in no plan."""
+    monkeypatch.setattr(reports, "_over", set())
+    monkeypatch.setattr(resident.Peak, "stop", lambda self: 200 * MIB)
+    fixed: list[bool] = []
+    monkeypatch.setattr(budget, "fix_malloc", lambda *left: fixed.append(bool(left)))
+    with caplog.at_level(logging.WARNING, "koila"):
+        for _ in range(3):
+            step()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "took 200.0 MiB" in told[0]
+    assert "test_resident.py" in told[0]
+    assert False in fixed, "from now on all that is freed goes back"
