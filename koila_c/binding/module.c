@@ -52,14 +52,14 @@ core_bind(PyObject *module, PyObject *args)
              *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *bridge = NULL,
              *note_ran = NULL, *device_of = NULL, *wait_for_copy = NULL, *choose = NULL,
              *record_out = NULL, *settle = NULL, *is_out_of_memory = NULL, *before_write = NULL,
-             *after_write = NULL;
+             *after_write = NULL, *note_write = NULL, *note_written = NULL;
     unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
                           &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
                           &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
                           &bind_hooks, &bridge, &before_write, &after_write, &note_ran, &device_of,
                           &wait_for_copy, &choose, &record_out, &settle, &is_out_of_memory,
-                          &PyTuple_Type, &folders, &reductions) ||
+                          &note_write, &note_written, &PyTuple_Type, &folders, &reductions) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
@@ -83,6 +83,8 @@ core_bind(PyObject *module, PyObject *args)
     Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
     Py_XSETREF(kl_py.settle, Py_NewRef(settle));
     Py_XSETREF(kl_py.is_out_of_memory, Py_NewRef(is_out_of_memory));
+    Py_XSETREF(kl_py.note_write, Py_NewRef(note_write));
+    Py_XSETREF(kl_py.note_written, Py_NewRef(note_written));
     Py_XSETREF(kl_py.read, Py_NewRef(read));
     Py_XSETREF(kl_py.in_transform, Py_NewRef(in_transform));
     Py_XSETREF(kl_py.run_again, Py_NewRef(run_again));
@@ -110,7 +112,7 @@ static PyMethodDef functions[] = {
      "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
      "bridge, before_write, after_write, note_ran, device_of, wait_for_copy, choose_attention, "
      "record_out, settle, "
-     "is_out_of_memory, folders, reductions, /)"
+     "is_out_of_memory, note_write, note_written, folders, reductions, /)"
      "\n--\n\n"
      "Give the module the Python objects it calls."},
     {"register", kl_function_register, METH_VARARGS,

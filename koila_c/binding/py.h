@@ -178,6 +178,7 @@ typedef struct KlPyState {
     PyObject *record_out;       /* koila.outs.record: a call that writes to out= */
     PyObject *settle;           /* koila.numbers.settle_outdated */
     PyObject *is_out_of_memory; /* koila.errors: says nothing of the call that raised it */
+    PyObject *note_write, *note_written; /* koila.unwritten: what a call is to write on the side */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
@@ -196,6 +197,7 @@ typedef struct KlPyState {
     uint32_t reductions;     /* bit i: KlReduce i can be split */
     uint32_t blocked_halves; /* as KlCall's */
     bool is_flash_allowed;   /* likewise */
+    bool is_looking;         /* at a tensor's version or address: nobody reads its numbers */
 } KlPyState;
 
 extern KlPyState kl_py;
@@ -310,7 +312,9 @@ bool kl_stale_is_enough(const Tape *tape, KlValueId value);
 PyObject *kl_stale_forget_left(PyObject *module, PyObject *ignored);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
-/* Whether a leaf that pending calls read is no longer what they were recorded with; -1 on failure. */
+/* Whether a leaf is no longer what was recorded; -1 on failure. */
+int kl_stale_is_changed(const Tape *tape, KlValueId leaf);
+/* Whether pending calls that read a leaf need what it no longer is; -1 on failure. */
 int kl_stale_is_lost(const Tape *tape, KlValueId leaf);
 /* After a call that ran at once: the lazies whose tensors it wrote, or gave a graph, leave the tape, and are
  * met anew where they are used next. -1 on failure. */

@@ -391,7 +391,7 @@ core_is_busy(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     const Tape *tape = kl_tape_open_or_null();
-    return PyBool_FromLong(tape != NULL && tape->is_running);
+    return PyBool_FromLong(kl_py.is_looking || (tape != NULL && tape->is_running));
 }
 
 PyObject *

@@ -335,6 +335,16 @@ run_next(Tape *tape, KlNodeId id, KlContextSwitch *context)
     return result;
 }
 
+/* All that waits runs now: what it is to write on the side need not be watched any more. */
+static int
+note_written(const Tape *tape)
+{
+    PyObject *noted =
+        tape->core.n_aside > 0 ? PyObject_CallNoArgs(kl_py.note_written) : Py_NewRef(Py_None);
+    Py_XDECREF(noted);
+    return noted != NULL ? 0 : -1;
+}
+
 static int
 run_tape(Tape *tape)
 {
@@ -354,7 +364,7 @@ run_tape(Tape *tape)
             return -1;
         }
         Py_DECREF(checked);
-        if (kl_tape_check_leaves(tape) < 0 || keep_flags(tape) < 0 ||
+        if (kl_tape_check_leaves(tape) < 0 || note_written(tape) < 0 || keep_flags(tape) < 0 ||
             kl_context_begin(&context) < 0) {
             return -1;
         }
@@ -663,24 +673,6 @@ hands_out_number(const LazyArgs *lazy_args, PyObject *result)
     return false;
 }
 
-/* What a pending call is still to write on the side must have been written when the user's tensor is read. */
-static int
-write_what_is_read(PyObject *args, PyObject *kwargs)
-{
-    Tape *tape = kl_tape_open_or_null();
-    if (tape == NULL || tape->core.n_aside == 0 || tape->is_running) {
-        return 0;
-    }
-    for (size_t i = 0; i < tape->core.n_values; i++) {
-        PyObject *real = tape->values[i].real;
-        if (tape->core.values[i].n_aside > 0 && real != NULL &&
-            (is_among(args, real) || is_among(kwargs, real))) {
-            return kl_live_run(tape);
-        }
-    }
-    return 0;
-}
-
 /* Make a call that may write what parts which were cut off read again: for those it stays what it was. */
 static PyObject *
 call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
@@ -725,9 +717,6 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     LazyArgs lazy_args = {.kind = kind};
     bool has_kwargs = kwargs != NULL && kwargs != Py_None;
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
-    if (write_what_is_read(args, has_kwargs ? kwargs : NULL) < 0) {
-        return NULL;
-    }
     PyObject *before = caller;
     caller = func;
     int status = kl_call_visit(args, force_one, &lazy_args);

@@ -90,6 +90,25 @@ kl_record_results(Tape *tape, KlNodeId id, PyObject *container)
     return result;
 }
 
+/* A call is about to be recorded that writes leaves on the side: plain torch gets them written first. */
+static int
+note_write(Tape *tape, const KlRecord *record)
+{
+    PyObject *leaves = PyList_New(0);
+    int result = leaves == NULL ? -1 : 0;
+    for (uint32_t i = 0; result == 0 && record->leaf_writes >> i != 0; i++) {
+        if ((record->leaf_writes >> i & 1) != 0) {
+            result = PyList_Append(leaves, tape->values[record->inputs[i]].real);
+        }
+    }
+    PyObject *noted = result == 0 ? PyObject_CallFunction(kl_py.note_write, "OnO", tape,
+                                                          (Py_ssize_t)tape->core.n_nodes, leaves)
+                                  : NULL;
+    Py_XDECREF(noted);
+    Py_XDECREF(leaves);
+    return noted != NULL ? 0 : -1;
+}
+
 int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
 {
@@ -106,7 +125,8 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         }
         Py_DECREF(noted);
     }
-    if (kl_tape_reserve(tape, 1, record->inferred->n_outs + 1) < 0) {
+    if (kl_tape_reserve(tape, 1, record->inferred->n_outs + 1) < 0 ||
+        (record->leaf_writes != 0 && note_write(tape, record) < 0)) {
         return -1;
     }
     if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {

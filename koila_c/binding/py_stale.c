@@ -8,7 +8,9 @@
 int64_t
 kl_stale_version(PyObject *tensor)
 {
+    kl_py.is_looking = true;
     PyObject *version = PyObject_GetAttrString(tensor, "_version");
+    kl_py.is_looking = false;
     if (version == NULL) {
         PyErr_Clear(); /* inference tensors do not track one: only the pointer guards them */
         return -1;
@@ -22,7 +24,9 @@ kl_stale_version(PyObject *tensor)
 PyObject *
 kl_stale_pointer(PyObject *tensor)
 {
+    kl_py.is_looking = true;
     PyObject *pointer = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    kl_py.is_looking = false;
     if (pointer == NULL) {
         PyErr_Clear();
     }
@@ -141,16 +145,37 @@ is_rewritten(const Tape *tape, KlValueId leaf)
 }
 
 int
+kl_stale_is_changed(const Tape *tape, KlValueId leaf)
+{
+    int changed = is_changed(&tape->values[leaf]);
+    return changed != 0 ? changed : is_rewritten(tape, leaf);
+}
+
+/* Whether all that waits wrote a leaf on the side, in chunks, and reads no number of it: others may write it. */
+static bool
+is_written_for_good(const Tape *tape, KlValueId leaf)
+{
+    const KlTape *core = &tape->core;
+    bool result = core->values[leaf].n_pending == core->values[leaf].n_aside;
+    for (size_t i = core->n_done; result && i < core->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        for (uint32_t k = 0; result && !node->is_done && k < node->n_inputs; k++) {
+            result = core->inputs[node->first_input + k].value != leaf ||
+                     (!node->reads_aside && kl_program_is_committed(tape, (KlNodeId)i) > 0);
+        }
+    }
+    return result;
+}
+
+int
 kl_stale_is_lost(const Tape *tape, KlValueId leaf)
 {
     const KlValue *value = &tape->core.values[leaf];
-    /* Statistics that what was cut off has written are written again by what comes after. */
-    bool is_over = tape->is_cut_off && value->n_pending == value->n_aside;
-    if (value->node != KL_ID_NONE || value->n_pending == 0 || is_over) {
+    if (value->node != KL_ID_NONE || value->n_pending == 0) {
         return 0;
     }
-    int changed = is_changed(&tape->values[leaf]);
-    return changed != 0 ? changed : is_rewritten(tape, leaf);
+    int changed = kl_stale_is_changed(tape, leaf);
+    return changed > 0 ? !is_written_for_good(tape, leaf) : changed;
 }
 
 int

@@ -133,8 +133,8 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
         int is_same = kl_stale_is_flagged(tensor, &tape->core.values[external->value].meta);
         *value = external->value;
         if (is_same > 0 && tape->is_kept) {
-            int lost = kl_stale_is_lost(tape, *value);
-            is_same = lost < 0 ? -1 : !lost;
+            int changed = kl_stale_is_changed(tape, *value);
+            is_same = changed < 0 ? -1 : !changed;
         }
         if (is_same != 0) {
             return is_same < 0 ? -1 : 0;

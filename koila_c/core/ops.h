@@ -191,8 +191,9 @@ typedef struct KlInferred {
     int8_t dim_map[KL_DIMS_MAX];
     KlSplit split; /* split.places is owned: [n_places_max] */
     size_t n_places_max;
-    bool is_ordered; /* an order that it reads is kept */
-    KlAxisId breaks; /* declined: the order that it reads in another way; else KL_ID_NONE */
+    bool is_ordered;  /* an order that it reads is kept */
+    bool reads_aside; /* it reads what it writes on the side: statistics in evaluation */
+    KlAxisId breaks;  /* declined: the order that it reads in another way; else KL_ID_NONE */
 } KlInferred;
 
 typedef KlStatus (*KlShapeRule)(const KlCall *call, KlInferred *result, KlError *error);

@@ -332,6 +332,7 @@ shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
     if (!kl_rules_is_given(call, 3)) {
         result->effects = 0;
     }
+    result->reads_aside = !is_training;
     return kl_rules_out_contiguous(result, call->inputs[0], error);
 }
 

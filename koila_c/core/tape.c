@@ -376,6 +376,7 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
         .refresh_of = record->refresh_of,
         .refresh_out = record->refresh_out,
         .is_grad_enabled = record->is_grad_enabled,
+        .reads_aside = inferred->reads_aside,
     };
     for (uint32_t i = 0; i < record->n_inputs; i++) {
         KlValueId value = record->inputs[i];

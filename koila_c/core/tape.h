@@ -62,6 +62,7 @@ typedef struct KlNode {
                               whose tensor live replay uses; else KL_ID_NONE */
     uint32_t refresh_out; /* which output that is */
     bool is_grad_enabled;
+    bool reads_aside;   /* it reads what it writes on the side */
     bool is_open;       /* made by sizes alone: WHOLE until a reader says where its rows are */
     bool must_run;      /* scratch of kl_tape_find_known */
     bool is_dead_draw;  /* scratch: it has still to draw, and nobody will look at it */

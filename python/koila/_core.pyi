@@ -134,6 +134,8 @@ def bind(
     record_out: Callable[..., Any],
     settle: Callable[[], None],
     is_out_of_memory: Callable[[BaseException], bool],
+    note_write: Callable[[object, int, list[torch.Tensor]], None],
+    note_written: Callable[[], None],
     folders: tuple[str, ...],
     reductions: int,
     /,

@@ -30,6 +30,7 @@ from koila import (
     reports,
     scalars,
     scans,
+    unwritten,
     versions,
     written,
 )
@@ -221,6 +222,8 @@ def register_all() -> None:
         outs.record,
         numbers.settle_outdated,
         is_out_of_memory,
+        unwritten.watch,
+        unwritten.note_written,
         draws.INSIDE,
         reductions.known(),
     )

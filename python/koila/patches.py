@@ -30,6 +30,7 @@ from koila import (
     numbers,
     plain,
     reports,
+    unwritten,
 )
 from koila.threads import in_turn
 
@@ -392,6 +393,13 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
+def _patch_unwritten() -> None:
+    """What takes the memory of a tensor without asking its class, or writes weights first, comes
+    after what recorded calls are to write."""
+    for owner, name in unwritten.unseen():
+        _replace(owner, name, unwritten.written_first(getattr(owner, name)))
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Parameters are about to change: what was recorded with the old ones runs first."""
     budget.note_optimizer(optimizer)
@@ -427,6 +435,7 @@ def _install() -> None:
     lazy_type: Any = _core.LazyTensor
     lazy_type.__repr__ = handlers.repr_lazy
     lazy_type.__str__ = handlers.str_lazy
+    unwritten.begin(flush.flush)
     _patch_function_apply()
     _patch_checkpoint()
     _patch_factories()
@@ -443,6 +452,7 @@ def _install() -> None:
     _patch_scripts()
     _patch_ddp()
     _patch_tracers()
+    _patch_unwritten()
     _hooks.append(register_optimizer_step_pre_hook(_before_step))
     _hooks.append(register_optimizer_step_post_hook(_after_step))
 
@@ -458,3 +468,4 @@ def uninstall() -> None:
     while _hooks:
         _hooks.pop().remove()
     plain.unwatch_all()
+    unwritten.end()

@@ -34,6 +34,7 @@ from koila import (
     reports,
     steps,
     tail,
+    unwritten,
     views,
     waiting,
 )
@@ -45,7 +46,7 @@ from koila.program import DATA, ROWS, Light, Node, Op, Program, Run, Step
 from koila.reads import Reads
 from koila.rows import Bounds, Place, chunk_shape, cut, grid, without_memory
 from koila.threads import in_turn
-from koila.tracked import Tracked
+from koila.tracked import Tracked, without_version
 
 _T = TypeVar("_T")
 
@@ -649,18 +650,23 @@ class Replay:
         finally:
             _core.set_busy(False)
 
-    def _commit(self) -> None:
+    def write_statistics(self) -> None:
+        """Write what the calls of the program write on the side; once."""
         done: set[int] = _core.memo().setdefault("effects", set())
         nodes = self.program.nodes.values() if self.program.has_effects else ()
         fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
         written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
+        unwritten.note_written({n.id for n in fresh})
         self.tracked.write(done)
         for value, (real, copy) in self.scratch.items():
             if value in written:
                 with torch.no_grad():
-                    real.copy_(copy)
+                    without_version(real).copy_(copy)
                 _core.refresh_leaf(value)
         done.update(n.id for n in fresh)
+
+    def _commit(self) -> None:
+        self.write_statistics()
         if not self.is_forward:
             self.tracked.move_again()
         self.draws.commit()
@@ -682,6 +688,7 @@ def _outside_inference() -> Iterator[None]:
         yield
 
 
+@unwritten.reading()
 def _attempt(
     program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
 ) -> tuple[Any] | None:
@@ -712,6 +719,7 @@ def _is_whole() -> bool:
     return is_whole
 
 
+@unwritten.reading()
 def _stage(
     roots: list[torch.Tensor],
     is_known_only: bool = False,
@@ -869,6 +877,7 @@ def _differentiate(
         if deliver.goes_on(found):
             return True, found
         replay.is_delivering = True  # hooks of the user's are called: there is no other try
+        replay.write_statistics()
         return False, take(found)
 
     done = _attempt(*staged, run)

@@ -16,6 +16,14 @@ from koila.errors import NotInChunksError
 from koila.program import ROWS, Node, Program
 
 
+def without_version(tensor: Tensor) -> Tensor:
+    """A tensor to write running statistics through: as in torch's own batch_norm, graphs that keep
+    them do not take that for a write."""
+    data: Any = torch._C.TensorBase.data
+    shared: Tensor = data.__get__(tensor)
+    return shared
+
+
 class Statistics:
     """Running statistics, and those of a batch that they are moved towards: of all its rows, or of
     each of its chunks, which count by their rows."""
@@ -43,7 +51,7 @@ class Statistics:
         """Move some running statistics towards these, as torch does."""
         with torch.no_grad():
             for one, towards in zip(running, self.towards, strict=True):
-                one.mul_(1 - momentum).add_(towards, alpha=momentum)
+                without_version(one).mul_(1 - momentum).add_(towards, alpha=momentum)
 
 
 def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
