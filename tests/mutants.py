@@ -189,6 +189,20 @@ MUTANTS = [
         f"{PROGRAMS} -k mlp-ce",
     ),
     Mutant(
+        "counts: labels that a model makes are taken for known",
+        "python/koila/partials.py",
+        "counts = frozenset()  # labels",
+        "counts = frozenset((1,))  # labels",
+        "tests/test_tail.py",
+    ),
+    Mutant(
+        "unwritten: plain torch waits for nothing",
+        "python/koila/unwritten.py",
+        "if not (_asks_no_number(func) or _is_own()):",
+        "if _is_own():",
+        "tests/test_unwritten.py",
+    ),
+    Mutant(
         "leaves: nobody looks whether they changed",
         "koila_c/binding/py_stale.c",
         "int changed = is_changed(&tape->values[leaf]);",

@@ -12,8 +12,10 @@ halves overflows nor many small chunks round worse than one large one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -125,10 +127,34 @@ def count(n: int) -> torch.Tensor:
     return torch.tensor(n, dtype=torch.float64, device="cpu")
 
 
+class _Known(threading.local):
+    terms: dict[int, torch.Tensor] | None = None  # by id
+
+
+_known = _Known()
+
+
+@contextlib.contextmanager
+def counting(terms: Iterable[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+    """A block in which reductions are combined of which these parts are numbers of terms.
+
+    Yields:
+        These, and the sums that are made of nothing else, by id.
+    """
+    _known.terms = {id(part): part for part in terms}
+    try:
+        yield _known.terms
+    finally:
+        _known.terms = None
+
+
 def ratio(parts: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
     """Divide the sum of the first part by the sum of the second."""
     above = total(parts[0])
-    return (above / total(parts[1]).to(above.dtype)).to(dtype)
+    below = total(parts[1]).to(above.dtype)
+    if _known.terms is not None and all(id(part) in _known.terms for part in parts[1]):
+        _known.terms[id(below)] = below
+    return (above / below).to(dtype)
 
 
 def dims(x: torch.Tensor, dim: Any) -> tuple[int, ...]:
@@ -150,6 +176,7 @@ class Reduction:
     """One way to split a reduction."""
 
     n_parts = 1
+    counts: frozenset[int] = frozenset()  #: parts that are numbers of terms, by sizes alone
     is_by_chunk = False  #: each chunk is given a part of its value
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
@@ -183,6 +210,7 @@ class Mean(Reduction):
     """A sum, and the number of terms."""
 
     n_parts = 2
+    counts = frozenset((1,))
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         x, dim = call.word("input"), call.word("dim")
@@ -440,6 +468,7 @@ class Loss(Reduction):
     """Losses averaged over their terms: the sum, and the number of terms."""
 
     n_parts = 2
+    counts = frozenset((1,))
     BY_ROW = frozenset(
         {
             "cosine_embedding_loss",
@@ -471,6 +500,8 @@ class Loss(Reduction):
 
 class CrossEntropy(Loss):
     """Cross-entropy and nll: the weighted sum, and the weight of the labels that count."""
+
+    counts = frozenset()  # labels can be made of scores
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         x: torch.Tensor = call.word("input")

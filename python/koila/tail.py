@@ -2,21 +2,22 @@
 stand-ins, so that the gradients of what the body leaves are known before it runs.
 
 Whether that is so, the table of ops says: what each op keeps for its backward. torch is asked too:
-it hands over each tensor that it keeps of the run on stand-ins, and where none can have come from
-them, no value of the body is in a gradient. Else, when the body has run, the joints run on what it
-really left, and are differentiated as any others: the gradients that come out must be those that
-were sent. If not, the table is wrong, and that is an error.
+it hands over each tensor that it keeps of the run on stand-ins. Where all of them were there before
+the body, or are numbers of terms, which reductions say of their parts (`counts`), no value of the
+body is in a gradient. Else, when the body has run, the joints run on what it really left, and are
+differentiated as any others: the gradients that come out must be those that were sent. If not, the
+table is wrong, and that is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import _core, engine
+from koila import _core, engine, partials, reductions
 from koila.cross import GATHERED, Cross, Key
 from koila.errors import KoilaError
 from koila.program import REDUCE, Program, Run
@@ -40,16 +41,10 @@ class _Kept:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """See a tensor that is kept, and keep it without its graph, of which it may be a result."""
-        if not self.is_from_them and not self._is_number(tensor):
+        if not self.is_from_them:
             storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
             self.is_from_them = storage not in self._known()
         return tensor.detach()
-
-    @staticmethod
-    def _is_number(tensor: torch.Tensor) -> bool:
-        """Whether it is a number of terms, or made of such: no gradient goes through it."""
-        is_real = tensor.is_floating_point() and not tensor.requires_grad
-        return is_real and tensor.dim() == 0 and tensor.device.type == "cpu"
 
     @contextlib.contextmanager
     def look(self) -> Iterator[None]:
@@ -104,9 +99,10 @@ def seed(
         else:
             leaves += cross.zero_whole()
         stand_ins[value] = cross
-    kept = _Kept(lambda: _storages(replay))
-    with kept.look():
-        outputs = _run(replay, stand_ins, kept)
+    with partials.counting(_counts(program, replay, stand_ins)) as counts:
+        kept = _Kept(lambda: _storages(replay, counts.values()))
+        with kept.look():
+            outputs = _run(replay, stand_ins, kept)
     inputs = [leaf for _, _, leaf in leaves if leaf.requires_grad]
     pairs = [
         (output, gradient)
@@ -142,9 +138,24 @@ def _read_by_tail(program: Program) -> set[int]:
     return read
 
 
-def _storages(replay: Replay) -> set[int]:
-    """The memory of what is there whole before the tail."""
-    there = (cross.whole for cross in replay.cross.values())
+def _counts(
+    program: Program, replay: Replay, stand_ins: Mapping[int, Cross]
+) -> Iterator[torch.Tensor]:
+    """The parts of reductions that are numbers of terms: by sizes, or of labels that were there
+    before the body."""
+    for value, cross in stand_ins.items():
+        node = program.node_of(value)
+        if node is None or node.mode != REDUCE:
+            continue
+        by_sizes = reductions.reduction_of(node).counts
+        for chunk, parts in cross.parts.items():
+            early = replay.cross[value].parts.get(chunk, {})
+            yield from (t for part, t in parts.items() if part in by_sizes or part in early)
+
+
+def _storages(replay: Replay, counts: Iterable[torch.Tensor]) -> set[int]:
+    """The memory of what is there whole before the tail, and of numbers of terms."""
+    there = (*(cross.whole for cross in replay.cross.values()), *counts)
     strided = (t for t in there if t is not None and t.layout == torch.strided)
     return {tensor.untyped_storage()._cdata for tensor in strided}
 
