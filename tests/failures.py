@@ -63,6 +63,8 @@ FAULTS = (
 class Failing(TorchDispatchMode):
     """Let one call of each try fail: the one that is number `call` of the try."""
 
+    sees_koila = True
+
     def __init__(self, fault: Fault | None, call: int) -> None:
         super().__init__()
         self.fault, self.call = fault, call

@@ -68,6 +68,8 @@ class FlopCounter(TorchDispatchMode):
     how often each row went through the model. Shape inference on meta tensors is not counted.
     """
 
+    sees_koila = True
+
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0

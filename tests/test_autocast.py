@@ -156,6 +156,8 @@ def test_the_body_is_split_under_autocast(chunks: int) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 5))
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        sees_koila = True
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             if func is torch.ops.aten.addmm.default:
                 seen.append(args[1].shape[0])

@@ -494,6 +494,8 @@ class StopError(Exception):
 class FailAt(TorchDispatchMode):
     """Raise at the nth matrix product or convolution that runs, forward or backward."""
 
+    sees_koila = True
+
     def __init__(self, n: int, error: type[BaseException]) -> None:
         super().__init__()
         self.left, self.error = n, error

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from koila import _core, attention, devices, draws, errors, meta, plan
+from koila import _core, devices, draws, errors, meta, plan, switches
 from koila.program import Program
 from oracle import eager, split
 
@@ -215,6 +215,8 @@ def test_what_libraries_say_when_memory_is_out(text: str) -> None:
 class Copies(TorchDispatchMode):
     """Copies from "meta" to the CPU, which stands for a GPU here, give ones."""
 
+    sees_koila = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = (kwargs or {}).get("device")
         if func is torch.ops.aten._to_copy.default and device == torch.device("cpu"):
@@ -277,6 +279,8 @@ def test_seeds_come_from_the_place_of_the_generator(monkeypatch: pytest.MonkeyPa
 class Kernels(TorchDispatchMode):
     """Which kernels attention ran with."""
 
+    sees_koila = True
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
@@ -296,7 +300,7 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_attention_runs_with_the_kernels_of_its_record(chunks: int) -> None:
     q = torch.randn(6, 2, 4, 8)
-    before = attention._met[-1]
+    before = switches.now()
     with split(chunks), Kernels() as kernels:
         x = koila.lazy(q)
         with sdpa_kernel(SDPBackend.MATH):
@@ -307,7 +311,7 @@ def test_attention_runs_with_the_kernels_of_its_record(chunks: int) -> None:
     want = 2 * F.scaled_dot_product_attention(q, q, q).sum()
     torch.testing.assert_close(number, want.item(), rtol=1e-5, atol=1e-5)
     assert torch.backends.cuda.flash_sdp_enabled()
-    assert before in attention._met
+    assert switches.now() == before
 
 
 def test_attention_read_inside_runs_what_was_recorded_outside_with_its_own() -> None:
@@ -362,7 +366,8 @@ def test_nothing_is_recorded_in_a_capture(capture: Any) -> None:
 def test_checkpoint_asks_for_devices_without_computing() -> None:
     layer = nn.Linear(3, 3)
     x = koila.lazy(torch.ones(4, 3))
-    h = checkpoint(layer, layer(x), use_reentrant=False)
+    with koila.config(chunks=2):
+        h = checkpoint(layer, layer(x), use_reentrant=False)
     assert _core.real(h) is None
     h.sum().backward()
     assert layer.weight.grad is not None

@@ -25,6 +25,8 @@ Hook = Callable[[Tensor], Tensor | None]
 class Rows(TorchDispatchMode):
     """The most rows that went through a linear layer at once."""
 
+    sees_koila = True
+
     def __init__(self) -> None:
         super().__init__()
         self.most = 0

@@ -222,7 +222,6 @@ def inner(name: str) -> Callable[[Tensor, Tensor], Any]:
 @pytest.mark.parametrize(
     ("name", "ask"),
     [
-        ("grad_fn", inner("grad_fn")),
         ("output_nr", inner("output_nr")),
         ("_version", inner("_version")),
         ("_backward_hooks", inner("_backward_hooks")),

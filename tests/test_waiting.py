@@ -32,6 +32,8 @@ ROWS = 7
 class Calls(TorchDispatchMode):
     """Counts products."""
 
+    sees_koila = True
+
     NAMES = ("aten::convolution", "aten::addmm", "aten::mm", "aten::linear")
 
     def __init__(self) -> None:
@@ -318,6 +320,8 @@ def test_nothing_is_left_where_a_call_fails(at: int) -> None:
     model, x, y = make("residual")
 
     class Fails(TorchDispatchMode):
+        sees_koila = True
+
         n = 0
 
         def __torch_dispatch__(

@@ -42,54 +42,58 @@ kl_py_id(PyObject *object, void *id)
     return 1;
 }
 
+/* bind(folders, reductions, objects): each object of the dict by the name that it has here. */
 static PyObject *
 core_bind(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *koila_error = NULL, *stale_error = NULL, *meta_infer = NULL, *skip_one_hop = NULL;
-    PyObject *is_row_range = NULL, *checksum = NULL, *draw_like = NULL, *note_draw = NULL,
-             *check_draws = NULL, *move_on = NULL, *read = NULL, *in_transform = NULL,
-             *run_again = NULL, *folders = NULL, *bind_hooks = NULL, *bridge = NULL,
-             *note_ran = NULL, *device_of = NULL, *wait_for_copy = NULL, *choose = NULL,
-             *record_out = NULL, *settle = NULL, *is_out_of_memory = NULL, *before_write = NULL,
-             *after_write = NULL, *note_write = NULL, *note_written = NULL;
-    unsigned int reductions = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOOOOOOO!I:bind", &koila_error, &stale_error,
-                          &meta_infer, &is_row_range, &checksum, &draw_like, &note_draw,
-                          &check_draws, &move_on, &skip_one_hop, &read, &in_transform, &run_again,
-                          &bind_hooks, &bridge, &before_write, &after_write, &note_ran, &device_of,
-                          &wait_for_copy, &choose, &record_out, &settle, &is_out_of_memory,
-                          &note_write, &note_written, &PyTuple_Type, &folders, &reductions) ||
+    const struct {
+        PyObject **where;
+        const char *name;
+    } names[] = {
+        {&kl_py.koila_error, "koila_error"},
+        {&kl_py.stale_error, "stale_error"},
+        {&kl_py.meta_infer, "meta_infer"},
+        {&kl_py.is_row_range, "is_row_range"},
+        {&kl_py.checksum, "checksum"},
+        {&kl_py.draw_like, "draw_like"},
+        {&kl_py.note_draw, "note_draw"},
+        {&kl_py.check_draws, "check_draws"},
+        {&kl_py.move_on, "move_on"},
+        {&kl_py.skip_one_hop, "skip_one_hop"},
+        {&kl_py.read, "read"},
+        {&kl_py.in_transform, "in_transform"},
+        {&kl_py.run_again, "run_again"},
+        {&kl_py.bind_hooks, "bind_hooks"},
+        {&kl_py.bridge, "bridge"},
+        {&kl_py.before_write, "before_write"},
+        {&kl_py.after_write, "after_write"},
+        {&kl_py.note_ran, "note_ran"},
+        {&kl_py.device_of, "device_of"},
+        {&kl_py.wait_for_copy, "wait_for_copy"},
+        {&kl_py.choose_switches, "choose_switches"},
+        {&kl_py.runs_at_once, "runs_at_once"},
+        {&kl_py.leave, "leave"},
+        {&kl_py.record_out, "record_out"},
+        {&kl_py.settle, "settle"},
+        {&kl_py.is_out_of_memory, "is_out_of_memory"},
+        {&kl_py.note_write, "note_write"},
+        {&kl_py.note_written, "note_written"},
+    };
+    PyObject *folders = NULL, *objects = NULL;
+    if (!PyArg_ParseTuple(args, "O!IO!:bind", &PyTuple_Type, &folders, &kl_py.reductions,
+                          &PyDict_Type, &objects) ||
         kl_source_init(folders) < 0) {
         return NULL;
     }
-    Py_XSETREF(kl_py.koila_error, Py_NewRef(koila_error));
-    Py_XSETREF(kl_py.stale_error, Py_NewRef(stale_error));
-    Py_XSETREF(kl_py.meta_infer, Py_NewRef(meta_infer));
-    kl_py.reductions = reductions;
-    Py_XSETREF(kl_py.note_draw, Py_NewRef(note_draw));
-    Py_XSETREF(kl_py.check_draws, Py_NewRef(check_draws));
-    Py_XSETREF(kl_py.move_on, Py_NewRef(move_on));
-    Py_XSETREF(kl_py.bind_hooks, Py_NewRef(bind_hooks));
-    Py_XSETREF(kl_py.bridge, Py_NewRef(bridge));
-    Py_XSETREF(kl_py.before_write, Py_NewRef(before_write));
-    Py_XSETREF(kl_py.after_write, Py_NewRef(after_write));
-    Py_XSETREF(kl_py.note_ran, Py_NewRef(note_ran));
-    Py_XSETREF(kl_py.device_of, Py_NewRef(device_of));
-    Py_XSETREF(kl_py.wait_for_copy, Py_NewRef(wait_for_copy));
-    Py_XSETREF(kl_py.choose_attention, Py_NewRef(choose));
-    Py_XSETREF(kl_py.record_out, Py_NewRef(record_out));
-    Py_XSETREF(kl_py.checksum, Py_NewRef(checksum));
-    Py_XSETREF(kl_py.draw_like, Py_NewRef(draw_like));
-    Py_XSETREF(kl_py.settle, Py_NewRef(settle));
-    Py_XSETREF(kl_py.is_out_of_memory, Py_NewRef(is_out_of_memory));
-    Py_XSETREF(kl_py.note_write, Py_NewRef(note_write));
-    Py_XSETREF(kl_py.note_written, Py_NewRef(note_written));
-    Py_XSETREF(kl_py.read, Py_NewRef(read));
-    Py_XSETREF(kl_py.in_transform, Py_NewRef(in_transform));
-    Py_XSETREF(kl_py.run_again, Py_NewRef(run_again));
-    Py_XSETREF(kl_py.is_row_range, Py_NewRef(is_row_range));
-    Py_XSETREF(kl_py.skip_one_hop, Py_NewRef(skip_one_hop));
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        PyObject *object = PyDict_GetItemString(objects, names[i].name);
+        if (object == NULL) {
+            return PyErr_Format(PyExc_TypeError, "bind: %s is not among the objects",
+                                names[i].name);
+        }
+        Py_XSETREF(*names[i].where, Py_NewRef(object));
+    }
     return Py_NewRef(Py_None);
 }
 
@@ -108,21 +112,16 @@ core_set_blocked_halves(PyObject *module, PyObject *dtypes)
 
 static PyMethodDef functions[] = {
     {"bind", core_bind, METH_VARARGS,
-     "bind($module, koila_error, stale_error, meta_infer, is_row_range, checksum, draw_like, "
-     "note_draw, check_draws, move_on, skip_one_hop, read, in_transform, run_again, bind_hooks, "
-     "bridge, before_write, after_write, note_ran, device_of, wait_for_copy, choose_attention, "
-     "record_out, settle, "
-     "is_out_of_memory, note_write, note_written, folders, reductions, /)"
-     "\n--\n\n"
-     "Give the module the Python objects it calls."},
+     "bind($module, folders, reductions, objects, /)\n--\n\n"
+     "Give the module the Python objects it calls, by name."},
     {"register", kl_function_register, METH_VARARGS,
      "register($module, func, kind, name, handler, has_meta, returns_list, is_random, row, "
      "container, /)"
      "\n--\n\n"
      "Say what is done with a torch callable that meets a lazy."},
-    {"note_attention", kl_context_note_attention, METH_VARARGS,
-     "note_attention($module, setting, is_flash_allowed, /)\n--\n\n"
-     "The number of the setting of attention's kernels that is in force from now on."},
+    {"note_switches", kl_context_note_switches, METH_VARARGS,
+     "note_switches($module, setting, is_flash_allowed, /)\n--\n\n"
+     "The number of the setting of torch's switches that is in force from now on."},
     {"new_axis", core_new_axis, METH_NOARGS, "new_axis($module, /)\n--\n\nA new batch's key."},
     {"input", core_input, METH_VARARGS,
      "input($module, tensor, dim, axis, rows, /)\n--\n\n"
@@ -180,6 +179,8 @@ static PyMethodDef functions[] = {
     {"count_interpreters", core_count_interpreters, METH_O,
      "count_interpreters($module, n, /)\n--\n\nSo many more of torch's interpreters of "
      "calls are under way: transforms of torch.func, and tracers."},
+    {"count_dual_levels", core_count_dual_levels, METH_O,
+     "count_dual_levels($module, n, /)\n--\n\nSo many more levels of forward-mode AD are on."},
     {"reads_by_handle", core_reads_by_handle, METH_NOARGS,
      "reads_by_handle($module, /)\n--\n\n"
      "Whether tensors are read through torch's C ABI, or by their attributes."},
@@ -405,6 +406,9 @@ find_names(void)
         {(PyObject **)&kl_py.tensor_base, "torch._C", "TensorBase"},
         {(PyObject **)&kl_py.tensor, "torch", "Tensor"},
         {&kl_py.len_dispatch_stack, "torch._C", "_len_torch_dispatch_stack"},
+        {(PyObject **)&kl_py.parameter, "torch.nn", "Parameter"},
+        {&kl_py.no_function, "torch._C", "_disabled_torch_function_impl"},
+        {&kl_py.no_dispatch, "torch._C", "_disabled_torch_dispatch_impl"},
         {&kl_py.size_type, "torch", "Size"},
         {&kl_py.reenter, "torch.overrides", "enable_reentrant_dispatch"},
         {&kl_py.strided, "torch", "strided"},

@@ -153,9 +153,12 @@ typedef struct Function {
 typedef struct KlPyState {
     PyTypeObject *tensor_base; /* torch._C.TensorBase */
     PyTypeObject *tensor;      /* torch.Tensor */
+    PyTypeObject *parameter;   /* torch.nn.Parameter */
     PyTypeObject *lazy;        /* LazyTensor */
     PyTypeObject *value_type, *tape_type, *function_type;
     PyObject *len_dispatch_stack;
+    PyObject *no_function,
+        *no_dispatch;    /* what stands for them in a class that overrides nothing */
     PyObject *size_type; /* torch.Size */
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
@@ -172,7 +175,9 @@ typedef struct KlPyState {
     PyObject *note_ran;         /* koila.reports.note_whole: what ran whole, and for whom */
     PyObject *device_of;        /* koila.devices: which device a name without index means */
     PyObject *wait_for_copy;    /* koila.devices: wait for a copy to the CPU */
-    PyObject *choose_attention; /* koila.attention: put a setting of its kernels in force */
+    PyObject *choose_switches;  /* koila.switches: put a setting of torch's switches in force */
+    PyObject *runs_at_once;     /* koila.surroundings: a call there is not recorded */
+    PyObject *leave;            /* koila.surroundings: the user's hooks and modes are taken off */
     PyObject *checksum;         /* koila.meta.checksum */
     PyObject *draw_like;        /* koila.meta.draw_like */
     PyObject *record_out;       /* koila.outs.record: a call that writes to out= */
@@ -193,6 +198,7 @@ typedef struct KlPyState {
     uint64_t n_backwards;    /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;    /* batches made */
     int64_t n_transforms;    /* of torch.func, and tracers, under way on any thread */
+    int64_t n_dual_levels;   /* of forward-mode AD that are on */
     int64_t n_cut_off;       /* tapes that were cut off, and are there */
     uint32_t reductions;     /* bit i: KlReduce i can be split */
     uint32_t blocked_halves; /* as KlCall's */
@@ -528,8 +534,13 @@ bool kl_context_is_autocast(uint32_t id);
  * An exception that is set by then stays. */
 PyObject *kl_context_leave_inference(void);
 void kl_context_end_outside(PyObject *guard);
-/* note_attention(setting, is_flash_allowed): which kernels attention may use, by a number of koila.attention's. */
-PyObject *kl_context_note_attention(PyObject *module, PyObject *args);
+/* Whether a call runs where it stands, for code of the user's sees each call there: hooks on saved tensors,
+ * dispatch modes, forward-mode AD; -1. If so that is told. */
+int kl_context_runs_at_once(PyObject *func);
+/* Take the user's hooks and modes off, until kl_context_end_outside gets what this returns; NULL on failure. */
+PyObject *kl_context_leave_user(void);
+/* note_switches(setting, is_flash_allowed): which of torch's switches are on, by a number of koila.switches's. */
+PyObject *kl_context_note_switches(PyObject *module, PyObject *args);
 /* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                           KlError *error);
@@ -682,6 +693,8 @@ typedef enum {
 /* Run `func` now on real tensors. */
 PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
 /* py_record.c: the same for a call that needs the real graph: all that waits runs, and that is said. */
+/* Whether torch asks the class of an operand what a call is. */
+bool kl_record_has_own_class(PyObject *object);
 PyObject *kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
 
 #endif

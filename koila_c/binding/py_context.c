@@ -1,27 +1,28 @@
-/* py_context.c - what a call depends on besides its arguments: grad mode, inference mode, autocast, and which
- * kernels attention may use.
- * Each combination met is interned to a small id, kept with a node, and put in force again at replay. */
+/* py_context.c - what a call depends on besides its arguments.
+ * Grad mode, inference mode, autocast and torch's switches are interned to a small id, kept with a node, and put
+ * in force again at replay. Hooks and modes that run code of the user's at each call cannot be: such a call
+ * runs where it stands, and what koila runs is run without them. */
 #include "py.h"
 
 #include <string.h>
 
+#include "alloc.h"
 #include "autocast.h"
 
 typedef struct Context {
     bool is_grad_enabled;
     bool is_inference;
-    bool is_autocast;   /* on for any device type */
-    uint32_t attention; /* number of a setting of koila.attention's */
-    KlCasting casting;  /* where it is on; else zero */
+    bool is_autocast;  /* on for any device type */
+    uint32_t switches; /* number of a setting of koila.switches's */
+    KlCasting casting; /* where it is on; else zero */
 } Context;
 
-#define KL_CONTEXTS_MAX 256
-
-/* Contexts are few (grad on or off, autocast on or off) and live as long as the module. */
+/* Each context that was ever met: as many as there are settings, however many calls have them. */
 static struct {
-    Context contexts[KL_CONTEXTS_MAX];
-    uint32_t n;
-    uint32_t attention; /* the setting in force: of the process, as torch's is */
+    Context *contexts;
+    size_t n, n_max;
+    size_t last;       /* the one found last, which is the next one's too, mostly */
+    uint32_t switches; /* the setting in force: of the process, as torch's are */
     PyObject *is_grad_enabled, *set_grad_enabled;
     PyObject *is_inference_enabled, *inference_mode;
     PyObject *is_any_autocast, *is_autocast_enabled, *get_autocast_dtype, *is_cache_enabled;
@@ -37,6 +38,82 @@ static struct {
     bool (*is_inference_enabled)(void);
     bool (*is_autocast_enabled)(int8_t device_type); /* 0: the CPU, 1: CUDA */
 } direct;
+
+/* What is around calls, read from libtorch. NULL: ask through Python. */
+static struct {
+    int64_t (*n_function_modes)(void);
+    bool (*has_dispatch_modes)(bool is_infra_skipped);
+    void *const *(*saved_tensors)(void); /* begins with libstdc++'s deque of hooks */
+} around;
+
+static bool
+has_saved_tensors_hooks(void)
+{
+    void *const *deque = around.saved_tensors();
+    return deque[2] != deque[6]; /* where it starts, and where it ends */
+}
+
+/* Whether the deque is laid out as that takes it to be. */
+static bool
+around_self_test(void)
+{
+    if (around.n_function_modes == NULL || around.has_dispatch_modes == NULL ||
+        around.saved_tensors == NULL) {
+        return false;
+    }
+    PyObject *graph = PyImport_ImportModule("torch.autograd.graph");
+    PyObject *hooks = graph == NULL ? NULL
+                                    : PyObject_CallMethod(graph, "saved_tensors_hooks", "OO",
+                                                          &PyTuple_Type, &PyTuple_Type);
+    bool is_before = has_saved_tensors_hooks();
+    PyObject *entered = hooks != NULL ? PyObject_CallMethod(hooks, "__enter__", NULL) : NULL;
+    bool is_within = entered != NULL && has_saved_tensors_hooks();
+    PyErr_Clear(); /* they may be disabled just now */
+    if (entered != NULL) {
+        kl_context_end_outside(Py_NewRef(hooks));
+    }
+    bool result = is_within && !is_before && !has_saved_tensors_hooks();
+    PyErr_Clear();
+    Py_XDECREF(entered);
+    Py_XDECREF(hooks);
+    Py_XDECREF(graph);
+    return result;
+}
+
+static void
+find_around(void)
+{
+    *(void **)&around.n_function_modes =
+        kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
+    *(void **)&around.has_dispatch_modes =
+        kl_meta_symbol("_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb");
+    *(void **)&around.saved_tensors =
+        kl_meta_symbol("_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv");
+    if (!around_self_test()) {
+        around.saved_tensors = NULL;
+    }
+}
+
+int
+kl_context_runs_at_once(PyObject *func)
+{
+    bool is_known = around.saved_tensors != NULL && kl_py.n_dual_levels == 0;
+    if (is_known && !around.has_dispatch_modes(false) && !has_saved_tensors_hooks()) {
+        return 0;
+    }
+    PyObject *answer = PyObject_CallOneArg(kl_py.runs_at_once, func);
+    int result = answer == NULL ? -1 : answer == Py_True;
+    Py_XDECREF(answer);
+    return result;
+}
+
+PyObject *
+kl_context_leave_user(void)
+{
+    bool is_nothing = around.saved_tensors != NULL && around.n_function_modes() == 0 &&
+                      !around.has_dispatch_modes(false) && !has_saved_tensors_hooks();
+    return is_nothing ? Py_NewRef(Py_None) : PyObject_CallNoArgs(kl_py.leave);
+}
 
 /* The devices of which the functions above are asked: others have autocast states of their own. */
 bool
@@ -55,7 +132,7 @@ kl_context_is_direct(void)
         n_looked_at = i + 1; /* others may have asked meanwhile: no device is passed over */
     }
     return are_known && direct.is_grad_enabled != NULL && direct.is_inference_enabled != NULL &&
-           direct.is_autocast_enabled != NULL;
+           direct.is_autocast_enabled != NULL && around.saved_tensors != NULL;
 }
 
 static void
@@ -103,6 +180,29 @@ read_autocast(KlCasting *casting)
     return 0;
 }
 
+/* The id of a context, or -1. */
+static int64_t
+intern(const Context *context)
+{
+    KlError error;
+    if (state.last < state.n &&
+        memcmp(&state.contexts[state.last], context, sizeof(*context)) == 0) {
+        return (int64_t)state.last;
+    }
+    for (state.last = 0; state.last < state.n; state.last++) {
+        if (memcmp(&state.contexts[state.last], context, sizeof(*context)) == 0) {
+            return (int64_t)state.last;
+        }
+    }
+    if (kl_alloc_reserve((void **)&state.contexts, &state.n_max, state.n + 1, sizeof(*context),
+                         &error) != KL_OK) {
+        (void)kl_py_raise(&error);
+        return -1;
+    }
+    state.contexts[state.n] = *context;
+    return (int64_t)state.n++;
+}
+
 int64_t
 kl_context_now(bool *is_grad_enabled)
 {
@@ -112,7 +212,9 @@ kl_context_now(bool *is_grad_enabled)
     if (kl_context_is_direct()) {
         is_grad = direct.is_grad_enabled();
         is_inference = direct.is_inference_enabled();
-        is_autocast = direct.is_autocast_enabled(0) || direct.is_autocast_enabled(1);
+        bool is_cpu_alone = PyList_GET_SIZE(kl_py.devices) == 1; /* of others nothing was seen */
+        is_autocast =
+            direct.is_autocast_enabled(0) || (!is_cpu_alone && direct.is_autocast_enabled(1));
     } else {
         is_grad = call_bool(state.is_grad_enabled, NULL);
         is_inference = is_grad < 0 ? -1 : call_bool(state.is_inference_enabled, NULL);
@@ -124,28 +226,18 @@ kl_context_now(bool *is_grad_enabled)
     now.is_grad_enabled = is_grad;
     now.is_inference = is_inference;
     now.is_autocast = is_autocast;
-    now.attention = state.attention;
+    now.switches = state.switches;
     if (is_autocast && read_autocast(&now.casting) < 0) {
         return -1;
     }
     if (is_grad_enabled != NULL) {
         *is_grad_enabled = is_grad;
     }
-    for (uint32_t i = 0; i < state.n; i++) {
-        if (memcmp(&state.contexts[i], &now, sizeof(now)) == 0) {
-            return i;
-        }
-    }
-    if (state.n == KL_CONTEXTS_MAX) {
-        PyErr_SetString(PyExc_RuntimeError, "koila: more than 256 different contexts");
-        return -1;
-    }
-    state.contexts[state.n] = now;
-    return state.n++;
+    return intern(&now);
 }
 
 PyObject *
-kl_context_note_attention(PyObject *module, PyObject *args)
+kl_context_note_switches(PyObject *module, PyObject *args)
 {
     (void)module;
     unsigned int index = 0;
@@ -153,7 +245,7 @@ kl_context_note_attention(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "Ip", &index, &is_flash_allowed)) {
         return NULL;
     }
-    state.attention = index;
+    state.switches = index;
     kl_py.is_flash_allowed = is_flash_allowed;
     return Py_NewRef(Py_None);
 }
@@ -356,16 +448,16 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
         return 0;
     }
     context->is_fresh = false;
-    const Context *from = &state.contexts[context->now], *to = &state.contexts[id];
-    context->now = id;
+    const Context from[] = {state.contexts[context->now]}, to[] = {state.contexts[id]};
+    context->now = id; /* what is called below may meet another, and move the table */
     bool is_back =
         context->guard != NULL; /* its end puts autocast back too, as it was at its begin */
     if (from->is_inference != to->is_inference &&
         (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
         return -1;
     }
-    if (from->attention != to->attention) {
-        PyObject *result = PyObject_CallFunction(kl_py.choose_attention, "I", to->attention);
+    if (from->switches != to->switches) {
+        PyObject *result = PyObject_CallFunction(kl_py.choose_switches, "I", to->switches);
         Py_XDECREF(result);
         if (result == NULL) {
             return -1;
@@ -443,6 +535,7 @@ kl_context_init(void)
         }
     }
     find_direct();
+    find_around();
     static const char *const devices[KL_N_DEVICES] = {"cpu", "cuda"};
     for (int i = 0; i < KL_N_DEVICES; i++) {
         state.device_names[i] = PyUnicode_InternFromString(devices[i]);

@@ -772,16 +772,29 @@ core_memo(PyObject *module, PyObject *ignored)
     return Py_XNewRef(tape->memo);
 }
 
-PyObject *
-core_count_interpreters(PyObject *module, PyObject *n)
+static PyObject *
+count(int64_t *where, PyObject *n)
 {
-    (void)module;
     long long more = PyLong_AsLongLong(n);
     if (more == -1 && PyErr_Occurred()) {
         return NULL;
     }
-    kl_py.n_transforms += more;
+    *where += more;
     return Py_NewRef(Py_None);
+}
+
+PyObject *
+core_count_interpreters(PyObject *module, PyObject *n)
+{
+    (void)module;
+    return count(&kl_py.n_transforms, n);
+}
+
+PyObject *
+core_count_dual_levels(PyObject *module, PyObject *n)
+{
+    (void)module;
+    return count(&kl_py.n_dual_levels, n);
 }
 
 PyObject *

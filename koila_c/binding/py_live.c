@@ -422,14 +422,17 @@ kl_live_run(Tape *tape)
     if (kl_turn_begin(&turn, tape) < 0) {
         return -1;
     }
+    bool is_waiting = tape->core.n_done < tape->core.n_nodes;
+    PyObject *guard = is_waiting ? kl_context_leave_user() : Py_NewRef(Py_None);
     bool is_drawing = has_random(&tape->core);
-    int result = is_drawing ? kl_turn_draw() : 0;
+    int result = guard == NULL ? -1 : is_drawing ? kl_turn_draw() : 0;
     if (result == 0) {
         result = run_tape(tape);
         if (is_drawing) {
             kl_turn_drawn();
         }
     }
+    kl_context_end_outside(guard);
     kl_turn_end(&turn);
     return result;
 }
@@ -613,7 +616,7 @@ wrap_tensor(const LazyArgs *lazy_args, PyObject *real)
         }
     }
     if (lazy_args->kind == KL_LIVE_SETTLED || is_among(lazy_args->args, real) ||
-        is_among(lazy_args->kwargs, real)) {
+        is_among(lazy_args->kwargs, real) || kl_record_has_own_class(real)) {
         return Py_NewRef(real);
     }
     KlPlace place;

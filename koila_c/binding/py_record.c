@@ -14,6 +14,7 @@ typedef struct LazyArgs {
     bool is_any_fresh; /* one at least is settled, has rows, and a backward may be still to come */
     bool is_any_foreign; /* one at least is made by another thread's program */
     bool is_any_lost;    /* of one at least nobody knows what shares its memory */
+    bool is_any_own;     /* torch asks the class of another operand what the call is */
 } LazyArgs;
 
 /* Settled: it has its number and nothing can be gained by recording on it. */
@@ -61,6 +62,71 @@ look_at(PyObject *lazy, void *context)
     }
     found->is_any_lost = found->is_any_lost || is_lost(value);
     return 0;
+}
+
+/* Whether torch asks the class of an operand what a call is: a tensor of the user's own class, or an object
+ * with a __torch_function__. */
+bool
+kl_record_has_own_class(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    if (type == kl_py.tensor || type == kl_py.parameter || type == kl_py.lazy ||
+        (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
+        return false;
+    }
+    PyObject *function = PyObject_GetAttrString((PyObject *)type, "__torch_function__");
+    bool result = function != NULL && function != kl_py.no_function;
+    if (!result && PyObject_TypeCheck(object, kl_py.tensor_base)) {
+        PyObject *dispatch = PyObject_GetAttrString((PyObject *)type, "__torch_dispatch__");
+        result = dispatch != NULL && dispatch != kl_py.no_dispatch;
+        Py_XDECREF(dispatch);
+    }
+    PyErr_Clear();
+    Py_XDECREF(function);
+    return result;
+}
+
+static bool
+holds_own_class(PyObject *object)
+{
+    PyObject *key = NULL, *item = NULL;
+    Py_ssize_t position = 0;
+    bool result = false;
+    if (PyTuple_Check(object) || PyList_Check(object)) {
+        for (Py_ssize_t i = 0; !result && i < PySequence_Fast_GET_SIZE(object); i++) {
+            result = holds_own_class(PySequence_Fast_GET_ITEM(object, i));
+        }
+        return result;
+    }
+    while (PyDict_CheckExact(object) && !result && PyDict_Next(object, &position, &key, &item)) {
+        result = holds_own_class(item);
+    }
+    return result || kl_record_has_own_class(object);
+}
+
+/* See what an argument says; -1. Most are lazies, plain tensors and sizes. */
+static int
+look_into(PyObject *argument, LazyArgs *found)
+{
+    if (kl_lazy_check(argument)) {
+        return look_at(argument, found);
+    }
+    if (Py_IS_TYPE(argument, kl_py.tensor) || Py_IS_TYPE(argument, kl_py.parameter) ||
+        PyLong_CheckExact(argument)) {
+        return 0;
+    }
+    found->is_any_own = found->is_any_own || holds_own_class(argument);
+    return kl_call_visit(argument, look_at, found);
+}
+
+static int
+look_into_all(PyObject *args, PyObject *kwargs, LazyArgs *found)
+{
+    int result = 0;
+    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(args); i++) {
+        result = look_into(PyTuple_GET_ITEM(args, i), found);
+    }
+    return result == 0 && kwargs != NULL && kwargs != Py_None ? look_into(kwargs, found) : result;
 }
 
 /* -- nodes and their results ----------------------------------------------------------------------- */
@@ -525,23 +591,24 @@ refuse_lost(const Function *function, PyObject *args, PyObject *out)
 }
 
 /* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
- * its lazies, their numbers are enough: what else waits can still be cut. */
+ * its lazies, their numbers are enough: what else waits can still be cut. Code of the user's (`is_of_user`)
+ * is called once. */
 static PyObject *
-run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs, bool is_of_user)
 {
     bool is_grad_enabled = false;
     if (kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
     PyObject *out = out_of(kwargs);
-    int is_number = out == NULL ? is_of_number(function, args, kwargs) : 0;
+    int is_number = out == NULL && !is_of_user ? is_of_number(function, args, kwargs) : 0;
     if (is_number != 0) {
         bool is_ready =
             is_number > 0 && draw_before(function) >= 0 && run_before_write(args, NULL) >= 0;
         return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_SETTLED) : NULL;
     }
-    bool is_pure = function->has_meta && out == NULL;
-    int is_plain = is_pure ? 1 : is_into_plain_only(function, args, out);
+    bool is_pure = function->has_meta && out == NULL && !is_of_user;
+    int is_plain = is_pure ? 1 : is_of_user ? 0 : is_into_plain_only(function, args, out);
     int needs_graph = is_plain < 0 ? -1 : !is_plain;
     if (needs_graph == 0 && is_grad_enabled) {
         needs_graph = kl_call_visit(args, has_gradient, NULL);
@@ -633,8 +700,7 @@ PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
     LazyArgs found = {.tape = kl_tape_open()};
-    if (found.tape == NULL || kl_call_visit(args, look_at, &found) < 0 ||
-        (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, look_at, &found) < 0)) {
+    if (found.tape == NULL || look_into_all(args, kwargs, &found) < 0) {
         return NULL;
     }
     if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
@@ -659,7 +725,14 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         bool is_waited_for = tape->core.n_done < tape->core.n_nodes || kl_py.n_cut_off > 0;
         return kl_live_call(func, args, kwargs, is_waited_for ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
     }
+    int is_of_user = 0;
     if (!found.is_any_foreign && !is_in_a_run(found.tape)) {
+        is_of_user = found.is_any_own ? 1 : kl_context_runs_at_once(func);
+    }
+    if (is_of_user < 0) {
+        return NULL;
+    }
+    if (!found.is_any_foreign && !is_in_a_run(found.tape) && is_of_user == 0) {
         PyObject *results = NULL;
         if (function->is_draw_like && !kl_tape_has_draw(&found.tape->core)) {
             PyObject *drawn = draw_now(func, args, kwargs);
@@ -676,7 +749,7 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
             return recorded < 0 ? NULL : results;
         }
     }
-    return run_now(function, func, args, kwargs);
+    return run_now(function, func, args, kwargs, is_of_user > 0);
 }
 
 PyObject *
@@ -696,7 +769,12 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         Py_DECREF(result);
     }
     Function *function = kl_function_find(func);
-    if (function == NULL) {
+    bool is_asked = false; /* another class too, which may be a Python function's own affair */
+    for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
+        const void *type = PyTuple_GET_ITEM(types, i);
+        is_asked = is_asked || (type != kl_py.lazy && type != kl_py.tensor);
+    }
+    if (function == NULL || (is_asked && function->kind == KL_CALL_ENTER)) {
         return kl_record_live(func, call_args, kwargs, KL_LIVE_LAZY);
     }
     switch (function->kind) {

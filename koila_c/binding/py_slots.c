@@ -27,7 +27,6 @@ typedef struct LazyMethod {
 } LazyMethod;
 
 static PyTypeObject *method_type;
-static PyTypeObject *parameter; /* torch.nn.Parameter */
 
 static PyObject *
 pack_keywords(PyObject *const *values, PyObject *names)
@@ -173,7 +172,7 @@ is_number(PyObject *object)
 static bool
 is_plain(PyObject *object)
 {
-    return Py_IS_TYPE(object, kl_py.tensor) || Py_IS_TYPE(object, parameter);
+    return Py_IS_TYPE(object, kl_py.tensor) || Py_IS_TYPE(object, kl_py.parameter);
 }
 
 /* What the interpreter does where a class has no slot of its own. */
@@ -270,13 +269,6 @@ kl_slots_install(PyObject *module, PyObject *names)
     }
     if (!find_torch_state()) {
         return Py_NewRef(Py_False);
-    }
-    PyObject *nn = PyImport_ImportModule("torch.nn");
-    Py_XSETREF(parameter,
-               nn != NULL ? (PyTypeObject *)PyObject_GetAttrString(nn, "Parameter") : NULL);
-    Py_XDECREF(nn);
-    if (parameter == NULL) {
-        return NULL;
     }
     if (method_type == NULL) {
         method_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &method_spec, NULL);

@@ -109,37 +109,7 @@ class LazyTensor(torch.Tensor):
     @staticmethod
     def __torch_dispatch__(func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
 
-def bind(
-    koila_error: type[Exception],
-    stale_error: type[Exception],
-    meta_infer: Callable[..., Any],
-    is_row_range: Callable[[torch.Tensor], bool],
-    checksum: Callable[[torch.Tensor], Any],
-    draw_like: Callable[..., Any],
-    note_draw: Callable[[], None],
-    check_draws: Callable[[], None],
-    move_on: Callable[[], None],
-    skip_one_hop: Callable[..., Any],
-    read: Callable[..., Any],
-    in_transform: Callable[..., Any],
-    run_again: Callable[..., Any],
-    bind_hooks: Callable[[int, torch.Tensor], None],
-    bridge: Callable[..., Any],
-    before_write: Callable[..., Any],
-    after_write: Callable[..., Any],
-    note_ran: Callable[[Any, int, int, type[BaseException] | None], None],
-    device_of: Callable[[torch.device | str], torch.device | None],
-    wait_for_copy: Callable[[torch.device], None],
-    choose_attention: Callable[[int], None],
-    record_out: Callable[..., Any],
-    settle: Callable[[], None],
-    is_out_of_memory: Callable[[BaseException], bool],
-    note_write: Callable[[object, int, list[torch.Tensor]], None],
-    note_written: Callable[[], None],
-    folders: tuple[str, ...],
-    reductions: int,
-    /,
-) -> None: ...
+def bind(folders: tuple[str, ...], reductions: int, objects: dict[str, Any], /) -> None: ...
 def register(
     func: Any,
     kind: int,
@@ -153,7 +123,8 @@ def register(
     /,
 ) -> None: ...
 def count_interpreters(n: int, /) -> None: ...
-def note_attention(setting: int, is_flash_allowed: bool, /) -> None: ...
+def count_dual_levels(n: int, /) -> None: ...
+def note_switches(setting: int, is_flash_allowed: bool, /) -> None: ...
 def new_axis() -> int: ...
 def input(tensor: torch.Tensor, dim: int, axis: int, rows: int, /) -> LazyTensor: ...
 def like(tensor: torch.Tensor, lazy: LazyTensor, /) -> LazyTensor: ...

@@ -34,6 +34,7 @@ from koila import (
     replay,
     reports,
     steps,
+    surroundings,
     views,
 )
 from koila.errors import KoilaError
@@ -159,9 +160,12 @@ class _Part:
         roots, sent = map(list, zip(*given, strict=True))
         if self.written:
             _core.held(roots[0], self._check_written, (roots,), {})
-        found = replay.gradients_of(roots, sent, is_retained, self.roots)
+        found: Any = NotImplemented  # whole, where a mode sees each call
+        if not surroundings.of_backward():
+            found = replay.gradients_of(roots, sent, is_retained, self.roots)
         if found is NotImplemented:
-            outputs, leaves = self._whole
+            with surroundings.outside():
+                outputs, leaves = self._whole
             found = self._differentiate(outputs, gradients, leaves)
             return [found.get(id(leaf)) for leaf in leaves]
         by_leaf: dict[int, torch.Tensor] = {}
@@ -184,7 +188,8 @@ class _Part:
                 "a gradient is differentiated a third time, through a program that was cut for a "
                 "call that cannot be recorded; run it whole: koila.config(chunks=1)"
             )
-        outputs, leaves = self._whole
+        with surroundings.outside():
+            outputs, leaves = self._whole
         # Of tensors of their own: what the gradients were made of is gone through by others.
         given = [None if g is None else g.detach().requires_grad_() for g in gradients]
         with torch.enable_grad():
@@ -294,6 +299,29 @@ class _HandedOut(torch.autograd.Function):
         return None, *ctx.part.go_back(gradients)
 
 
+def runs_at_once(func: Callable[..., Any]) -> bool:
+    """Whether a call must run where it stands, as code of the user's sees it there; that is told,
+    and logged once."""
+    why = surroundings.of_call()
+    if why:
+        reports.note_at_once(func, why)
+        explain.log_at_once(func, why)
+    return bool(why)
+
+
+def _refuse_hook(node: Any, hook: Any) -> None:
+    """A hook of the node that stands for the graph of a part."""
+    raise KoilaError(
+        f"{hook!r} cannot be registered on this grad_fn: the program was cut after the call that "
+        "made the tensor, and the node stands for all calls before; register it on the tensor "
+        "(Tensor.register_hook), or run it whole: koila.config(chunks=1)"
+    )
+
+
+for _name in ("register_hook", "register_prehook"):
+    setattr(_HandedOut._backward_cls, _name, _refuse_hook)
+
+
 def call(
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -318,12 +346,13 @@ def call(
     """
     is_cut = not plan.is_whole() and _cut(func)
     if has_graph and not is_cut:
-        explain.log_live(func)
+        explain.decide_whole(func, surroundings.of_call())
     if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
         _core.flush()  # what waits reads a plain tensor that the call may write
     return _core.live(func, args, kwargs, is_plain)
 
 
+@surroundings.in_outside
 def before_write(func: Callable[..., Any], given: Any) -> list[tuple[_Part, dict[int, _Copy]]]:
     """A call runs at once, and may write what it is given, which parts may read again: what they
     were is kept until `after_write`. A weight is no such thing where the call says how it is
@@ -333,6 +362,7 @@ def before_write(func: Callable[..., Any], given: Any) -> list[tuple[_Part, dict
     return [(part, part.copy_what_it_reads(tensors)) for part in _parts() if tensors]
 
 
+@surroundings.in_outside
 def after_write(kept: list[tuple[_Part, dict[int, _Copy]]]) -> None:
     """The call is over."""
     for part, copies in kept:
@@ -381,6 +411,7 @@ def _parts() -> list[_Part]:
     return [part for part in _state.parts if part.roots]
 
 
+@surroundings.in_outside
 def _cut(func: Any) -> bool:
     if hooks.is_any() or not _core.can_cut():
         return False

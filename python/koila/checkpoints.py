@@ -22,11 +22,10 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import handle_torch_function
 
-from koila import _core, explain, norms, plan
+from koila import _core, explain, norms, plan, surroundings
 
 
 class _State(threading.local):
-    n_live = 0
     groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
     modules: dict[int, nn.Module] = {}  # noqa: RUF012  by their running mean
 
@@ -136,55 +135,30 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     return needs and _can_record(args[0])
 
 
-def is_live() -> bool:
-    """Whether this thread is in the body of a checkpoint that is left to torch."""
-    return _state.n_live > 0
-
-
-@contextlib.contextmanager
-def _live() -> Iterator[None]:
-    _state.n_live += 1
-    _core.count_interpreters(1)
-    try:
-        yield
-    finally:
-        _core.count_interpreters(-1)
-        _state.n_live -= 1
-
-
-def _pair(args: Any, kwargs: Any) -> Any:
-    return args, kwargs
-
-
 def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> Callable[..., Any]:
-    """The generator that torch puts around the body of a checkpoint that is not reentrant."""
+    """The generator that torch puts around the body of a checkpoint that is not reentrant.
+
+    Where the body is left to torch, its calls run at once, since torch's hooks on saved tensors are
+    on: torch keeps what it would keep, and makes the rest again.
+    """
 
     @functools.wraps(original)
-    def generator(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    def generator(
+        body: Callable[..., Any], preserve: bool, context_fn: Any, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
         is_ours = holds_lazy(args) or holds_lazy(kwargs)
-        if is_ours and is_live():  # what is inside of it is run again as it is: with real tensors
-            args, kwargs = _core.live(_pair, (args, kwargs), {}, True)
-        is_recorded = is_ours and not is_live() and not plan.is_whole()
-        updates = is_ours and _updates_statistics(body)
-        is_again = updates and torch.is_grad_enabled()
+        is_recorded = is_ours and not plan.is_whole() and not surroundings.of_call()
+        is_recorded = is_recorded and context_fn is torch.utils.checkpoint.noop_context_fn
+        is_again = is_recorded and torch.is_grad_enabled() and _updates_statistics(body)
         if is_again and not _can_record(body):
             explain.log_live(torch.utils.checkpoint.checkpoint)
-            args, kwargs = _core.live(_pair, (args, kwargs), {}, True)
-            with _live():
-                yield from original(body, *args, **kwargs)
+            is_recorded = is_again = False
+        if not is_recorded:
+            yield from original(body, preserve, context_fn, *args, **kwargs)
             return
+        # What it makes of plain tensors at once keeps what it saves: to have that again torch would
+        # run all of the body, in the midst of a backward.
         with _recording(body) if is_again else contextlib.nullcontext():
-            yield from _as_code(*args) if is_recorded else original(body, *args, **kwargs)
+            yield
 
     return generator
-
-
-def _as_code(_: bool, context_fn: Callable[[], tuple[Any, Any]], *args: Any) -> Iterator[None]:
-    """Around a body that is recorded as any other code.
-
-    What it makes of plain tensors at once keeps what it saves: to have that again torch would run
-    all of the body, in the midst of a backward.
-    """
-    forward, _again = context_fn()
-    with forward:
-        yield

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from koila import surroundings
 from koila.engine import ACCUMULATE_GRAD
 from koila.rows import without_memory
 
@@ -117,7 +118,8 @@ def deliver(
         entries = [_entry(real, gradient) for real, gradient in found]
     found.clear()
     try:
-        return finish([output for output, _ in entries], [sent for _, sent in entries])
+        with surroundings.inside():
+            return finish([output for output, _ in entries], [sent for _, sent in entries])
     except BaseException:
         undo.put_back()
         raise

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import _core, noise, plain, rows
+from koila import _core, noise, plain, rows, surroundings
 from koila.errors import KoilaError
 from koila.rows import Bounds
 from koila.threads import in_turn
@@ -154,6 +154,7 @@ def is_uncounted(i: int, first_out: int) -> bool:
 
 
 @in_turn
+@surroundings.in_outside
 def make_way() -> None:
     """Something else is about to draw: all that waits draws before it."""
     if not _core.is_busy() and any(is_uncounted(i, out) for i, out, _ in _core.waiting_draws()):
@@ -162,6 +163,7 @@ def make_way() -> None:
 
 
 @in_turn
+@surroundings.in_outside
 def move_on() -> None:
     """Move the generators past all that waits: what is drawn next comes after it, as in eager."""
     waiting = _core.waiting_draws()

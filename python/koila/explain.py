@@ -151,6 +151,19 @@ def log_live(func: Any, why: str = "") -> None:
     )
 
 
+def log_at_once(func: Any, why: str) -> None:
+    """Say once for each reason where calls run at once, and what chunks were to save is lost."""
+    if not plan.is_whole():
+        _log(
+            why,
+            "%s is not recorded (%s), since %s: such calls run where they stand, on the whole "
+            "batch, and koila saves no memory there",
+            reports.name_of(func),
+            draws.user_line(),
+            why,
+        )
+
+
 def decide_whole(func: Any, why: str) -> None:
     """A call needs what was recorded whole: it is logged, and told by report()."""
     log_live(func, why)

@@ -12,7 +12,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from koila import (
     _core,
     bridge,
-    checkpoints,
     composed,
     devices,
     draws,
@@ -28,6 +27,7 @@ from koila import (
     replay,
     reports,
     scans,
+    surroundings,
 )
 
 LazyTensor = _core.LazyTensor
@@ -195,7 +195,8 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     """NotImplemented where the program has to run whole."""
     inputs = words.get("inputs")
     bridge.refuse_inner(() if inputs is None else _listed(inputs), "backward")
-    if words.get("create_graph") or words.get("grad_variables") is not None:
+    is_other = words.get("create_graph") or words.get("grad_variables") is not None
+    if is_other or surroundings.of_backward():
         return NotImplemented
     if inputs is not None:
         inputs = [_core.real(t) if type(t) is LazyTensor else t for t in _listed(inputs)]
@@ -251,7 +252,9 @@ def _tell_why(func: Callable[..., Any], words: dict[str, Any], root: str) -> Non
     if reports.is_decided() or not any(map(_is_pending, _listed(words[root]))):
         return
     why = "it starts from other tensors too, or in a way that is not run in chunks"
-    if words.get("create_graph"):
+    if seen := surroundings.of_backward():
+        why = seen
+    elif words.get("create_graph"):
         why = "create_graph=True keeps autograd's graph of the whole batch"
     elif words.get("is_grads_batched"):
         why = "is_grads_batched=True runs it under vmap"
@@ -272,7 +275,8 @@ _GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
 
 
 def _grad_in_chunks(words: dict[str, Any]) -> Any:
-    if words.get("create_graph") or words.get("is_grads_batched"):
+    is_other = words.get("create_graph") or words.get("is_grads_batched")
+    if is_other or surroundings.of_backward():
         return NotImplemented
     inputs = _listed(words["inputs"])
     inputs = [_core.real(t) if type(t) is LazyTensor else t for t in inputs]
@@ -362,6 +366,19 @@ def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return func(_empty_like(args[0]), *args[1:], **kwargs)
 
 
+def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What made a tensor in autograd's graph; nothing runs for that alone."""
+
+    def whole(lazy: Any) -> Any:
+        if _is_pending(lazy):
+            explain.decide_whole(func, "a node of autograd's graph is of the whole batch")
+        return _core.live(func, (lazy,), {}, True)
+
+    description = _core.describe(args[0]) if _is_pending(args[0]) else None
+    is_there = description is not None and description[3]
+    return hooks.PendingNode(args[0], whole) if is_there else of_graph(func, args, kwargs)
+
+
 def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where a tensor is in autograd's graph: nowhere, while it requires no gradient."""
     description = _core.describe(args[0]) if _is_pending(args[0]) else None
@@ -376,8 +393,6 @@ def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     What was recorded before runs first, as if it had been outside.
     """
-    if checkpoints.is_live():
-        return _core.live(func, args, kwargs, False)
     if torch._C._get_tracing_state() is not None or devices.is_capturing():
         return _core.live(func, args, kwargs, True)
     if torch._C._functorch.peek_interpreter_stack() is None:
@@ -452,7 +467,7 @@ HANDLERS: dict[str, Handler] = {
     "register_hook": register_hook,
     "register_post_accumulate_grad_hook": live,
     "retain_grad": retain_grad,
-    "grad_fn": of_graph,
+    "grad_fn": of_node,
     "_backward_hooks": of_graph,
     "output_nr": of_graph,
     "_version": of_tensor,

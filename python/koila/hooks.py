@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from koila import _core
+from koila import _core, surroundings
 from koila.threads import in_turn
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -70,6 +70,23 @@ def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         _core.memo().setdefault("hooks", {})
 
 
+class PendingNode:
+    """The `grad_fn` of a lazy that has still to run: whoever asks for more than whether it is there
+    is answered by the node of the whole batch, since its hooks are to see what eager's see."""
+
+    def __init__(self, lazy: Any, node_of: Callable[[Any], Any]) -> None:
+        self._lazy, self._node_of = lazy, node_of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node_of(self._lazy), name)
+
+    def __repr__(self) -> str:
+        return f"<PendingNode of {self._lazy!r}>"
+
+
+torch.autograd.graph.Node.register(PendingNode)
+
+
 def bind(value: int, real: torch.Tensor) -> None:
     """Hand the hooks of a value over to the tensor that a live run made for it."""
     hooks = _of(value)
@@ -81,7 +98,8 @@ def bind(value: int, real: torch.Tensor) -> None:
 
 def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
     for hook in list(hooks.values()):
-        made = hook(gradient)
+        with surroundings.inside():
+            made = hook(gradient)
         gradient = gradient if made is None else made
     return gradient
 

@@ -20,7 +20,6 @@ from torch.optim.optimizer import (
 
 from koila import (
     _core,
-    attention,
     bridge,
     budget,
     checkpoints,
@@ -30,6 +29,8 @@ from koila import (
     numbers,
     plain,
     reports,
+    surroundings,
+    switches,
     unwritten,
 )
 from koila.threads import in_turn
@@ -120,7 +121,7 @@ def _patch_function_apply() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(base, cls).apply if inherited is None else inherited.__get__(cls)
         if _holds_lazy(args) or _holds_lazy(kwargs):
-            if checkpoints.is_transparent(cls, args):
+            if checkpoints.is_transparent(cls, args) and not surroundings.of_call():
                 return checkpoints.run(args[0], args[2:])
             return _core.live_with_all(original, args, kwargs, False)
         return original(*args, **kwargs)
@@ -288,23 +289,34 @@ def _patch_generator() -> None:
         _replace(generator, name, patched)
 
 
-def _patch_defaults() -> None:
-    for name in ("set_default_dtype", "set_default_device"):
-        _replace(torch, name, _flush_first(getattr(torch, name)))
+def _patch_switches() -> None:
+    """A recorded call runs with the switches that were on when it was recorded."""
 
-
-def _patch_attention() -> None:
-    """A recorded attention runs with the kernels that were allowed when it was recorded."""
-    for name in attention.SETTERS:
-        original = getattr(torch._C, name)
-
-        def patched(*args: Any, _original: Any = original) -> Any:
-            result = _original(*args)
-            attention.note()
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            switches.note()
             return result
 
-        _replace(torch._C, name, patched)
-    attention.note()
+        return patched
+
+    for name in switches.SETTERS:
+        if hasattr(torch._C, name):
+            _replace(torch._C, name, noting(getattr(torch._C, name)))
+    # An attribute of torch.backends has the function from before.
+    prop: Any = torch.backends.ContextProp
+    _replace(prop, "__set__", noting(prop.__set__))
+    for name in ("set_num_threads", "set_flush_denormal"):  # of a thread; they change last bits
+        _replace(torch, name, _flush_first(getattr(torch, name)))
+    switches.note()
+
+
+def _patch_dual_levels() -> None:
+    """Inside of a level of forward-mode AD calls run at once: let the recorder know."""
+    levels: Any = torch.autograd.forward_ad
+    for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
+        _replace(levels, name, surroundings.count_duals(getattr(levels, name), step))
 
 
 def _patch_graphs() -> None:
@@ -350,6 +362,14 @@ def _patch_scripts() -> None:
     if hasattr(torch.jit, "_script"):
         script_method = torch._C.ScriptMethod
         _replace(script_method, "__call__", _cut_if_lazy(script_method.__call__))
+
+
+def _patch_nodes() -> None:
+    """What hands a node of autograd's graph to C++ needs a real one."""
+    graph: Any = torch.autograd.graph
+    name = "_get_grad_fn_or_grad_acc"  # of which is only asked whether a backward comes there
+    _replace(graph, name, _live_if_lazy(getattr(graph, name), True, _core.live_with_all))
+    _replace(graph, "get_gradient_edge", _live_if_lazy(graph.get_gradient_edge, True))
 
 
 def _patch_ddp() -> None:
@@ -446,10 +466,11 @@ def _install() -> None:
     _patch_data()
     _patch_set()
     _patch_generator()
-    _patch_defaults()
-    _patch_attention()
+    _patch_switches()
+    _patch_dual_levels()
     _patch_graphs()
     _patch_scripts()
+    _patch_nodes()
     _patch_ddp()
     _patch_tracers()
     _patch_unwritten()

@@ -33,6 +33,7 @@ from koila import (
     reductions,
     reports,
     steps,
+    surroundings,
     tail,
     unwritten,
     views,
@@ -757,6 +758,7 @@ def _stage(
 
 
 @in_turn
+@surroundings.in_outside
 def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
     """Give the pending values that the user can reach their numbers, in chunks.
 
@@ -766,6 +768,7 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
         return read_all(is_known_only)
 
 
+@surroundings.in_outside
 def read_all(is_known_only: bool) -> bool:
     """As `read`, for who has said what asks, in a turn of its own."""
     settle_outdated()
@@ -823,6 +826,7 @@ def gradients_of(
     return _held(roots, gradients, is_retained, None, list, unwanted)
 
 
+@surroundings.in_outside
 def _held(roots: list[torch.Tensor], *words: Any) -> Any:
     """Another thread's program, and one that was cut off, is run as it would be there."""
     return _core.held(roots[0] if roots else None, _differentiate, (roots, *words), {})

@@ -151,7 +151,8 @@ class ProgramReport:
             return f"failed: {self.why}"
         if self.n_calls == 0:
             return self.why
-        calls = f"{count(self.n_calls, 'call')} with {size(self.n_bytes)} of results"
+        results = f" with {size(self.n_bytes)} of results" if self.n_bytes else ""
+        calls = count(self.n_calls, "call") + results
         if self.n_chunks == 1 and self.n_rows is None:
             return f"{calls}, whole: {self.why}"
         tries = f", at try {self.n_tries}" if self.n_tries > 1 else ""
@@ -413,6 +414,16 @@ def note_whole(
                 whole=decision.whole,
             )
         )
+
+
+def note_at_once(func: Callable[..., Any], why: str) -> None:
+    """A call runs where it stands, on the whole batch; those that follow each other for one reason
+    are told as one program."""
+    last = _state.programs[-1] if _state.programs and not _state.is_over else None
+    if last is not None and last.why == why:
+        _state.programs[-1] = dataclasses.replace(last, n_calls=last.n_calls + 1)
+    else:
+        note(ProgramReport(call_of(func), user_line(), 1, why=why))
 
 
 def note_handed_out(func: Callable[..., Any], n_bytes: int) -> None:

@@ -102,6 +102,8 @@ NOT_INFERENCE = [name for name in CONTEXTS if "inference" not in name]
 class Watch(TorchFunctionMode):
     """Keeps the contexts in which tanh runs."""
 
+    sees_koila = True
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Context] = []
@@ -221,6 +223,8 @@ def test_contexts_are_interned() -> None:
 
 class Casts(TorchDispatchMode):
     """Counts the casts of a weight."""
+
+    sees_koila = True
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

@@ -21,6 +21,8 @@ from koila import _core
 class Ran(TorchDispatchMode):
     """Keeps the names of what runs."""
 
+    sees_koila = True
+
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

@@ -197,6 +197,8 @@ def test_threads_share_the_dead() -> None:
 class Seen(TorchDispatchMode):
     """Keeps what is dispatched."""
 
+    sees_koila = True
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
