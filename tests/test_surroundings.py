@@ -124,6 +124,25 @@ def reads_in_hooks(model: Model, x: Tensor, y: Tensor) -> Any:
     return finish(model, model.tail(h), y), total, n_before
 
 
+@story()
+def hooks_around_the_backward(model: Model, x: Tensor, y: Tensor) -> Any:
+    """What hooks on gradients compute is seen, and nothing of koila's forward."""
+    packed = []
+    other = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def compute(gradient: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return gradient * (other * other).sum().detach()
+
+    h = model.body(x)
+    h.register_hook(compute)
+    model.first.weight.register_hook(compute)
+    loss = F.cross_entropy(model.last(model.tail(h)), y)
+    with saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: tensor):
+        loss.backward()
+    return loss, len(packed)
+
+
 @story(HOOKS)
 def saves_on_cpu(model: Model, x: Tensor, y: Tensor) -> Any:
     with torch.autograd.graph.save_on_cpu():

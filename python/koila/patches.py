@@ -3,7 +3,9 @@ its test."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -309,6 +311,12 @@ def _patch_switches() -> None:
     _replace(prop, "__set__", noting(prop.__set__))
     for name in ("set_num_threads", "set_flush_denormal"):  # of a thread; they change last bits
         _replace(torch, name, _flush_first(getattr(torch, name)))
+    with contextlib.suppress(ImportError):  # which kernels in Python take the place of torch's
+        native: Any = type(importlib.import_module("torch.backends.python_native"))
+        for name in ("dispatch_keys", "operations"):
+            for verb in ("enable", "disable"):
+                full = f"{verb}_{name}"
+                _replace(native, full, _flush_first(getattr(native, full)))
     switches.note()
 
 

@@ -105,16 +105,21 @@ SETTERS.add("_set_default_tensor_type")  # which sets the default dtype
 _met: dict[Setting, int] = {}
 
 
-def _value(switch: Switch) -> Any:
+#: What torch does not tell: the old and the new name of one switch were both used.
+UNKNOWN = object()
+
+
+def value_of(switch: Switch) -> Any:
+    """The value of a switch, or UNKNOWN."""
     try:
         return switch.get()
-    except RuntimeError:  # old and new names of one switch were both used
-        return None
+    except RuntimeError:
+        return UNKNOWN
 
 
 def now() -> Setting:
     """Which setting is on."""
-    return tuple(map(_value, SWITCHES))
+    return tuple(map(value_of, SWITCHES))
 
 
 def note() -> None:
@@ -128,5 +133,5 @@ def choose(number: int) -> None:
     setting = next(setting for setting, i in _met.items() if i == number)
     for _ in range(2):  # to set one may change others
         for switch, value in zip(SWITCHES, setting, strict=True):
-            if value is not None and _value(switch) != value:
+            if value is not UNKNOWN and value_of(switch) != value:
                 switch.set(value)
