@@ -101,14 +101,3 @@ def test_the_head_takes_a_chunk() -> None:
     most = peak(eager)
     with split(4):
         assert peak(koila.lazy) < 0.4 * most
-
-
-def test_after_backward_numbers_are_plain() -> None:
-    """Nothing is to be gained any more: what is made of them is made at once."""
-    m, x = nn.Linear(4, 4), koila.lazy(torch.randn(6, 4))
-    with torch.no_grad():
-        h = m(x)
-    assert type(h + 1) is type(h)
-    out = m(x)
-    out.sum().backward()
-    assert type(h + 1) is Tensor and type(out + 1) is Tensor

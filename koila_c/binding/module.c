@@ -79,6 +79,8 @@ core_bind(PyObject *module, PyObject *args)
         {&kl_py.is_out_of_memory, "is_out_of_memory"},
         {&kl_py.note_write, "note_write"},
         {&kl_py.note_written, "note_written"},
+        {&kl_py.note_left, "note_left"},
+        {&kl_py.is_in_hook, "is_in_hook"},
     };
     PyObject *folders = NULL, *objects = NULL;
     if (!PyArg_ParseTuple(args, "O!IO!:bind", &PyTuple_Type, &folders, &kl_py.reductions,
@@ -116,8 +118,7 @@ static PyMethodDef functions[] = {
      "Give the module the Python objects it calls, by name."},
     {"register", kl_function_register, METH_VARARGS,
      "register($module, func, kind, name, handler, has_meta, returns_list, is_random, row, "
-     "container, /)"
-     "\n--\n\n"
+     "container, /)\n--\n\n"
      "Say what is done with a torch callable that meets a lazy."},
     {"note_switches", kl_context_note_switches, METH_VARARGS,
      "note_switches($module, setting, is_flash_allowed, /)\n--\n\n"

@@ -89,6 +89,7 @@ typedef struct KlPyValue {
                             has none (inference tensor) */
     PyObject *result;   /* known: its value, without a graph; else NULL */
     PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
+    uint64_t looked_at; /* leaves: kl_py.n_looks when it was seen to be what it was */
 } KlPyValue;
 
 typedef struct KlExternal {
@@ -184,6 +185,8 @@ typedef struct KlPyState {
     PyObject *settle;           /* koila.numbers.settle_outdated */
     PyObject *is_out_of_memory; /* koila.errors: says nothing of the call that raised it */
     PyObject *note_write, *note_written; /* koila.unwritten: what a call is to write on the side */
+    PyObject *note_left;        /* koila.explain: a large plain tensor was made, or written */
+    PyObject *is_in_hook;       /* koila.engine */
     PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
@@ -194,9 +197,10 @@ typedef struct KlPyState {
     PyObject *ndarray;     /* numpy.ndarray, or NULL where numpy is not there */
     PyObject *devices;     /* list of torch.device; index = KlMeta.device */
     PyObject *dtypes[KL_N_DTYPES];
-    Py_ssize_t slot_offset;  /* of LazyTensor's one slot */
-    uint64_t n_backwards;    /* backward passes seen: what was live before one counts as spent */
-    uint64_t n_axis_keys;    /* batches made */
+    Py_ssize_t slot_offset; /* of LazyTensor's one slot */
+    uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
+    uint64_t n_axis_keys;   /* batches made */
+    uint64_t n_looks; /* ends of blocks, backwards, batches: leaves may have been written since */
     int64_t n_transforms;    /* of torch.func, and tracers, under way on any thread */
     int64_t n_dual_levels;   /* of forward-mode AD that are on */
     int64_t n_cut_off;       /* tapes that were cut off, and are there */

@@ -253,6 +253,7 @@ core_has_known(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     Tape *tape = kl_tape_open_or_null();
+    kl_py.n_looks++;
     return PyBool_FromLong(tape != NULL && kl_tape_find_known(&tape->core));
 }
 
@@ -382,6 +383,7 @@ core_note_backward(PyObject *module, PyObject *ignored)
     (void)module;
     (void)ignored;
     kl_py.n_backwards++;
+    kl_py.n_looks++;
     return Py_NewRef(Py_None);
 }
 

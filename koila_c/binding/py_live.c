@@ -574,9 +574,9 @@ find_rows(const LazyArgs *lazy_args, PyObject *real, KlPlace *place)
     }
     for (int i = 0; i < lazy_args->n; i++) {
         const Value *value = kl_lazy_value(lazy_args->lazies[i]);
-        if (!kl_place_is_rows(&value->place) || value->place.outer != 1 ||
-            value->place.inner != 1 || value->place.dim >= meta.n_dims ||
-            meta.shape[value->place.dim] != value->rows) {
+        int64_t n = value->place.outer * value->rows * value->place.inner;
+        if (!kl_place_is_rows(&value->place) || value->place.dim >= meta.n_dims ||
+            meta.shape[value->place.dim] != n) {
             continue;
         }
         *place = value->place;
@@ -714,6 +714,43 @@ is_kept_from(PyObject *func, PyObject *kwargs, KlLiveKind kind)
            kl_function_is_in_place(function);
 }
 
+#define KL_BYTES_TOLD ((int64_t)1 << 20)
+
+/* Tell of large plain tensors that a call made or wrote of lazies: what is made of them is not recorded. */
+static int
+tell_left(PyObject *func, PyObject *left, bool is_written)
+{
+    int status = 0;
+    if (PyTuple_Check(left) || PyList_Check(left)) {
+        for (Py_ssize_t i = 0; status == 0 && i < PySequence_Fast_GET_SIZE(left); i++) {
+            status = tell_left(func, PySequence_Fast_GET_ITEM(left, i), is_written);
+        }
+        return status;
+    }
+    KlMeta meta;
+    if (PyObject_TypeCheck(left, kl_py.tensor_base) && !kl_lazy_check(left) &&
+        kl_meta_read(left, &meta) == 0 && kl_meta_n_bytes(&meta) >= KL_BYTES_TOLD) {
+        PyObject *told = PyObject_CallFunctionObjArgs(kl_py.note_left, func, left,
+                                                      is_written ? Py_True : Py_False, NULL);
+        Py_XDECREF(told);
+        return told != NULL ? 0 : -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
+/* Borrowed: the tensor, or tensors, that a call writes; NULL. */
+static PyObject *
+written_by(PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    const Function *function = kl_function_find(func);
+    PyErr_Clear();
+    PyObject *out = kwargs != NULL ? PyDict_GetItem(kwargs, kl_py.out) : NULL;
+    bool is_first = out == NULL && function != NULL && kl_function_is_in_place(function) &&
+                    PyTuple_GET_SIZE(args) > 0;
+    return is_first ? PyTuple_GET_ITEM(args, 0) : out;
+}
+
 PyObject *
 kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
@@ -749,6 +786,12 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     }
     if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
         Py_SETREF(result, wrap(&lazy_args, result));
+        PyObject *written = written_by(func, args, has_kwargs ? kwargs : NULL);
+        PyObject *left = written != NULL ? written : result;
+        bool is_told = result != NULL && (written != NULL || kind == KL_LIVE_SETTLED);
+        if (is_told && tell_left(func, left, written != NULL) < 0) {
+            Py_CLEAR(result);
+        }
     }
 error:
     Py_XDECREF(real_kwargs);

@@ -9,9 +9,9 @@
 /* -- what the lazies of a call say ----------------------------------------------------------------- */
 
 typedef struct LazyArgs {
-    Tape *tape;        /* this thread's, or NULL */
-    bool is_any_lazy;  /* one at least is not settled: the call is worth recording */
-    bool is_any_fresh; /* one at least is settled, has rows, and a backward may be still to come */
+    Tape *tape;          /* this thread's, or NULL */
+    bool is_any_lazy;    /* one at least is not settled: the call is worth recording */
+    bool is_any_of_rows; /* one at least is settled, and has rows */
     bool is_any_foreign; /* one at least is made by another thread's program */
     bool is_any_lost;    /* of one at least nobody knows what shares its memory */
     bool is_any_own;     /* torch asks the class of another operand what the call is */
@@ -57,8 +57,8 @@ look_at(PyObject *lazy, void *context)
     }
     if (!is_settled(value)) {
         found->is_any_lazy = true;
-    } else if (value->epoch == kl_py.n_backwards && kl_place_is_rows(&value->place)) {
-        found->is_any_fresh = true;
+    } else if (kl_place_is_rows(&value->place)) {
+        found->is_any_of_rows = true;
     }
     found->is_any_lost = found->is_any_lost || is_lost(value);
     return 0;
@@ -394,27 +394,30 @@ out_of(PyObject *kwargs)
     return out != Py_None ? out : NULL;
 }
 
-/* Whether a plain tensor that waiting calls read is, or is among, what a call writes. */
-static bool
-is_plain_and_read(const Tape *tape, PyObject *target)
+enum { KL_READ = 1, KL_UNREAD = 2, KL_OTHER = 4 };
+
+/* What there is among what a call writes: plain tensors that waiting calls read or do not, and others. */
+static unsigned
+kinds_written(const Tape *tape, PyObject *target)
 {
+    unsigned kinds = 0;
     if (PyTuple_Check(target) || PyList_Check(target)) {
-        bool result = false;
-        for (Py_ssize_t i = 0; !result && i < PySequence_Fast_GET_SIZE(target); i++) {
-            result = is_plain_and_read(tape, PySequence_Fast_GET_ITEM(target, i));
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(target); i++) {
+            kinds |= kinds_written(tape, PySequence_Fast_GET_ITEM(target, i));
         }
-        return result;
+        return kinds;
     }
-    return PyObject_TypeCheck(target, kl_py.tensor_base) && !kl_lazy_check(target) &&
-           is_read(tape, target);
+    bool is_plain = PyObject_TypeCheck(target, kl_py.tensor_base) && !kl_lazy_check(target);
+    return !is_plain ? KL_OTHER : is_read(tape, target) ? KL_READ : KL_UNREAD;
 }
 
 static bool
 is_target_read(const Tape *tape, PyObject *args, PyObject *kwargs)
 {
     PyObject *out = out_of(kwargs);
-    return (out != NULL && is_plain_and_read(tape, out)) ||
-           (PyTuple_GET_SIZE(args) > 0 && is_plain_and_read(tape, PyTuple_GET_ITEM(args, 0)));
+    return (out != NULL && (kinds_written(tape, out) & KL_READ) != 0) ||
+           (PyTuple_GET_SIZE(args) > 0 &&
+            (kinds_written(tape, PyTuple_GET_ITEM(args, 0)) & KL_READ) != 0);
 }
 
 /* Whether a call is given values that wait on this thread's tape, or that what waits reads, and none of them
@@ -465,30 +468,14 @@ run_before_write(PyObject *args, PyObject *out)
     return result < 0 || out == NULL ? result : kl_call_visit(out, run_readers, NULL);
 }
 
-/* Whether all that is in `target` are plain tensors, and nothing waits that reads them. */
-static bool
-is_plain_and_unread(const Tape *tape, PyObject *target)
-{
-    if (PyTuple_Check(target) || PyList_Check(target)) {
-        bool result = true;
-        for (Py_ssize_t i = 0; result && i < PySequence_Fast_GET_SIZE(target); i++) {
-            result = is_plain_and_unread(tape, PySequence_Fast_GET_ITEM(target, i));
-        }
-        return result;
-    }
-    return PyObject_TypeCheck(target, kl_py.tensor_base) && !kl_lazy_check(target) &&
-           !is_read(tape, target);
-}
-
 /* Whether a call writes plain tensors and nothing else, and nothing waits that reads them. */
 static bool
 is_into_plain(const Tape *tape, const Function *function, PyObject *args, PyObject *out)
 {
-    if (out != NULL) {
-        return is_plain_and_unread(tape, out);
-    }
-    return function->row != NULL && function->row->kind == KL_ROW_INPLACE &&
-           PyTuple_GET_SIZE(args) > 0 && is_plain_and_unread(tape, PyTuple_GET_ITEM(args, 0));
+    bool is_first = out == NULL && function->row != NULL && function->row->kind == KL_ROW_INPLACE &&
+                    PyTuple_GET_SIZE(args) > 0;
+    PyObject *target = is_first ? PyTuple_GET_ITEM(args, 0) : out;
+    return target != NULL && (kinds_written(tape, target) & ~(unsigned)KL_UNREAD) == 0;
 }
 
 /* The same, looked at in a turn at the tape; -1. */
@@ -696,6 +683,31 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
     return recorded;
 }
 
+/* Whether torch's engine, or a run of the tape, calls a hook or a custom backward, which is to give tensors; -1. */
+static int
+is_in_hook(const Tape *tape)
+{
+    static int (*task)(void);
+    static bool is_known;
+    if (!is_known) {
+        *(void **)&task = kl_meta_symbol("_ZN5torch8autograd25get_current_graph_task_idEv");
+        is_known = true;
+    }
+    bool is_running = is_in_a_run(tape), is_grad_enabled = true;
+    if (!is_running && task != NULL && task() < 0) {
+        return 0;
+    }
+    if (kl_context_now(&is_grad_enabled) < 0) {
+        return -1;
+    }
+    if (is_running || is_grad_enabled) {
+        return !is_grad_enabled;
+    }
+    PyObject *answer = PyObject_CallNoArgs(kl_py.is_in_hook);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : answer == Py_True;
+}
+
 PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -706,24 +718,27 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
         return NULL;
     }
-    bool is_going_on = false; /* from what a frozen model made: by rows, as from a batch */
-    if (found.is_any_fresh && kl_context_now(&is_going_on) < 0) {
-        return NULL;
+    int is_hook = is_in_hook(found.tape);
+    if (is_hook < 0 || (is_hook > 0 && !may_write(function, out_of(kwargs)))) {
+        bool is_ready = is_hook > 0 && draw_before(function) >= 0;
+        return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_READ) : NULL;
     }
-    is_going_on = is_going_on && function->row != NULL && !may_write(function, out_of(kwargs));
-    if (!found.is_any_lazy && !is_going_on) {
+    bool is_writing = !found.is_any_lazy && may_write(function, out_of(kwargs));
+    bool is_detach = function->row != NULL && kl_ops_is_detached(function->row);
+    /* What has its number and rows is recorded with, as a batch is. */
+    if (!found.is_any_lazy && (is_writing || is_detach || !found.is_any_of_rows)) {
         PyObject *out = out_of(kwargs);
         Tape *tape = found.tape;
-        if (may_write(function, out) && !is_in_a_run(tape) && is_target_read(tape, args, kwargs)) {
+        if (is_writing && !is_in_a_run(tape) && is_target_read(tape, args, kwargs)) {
             return kl_record_live(func, args, kwargs, KL_LIVE_LAZY);
         }
-        if (draw_before(function) < 0 ||
-            (may_write(function, out) && run_before_write(args, out) < 0)) {
+        if (draw_before(function) < 0 || (is_writing && run_before_write(args, out) < 0)) {
             return NULL;
         }
         /* What is made stays lazy while anything waits: what is written with it is seen. */
         bool is_waited_for = tape->core.n_done < tape->core.n_nodes || kl_py.n_cut_off > 0;
-        return kl_live_call(func, args, kwargs, is_waited_for ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
+        bool is_lazy = is_waited_for || found.is_any_of_rows;
+        return kl_live_call(func, args, kwargs, is_lazy ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
     }
     int is_of_user = 0;
     if (!found.is_any_foreign && !is_in_a_run(found.tape)) {

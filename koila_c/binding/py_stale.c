@@ -58,23 +58,14 @@ is_changed(const KlPyValue *entry)
     return is_same < 0 ? -1 : !is_same;
 }
 
-/* The first pending node that reads the leaf; they all fail, for the value they were recorded with is
- * gone. Of those that are abandoned, or of the others. KL_ID_NONE: none does. */
-static KlNodeId
-fail_readers(KlTape *core, KlValueId leaf, bool is_abandoned)
+static bool
+is_read_by(const KlTape *core, const KlNode *node, KlValueId leaf)
 {
-    KlNodeId first = KL_ID_NONE;
-    for (size_t i = core->n_done; i < core->n_nodes; i++) {
-        const KlNode *node = &core->nodes[i];
-        bool is_meant = node->is_abandoned == is_abandoned;
-        for (uint32_t k = 0; is_meant && !node->is_done && k < node->n_inputs; k++) {
-            if (core->inputs[node->first_input + k].value == leaf) {
-                first = first == KL_ID_NONE ? (KlNodeId)i : first;
-                kl_tape_set_failed(core, (KlNodeId)i);
-            }
-        }
+    bool is_found = false;
+    for (uint32_t k = 0; k < node->n_inputs && !is_found && !node->is_done; k++) {
+        is_found = core->inputs[node->first_input + k].value == leaf;
     }
-    return first;
+    return is_found;
 }
 
 static const char *
@@ -89,8 +80,8 @@ kind_of(PyObject *tensor)
     return is_parameter ? "parameter" : "tensor";
 }
 
-static int
-raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
+static void
+set_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
 {
     PyObject *where = kl_source_where(tape, reader);
     PyObject *size = where != NULL ? kl_meta_size(&tape->core.values[leaf].meta) : NULL;
@@ -106,21 +97,33 @@ raise_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
     Py_XDECREF(name);
     Py_XDECREF(size);
     Py_XDECREF(where);
-    kl_failure_keep(tape, reader);
-    return -1;
 }
 
-/* A leaf was changed: its readers fail. Whoever asks for what was abandoned is told, nobody else. */
+/* A leaf was changed: what reads it has no value, and whoever asks for one is told. Nobody asks for what is
+ * written on the side: that is told at once, with -1. */
 static int
 fail_changed(Tape *tape, KlValueId leaf)
 {
-    KlNodeId waiting = fail_readers(&tape->core, leaf, true);
-    if (waiting != KL_ID_NONE) {
-        (void)raise_stale(tape, leaf, waiting);
+    KlTape *core = &tape->core;
+    size_t n_aside = core->n_aside;
+    bool is_told = false;
+    if (kl_tape_has_draw(core)) {
+        kl_live_draw_waiting();
+    }
+    for (size_t i = core->n_done; i < core->n_nodes && !is_told; i++) {
+        if (is_read_by(core, &core->nodes[i], leaf)) {
+            bool is_abandoned = core->nodes[i].is_abandoned;
+            PyErr_Clear(); /* of the call before */
+            set_stale(tape, leaf, (KlNodeId)i);
+            kl_failure_keep(tape, (KlNodeId)i);
+            kl_tape_set_failed(core, (KlNodeId)i);
+            is_told = core->n_aside < n_aside && !is_abandoned;
+        }
+    }
+    if (!is_told) {
         PyErr_Clear();
     }
-    KlNodeId reader = fail_readers(&tape->core, leaf, false);
-    return reader != KL_ID_NONE ? raise_stale(tape, leaf, reader) : 0;
+    return is_told ? -1 : 0;
 }
 
 /* A tensor whose .data was handed out while calls that read it were pending: nothing but its numbers tells
@@ -183,10 +186,7 @@ kl_tape_check_leaves(Tape *tape)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
         int changed = kl_stale_is_lost(tape, (KlValueId)i);
-        if (changed < 0) {
-            return -1;
-        }
-        if (changed && fail_changed(tape, (KlValueId)i) < 0) {
+        if (changed < 0 || (changed && fail_changed(tape, (KlValueId)i) < 0)) {
             return -1;
         }
     }

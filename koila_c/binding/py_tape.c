@@ -119,6 +119,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     entry->real = Py_NewRef(tensor);
     entry->pointer = kl_stale_pointer(tensor);
     entry->version = kl_stale_version(tensor);
+    entry->looked_at = kl_py.n_looks;
     return 0;
 }
 
@@ -132,7 +133,9 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
     if (external->tensor != NULL && tape->core.values[external->value].n_pending > 0) {
         int is_same = kl_stale_is_flagged(tensor, &tape->core.values[external->value].meta);
         *value = external->value;
-        if (is_same > 0 && tape->is_kept) {
+        bool is_seen = tape->values[*value].looked_at == kl_py.n_looks && !tape->is_kept;
+        if (is_same > 0 && !is_seen) {
+            tape->values[*value].looked_at = kl_py.n_looks;
             int changed = kl_stale_is_changed(tape, *value);
             is_same = changed < 0 ? -1 : !changed;
         }

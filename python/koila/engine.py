@@ -33,6 +33,13 @@ class Function(torch.autograd.Function):
     apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 
+def is_in_hook() -> bool:
+    """Whether torch's engine calls a hook, or a backward of the user's, on this thread."""
+    node: Any = torch._C._current_autograd_node()
+    function = getattr(node, "_forward_cls", None)
+    return node is not None and not getattr(function, "runs_program", False)
+
+
 def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
     """Whether a gradient of a tensor is, or goes on to, that of one of `inputs`."""
     wanted: set[tuple[Any, int | None]] = {(id(t), None) for t in inputs}

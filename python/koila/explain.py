@@ -164,6 +164,35 @@ def log_at_once(func: Any, why: str) -> None:
         )
 
 
+def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
+    """A call made or wrote a large plain tensor of lazy ones: what is made of it is not recorded.
+
+    It is told by report(), and logged once for each line, where koila could save memory.
+
+    Args:
+        func: the call.
+        tensor: what it made or wrote.
+        is_written: whether the tensor was there before.
+    """
+    name, where = reports.name_of(func), draws.user_line()
+    if is_written:
+        made = (
+            f"writes lazy values into a plain tensor of {size(tensor.nbytes)}: what is made of it "
+            "is plain torch, on the whole batch; make it with torch.zeros_like(h) or "
+            "h.new_zeros(...) of a lazy h, and it is recorded"
+        )
+    else:
+        made = (
+            f"makes a plain tensor of {size(tensor.nbytes)}: what it is given is computed "
+            "already and has no rows of a batch"
+        )
+    reports.note_left(name, where, made)
+    if not plan.is_whole() and where not in _logged:
+        _logged.add(where)
+        level = logging.WARNING if tensor.requires_grad else logging.INFO
+        _logger.log(level, "%s (%s) %s", name, where, made)
+
+
 def decide_whole(func: Any, why: str) -> None:
     """A call needs what was recorded whole: it is logged, and told by report()."""
     log_live(func, why)

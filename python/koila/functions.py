@@ -14,7 +14,9 @@ from koila import (
     bridge,
     devices,
     draws,
+    engine,
     enter,
+    explain,
     handlers,
     hooks,
     inplace_views,
@@ -230,6 +232,8 @@ def register_all() -> None:
             "is_out_of_memory": is_out_of_memory,
             "note_write": unwritten.watch,
             "note_written": unwritten.note_written,
+            "note_left": explain.note_left,
+            "is_in_hook": engine.is_in_hook,
         },
     )
     _core.set_blocked_halves(tuple(_blocked_halves()))

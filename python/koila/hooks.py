@@ -115,7 +115,8 @@ def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
     if not is_on(value):
         return gradient
     if value not in seen:
-        made = _call(_of(value) or OrderedDict(), gradient)
+        with torch.set_grad_enabled(False):  # as torch's engine calls it
+            made = _call(_of(value) or OrderedDict(), gradient)
         if made.shape != gradient.shape:
             raise RuntimeError(
                 f"hook: cannot put a gradient of shape {list(made.shape)} in place of one of "

@@ -772,11 +772,12 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
 def read_all(is_known_only: bool) -> bool:
     """As `read`, for who has said what asks, in a turn of its own."""
     settle_outdated()
-    staged = None if _is_whole() else _stage([], is_known_only)
-    if staged is not None:
-        if staged[1].n_chunks == 0:
-            return True
-        _core.check_leaves()
+    if _is_whole():
+        return False
+    _core.check_leaves()
+    staged = _stage([], is_known_only)
+    if staged is not None and staged[1].n_chunks == 0:
+        return True
 
     def run(replay: Replay) -> None:
         replay.compute()
@@ -869,11 +870,13 @@ def _differentiate(
         filled.append(gradient)
     if not all(_core.is_pending_here(root) for root in roots):
         return NotImplemented
+    _core.check_leaves()
+    for root in roots:
+        _core.describe(root)  # what a tensor was changed for has no value: it says so
     _core.forget_left()
     staged = _stage(roots, False, engine.getters(inputs) if inputs else None, unwanted)
     if staged is None:
         return NotImplemented
-    _core.check_leaves()
 
     def run(replay: Replay) -> tuple[bool, Any]:
         found = replay.differentiate(filled)

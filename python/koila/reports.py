@@ -359,6 +359,13 @@ def note(ran: ProgramReport) -> None:
     _state.n_noted += 1
 
 
+def note_left(what: str, line: str, made: str) -> None:
+    """A call made a plain tensor of lazies, or wrote one; told once a step for each line."""
+    told = () if _state.is_over else _state.programs
+    if not any(ran.what == what and ran.line == line and ran.why == made for ran in told):
+        note(ProgramReport(what, line, why=made))
+
+
 def is_decided() -> bool:
     """Whether it is known why the program that is about to run runs whole."""
     return _state.decision is not None

@@ -306,22 +306,28 @@ def test_leaves_are_checked_and_refreshed() -> None:
     core.refresh_leaf(*core.leaves_of(scale))
     core.check_leaves()
     assert lazy.tolist() == (batch() * 3).tolist()
-    x.tanh() * scale
+    lazy = x.tanh() * scale
     scale.mul_(3)
+    core.check_leaves()
     with pytest.raises(koila.StaleError, match="mul: a tensor"):
-        core.check_leaves()
+        lazy.tolist()
 
 
-def test_a_backward_spends_what_is_live() -> None:
-    first, lazy = graph(), graph()
+def test_what_has_rows_stays_lazy_after_a_backward() -> None:
+    of_rows, lazy = graph(), graph()
+    of_none = graph().mean()
     core.force(lazy)
-    assert koila.is_lazy(first * 2)
+    core.force(of_none)
     core.note_backward()
-    assert core.real(lazy * 2) is not None, "it runs at once"
+    assert core.real(lazy * 2) is None, "it is recorded"
     core.flush()
     made = lazy * 2
-    assert type(made) is Tensor, "there is nothing left to gain, and nothing waits"
+    assert core.real(made) is None, "though nothing waits"
     assert made.tolist() == (batch() * 2).tolist()
+    core.flush()
+    assert core.real(lazy.detach()) is not None, "the same number, which is there"
+    assert type(of_none * 2) is Tensor, "there is nothing to gain"
+    assert of_rows.tolist() == batch().tolist()
 
 
 def test_type_attributes() -> None:

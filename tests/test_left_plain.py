@@ -1,0 +1,124 @@
+"""What leaves koila is told: a large plain tensor that is made or written of lazy ones is named by
+report(), and logged once with its line."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import koila
+from oracle import Lazy, eager
+
+N_ROWS, N_STEPS, WIDE = 512, 8, 128
+Make = Callable[[Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged() -> Iterator[None]:
+    logged: set[str] = importlib.import_module("koila.explain")._logged
+    logged.clear()
+    yield
+    logged.clear()
+
+
+def decode(make: Make, lazy: Lazy) -> tuple[list[Tensor | None], int]:
+    """A recurrent model writes what it makes, step by step, into what `make` gives."""
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"cell": nn.Linear(WIDE, WIDE), "head": nn.Linear(WIDE, 1)})
+    x = lazy(torch.randn(N_ROWS, N_STEPS, WIDE))
+    out = make(x)
+    for t in range(N_STEPS):
+        out[:, t] = layers["cell"](x[:, t]).tanh()
+    layers["head"](out).square().mean().backward()
+    return [p.grad for p in layers.parameters()], id(out)
+
+
+def by_add(out: Any, x: Any) -> Any:
+    out += x
+
+
+def by_copy(out: Any, x: Any) -> Any:
+    out.copy_(x)
+
+
+def by_out(out: Any, x: Any) -> Any:
+    torch.mul(x, 2, out=out)
+
+
+def by_item(out: Any, x: Any) -> Any:
+    out[:] = x
+
+
+WRITES = [by_add, by_copy, by_out, by_item]
+
+
+def left() -> list[str]:
+    return [
+        f"{ran.what}: {ran.why}" for ran in koila.report().programs if "plain tensor" in ran.why
+    ]
+
+
+def test_a_plain_tensor_that_rows_are_written_into(caplog: pytest.LogCaptureFixture) -> None:
+    shape = N_ROWS, N_STEPS, WIDE
+    wanted, _ = decode(lambda x: torch.zeros(shape), eager)
+    with koila.config(memory_limit="64MiB"), caplog.at_level(logging.INFO, "koila"):
+        for _ in range(2):
+            got, _ = decode(lambda x: torch.zeros(shape), koila.lazy)
+    torch.testing.assert_close(got, wanted)
+    assert len(left()) == 1
+    assert "writes lazy values into a plain tensor of 2.0 MiB" in left()[0]
+    assert "torch.zeros_like(h)" in left()[0]
+    messages = [r for r in caplog.records if "into a plain tensor" in r.getMessage()]
+    assert [r.levelname for r in messages] == ["WARNING"], "once, as its graph leaves koila"
+    assert "test_left_plain.py:" in messages[0].getMessage()
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, lambda x: x.new_zeros(x.shape)])
+def test_what_is_advised_is_recorded(make: Make) -> None:
+    wanted, _ = decode(make, eager)
+    with koila.config(chunks=4):
+        got, _ = decode(make, koila.lazy)
+    torch.testing.assert_close(got, wanted)
+    assert koila.report().n_chunks == 4
+    assert not left()
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_every_way_to_write(
+    write: Callable[[Any, Any], Any], has_graph: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of pending rows, and of those that are computed."""
+    weight = torch.ones(N_STEPS * WIDE, requires_grad=has_graph and write is not by_out)
+    with koila.config(memory_limit="64MiB"), caplog.at_level(logging.INFO, "koila"):
+        pending = koila.lazy(torch.ones(N_ROWS, N_STEPS * WIDE)) * weight
+        computed = koila.lazy(torch.ones(N_ROWS, N_STEPS * WIDE)) * weight
+        computed.sum().item()
+        for h in (pending, computed):
+            write(torch.zeros(N_ROWS, N_STEPS * WIDE), h)
+            assert left()
+    assert any("into a plain tensor" in r.getMessage() for r in caplog.records)
+
+
+def test_small_ones_are_not_told() -> None:
+    with koila.config(memory_limit="64MiB"):
+        buffer = torch.zeros(4)
+        buffer.mul_(0.9).add_(koila.lazy(torch.ones(8, 4)).mean(0))
+    assert not left()
+
+
+def test_a_plain_result() -> None:
+    """What has no rows is computed once and for all: what is made of it is made at once."""
+    h = koila.lazy(torch.ones(8, 1024))
+    products = h.T @ h
+    products.sum().item()
+    assert type(products * 2) is Tensor
+    assert type(products.sum() * 2) is Tensor
+    assert len(left()) == 1
+    assert "makes a plain tensor of 4.0 MiB" in left()[0]
