@@ -362,15 +362,17 @@ class Program:
         return bool(self.axes)
 
     def ends(self) -> list[int]:
-        """The values a backward may start from: wanted, and nothing goes on from them."""
-        inner = {
-            self.imports[import_id].value
-            for node in self.nodes.values()
-            if any(self.info(v).requires_grad for v in node.outs)
-            for import_id in node.imports
-            if import_id >= 0
-        }
-        return [v for v in self.wanted if self.info(v).requires_grad and v not in inner]
+        """The values a backward may start from: wanted, and nothing that is wanted goes on from
+        them."""
+        wanted = {value for value in self.wanted if self.info(value).requires_grad}
+        leads = set(wanted)  # to what is wanted, through calls that need a gradient
+        inner: set[int] = set()
+        for _, node in sorted(self.nodes.items(), reverse=True):
+            if any(v in leads and self.info(v).requires_grad for v in node.outs):
+                read = {self.imports[i].value for i in node.imports if i >= 0}
+                leads |= read
+                inner |= read
+        return [value for value in self.wanted if value in wanted and value not in inner]
 
     def cut_for(self, way: Way) -> Program:
         """The same program with its bodies cut as that way says."""
