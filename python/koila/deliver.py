@@ -90,11 +90,14 @@ class _Give(torch.autograd.Function):
         return ctx.box.pop(), None
 
 
-def _entry(real: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a gradient enters the user's graphs, and what is sent there."""
+def _entry(
+    real: torch.Tensor, gradient: torch.Tensor, is_shared: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a gradient enters the user's graphs, and what is sent there. Shared: more comes to the
+    leaf, and torch adds that to it out of place."""
     if gradient.is_sparse:
         return real, gradient
-    if real.is_leaf:
+    if real.is_leaf and not is_shared:
         return real.view_as(real), gradient
     give: Any = _Give
     return give.apply(real, [gradient]), without_memory(real.shape, real.dtype, real.device)
@@ -115,7 +118,8 @@ def deliver(
     """
     undo = Undo([real for real, _ in found], [gradient for _, gradient in found])
     with torch.enable_grad():
-        entries = [_entry(real, gradient) for real, gradient in found]
+        shared = {id(leaf) for real, _ in found if not real.is_leaf for leaf in _behind(real)}
+        entries = [_entry(real, gradient, id(real) in shared) for real, gradient in found]
     found.clear()
     try:
         with surroundings.inside():
