@@ -152,22 +152,24 @@ class Watched:
     @unseen
     def _attempt(self, original: Any, program: Program, *args: Any) -> Any:
         self._look_at(program)
-        self._now.done.clear()
+        before, self._now.done = self._now.done, {}  # a hook may run another program
         try:
             done = original(program, *args)
         except BaseException:
             self.n_cut += bool(self._now.done)  # it was cut, as far as it came
             raise
+        finally:
+            mine, self._now.done = self._now.done, before
         if done is None:
             self.whole.add("a program that was begun in chunks")
             return None
-        self.n_cut += bool(self._now.done)
+        self.n_cut += bool(mine)
         for axis, rows in program.axes.items():
             grid = done[0].grids[axis]
             if len(grid) != min(self.chunks, rows) or grid[-1][1] != rows:
                 self.wrong.add(f"{rows} rows ran as {grid}")
         for run in program.runs:
-            ran = self._now.done.get((run.stage, run.axis, run.segment), set())
+            ran = mine.get((run.stage, run.axis, run.segment), set())
             if run.is_body and ran != set(range(len(done[0].grid_of(run)))):
                 self.wrong.add(f"stage {run.stage} ran in chunks {sorted(ran)}")
         return done
