@@ -13,7 +13,8 @@ typedef struct TensorObject {
     PyObject *post_accumulate_grad_hooks;
 } TensorObject;
 
-/* A TensorImpl begins with its vtable; the counts follow, the strong one in the low half. */
+/* A TensorImpl begins with its vtable; the counts follow, the strong one in the low half. In the high half, below
+ * one bit, are the weak ones, of which all strong ones have one. */
 typedef struct Impl {
     void *vtable;
     uint64_t counts;
@@ -39,6 +40,14 @@ n_strong(PyObject *tensor)
     return (uint32_t)((const Impl *)((TensorObject *)tensor)->impl)->counts;
 }
 
+/* Whether C++ has a weak reference to a tensor, which would never expire if that were used again. */
+static bool
+has_weak(PyObject *tensor)
+{
+    const uint64_t counts = ((const Impl *)((TensorObject *)tensor)->impl)->counts;
+    return (counts >> 32 & 0x7fffffff) != 1;
+}
+
 static void
 clear_dict(PyObject *object)
 {
@@ -58,7 +67,7 @@ can_keep(PyObject *object)
     const TensorObject *tensor = (const TensorObject *)object;
     const Value *value = kl_lazy_value(object);
     return state.works && value != NULL && state.dead[value->placeholder].n < KL_FREE_MAX &&
-           n_strong(object) == 1 && tensor->backward_hooks == NULL &&
+           n_strong(object) == 1 && !has_weak(object) && tensor->backward_hooks == NULL &&
            tensor->post_accumulate_grad_hooks == NULL && !value->is_touched;
 }
 

@@ -44,6 +44,16 @@ def test_a_dead_lazy_is_used_again() -> None:
     assert another.tolist() == (batch() + 1).tolist()
 
 
+def test_a_weak_reference_of_cpps_expires() -> None:
+    lazy = koila.lazy(batch())
+    weak = torch._C._WeakTensorRef(lazy)
+    assert not weak.expired()
+    del lazy
+    another = koila.lazy(batch())
+    assert weak.expired()
+    del another
+
+
 def dies(prepare: Callable[[Any], Any]) -> tuple[int, Any]:
     """The id of a lazy that died after something was done with it, and what that returned."""
     lazy = koila.lazy(batch())
