@@ -135,6 +135,11 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     return needs and _can_record(args[0])
 
 
+def checkpoint(args: Any, kwargs: Any) -> Any:
+    """The arguments of a checkpoint that is left to torch, which saves them as C++ has them."""
+    return args, kwargs
+
+
 def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> Callable[..., Any]:
     """The generator that torch puts around the body of a checkpoint that is not reentrant.
 
@@ -154,6 +159,8 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
             explain.log_live(torch.utils.checkpoint.checkpoint)
             is_recorded = is_again = False
         if not is_recorded:
+            if is_ours and torch.is_grad_enabled():
+                args, kwargs = _core.live_with_all(checkpoint, (args, kwargs), {}, True)
             yield from original(body, preserve, context_fn, *args, **kwargs)
             return
         # What it makes of plain tensors at once keeps what it saves: to have that again torch would
