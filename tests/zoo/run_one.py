@@ -65,6 +65,8 @@ def _double(value: Any) -> Any:
 class _Singles(TorchDispatchMode):
     """Notes whether anything is computed in float32."""
 
+    sees_koila = True
+
     def __init__(self) -> None:
         super().__init__()
         self.is_seen = False
