@@ -238,6 +238,8 @@ def test_what_gives_its_input_back(name: str, use: Callable[..., Any], chunks: i
         why["whole"] = "it would drop a batch of one row, and what it shares is written"
     elif name == "block_diag" and use in (READ_AND_WRITTEN[1], READ_AND_WRITTEN[3]):
         why["partly"] = "it has no rows, and its number is what is written"
+    elif name == "block_diag" and use is _given_what_was_read:
+        why["partly"] = "it has no rows, and is made of what is there"
     programs = Programs()
     programs.add_but(**why)(use(GIVERS[name]))
     programs.check("run", chunks, False)
