@@ -3,10 +3,12 @@ report(), and logged once with its line."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,6 +108,20 @@ def test_every_way_to_write(
             write(torch.zeros(N_ROWS, N_STEPS * WIDE), h)
             assert left()
     assert any("into a plain tensor" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("write", [by_add, by_copy, by_item])
+def test_what_is_written_goes_with_its_graph(write: Callable[[Any, Any], Any]) -> None:
+    """Also where no backward comes: it holds what was recorded, which must not hold it."""
+    weight = torch.ones(4, requires_grad=True)
+    with koila.config(memory_limit="64MiB"):
+        out = torch.zeros(8, 4)
+        write(out, koila.lazy(torch.ones(8, 4)) * weight)
+    assert out.requires_grad
+    gone = weakref.ref(weight)
+    del out, weight
+    gc.collect()
+    assert gone() is None
 
 
 def test_small_ones_are_not_told() -> None:

@@ -69,7 +69,7 @@ def test_everything_frozen(chunks: int | None) -> None:
             loss.backward()
         return loss.requires_grad, loss.item()
 
-    assert_same_story(story, chunks, partly="torch itself refuses, on real tensors")
+    assert_same_story(story, chunks, whole="torch itself refuses, on real tensors")
 
 
 @each_split

@@ -240,6 +240,9 @@ kl_bridge_hand_out(PyObject *module, PyObject *args)
         if (tape->values[i].real != NULL && tape->values[i].handle != NULL) {
             kl_lazy_leave(tape, (KlValueId)i, tape->values[i].real);
         }
+        if (tape->core.values[i].node == KL_ID_NONE && tape->core.values[i].n_pending == 0) {
+            Py_CLEAR(tape->values[i].real); /* what a call writes next would keep the part */
+        }
         if (tape->core.values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL) {
             tape->core.values[i].state = KL_STATE_PENDING; /* the user's lazies have it */
             Py_CLEAR(tape->values[i].result);
