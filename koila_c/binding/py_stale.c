@@ -107,17 +107,14 @@ fail_changed(Tape *tape, KlValueId leaf)
     KlTape *core = &tape->core;
     size_t n_aside = core->n_aside;
     bool is_told = false;
-    if (kl_tape_has_draw(core)) {
-        kl_live_draw_waiting();
-    }
+    kl_live_draw_waiting();
     for (size_t i = core->n_done; i < core->n_nodes && !is_told; i++) {
         if (is_read_by(core, &core->nodes[i], leaf)) {
-            bool is_abandoned = core->nodes[i].is_abandoned;
             PyErr_Clear(); /* of the call before */
             set_stale(tape, leaf, (KlNodeId)i);
             kl_failure_keep(tape, (KlNodeId)i);
             kl_tape_set_failed(core, (KlNodeId)i);
-            is_told = core->n_aside < n_aside && !is_abandoned;
+            is_told = core->n_aside < n_aside && !core->nodes[i].is_abandoned;
         }
     }
     if (!is_told) {
