@@ -64,6 +64,14 @@ look_at(PyObject *lazy, void *context)
     return 0;
 }
 
+/* Whether koila.unwritten gave a tensor this class, since a recorded call is to write it: what is recorded
+ * comes after that call anyway. */
+static bool
+is_watched(PyObject *type)
+{
+    return PyObject_HasAttrString(type, "_koila_own_class");
+}
+
 /* Whether torch asks the class of an operand what a call is: a tensor of the user's own class, or an object
  * with a __torch_function__. */
 bool
@@ -72,6 +80,9 @@ kl_record_has_own_class(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     if (type == kl_py.tensor || type == kl_py.parameter || type == kl_py.lazy ||
         (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
+        return false;
+    }
+    if (is_watched((PyObject *)type)) {
         return false;
     }
     PyObject *function = PyObject_GetAttrString((PyObject *)type, "__torch_function__");
@@ -786,8 +797,9 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
     Function *function = kl_function_find(func);
     bool is_asked = false; /* another class too, which may be a Python function's own affair */
     for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
-        const void *type = PyTuple_GET_ITEM(types, i);
-        is_asked = is_asked || (type != kl_py.lazy && type != kl_py.tensor);
+        PyObject *type = PyTuple_GET_ITEM(types, i);
+        bool is_own = type != (PyObject *)kl_py.lazy && type != (PyObject *)kl_py.tensor;
+        is_asked = is_asked || (is_own && !is_watched(type));
     }
     if (function == NULL || (is_asked && function->kind == KL_CALL_ENTER)) {
         return kl_record_live(func, call_args, kwargs, KL_LIVE_LAZY);

@@ -104,11 +104,11 @@ def _watched(kind: type) -> type | None:
     if kind is not torch.Tensor and own is not torch._C._disabled_torch_function_impl:
         return None
     members = {"__torch_function__": classmethod(_torch_function), "__module__": kind.__module__}
-    return type(kind)(kind.__name__, (kind,), {**members, "_own_class": kind})
+    return type(kind)(kind.__name__, (kind,), {**members, "_koila_own_class": kind})
 
 
 def _is_watched(obj: Any) -> bool:
-    return id(obj) in _n_writes and hasattr(type(obj), "_own_class")
+    return id(obj) in _n_writes and hasattr(type(obj), "_koila_own_class")
 
 
 def _among(obj: Any) -> Iterator[torch.Tensor]:
@@ -132,7 +132,7 @@ class Write:
         self.tape = tape
         self.tensors: list[torch.Tensor] = []
         for tensor in tensors:
-            kind = _watched(getattr(type(tensor), "_own_class", type(tensor)))
+            kind = _watched(getattr(type(tensor), "_koila_own_class", type(tensor)))
             if kind is not None:
                 self.tensors.append(tensor)
                 _n_writes[id(tensor)] = _n_writes.get(id(tensor), 0) + 1
@@ -146,7 +146,7 @@ class Write:
             _n_writes[id(tensor)] -= 1
             if not _n_writes[id(tensor)]:
                 del _n_writes[id(tensor)]
-                tensor.__class__ = type(tensor)._own_class  # type: ignore[attr-defined]
+                tensor.__class__ = type(tensor)._koila_own_class  # type: ignore[attr-defined]
 
     def writes(self, ids: set[int]) -> bool:
         """Whether it is to write one of the tensors with these ids."""
