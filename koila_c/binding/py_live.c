@@ -339,10 +339,9 @@ run_next(Tape *tape, KlNodeId id, KlContextSwitch *context)
 static int
 note_written(const Tape *tape)
 {
-    PyObject *noted =
-        tape->core.n_aside > 0 ? PyObject_CallNoArgs(kl_py.note_written) : Py_NewRef(Py_None);
+    PyObject *noted = tape->core.n_aside > 0 ? PyObject_CallNoArgs(kl_py.note_written) : NULL;
     Py_XDECREF(noted);
-    return noted != NULL ? 0 : -1;
+    return tape->core.n_aside > 0 && noted == NULL ? -1 : 0;
 }
 
 static int

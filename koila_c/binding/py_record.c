@@ -174,9 +174,8 @@ note_write(Tape *tape, const KlRecord *record)
     PyObject *leaves = PyList_New(0);
     int result = leaves == NULL ? -1 : 0;
     for (uint32_t i = 0; result == 0 && record->leaf_writes >> i != 0; i++) {
-        if ((record->leaf_writes >> i & 1) != 0) {
-            result = PyList_Append(leaves, tape->values[record->inputs[i]].real);
-        }
+        bool is_written = (record->leaf_writes >> i & 1) != 0;
+        result = is_written ? PyList_Append(leaves, tape->values[record->inputs[i]].real) : 0;
     }
     PyObject *noted = result == 0 ? PyObject_CallFunction(kl_py.note_write, "OnO", tape,
                                                           (Py_ssize_t)tape->core.n_nodes, leaves)

@@ -71,6 +71,9 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
         const KlNode *node = &tape->nodes[i];
         const KlInput *inputs = inputs_of(tape, node);
         bool needs_gradient = kl_stage_has_gradient(tape, stages, node);
+        if (needs_gradient && node->mode == KL_MODE_REDUCE) {
+            stages->needs_gradient[node->first_out] = true; /* it stands for the parts of all */
+        }
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             bool has_gradient = stages->needs_gradient[out] && tape->values[out].meta.requires_grad;

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from koila import meets, norms, scans
+from koila import engine, meets, norms, scans
+from koila.errors import NotInChunksError
 
 # Names numpy uses, which torch takes for its own.
 NUMPY_NAMES = {
@@ -256,34 +259,73 @@ class Var(Reduction):
         return dim, call.word("keepdim", False), correction
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
+        return self.partials((part,), call)[0]
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x: torch.Tensor = call.word("input")
         dim, keepdim, _ = self.options(call)
         over = dims(x, dim)
-        if part == 0:
-            return count(n_reduced(x, over))
+        n = count(n_reduced(x, over))
         x = widen(x)
         mean = x.mean(over, keepdim=True)
-        if part == 2:
-            # not var() * n: the mean must be the very same
-            return abs_squared(x - mean).sum(over, keepdim=keepdim)
-        return mean if keepdim else mean.squeeze(over) if over else mean
+        # The squares add up to the least around the mean: no gradient goes to it that way.
+        squares = abs_squared(x - mean.detach()).sum(over, keepdim=keepdim)
+        mean = mean if keepdim else mean.squeeze(over) if over else mean
+        if self.has_mean(call) and mean.device.type == "cpu" and not mean.isfinite().all():
+            squares = _Instead.apply(squares, torch.where(mean.isinf(), mean.real, squares))
+            mean = _Instead.apply(mean, torch.var_mean(x, over, correction=0, keepdim=keepdim)[1])
+        made = n, mean, squares
+        return tuple(made[part] for part in parts)
+
+    @staticmethod
+    def has_mean(call: Call) -> bool:
+        return call.func.__name__.endswith(("_mean", "_moments"))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         _, _, correction = self.options(call)
         ns, means, squares = parts
         n = total(ns)
-        weights = [(one / n).to(squares[0].dtype) for one in ns]
-        mean = total([w * m for w, m in zip(weights, means, strict=True)])
+        if n <= correction:
+            raise NotInChunksError(f"{call.func.__name__}: {int(n)} terms leave no freedom")
+        mean = _running_mean(ns, means)
+        # Beside inf the mean that torch gives is nan, and the one that its gradient is made of inf.
+        means = [
+            _Instead.apply(m, torch.where(m.isnan() & s.isinf(), s, m))
+            for m, s in zip(means, squares, strict=True)
+        ]
+        plain = total([m * (k / n).to(m.dtype) for k, m in zip(ns, means, strict=True)])
+        middle = torch.where(mean.isfinite(), mean, plain).detach()
         deviations = [
-            one.to(squares[0].dtype) * abs_squared(m - mean) + s
+            abs_squared(torch.where(m == middle, 0, m - middle)) * one.to(s.dtype)
+            + _Instead.apply(s, torch.where(m.isinf(), torch.nan, s))
             for one, m, s in zip(ns, means, squares, strict=True)
         ]
-        var = total(deviations) / (n - correction).clamp(min=0).to(squares[0].dtype)
-        name = call.func.__name__
-        value = root(var) if name.startswith("std") else var
+        var = total(deviations) / (n - correction).to(squares[0].dtype)
+        value = root(var) if call.func.__name__.startswith("std") else var
         value = value.to(real_of(call.dtype))
-        has_mean = name.endswith(("_mean", "_moments"))
-        return (value, mean.to(call_mean_dtype(call, mean))) if has_mean else value
+        return (value, mean.to(call_mean_dtype(call, mean))) if self.has_mean(call) else value
+
+
+class _Instead(engine.Function):
+    """Another value for a tensor, whose gradient goes to that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def _running_mean(ns: list[torch.Tensor], means: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of all terms, found as torch finds it: chunk after chunk, so that means that are the
+    same stay what they are."""
+    mean, n = means[0], ns[0]
+    for one, m in zip(ns[1:], means[1:], strict=True):
+        n = n + one
+        mean = mean + (m - mean) * (one / n).to(mean.dtype)
+    return mean
 
 
 class Moments(Var):
@@ -350,6 +392,8 @@ class Extreme(Reduction):
             holds = (stack == best) | ((stack != stack) & (best != best))
             held = torch.stack(ties) * holds
             shares = held / held.sum(0)
+            if call.func.__name__.startswith("a"):  # amax: torch finds no entry that is nan
+                shares, holds = torch.where(best != best, torch.nan, shares), holds | (best != best)
         if not best.is_floating_point():
             return best
         best = widen(best)
@@ -429,26 +473,108 @@ class Starts(Reduction):
         return scans.starts_of(scans.STARTS[call.func], parts[0], dim)
 
 
+class _OfChunk(engine.Function):
+    """The p-norm of a chunk. Its gradient comes as that of its power sum, over p: so the gradients
+    of all chunks are made of the whole norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, p: float, over: tuple[int, ...], keepdim: bool, dtype: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.p, ctx.dims = p, () if keepdim else tuple(sorted(over))
+        norm: torch.Tensor = torch.linalg.vector_norm(x, p, over, keepdim, dtype=dtype)
+        return norm
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x: torch.Tensor = ctx.saved_tensors[0]
+        scale, p = gradients[0], ctx.p
+        for dim in ctx.dims:
+            scale = scale.unsqueeze(dim)
+        if p == 2:
+            made = x * scale
+        elif p > 2:
+            made = x * x.abs().pow_(p - 2) * scale
+        else:
+            power = x.abs().pow_(p - 1)
+            made = x.sgn() * (power.masked_fill_(x == 0, 0) if p < 1 else power) * scale
+        return made.to(x.dtype), None, None, None, None
+
+
+class _OfChunks(engine.Function):
+    """The p-norm of the norms of chunks, whose gradients go back as those of power sums, over p."""
+
+    @staticmethod
+    def forward(ctx: Any, p: float, *norms: torch.Tensor) -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p, 0)
+        ctx.save_for_backward(norm)
+        ctx.p, ctx.n = p, len(norms)
+        return norm
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (norm,) = ctx.saved_tensors
+        scale = gradients[0] / norm.pow(ctx.p - 1)
+        if ctx.p >= 1:  # torch has a product with 0 for p = 2, and a 0 else
+            scale = torch.where(norm == 0, gradients[0] * 0 if ctx.p == 2 else 0, scale)
+        return None, *(scale for _ in range(ctx.n))
+
+
 class Norm(Reduction):
-    """A p-norm is the p-norm of the chunks' norms, gradient at 0 included."""
+    """A p-norm is the p-norm of the chunks' norms."""
+
+    @staticmethod
+    def p(call: Call) -> float:
+        return float(call.word("ord", 2))
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
-        return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
+        p, x = self.p(call), call.word("input")
+        if p in (0, 1) or math.isinf(p):
+            return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
+        over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
+        dtype = x.dtype if call.wide == call.dtype else call.wide
+        made: torch.Tensor = _OfChunk.apply(x, p, over, keepdim, call.word("dtype") or dtype)
+        return made
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
-        norms = torch.stack(parts[0])
-        norm: torch.Tensor = torch.linalg.vector_norm(norms, call.word("ord", 2), 0)
+        p = self.p(call)
+        if p in (0, 1):
+            return total(parts[0]).to(call.dtype)
+        if math.isinf(p):
+            norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts[0]), p, 0)
+        else:
+            norm = _OfChunks.apply(p, *parts[0])
         return norm.to(call.dtype)
 
 
 class Prod(Reduction):
-    """A product of products."""
+    """A product of products; each has the gradient of all others."""
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
-        return torch.stack(parts[0]).prod(0).to(call.dtype)
+        made: torch.Tensor = _Product.apply(*parts[0])
+        return made.to(call.dtype)
+
+
+class _Product(engine.Function):
+    """A product of tensors. torch divides it by each, which is nan where one is inf."""
+
+    @staticmethod
+    def forward(ctx: Any, *factors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*factors)
+        return torch.stack(factors).prod(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        factors = ctx.saved_tensors
+        ones = torch.ones_like(factors[0])
+        before = list(itertools.accumulate((ones, *factors[:-1]), torch.mul))
+        after = list(itertools.accumulate((ones, *factors[:0:-1]), torch.mul))[::-1]
+        made = (one * other for one, other in zip(before, after, strict=True))
+        return tuple(gradients[0] * others.conj() for others in made)
 
 
 class Again(Reduction):

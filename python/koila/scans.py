@@ -8,6 +8,7 @@ and each chunk is given its own.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from koila import _core
+from koila import _core, engine
 from koila.norms import wide
 
 
@@ -26,27 +27,158 @@ class Scan(NamedTuple):
     run: Callable[..., Tensor]  # torch's own call
     total: Callable[[Tensor, int], Tensor]  # its last entry; keeps the dim
     nothing: float  # what the first chunk starts from
-    go_on: Callable[[Tensor, Tensor], Tensor]  # from a start, what was found without it
+    go_on: Callable[[Tensor, Tensor, int], Tensor]  # along a dim, from a start
+    join: Callable[[list[Tensor], int], Tensor]  # the scan of totals along their dim
 
 
-def _add(start: Tensor, found: Tensor) -> Tensor:
-    return found.add_(start)  # the sum keeps nothing for its backward
+def _total(x: Tensor, dim: int) -> Tensor:
+    return x.sum(dim, True, dtype=x.dtype)
 
 
-def _add_exponentials(start: Tensor, found: Tensor) -> Tensor:
-    is_nothing = start == -math.inf  # beside which -inf has no gradient
-    both = torch.logaddexp(torch.where(is_nothing, 0.0, start), found)
-    return torch.where(is_nothing, found, both)
+def _add(x: Tensor, start: Tensor, dim: int) -> Tensor:
+    return torch.cumsum(x, dim).add_(start)  # the sum keeps nothing for its backward
+
+
+class _TotalProduct(engine.Function):
+    """prod along a dim, whose gradient is that of many factors also where there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        total = x.prod(dim, True, dtype=x.dtype)
+        ctx.save_for_backward(x, total)
+        ctx.dim = dim
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, total = ctx.saved_tensors
+        if (x == 0).any():
+            return _gradient_of(lambda x: x.prod(ctx.dim, keepdim=True), x, gradients[0]), None
+        return gradients[0] * (total / x).conj(), None
+
+
+class _Multiply(engine.Function):
+    """cumprod from a start; its gradient is made as torch makes it of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(x, start)
+        ctx.dim = dim
+        return torch.cumprod(x, dim).mul_(start)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, start = ctx.saved_tensors
+        (gradient,), dim = gradients, ctx.dim
+        found = torch.cumprod(x, dim)
+        of_start = (gradient * found.conj()).sum(dim, keepdim=True)
+        if (x == 0).any():
+            of_found = gradient * start.conj()
+            return _gradient_of(lambda x: torch.cumprod(x, dim), x, of_found), of_start, None
+        shares = found.mul_(start).conj() * gradient
+        return shares.flip(dim).cumsum(dim).flip(dim) / x.conj(), of_start, None
+
+
+def _gradient_of(run: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient that torch gives a call."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        made = run(leaf)
+    (found,) = torch.autograd.grad(made, leaf, gradient)
+    return found
+
+
+def _multiply(x: Tensor, start: Tensor, dim: int) -> Tensor:
+    made: Tensor = _Multiply.apply(x, start, dim)
+    return made
+
+
+def _total_product(x: Tensor, dim: int) -> Tensor:
+    made: Tensor = _TotalProduct.apply(x, dim)
+    return made
+
+
+def _products(totals: list[Tensor], dim: int) -> Tensor:
+    """The products of first totals: torch's cumprod divides by each, which is nan beside inf."""
+    return torch.cat(list(itertools.accumulate(totals, torch.mul)), dim)
+
+
+class _TotalExponentials(engine.Function):
+    """logsumexp, which gives nothing but -inf no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        total = x.logsumexp(dim, keepdim=True)
+        ctx.save_for_backward(x, total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, total = ctx.saved_tensors
+        return ((x - total).exp_() * gradients[0]).masked_fill_(total == -math.inf, 0), None
+
+
+class _AddExponentials(engine.Function):
+    """logcumsumexp from a start. Its gradient is made as torch makes it of the whole: where a
+    result is inf, it comes from no finite term, so none goes to a total that is inf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Tensor, dim: int, are_totals: bool) -> Tensor:
+        made = torch.logaddexp(start, torch.logcumsumexp(x, dim))
+        ctx.save_for_backward(x, start, made)
+        ctx.dim, ctx.are_totals = dim, are_totals
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, start, made = ctx.saved_tensors
+        (gradient,), dim = gradients, ctx.dim
+        of_x, of_start = torch.zeros_like(x), torch.zeros_like(start)
+        least = torch.finfo(gradient.dtype).min
+        for sign in (1, -1):
+            logs = torch.where(gradient * sign > 0, gradient.abs().log(), least) - made
+            logs = logs.flip(dim).logcumsumexp(dim).flip(dim)
+            of_x += (logs + x).exp_() * sign
+            of_start += (logs.narrow(dim, 0, 1) + start).exp_() * sign
+        of_x = of_x.masked_fill_(x == math.inf, 0) if ctx.are_totals else of_x
+        return of_x, of_start.masked_fill_(start == math.inf, 0), None, None
+
+
+def _add_exponentials(x: Tensor, start: Tensor, dim: int) -> Tensor:
+    if x.is_complex():
+        return torch.logaddexp(start, torch.logcumsumexp(x, dim))
+    made: Tensor = _AddExponentials.apply(x, start, dim, False)
+    return made
+
+
+def _total_exponentials(x: Tensor, dim: int) -> Tensor:
+    if x.is_complex():
+        return x.logsumexp(dim, keepdim=True)
+    made: Tensor = _TotalExponentials.apply(x, dim)
+    return made
+
+
+def _join_exponentials(totals: list[Tensor], dim: int) -> Tensor:
+    if totals[0].is_complex():
+        return torch.cat(totals, dim).logcumsumexp(dim)
+    nothing = torch.full_like(totals[0], -math.inf)
+    made: Tensor = _AddExponentials.apply(torch.cat(totals, dim), nothing, dim, True)
+    return made
+
+
+def _join_sums(totals: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(totals, dim).cumsum(dim)
 
 
 SCANS = {
-    "cumsum": Scan(torch.cumsum, lambda x, dim: x.sum(dim, True, dtype=x.dtype), 0.0, _add),
-    "cumprod": Scan(torch.cumprod, lambda x, dim: x.prod(dim, True, dtype=x.dtype), 1.0, torch.mul),
+    "cumsum": Scan(torch.cumsum, _total, 0.0, _add, _join_sums),
+    "cumprod": Scan(torch.cumprod, _total_product, 1.0, _multiply, _products),
     "logcumsumexp": Scan(
         torch.logcumsumexp,
-        lambda x, dim: x.logsumexp(dim, keepdim=True),
+        _total_exponentials,
         -math.inf,
         _add_exponentials,
+        _join_exponentials,
     ),
 }
 
@@ -57,8 +189,8 @@ def starts_of(scan: Scan, totals: list[Tensor], dim: int) -> Tensor:
     if len(totals) == 1:
         return first
     # torch adds up integers in int64: those of fewer bits wrap around in the same way afterwards.
-    sums = scan.run(torch.cat(totals[:-1], dim), dim).to(first.dtype)
-    return torch.cat([first, sums], dim)
+    joined = scan.join(totals[:-1], dim).to(first.dtype)
+    return torch.cat([first, joined], dim)
 
 
 def _make(name: str, scan: Scan) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -72,7 +204,7 @@ def _make(name: str, scan: Scan) -> tuple[Callable[..., Any], Callable[..., Any]
         """Whole, where nothing was summed up, torch's own call."""
         if starts is None:
             return scan.run(x, dim) if dtype is None else scan.run(x, dim, dtype=dtype)
-        return scan.go_on(starts, scan.run(x.to(starts.dtype), dim)).to(_made_in(x, dtype))
+        return scan.go_on(x.to(starts.dtype), starts, dim).to(_made_in(x, dtype))
 
     goes_on.__name__ = name
     return starts, goes_on
