@@ -12,7 +12,7 @@ from torch import Tensor
 
 import koila
 from chunked import split
-from oracle import Lazy, assert_close, assert_same_story
+from oracle import Lazy, assert_close, assert_same_story, assert_seen, eager
 
 pytestmark = pytest.mark.sanitize
 
@@ -118,3 +118,54 @@ def test_a_dead_draw_moves_the_generator(
         got = run(koila.lazy)
     for one, other in zip(got, want, strict=True):
         assert_close(torch.as_tensor(one.tolist(), dtype=one.dtype), other, "a dead draw")
+
+
+#: Products over the rows whose results torch lays out otherwise where there is one row.
+OVER_ROWS = {
+    "ni,jin->ij": ((7, 4), (6, 4, 7)),
+    "nkjl,jikm->jmlik": ((3, 3, 2, 4), (2, 4, 3, 3)),
+    "jnmlk,j->mlj": ((2, 2, 4, 4, 3), (2,)),
+    "nmlik,ilmk->kmli": ((5, 3, 2, 3, 4), (3, 2, 3, 4)),
+    "njk,lkn->jkl": ((5, 4, 3), (3, 3, 5)),
+    "nij,njk->ki": ((5, 4, 3), (5, 3, 4)),
+}
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda h: F.dropout(h, 0.5),
+    "dropout of what is made of it": lambda h: F.dropout(h * 2 + 1, 0.5),
+    "rand_like": lambda h: torch.rand_like(h) * h,
+    "bernoulli": lambda h: torch.bernoulli(h.detach().sigmoid()) * h,
+    "normal": lambda h: torch.normal(h.detach(), 1.0) * h,
+    "exponential_": lambda h: torch.empty_like(h).exponential_() * h,
+    "gumbel_softmax": lambda h: F.gumbel_softmax(h),
+    "rrelu": lambda h: F.rrelu(h, training=True),
+    "dropout of a view": lambda h: F.dropout(h.transpose(0, 1), 0.5),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("letters", OVER_ROWS)
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_draws_for_products_over_the_rows(letters: str, draw: str, is_apart: bool) -> None:
+    """A random call fills memory in its order: with one row a chunk too that is as of the whole."""
+    first, second = letters.split("->")[0].split(",")
+    shapes = OVER_ROWS[letters]
+    n_rows = shapes[0][first.index("n")]
+
+    def story(lazy: Any) -> list[Tensor | None]:
+        torch.manual_seed(1)
+        x, y = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        if is_apart:  # its dims lie in memory in another order
+            x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        x.requires_grad_()
+        rows = lazy(x, batch=first.index("n"))
+        other = lazy(y, batch=second.index("n")) if "n" in second else y
+        made = DRAWS[draw](torch.einsum(letters, rows * 1, other))
+        weights = torch.linspace(0.5, 2, made.numel(), dtype=torch.float64)
+        (made * weights.view(made.shape)).sum().backward()
+        return [made.detach() + 0, x.grad, torch.rand(2)]
+
+    want = story(eager)
+    for chunks in {2, n_rows}:
+        with koila.config(chunks=chunks):
+            got = story(koila.lazy)
+        assert_seen(got, want, f"{letters}, {draw}", exact_bits=False)

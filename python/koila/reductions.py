@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from koila import _core
+from koila import _core, rows
 from koila.partials import OF_CALLS, REDUCTIONS, Call, Reduction
 from koila.program import REDUCTION_NAMES as NAMES
 from koila.program import Node, Program
@@ -85,4 +85,37 @@ def combine(
     """The outputs of a reduction from the partials of all chunks."""
     func, args, kwargs = _core.call(node.id)
     value = reduction_of(node).combine(parts, _call(program, node, func, args, kwargs))
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
+    values = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if reduction_of(node).is_by_chunk:
+        return values
+    return tuple(
+        _laid_out(program, node, out, one) for out, one in zip(node.outs, values, strict=True)
+    )
+
+
+def _laid_out(program: Program, node: Node, out: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A value as it lies in memory whole: what a product of one row gives may lie otherwise, and
+    what is drawn for it, or is a view of it, would be another."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    if len(dims) < 2 or tensor.layout != torch.strided:
+        return tensor
+    strides = program.info(out).strides or _strides_of_whole(program, node, out)
+    if strides is None or all(tensor.stride(dim) == strides[dim] for dim in dims):
+        return tensor
+    whole = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    return rows.in_order_of(tensor, whole)
+
+
+def _strides_of_whole(program: Program, node: Node, out: int) -> tuple[int, ...] | None:
+    """How what torch's own call gives lies in memory, on tensors without any; None: nobody knows
+    how what it reads lies."""
+    env: list[torch.Tensor | None] = [None] * program.n_values
+    for value in {program.imports[i].value for i in node.imports if i >= 0}:
+        info = program.info(value)
+        strides = info.real.stride() if info.real is not None else info.strides
+        if strides is None:
+            return None
+        env[value] = torch.empty_strided(info.shape, strides, dtype=info.dtype, device="meta")
+    _core.run_alone(node.id, env, -1, True, lambda _, func, args, kwargs: func(*args, **kwargs))
+    made = env[out]
+    return made.stride() if made is not None else None
