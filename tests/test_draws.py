@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from chunked import split
-from oracle import Lazy, assert_close, assert_same_story, assert_seen, eager
+from oracle import Lazy, assert_close, assert_same_story, assert_seen, eager, is_whole
 
 pytestmark = pytest.mark.sanitize
 
@@ -169,3 +170,48 @@ def test_draws_for_products_over_the_rows(letters: str, draw: str, is_apart: boo
         with koila.config(chunks=chunks):
             got = story(koila.lazy)
         assert_seen(got, want, f"{letters}, {draw}", exact_bits=False)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+@pytest.mark.parametrize("is_preserved", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("is_grad_enabled", [True, False])
+def test_checkpoints_that_draw(
+    use_reentrant: bool, is_preserved: bool, is_grad_enabled: bool, chunks: int | None
+) -> None:
+    """Where it does not preserve the generator's state torch draws other numbers going back."""
+
+    def story(lazy: Lazy) -> list[Tensor | None]:
+        torch.manual_seed(2)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.5)).double()
+        x = lazy(torch.randn(7, 4, dtype=torch.float64).requires_grad_())
+        words = {"use_reentrant": use_reentrant, "preserve_rng_state": is_preserved}
+        with torch.set_grad_enabled(is_grad_enabled):
+            made = F.dropout(checkpoint(model, x * 2, **words), 0.5)
+        if is_grad_enabled:
+            made.square().sum().backward()
+        return [made.detach() + 0, *(p.grad for p in model.parameters()), torch.rand(3)]
+
+    want = story(eager)
+    with koila.config(chunks=chunks):
+        got = story(koila.lazy)
+    assert_seen(got, want, "what it drew", exact_bits=is_whole(chunks))
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+def test_hooks_of_parameters_draw_after_the_program(chunks: int | None) -> None:
+    """A hook that adds noise to a gradient goes on where the program's draws ended."""
+
+    def story(lazy: Lazy) -> list[Tensor | None]:
+        torch.manual_seed(2)
+        w = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+        x = lazy(torch.randn(7, 4, dtype=torch.float64))
+        w.register_hook(lambda gradient: gradient + torch.rand_like(gradient))
+        F.dropout(x @ w, 0.5).square().sum().backward()
+        return [w.grad, torch.rand(3)]
+
+    want = story(eager)
+    with split(chunks):
+        got = story(koila.lazy)
+    assert_seen(got, want, "the noise", exact_bits=is_whole(chunks))

@@ -3,7 +3,7 @@ backward is koila's own affair.
 
 But a body that updates statistics does so in both of torch's runs. Those of batch normalizations
 are moved once more when the program has gone back (norms.Again); a body with others is left to
-torch, at once.
+torch, at once. So is one that is not to draw the same numbers again (preserve_rng_state=False).
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
         return False
     if not torch.is_grad_enabled():
         return True  # it runs once
+    if not args[1]:
+        return False  # as `patched`
     needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     return needs and _can_record(args[0])
 
@@ -155,7 +157,10 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
         is_recorded = is_ours and not plan.is_whole() and not surroundings.of_call()
         is_recorded = is_recorded and context_fn is torch.utils.checkpoint.noop_context_fn
         is_again = is_recorded and torch.is_grad_enabled() and _updates_statistics(body)
-        if is_again and not _can_record(body):
+        # Without preserve_rng_state what torch runs again draws other numbers, and moves on the
+        # generator: the gradient is of those.
+        draws_again = is_recorded and torch.is_grad_enabled() and not preserve
+        if draws_again or (is_again and not _can_record(body)):
             explain.log_live(torch.utils.checkpoint.checkpoint)
             is_recorded = is_again = False
         if not is_recorded:

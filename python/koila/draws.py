@@ -540,8 +540,8 @@ class Draws:
         )
 
     def commit(self) -> None:
-        """Leave the generators as the last draw of the program left them."""
-        self._put(self.after)
+        """Note what was drawn; nothing of it is drawn again."""
+        self.leave()
         for i in self.new_starts:
             _core.note_drawn(i)
         memo = _core.memo()
@@ -554,6 +554,12 @@ class Draws:
         if self.new_starts or self.has_seeded:
             _note_drawn()
         let_go()
+
+    def leave(self) -> None:
+        """Leave the generators as the last draw of the program left them: what others draw from now
+        on comes after it."""
+        self._put(self.after)
+        self.after = {}
 
     def roll_back(self) -> None:
         for i in self.new_starts:

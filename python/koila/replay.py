@@ -885,6 +885,7 @@ def _differentiate(
             return True, found
         replay.is_delivering = True  # hooks of the user's are called: there is no other try
         replay.write_statistics()
+        replay.draws.leave()
         return False, take(found)
 
     done = _attempt(*staged, run)
