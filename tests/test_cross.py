@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import koila
 from chunked import split
+from koila import cross
+from oracle import assert_seen, eager
 
 N_ROWS = 6
 
@@ -108,3 +110,33 @@ def test_gradients_lie_as_their_values_do(
     monkeypatch.setattr(Norm, "is_by_formula", True)
     for gradient, right in zip(seen, step(lambda x: x), strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-12)
+
+
+def test_a_torch_that_counts_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds the memory of a gradient is a private number of torch's."""
+    assert cross.counts_holders()
+    count = torch._C._storage_Use_Count
+    for wrong in (lambda at: count(at) - 1, lambda at: count(at) + 1, lambda at: 2, lambda at: 3):
+        monkeypatch.setattr(torch._C, "_storage_Use_Count", wrong)
+        assert not cross.counts_holders.__wrapped__()
+
+
+def test_gradients_where_nobody_counts_who_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then each first gradient is copied, and chunks add to what is theirs."""
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda at: 1)
+    monkeypatch.setattr(cross, "counts_holders", lambda: False)
+    assert cross.is_shared(torch.ones(2))
+
+    def story(lazy: Any) -> list[Tensor | None]:
+        torch.manual_seed(1)
+        x = lazy(torch.randn(7, 4, dtype=torch.float64))
+        w = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        b = torch.randn(3, dtype=torch.float64, requires_grad=True)
+        h = x @ w + b
+        (h.sum(0).exp() + (h + b).expand(7, 3).sum(0) + b).sum().backward()
+        return [w.grad, b.grad]
+
+    want = story(eager)
+    for chunks in (2, 7):
+        with split(chunks):
+            assert_seen(story(koila.lazy), want, "copied", exact_bits=False)

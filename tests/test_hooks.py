@@ -260,3 +260,24 @@ def test_a_hook_of_what_needs_no_gradient_runs_nothing(chunks: int) -> None:
         with pytest.raises(RuntimeError, match="can't retain_grad on Tensor"):
             h.retain_grad()
         assert koila._core.real(h) is None
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+def test_hooks_of_parameters_are_called_in_torchs_order(chunks: int | None) -> None:
+    """From the last layer to the first, and of one layer as torch has them."""
+
+    def story(lazy: Any) -> list[str]:
+        model = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5, bias=False), nn.LayerNorm(5)
+        ).double()
+        called: list[str] = []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+            p.register_hook(lambda gradient, name=name: called.append("gradient of " + name))
+        x = torch.linspace(0, 1, 28, dtype=torch.float64).view(7, 4)
+        model(lazy(x)).square().mean().backward()
+        return called
+
+    want = story(lambda x: x)
+    with split(chunks):
+        assert story(koila.lazy) == want

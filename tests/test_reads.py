@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import koila
 from chunked import split
+from oracle import assert_seen, eager, is_whole
 from small import Smalls
 
 SMALLS = Smalls()
@@ -488,3 +489,38 @@ def test_threads_take_turns() -> None:
     for thread in threads:
         thread.join(60)
     assert found == {i: 10.0 * (i + 20) for i in range(2)}
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+@pytest.mark.parametrize("by", [copy.copy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_require_gradients_as_the_original(by: Any, chunks: int | None) -> None:
+    """As in torch a copy is a leaf; one can go on from it."""
+
+    def story(lazy: Any) -> Any:
+        torch.manual_seed(0)
+        w = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        x = lazy(torch.randn(7, 4, dtype=torch.float64))
+        h = x @ w
+        made, plain = by(h), by(h.detach())
+        made.square().sum().backward()
+        flags = [made.requires_grad, made.is_leaf, plain.requires_grad, type(made) is Tensor]
+        h.sum().backward()
+        return flags, made.grad, w.grad
+
+    want = story(eager)
+    with koila.config(chunks=chunks):
+        got = story(koila.lazy)
+    assert got[0] == want[0]
+    assert_seen(got[1:], want[1:], "a copy", exact_bits=is_whole(chunks))
+
+
+def test_a_tensor_given_twice_is_one_lazy() -> None:
+    x, y = torch.ones(4, 2), torch.zeros(4)
+    a, b, c = koila.lazy(x, y, x)
+    assert a is c and a is not b
+    found = koila.lazy({"first": x, "both": [x, y]}, batch=0)
+    assert found["first"] is found["both"][0]
+    square = torch.ones(4, 4)
+    first, second = koila.lazy([square, square], batch=[0, 1])
+    assert first is not second
+    assert first is not a, "another batch"

@@ -8,6 +8,7 @@ the CPU) are wrong where the gradient's layout is another than the input's.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,23 @@ def is_shared(tensor: torch.Tensor) -> bool:
     """Whether anything else holds the memory of a tensor; the question itself holds it twice."""
     if tensor.layout != torch.strided:  # of an embedding with sparse=True; who holds it nobody says
         return True
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
+    return not counts_holders() or n_holders(tensor) > 2
+
+
+def n_holders(tensor: torch.Tensor) -> int:
+    """How many hold the memory of a tensor, and the question itself."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@functools.cache
+def counts_holders() -> bool:
+    """Whether this torch counts who holds a storage as `is_shared` takes it to; else all are taken
+    to be shared, and copied."""
+    alone, shared = (torch.empty(2, dtype=torch.float32, device="cpu") for _ in range(2))
+    others = shared.detach(), shared[:1]
+    counts = n_holders(alone), n_holders(shared)
+    del others
+    return (*counts, n_holders(shared)) == (2, 4, 2)
 
 
 def owned(grad: torch.Tensor) -> torch.Tensor:

@@ -347,6 +347,15 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return func(_core.read(args[0]), *args[1:], **kwargs)
 
 
+def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """copy.copy() and pickle make a leaf, which requires a gradient as what it is made of does."""
+    with reports.Asking(reports.name_of(func)):
+        number = _core.read(args[0])
+    if args[0].requires_grad and not number.requires_grad:
+        number = number.detach().requires_grad_()
+    return func(number, *args[1:], **kwargs)
+
+
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What needs the real graph: hooks."""
     return _core.live_with_all(func, args, kwargs, True)
@@ -464,6 +473,8 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {
     "numpy": to_numpy,
     "__array__": to_numpy,
+    "__reduce__": reduce,
+    "__reduce_ex__": reduce,
     "register_hook": register_hook,
     "register_post_accumulate_grad_hook": live,
     "retain_grad": retain_grad,

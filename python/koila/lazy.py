@@ -211,7 +211,8 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
             tensor that is there is made lazy anew, and one still to be computed is refused.
 
     Returns:
-        The same structure with lazy tensors: one object for one argument, else a tuple.
+        The same structure with lazy tensors: one object for one argument, else a tuple. A tensor
+        that is in it twice is the same lazy twice.
 
     Warns:
         UserWarning: there is no tensor in `objs`; or it is called in a worker of a DataLoader, from
@@ -236,10 +237,12 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     if dims is not None:
         _warn_in_worker()
         axis = _begin()
-        made = tuple(
-            _core.input(obj, dim, axis, 0 if dim == _WHOLE else obj.size(dim))
-            for obj, dim in zip(objs, dims, strict=True)
-        )
+        found: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one lazy
+        for obj, dim in zip(objs, dims, strict=True):
+            if id(obj) not in found:
+                n_rows = 0 if dim == _WHOLE else obj.size(dim)
+                found[id(obj)] = _core.input(obj, dim, axis, n_rows)
+        made = tuple(found[id(obj)] for obj in objs)
         return made[0] if len(objs) == 1 else made
 
     n_tensors = 0
@@ -266,6 +269,7 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
     axis = _begin()
+    wrapped: dict[tuple[int, int], torch.Tensor] = {}
 
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
         dim = _dim_of(tensor, leaf_batch, path)
@@ -273,6 +277,9 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
             tensor = _as_asked(tensor, leaf_batch, dim, path)
             if is_lazy(tensor):
                 return tensor
-        return _core.input(tensor, dim, axis, rows.get(path, 0))
+        key = id(tensor), dim
+        if key not in wrapped:
+            wrapped[key] = _core.input(tensor, dim, axis, rows.get(path, 0))
+        return wrapped[key]
 
     return _map(wrap, whole, batch, "input")

@@ -627,8 +627,23 @@ class Replay:
                 continue
             gradient = cross.take_total_gradient()
             if gradient is not None and info.real is not None and info.real.requires_grad:
-                found.append((info.real, gradient.to(info.real.dtype)))
-        return found
+                found.append((value, info.real, gradient.to(info.real.dtype)))
+        if any(real._post_accumulate_grad_hooks or real._backward_hooks for _, real, _ in found):
+            order = self._order_of_leaves()
+            found.sort(key=lambda entry: order.get(entry[0], (0, 0)))
+        return [(real, gradient) for _, real, gradient in found]
+
+    def _order_of_leaves(self) -> dict[int, tuple[int, int]]:
+        """Where leaves are read first. torch's backward comes to them from the last call on, and to
+        those of one call in the order of its words; of a product with a bias to that first.
+        What is delivered last has its hooks called first."""
+        order: dict[int, tuple[int, int]] = {}
+        for i, node in sorted(self.program.nodes.items()):
+            step = 1 if _core.node(i)[1] == "linear" else -1
+            for k, import_id in enumerate(node.imports):
+                if import_id >= 0:
+                    order.setdefault(self.program.imports[import_id].value, (i, step * k))
+        return order
 
     def compute(self) -> None:
         """Run everything forward, without graphs."""

@@ -238,17 +238,13 @@ _others: dict[int, _Others] = {}  # by id of the tensor
 _N_OTHERS = 4096
 
 
-def _n_holders(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 def _others_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors that have the memory of some others."""
     with torch._C.DisableTorchFunctionSubclass():
         shared = [tensor for tensor in tensors if cross.is_shared(tensor)]
         known = (_others.get(id(tensor)) for tensor in shared)
         if not all(
-            others is not None and others.are_all(tensor, _n_holders(tensor))
+            others is not None and others.are_all(tensor, cross.n_holders(tensor))
             for tensor, others in zip(shared, known, strict=True)
         ):
             _look_for(shared)
@@ -264,7 +260,7 @@ def _look_for(tensors: list[torch.Tensor]) -> None:
     by_storage: dict[int, list[weakref.ref[torch.Tensor]]] = {}
     for tensor in tensors:
         found = by_storage.setdefault(tensor.untyped_storage()._cdata, [])
-        _others[id(tensor)] = _Others(weakref.ref(tensor), _n_holders(tensor), found)
+        _others[id(tensor)] = _Others(weakref.ref(tensor), cross.n_holders(tensor), found)
     for one in gc.get_objects():
         kind = type(one)  # and not its __class__, which may be a property that does something
         if not issubclass(kind, torch.Tensor) or kind is _core.LazyTensor:
