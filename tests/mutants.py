@@ -156,8 +156,8 @@ MUTANTS = [
     Mutant(
         "gradient: delivered twice",
         "python/koila/replay.py",
-        "found.append((info.real, gradient.to(info.real.dtype)))",
-        "found += [(info.real, gradient.to(info.real.dtype))] * 2",
+        "found.append((value, info.real, gradient.to(info.real.dtype)))",
+        "found += [(value, info.real, gradient.to(info.real.dtype))] * 2",
         "tests/test_cross.py",
     ),
     Mutant(
@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "statistics: committed twice",
         "python/koila/replay.py",
-        "real.copy_(copy)",
-        "real.copy_(2 * copy - real)",
+        "without_version(real).copy_(copy)",
+        "without_version(real).copy_(2 * copy - real)",
         f"{PROGRAMS} -k cnn_bn",
     ),
     Mutant(
