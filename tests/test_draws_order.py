@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from koila import noise
-from oracle import Lazy, assert_same_story
+import koila
+from koila import _core, noise
+from oracle import Lazy, assert_same_story, eager, split
 
 ROWS = 12
 CHUNKS = [1, 2, 3, 7, ROWS]
@@ -339,3 +340,24 @@ def test_draws_in_inference_mode_are_eagers(name: str, chunks: int) -> None:
             return out.sum(), (out * out).mean(), torch.rand(2)
 
     assert_same_story(story, chunks)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_drawn_lies_as_eagers(name: str) -> None:
+    """Whether view() of it is legal, and in which order it is added up, hangs on that: of the value
+    that waits, and of what it becomes."""
+
+    def strides(lazy: Lazy) -> list[tuple[int, ...]]:
+        KEPT.clear()
+        torch.manual_seed(0)
+        weight = (torch.randn(6, 6, dtype=F64) / 2).requires_grad_()
+        out = ALL[name](lazy(torch.randn(ROWS, 4, 6, dtype=F64)), weight)
+        asked = out.stride()
+        if lazy is koila.lazy:
+            _core.force(out)
+            return [asked, _core.real(out).stride()]
+        return [asked, asked]
+
+    wanted = strides(eager)
+    with split(1):
+        assert strides(koila.lazy) == wanted

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 import koila
 from allocations import Allocations
-from koila import _core, storages
+from koila import _core, reports, storages
 from limits import there
 from oracle import Lazy, assert_close, eager
 
@@ -335,3 +335,31 @@ def test_where_storages_cannot_be_read_walks_count(
     assert storages.n_bytes([new]) - storages.n_bytes([]) == 4 * MIB
     storages._walked.seconds = 0.0
     del held
+
+
+def test_a_refusal_says_what_counts() -> None:
+    """Parameters, their gradients, optimizer state, and data that lies in memory of numpy's."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    data = np.ones((2048, 256), dtype=np.float32)
+    held = torch.ones(2**20)
+    before = there()
+    x = torch.from_numpy(data)
+    with koila.config(memory_limit=before + data.nbytes + 2**10):
+        loss = model(koila.lazy(x)).pow(2).mean()
+        with pytest.raises(koila.MemoryLimitError) as raised:
+            loss.backward()
+    size = sum(p.nbytes for p in model.parameters())
+    text = str(raised.value)
+    for name, n_bytes in (
+        ("parameters", size),
+        ("gradients", size),
+        ("optimizer state", 2 * size + 4 * len(list(model.parameters()))),
+        ("tensors in memory of numpy's or shared", data.nbytes),
+    ):
+        assert f"{name} ({reports.size(n_bytes)})" in text, text
+    found = re.search(r"tensors outside the program \(([\d.]+) MiB\)", text)
+    assert found is not None and float(found[1]) >= held.nbytes / 2**20
+    assert f"memory_limit, {reports.size(before + data.nbytes + 2**10)}, counts" in text

@@ -97,9 +97,10 @@ class Operand:
     requires_grad: bool = True
 
     def leaf(self) -> Tensor:
-        """Return a fresh leaf."""
-        values = weights((4, 3), torch.float64).to(self.dtype)
-        return values.clone().requires_grad_(self.requires_grad)
+        """Return a fresh leaf, of full rank also when its mean is taken off: of singular values
+        that are zero rounding alone makes the vectors, and their gradients."""
+        values = weights((4, 3), torch.float64) + torch.eye(4, 3, dtype=torch.float64) / 8
+        return values.to(self.dtype).clone().requires_grad_(self.requires_grad)
 
 
 OPERANDS = (

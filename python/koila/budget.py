@@ -238,14 +238,20 @@ def free_on_cuda(device: torch.device) -> int:
     return max(0, left - CUDA_SLACK)
 
 
+def trim() -> None:
+    """Give back what is free on malloc's heap, where that is kept small: between small blocks
+    that stay there are holes."""
+    if _threshold is not None:
+        _core.fix_malloc(_threshold)
+
+
 def defragment() -> None:
     """Give back what malloc and the allocators of GPUs have cached, after memory ran out.
 
     The latter do so themselves before they give up; but what is left then is cut to the sizes of
     the run that failed, and the next has others.
     """
-    if _threshold is not None:
-        _core.fix_malloc(_threshold)
+    trim()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -307,6 +313,33 @@ def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
         return 0
     held = list(held)
     return max(0, taken(device, held) - _storage_bytes(t for t in held if t.device == device))
+
+
+def counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple[str, int]]:
+    """What counts against `config(memory_limit=)`, in words, each with its bytes, none twice.
+
+    Args:
+        device: where it is.
+        entered: the tensors that a program reads.
+    """
+    here = [t for t in entered if t.device == device and t.layout == torch.strided]
+    leaves = [t for t in here if t.is_leaf and t.requires_grad]
+    foreign = [t for t in here if t.numel() and not t.untyped_storage().resizable()]
+    kinds = (
+        ("parameters", leaves),
+        ("gradients", [t.grad for t in leaves if t.grad is not None]),
+        ("optimizer state", [t for t in optimizer_state() if t.device == device]),
+        ("tensors in memory of numpy's or shared", foreign),
+        ("batches and other tensors that the program reads", here),
+    )
+    found, before, all_before = [], 0, list[torch.Tensor]()
+    for name, tensors in kinds:
+        all_before += tensors
+        total = _storage_bytes(all_before)
+        found += [(name, total - before)] if total > before else []
+        before = total
+    others = taken(device, all_before) - before
+    return [*found, ("tensors outside the program", others)] if others > 0 else found
 
 
 def free_bytes(

@@ -454,7 +454,7 @@ def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     draws.make_way()
     nn: Any = torch._C._nn
     nn.rrelu_with_noise(real, slopes, words["lower"], words["upper"], True)
-    return x * _core.like(slopes, x)
+    return x.contiguous() * _core.like(slopes, x)  # as torch's result lies
 
 
 def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -159,6 +159,21 @@ def _outside(program: Program) -> float:
     return float(max(budget.outside(device, held) for device in _devices(program)))
 
 
+def _counted(program: Program) -> str:
+    """What a refusal says of what counts against the limit."""
+    limit = config.get("memory_limit")
+    if limit is None:
+        is_process = budget.is_bound() and _devices(program)[0].type == "cpu"
+        return "; the limit of the process counts Python's objects and libraries too" * is_process
+    parts = max((budget.counted(d, program.entered) for d in _devices(program)), key=_sum_of)
+    texts = [f"{name} ({reports.size(n_bytes)})" for name, n_bytes in parts]
+    return f"; memory_limit, {reports.size(limit)}, counts {', '.join(texts)}" if texts else ""
+
+
+def _sum_of(parts: list[tuple[str, int]]) -> int:
+    return sum(n_bytes for _, n_bytes in parts)
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a program needs in the chunks that need least, and what it is allowed."""
@@ -186,7 +201,8 @@ class Needs:
         needs, has = sizes(needed, left)
         return MemoryLimitError(
             f"{name}: {at_a_time} needs {needs} ({int(needed)} bytes) beside what is there{fixed}, "
-            f"and {has} ({int(left)} bytes) are left{ran_out} ({detail[3]}){others}; raise "
+            f"and {has} ({int(left)} bytes) are left{ran_out} ({detail[3]}){others}"
+            f"{_counted(program)}; raise "
             f"memory_limit, {free}or make the model or the sequence smaller"
         )
 
@@ -328,8 +344,9 @@ def check_whole(program: Program, is_graph: bool, decision: reports.Decision) ->
     cause = "".join(f": {one.made('makes')}" for one in decision.whole[:1] if one.n_bytes > 0)
     raise MemoryLimitError(
         f"a program of {program.n_nodes} calls runs whole ({decision.why}), needs {needs} "
-        f"({int(needed)} bytes) beside what is there{cause}, and {has} are left; raise "
-        "memory_limit, or make the batch, the model or the sequence smaller"
+        f"({int(needed)} bytes) beside what is there{cause}, and {has} are left"
+        f"{_counted(program)}; raise memory_limit, or make the batch, the model or the sequence "
+        "smaller"
     )
 
 

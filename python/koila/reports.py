@@ -483,7 +483,10 @@ def measure(n_bytes: float) -> None:
 def _note_measured(n_noted: int) -> None:
     """Of the last programs, the one that was thought to take most took what was measured."""
     peak, _state.peak = _state.peak, None
-    n_bytes = peak.stop() if peak is not None else None
+    if peak is None:
+        return
+    n_bytes = peak.stop()
+    budget.trim()
     ran = list(_state.programs)
     last = ran[max(0, len(ran) - n_noted) :] if n_noted > 0 else []
     found = max(last, key=lambda one: one.bytes_predicted or 0.0, default=None)
