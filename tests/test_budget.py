@@ -579,3 +579,17 @@ def test_an_older_peak_tells_nothing(
 def test_on_the_cpu_nobody_counts() -> None:
     if not torch.cuda.is_initialized():
         assert budget.Meter().bytes() is None
+
+
+def test_holes_are_looked_for_where_more_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(budget._core, "fix_malloc", given.append)
+    monkeypatch.setattr(budget, "_threshold", None)
+    monkeypatch.setattr(budget, "_after_trim", 0)
+    monkeypatch.setattr(budget.resident, "n_bytes", lambda: 90 * MIB)
+    budget.trim(100 * MIB)
+    assert given == [], "without a limit malloc is left alone"
+    monkeypatch.setattr(budget, "_threshold", MIB)
+    for now in (100 * MIB, 92 * MIB, 80 * MIB, 85 * MIB):
+        budget.trim(now)
+    assert given == [MIB, MIB], "at 100, and at 85 after 80"

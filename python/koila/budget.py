@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, config, storages
+from koila import _core, config, resident, storages
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -238,11 +238,20 @@ def free_on_cuda(device: torch.device) -> int:
     return max(0, left - CUDA_SLACK)
 
 
-def trim() -> None:
-    """Give back what is free on malloc's heap, where that is kept small: between small blocks
-    that stay there are holes."""
-    if _threshold is not None:
-        _core.fix_malloc(_threshold)
+#: More bytes than after the last time are worth the while to look for holes.
+_MORE_RESIDENT = 2**22
+_after_trim = 0
+
+
+def trim(now: int) -> None:
+    """Give back what is free between small blocks on malloc's heap, where that is to be small and
+    more is resident `now` than when that was done last."""
+    global _after_trim
+    if _threshold is None or now <= _after_trim + _MORE_RESIDENT:
+        _after_trim = min(_after_trim, now)
+        return
+    _core.fix_malloc(_threshold)
+    _after_trim = resident.n_bytes() or now
 
 
 def defragment() -> None:
@@ -251,7 +260,8 @@ def defragment() -> None:
     The latter do so themselves before they give up; but what is left then is cut to the sizes of
     the run that failed, and the next has others.
     """
-    trim()
+    if _threshold is not None:
+        _core.fix_malloc(_threshold)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -486,7 +486,7 @@ def _note_measured(n_noted: int) -> None:
     if peak is None:
         return
     n_bytes = peak.stop()
-    budget.trim()
+    budget.trim(peak.at_end)
     ran = list(_state.programs)
     last = ran[max(0, len(ran) - n_noted) :] if n_noted > 0 else []
     found = max(last, key=lambda one: one.bytes_predicted or 0.0, default=None)

@@ -10,8 +10,8 @@ import os
 import threading
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Seconds between two looks. Each takes some 10 microseconds, and the interpreter's lock for these.
-INTERVAL = 0.002
+#: Seconds between two looks. Each takes some 20 microseconds, and the interpreter's lock for these.
+INTERVAL = 0.004
 #: What the sampling thread needs of a stack: the usual 8 MiB would count against a limit.
 _STACK = 2**18
 _starting = threading.Lock()
@@ -44,16 +44,18 @@ def n_bytes() -> int | None:
 class Peak:
     """The most bytes of private memory that are resident while it runs, beyond those at its start.
 
-    A thread looks every other millisecond; what comes and goes between two looks is not seen.
+    A thread looks every few milliseconds; what comes and goes between two looks is not seen.
     """
 
     def __init__(self) -> None:
-        self._is_over = threading.Event()
+        self._running = threading.Lock()  # to wait for it with a time limit is cheap
         self._statm = _open("statm")
+        self.at_end = 0  # bytes that were resident when it ended
         self._thread: threading.Thread | None = None
         if self._statm is None:
             return
         self._before = self._most = _anonymous(self._statm)
+        self._running.acquire()
         thread = threading.Thread(target=self._look, name="koila: resident memory", daemon=True)
         with _starting:
             size = threading.stack_size(_STACK)
@@ -67,17 +69,17 @@ class Peak:
 
     def _look(self) -> None:
         assert self._statm is not None
-        while not self._is_over.wait(INTERVAL):
+        while not self._running.acquire(timeout=INTERVAL):
             self._most = max(self._most, _anonymous(self._statm))
 
     def stop(self) -> int | None:
         """End it: the bytes; None where the kernel does not say."""
         if self._statm is None:
             return None
-        self._is_over.set()
+        self._running.release()
         if self._thread is not None:
             self._thread.join()
-        most = max(self._most, _anonymous(self._statm))
+        self.at_end = _anonymous(self._statm)
         os.close(self._statm)
         self._statm = None
-        return most - self._before
+        return max(self._most, self.at_end) - self._before
