@@ -136,12 +136,16 @@ def planned(failing: Failing) -> Iterator[None]:
 
 
 def look(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Copies of all that the user can see, and which tensors the gradients are."""
+    """Copies of all that is in memory, and which tensors the gradients are.
+
+    To ask plain torch for running statistics would run the call that is to write them.
+    """
     found: dict[str, Any] = {"generator": torch.get_rng_state()}
-    for name, tensor in tensors.items():
-        found[name] = tensor.detach().clone()
-        found[f"gradient of {name}"] = None if tensor.grad is None else tensor.grad.clone()
-        found[f"which gradient of {name}"] = tensor.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, tensor in tensors.items():
+            found[name] = tensor.detach().clone()
+            found[f"gradient of {name}"] = None if tensor.grad is None else tensor.grad.clone()
+            found[f"which gradient of {name}"] = tensor.grad
     return found
 
 
