@@ -287,23 +287,51 @@ class Var(Reduction):
         n = total(ns)
         if n <= correction:
             raise NotInChunksError(f"{call.func.__name__}: {int(n)} terms leave no freedom")
-        mean = _running_mean(ns, means)
-        # Beside inf the mean that torch gives is nan, and the one that its gradient is made of inf.
-        means = [
-            _Instead.apply(m, torch.where(m.isnan() & s.isinf(), s, m))
-            for m, s in zip(means, squares, strict=True)
-        ]
-        plain = total([m * (k / n).to(m.dtype) for k, m in zip(ns, means, strict=True)])
-        middle = torch.where(mean.isfinite(), mean, plain).detach()
+        mean = _RunningMean.apply(*ns, *means)
+        middle = mean.detach()
+        if not _is_known_finite([mean, *squares]):
+            means, squares, middle = _beside_infinities(ns, means, squares, mean)
         deviations = [
-            abs_squared(torch.where(m == middle, 0, m - middle)) * one.to(s.dtype)
-            + _Instead.apply(s, torch.where(m.isinf(), torch.nan, s))
+            abs_squared(m - middle) * one.to(s.dtype) + s
             for one, m, s in zip(ns, means, squares, strict=True)
         ]
         var = total(deviations) / (n - correction).to(squares[0].dtype)
         value = root(var) if call.func.__name__.startswith("std") else var
         value = value.to(real_of(call.dtype))
         return (value, mean.to(call_mean_dtype(call, mean))) if self.has_mean(call) else value
+
+
+def _is_known_finite(values: list[torch.Tensor]) -> bool:
+    """Whether no value is inf or nan; an accelerator is not waited for, and is never known."""
+    if values[0].device.type != "cpu":
+        return False
+    return bool(total([value.detach().real for value in values]).isfinite().all())
+
+
+def _beside_infinities(
+    ns: list[torch.Tensor],
+    means: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    mean: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Means and squared deviations of chunks, and what the means deviate from, where some may be inf
+    or nan.
+
+    Beside inf the mean that torch gives is nan, and the one that its gradient is made of inf.
+    """
+    means = [
+        _Instead.apply(m, torch.where(m.isnan() & s.isinf(), s, m))
+        for m, s in zip(means, squares, strict=True)
+    ]
+    plain = total([m * (k / total(ns)).to(m.dtype) for k, m in zip(ns, means, strict=True)])
+    middle = torch.where(mean.isfinite(), mean, plain).detach()
+    squares = [
+        _Instead.apply(s, torch.where(m.isinf(), torch.nan, s))
+        for m, s in zip(means, squares, strict=True)
+    ]
+    # The difference of two equal infinities is nan.
+    means = [torch.where(m == middle, middle, m) for m in means]
+    return means, squares, middle
 
 
 class _Instead(engine.Function):
@@ -318,14 +346,25 @@ class _Instead(engine.Function):
         return gradients[0], None
 
 
-def _running_mean(ns: list[torch.Tensor], means: list[torch.Tensor]) -> torch.Tensor:
+class _RunningMean(engine.Function):
     """The mean of all terms, found as torch finds it: chunk after chunk, so that means that are the
-    same stay what they are."""
-    mean, n = means[0], ns[0]
-    for one, m in zip(ns[1:], means[1:], strict=True):
-        n = n + one
-        mean = mean + (m - mean) * (one / n).to(mean.dtype)
-    return mean
+    same stay what they are. First come the numbers of terms, then the means."""
+
+    @staticmethod
+    def forward(ctx: Any, *ns_and_means: torch.Tensor) -> torch.Tensor:
+        n_chunks = len(ns_and_means) // 2
+        ns, means = ns_and_means[:n_chunks], ns_and_means[n_chunks:]
+        mean, n = means[0].clone(), ns[0]
+        for one, m in zip(ns[1:], means[1:], strict=True):
+            n = n + one
+            mean += (m - mean) * (one / n).to(mean.dtype)
+        ctx.shares = [one / n for one in ns]
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent = (gradients[0] * share.to(gradients[0].dtype) for share in ctx.shares)
+        return *(None for _ in ctx.shares), *sent
 
 
 class Moments(Var):
