@@ -14,7 +14,9 @@ the program have the same.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import sys
@@ -36,8 +38,13 @@ if TYPE_CHECKING:
 
 Cell = tuple[int, int | None]  # a call, and the first row of a chunk; None: all rows
 Spot = tuple[int, torch.Tensor]  # a row of a call, and the state in which its numbers start
-#: Where the files are that are not the user's.
-INSIDE = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
+#: How the paths of files begin that are not the user's: koila's, torch's, and those of Python's own
+#: that call decorated functions.
+INSIDE = (
+    *(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__)),
+    contextlib.__file__,
+    functools.__file__,
+)
 
 _get_state, _set_state = noise.get_state, noise.set_state
 _manual_seed = torch._C.Generator.manual_seed  # as it was before koila patched it

@@ -314,7 +314,7 @@ def _beside_infinities(
     squares: list[torch.Tensor],
     mean: torch.Tensor,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """Means and squared deviations of chunks, and what the means deviate from, where some may be inf
+    """Means and squared deviations of chunks, and what the means deviate from, where some are inf
     or nan.
 
     Beside inf the mean that torch gives is nan, and the one that its gradient is made of inf.
