@@ -282,7 +282,7 @@ def dcgan(lazy: Lazy) -> Iterator[Tensor]:
     )  # fmt: skip
     optimizers = [torch.optim.Adam(net.parameters(), 1e-4) for net in (judge, maker)]
     for _ in range(N_STEPS):
-        real, noise = lazy(pictures(384)[0], torch.randn(384, 32, 1, 1))
+        real, noise = lazy(pictures(640)[0], torch.randn(640, 32, 1, 1))
         judge.zero_grad()
         out = judge(real)
         loss_real = F.binary_cross_entropy_with_logits(out, torch.ones_like(out))
