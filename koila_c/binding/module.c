@@ -288,6 +288,10 @@ static PyMethodDef functions[] = {
     {"set_type_attribute", core_set_type_attribute, METH_VARARGS,
      "set_type_attribute($module, type, name, value, /)\n--\n\n"
      "As setattr, also for types in C that are closed to it."},
+    {"set_attribute_by", core_set_attribute_by, METH_VARARGS,
+     "set_attribute_by($module, descriptor, put, /)\n--\n\n"
+     "put(tensor, lazy) sets an attribute to a lazy, or None: torch does. False: this torch is "
+     "otherwise."},
     {"set_busy", core_set_busy, METH_O,
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
     {"outdated", kl_stale_outdated, METH_NOARGS,

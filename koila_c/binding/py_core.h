@@ -42,6 +42,7 @@ PyObject *core_retained(PyObject *module, PyObject *args);
 PyObject *core_id(PyObject *module, PyObject *object);
 PyObject *core_note_drawn(PyObject *module, PyObject *id);
 PyObject *core_set_type_attribute(PyObject *module, PyObject *args);
+PyObject *core_set_attribute_by(PyObject *module, PyObject *args);
 PyObject *core_set_busy(PyObject *module, PyObject *flag);
 PyObject *core_check_leaves(PyObject *module, PyObject *ignored);
 PyObject *core_close(PyObject *module, PyObject *ignored);

@@ -496,6 +496,20 @@ move_written(const Recording *recording, Value *written, KlValueId now)
     }
 }
 
+/* A view of memory that koila stands for nowhere, and that no gradient is asked of (`plain.view_as(lazy)`). It is
+ * taken at once: plain torch may write that memory, and the view must show it. */
+static bool
+is_view_of_plain(const Recording *recording)
+{
+    const KlInferred *inferred = &recording->tape->inferred;
+    if (inferred->alias != KL_ALIAS_VIEW && inferred->alias != KL_ALIAS_MAYBE) {
+        return false;
+    }
+    const KlValue *of = &recording->tape->core.values[recording->inputs[inferred->alias_input]];
+    bool needs_gradient = of->meta.requires_grad && recording->is_grad_enabled;
+    return of->node == KL_ID_NONE && !of->is_wanted && !needs_gradient;
+}
+
 static int
 append(Recording *recording, PyObject **results)
 {
@@ -505,7 +519,8 @@ append(Recording *recording, PyObject **results)
     uint32_t writes = 0, leaf_writes = 0;
     if (find_writes(recording, &writes, &leaf_writes) < 0 ||
         kl_tape_mixes_aside(&tape->core, recording->bound.n_inputs, recording->inputs,
-                            leaf_writes)) {
+                            leaf_writes) ||
+        (writes == 0 && is_view_of_plain(recording))) {
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) { /* it makes no node */

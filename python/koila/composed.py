@@ -40,6 +40,17 @@ def _is_lazy(x: Tensor) -> bool:
     return type(x) is _core.LazyTensor
 
 
+def _plain_as(view: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Any]:
+    """A view of a plain tensor in the sizes of a lazy, taken now; its rows are the lazy's."""
+
+    def call(x: Tensor, other: Tensor) -> Any:
+        if _is_lazy(x) or not _is_lazy(other):
+            return NotImplemented
+        return _core.like(view(x, other.shape), other)
+
+    return call
+
+
 # Parts --------------------------------------------------------------------------------------------
 
 
@@ -273,6 +284,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "dsplit": _split_along(3, 2),
     "dstack": dstack,
     "einsum": einsum,
+    "expand_as": _plain_as(Tensor.expand),
     "fill_diagonal_": fill_diagonal_,
     "fliplr": fliplr,
     "flipud": flipud,
@@ -282,8 +294,10 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "linalg_norm": linalg_norm,
     "margin_ranking_loss": margin_ranking_loss,
     "repeat_interleave": repeat_interleave,
+    "reshape_as": _plain_as(Tensor.reshape),
     "row_stack": vstack,
     "tensor_split": tensor_split,
+    "view_as": _plain_as(Tensor.view),
     "vsplit": _split_along(2, 0),
     "vstack": vstack,
 }

@@ -39,6 +39,7 @@ from koila.threads import in_turn
 
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
+_descriptors: list[Any] = []
 
 
 def _holds_lazy(obj: Any) -> bool:
@@ -245,24 +246,57 @@ def _patch_data() -> None:
         """Give a lazy that has its tensor other numbers, where nothing waits that reads that."""
         if type(self) is not _core.LazyTensor or _core.is_busy():
             return False
-        number = value
-        if type(value) is _core.LazyTensor:
-            if value.requires_grad:
-                return False
-            _core.read(value)  # it may be made of what it is put in
-            number = _core.leave(value)
         real = _core.leave(self)
-        if real is None or number is None or _core.leaves_of(real):
+        if real is None or _core.leaves_of(real):
             return False
-        original.__set__(real, number)
+        original.__set__(real, value)
         _core.release()
         return True
 
     def put(self: torch.Tensor, value: Any) -> None:
+        if type(value) is _core.LazyTensor:
+            value = _number_of(value, "data")  # it may be made of what it is put in
         if not is_put(self, value):
             original.__set__(self, value)
 
     _replace(torch.Tensor, "data", property(get, put))
+
+
+def _number_of(lazy: Any, attribute: str) -> Any:
+    """The number that is to be an attribute of a plain tensor. It shares its memory, as torch's
+    would, so nothing is recorded of it any more."""
+    with reports.Asking(f".{attribute} ="):
+        number = _core.read(lazy)
+    left = None if _core.is_busy() else _core.leave(lazy)
+    return number if left is None else left
+
+
+def _patch_setters() -> None:
+    """p.grad = lazy, z.real = lazy: torch asks the class of what is set, not of what it is set
+    to."""
+
+    def put_gradient(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
+        def put(tensor: torch.Tensor, lazy: Any) -> None:
+            if lazy.requires_grad:
+                _core.live_with_all(descriptor.__set__, (tensor, lazy), {}, True)
+            else:
+                descriptor.__set__(tensor, _number_of(lazy, "grad"))
+
+        return put
+
+    def put_part(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
+        return lambda tensor, lazy: descriptor.__get__(tensor).copy_(lazy)
+
+    for name, putting in (
+        ("grad", put_gradient),
+        ("_grad", put_gradient),
+        ("real", put_part),
+        ("imag", put_part),
+    ):
+        descriptor = vars(torch._C.TensorBase)[name]
+        if not _core.set_attribute_by(descriptor, putting(descriptor)):
+            raise RuntimeError(f"torch.Tensor.{name} cannot be set to what koila makes")
+        _descriptors.append(descriptor)
 
 
 def _patch_generator() -> None:
@@ -472,6 +506,7 @@ def _install() -> None:
     _patch_grad_modes()
     _patch_fast_paths()
     _patch_data()
+    _patch_setters()
     _patch_set()
     _patch_generator()
     _patch_switches()
@@ -494,6 +529,8 @@ def uninstall() -> None:
             _assign(owner, name, original)
         else:
             delattr(owner, name)
+    while _descriptors:
+        _core.set_attribute_by(_descriptors.pop(), None)
     while _hooks:
         _hooks.pop().remove()
     plain.unwatch_all()
