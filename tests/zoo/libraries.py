@@ -10,6 +10,16 @@ import warnings
 
 import torch
 
+#: What takes longest to import: imported once, before a process is forked for each entry.
+SHARED = (
+    "transformers.modeling_utils",
+    "transformers.trainer",
+    "timm",
+    "diffusers.models.unets.unet_2d_condition",
+    "pytorch_metric_learning.losses",
+    "torchmetrics",
+)
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 warnings.simplefilter("ignore")

@@ -15,11 +15,13 @@ import concurrent.futures
 import datetime
 import json
 import os
+import queue
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -42,22 +44,30 @@ def choose(date: datetime.date, entries: dict[str, Entry]) -> list[str]:
     return chance.sample(models, N_MODELS) + chance.sample(loops, N_LOOPS)
 
 
-def run_one(name: str, seconds: float) -> dict[str, Any]:
-    """Run an entry in a process of its own; what goes wrong with that is its result."""
-    command = [sys.executable, str(HERE / "run_one.py"), name]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    try:
-        child = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=environment, check=False
+class Server:
+    """A process that forks one for each entry, so that libraries are imported once."""
+
+    def __init__(self) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, str(HERE / "run_one.py"), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-    except subprocess.TimeoutExpired:
-        return {"name": name, "error": f"took more than {seconds:.0f} s"}
-    for line in reversed(child.stdout.splitlines()):
-        if line.startswith("{"):
-            made: dict[str, Any] = json.loads(line)
-            return made
-    said = child.stderr.strip().splitlines()[-1:] or [""]
-    return {"name": name, "error": f"ended with status {child.returncode}: {said[0][:200]}"}
+
+    def run(self, name: str, seconds: float) -> dict[str, Any]:
+        """Run an entry; what goes wrong with its process is its result."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        print(seconds, name, file=self._child.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self._child.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait()
 
 
 def faults(result: dict[str, Any]) -> list[str]:
@@ -149,18 +159,33 @@ def main() -> None:
     if args.results.exists():
         lines = args.results.read_text().splitlines()
         done = {result["name"]: result for result in map(json.loads, lines)}
-    waiting = [name for name in names if name not in done]
+    waiting = queue.SimpleQueue[str]()
+    for name in names:
+        if name not in done:
+            waiting.put(name)
+    lock = threading.Lock()
+
+    def work(file: TextIO) -> None:
+        server = Server()
+        try:
+            while True:
+                result = server.run(waiting.get_nowait(), args.seconds)
+                with lock:
+                    done[result["name"]] = result
+                    print(json.dumps(result), file=file, flush=True)
+                    said = "; ".join(faults(result)) or "as plain torch"
+                    print(f"{result['name']}: {said}", flush=True)
+        except queue.Empty:
+            pass
+        finally:
+            server.close()
+
     with (
         args.results.open("a") as file,
         concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
     ):
-        running = [pool.submit(run_one, name, args.seconds) for name in waiting]
-        for future in concurrent.futures.as_completed(running):
-            result = future.result()
-            done[result["name"]] = result
-            print(json.dumps(result), file=file, flush=True)
-            said = "; ".join(faults(result)) or "as plain torch"
-            print(f"{result['name']}: {said}", flush=True)
+        for worker in [pool.submit(work, file) for _ in range(args.jobs)]:
+            worker.result()
     results = [done[name] for name in names]
     print(table(results))
     unknown = [

@@ -1,7 +1,7 @@
-"""Run one entry of the zoo in this process and print one line of JSON: plain, in one chunk, in six
-chunks, and under a limit.
+"""Run an entry of the zoo and print a line of JSON: plain, in one chunk, in six, and under a limit.
 
     python tests/zoo/run_one.py NAME
+    python tests/zoo/run_one.py --serve    lines `seconds name` from stdin, each run in a fork
 
 Numbers: the loss, every gradient and every buffer. In one chunk, with the library's own dtype, they
 are plain torch's bit for bit. In chunks they are compared in float64, each tensor relative to the
@@ -13,8 +13,13 @@ was there before the step. The limit is what the model, its gradients and the ba
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import os
+import select
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +28,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "python")]
 
-from zoo import libraries  # noqa: E402, F401  isort: skip: before any of the libraries
+from zoo import libraries  # noqa: E402  isort: skip: before any of the libraries
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -287,6 +292,55 @@ def run(entry: Entry) -> dict[str, Any]:
     return result
 
 
+def _in_a_fork(entry: Entry, seconds: float) -> dict[str, Any]:
+    """Run an entry in a fork of this process, for so many seconds at most; a crash is a result."""
+    result_end, child_end = os.pipe()
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            with os.fdopen(child_end, "w") as file:
+                file.write(json.dumps(run(entry)))
+            os._exit(0)
+        os.close(child_end)
+        made = b""
+        deadline = time.monotonic() + seconds
+        with os.fdopen(result_end, "rb", buffering=0) as pipe:
+            while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                part = pipe.read(2**16)
+                made += part
+                if not part:
+                    break
+            else:
+                os.kill(child, signal.SIGKILL)
+                made = b""
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if made and status == 0:
+            result: dict[str, Any] = json.loads(made)
+            return result
+        said.seek(0)
+        words = said.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
+    if status == -signal.SIGKILL and time.monotonic() >= deadline:
+        return {"name": entry.name, "error": f"took more than {seconds:.0f} s"}
+    return {"name": entry.name, "error": f"ended with status {status}: {words[0][:200]}"}
+
+
+def serve() -> None:
+    """Answer each line `seconds name` of stdin with a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for library in libraries.SHARED:
+        importlib.import_module(library)
+    entries = all_entries()
+    for line in sys.stdin:
+        seconds, name = line.split()
+        print(json.dumps(_in_a_fork(entries[name], float(seconds))), file=answers, flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(run(all_entries()[sys.argv[1]])), flush=True)
+    if sys.argv[1] == "--serve":
+        serve()
+    else:
+        print(json.dumps(run(all_entries()[sys.argv[1]])), flush=True)
