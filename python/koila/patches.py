@@ -107,6 +107,21 @@ def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
+def _same_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which gives back a tensor as it is, or as its method `to` makes it."""
+    live = _live_if_lazy(original, True)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        is_lazy = len(args) == 1 and type(args[0]) is _core.LazyTensor
+        if not is_lazy or not kwargs.keys() <= {"dtype", "device"}:
+            return live(*args, **kwargs)
+        words = {word: value for word, value in kwargs.items() if value is not None}
+        return args[0].to(**words) if words else args[0]
+
+    return patched
+
+
 def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +161,7 @@ def _patch_factories() -> None:
     for name in ("tensor", "scalar_tensor"):
         _replace(torch, name, _read_if_lazy(getattr(torch, name)))
     for name in ("as_tensor", "asarray"):
-        _replace(torch, name, _live_if_lazy(getattr(torch, name), True))
+        _replace(torch, name, _same_if_lazy(getattr(torch, name)))
     for owner in (torch, torch.utils.dlpack, torch._C):
         for name in ("to_dlpack", "_to_dlpack"):
             if name in vars(owner):

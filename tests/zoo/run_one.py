@@ -159,7 +159,10 @@ class Runner:
 
 
 def difference(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> float:
-    """The largest difference of a number, relative to the largest of its kind."""
+    """The largest difference of a number, relative to the largest of its kind.
+
+    What is not finite must be the same number in both.
+    """
     if wanted.keys() != got.keys():
         return float("inf")
     kinds: dict[str, float] = {}
@@ -168,13 +171,15 @@ def difference(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> float:
         return "grad" if name.endswith(".grad") else name
 
     for name, value in wanted.items():
-        largest = value.double().abs().nan_to_num().max().item() if value.numel() else 0.0
+        largest = value.double().nan_to_num(0, 0, 0).abs().max().item() if value.numel() else 0.0
         kinds[kind(name)] = max(kinds.get(kind(name), 0.0), largest)
     worst = 0.0
     for name, value in wanted.items():
         if torch.equal(value, got[name]) or not value.numel():
             continue
-        gap = (value.double() - got[name].double()).abs().max().item()
+        is_same = (value == got[name]) | (value.isnan() & got[name].isnan())
+        gaps = (value.double() - got[name].double()).abs()
+        gap = gaps.masked_fill(is_same, 0.0).max().item()
         if name == "loss" and value.dtype == torch.float32:
             gap *= 1e-8  # a library that takes its loss in float32: it has so many digits fewer
         worst = max(worst, gap / (kinds[kind(name)] or 1.0)) if gap == gap else float("inf")

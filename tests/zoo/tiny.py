@@ -108,6 +108,7 @@ _STAGES: dict[str, list[int]] = (
 #: Settings of a family that depend on each other. Nested ones by the name of the part.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "convnext": {"num_stages": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "data2vec-audio": {"mask_time_length": 2},
     "hubert": {"mask_time_length": 2},
     "sew": {"mask_time_length": 2, "conv_dim": [16, 16], "conv_stride": [5, 2]}

@@ -157,6 +157,7 @@ HEADS = {
         _spans,
         "albert bart bert bigbird_pegasus canine distilbert electra fnet funnel gpt_neox led llama "
         "mbart mobilebert mpnet mra mvp nystromformer splinter squeezebert xlm yoso",
+        (("num_labels", 2),),
     ),
     "choice": Head(
         "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
@@ -200,6 +201,18 @@ HEADS = {
 }
 
 
+def _cells_of_a_table(batch: Batch) -> Batch:
+    """For each token, as the tokenizer of TAPAS has it: segment, column, row, and four ranks."""
+    kinds = torch.zeros(*batch["input_ids"].shape, 7, dtype=torch.long)
+    kinds[..., 1] = torch.randint(1, 4, kinds.shape[:-1])
+    kinds[..., 2] = torch.randint(1, 6, kinds.shape[:-1])
+    return {"token_type_ids": kinds}
+
+
+#: What a family's tokenizer gives beside what all give.
+_BESIDE: dict[str, Callable[[Batch], Batch]] = {"tapas": _cells_of_a_table}
+
+
 def _build(head: Head, family: str) -> Step:
     import transformers
     from transformers.models.auto import modeling_auto
@@ -209,7 +222,13 @@ def _build(head: Head, family: str) -> Step:
     model_class = getattr(transformers, found if isinstance(found, str) else found[0])
     config = tiny.tiny(model_class.config_class, **dict(head.settings))
     model = model_class(config).train()
-    return Step([model], head.batch, lambda **batch: model(**batch).loss)
+    add = _BESIDE.get(family, dict)
+
+    def batch(rows: int) -> Batch:
+        made = head.batch(rows)
+        return made | add(made)
+
+    return Step([model], batch, lambda **batch: model(**batch).loss)
 
 
 def _contrastive() -> Step:
