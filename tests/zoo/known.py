@@ -4,7 +4,7 @@ They are run and shown like all others, and do not make a run fail. An entry tha
 """
 
 _SECOND_GRADIENT = (
-    "a chunk's gradient of the table of 16,384 places is as large as the table, and is there beside "
+    "a chunk's gradient of the table of 16,384 places is as large as the table, and lies beside "
     "the sum of the chunks before: a loop by hand that accumulates gradients takes as much"
 )
 _LEAF_INSIDE = (
