@@ -182,6 +182,9 @@ static PyMethodDef functions[] = {
      "calls are under way: transforms of torch.func, and tracers."},
     {"count_dual_levels", core_count_dual_levels, METH_O,
      "count_dual_levels($module, n, /)\n--\n\nSo many more levels of forward-mode AD are on."},
+    {"set_region", core_set_region, METH_O,
+     "set_region($module, region, /)\n--\n\nWhat this thread records now is of the body of that "
+     "checkpoint; 0: of none. Returns the one before."},
     {"reads_by_handle", core_reads_by_handle, METH_NOARGS,
      "reads_by_handle($module, /)\n--\n\n"
      "Whether tensors are read through torch's C ABI, or by their attributes."},

@@ -573,6 +573,8 @@ PyObject *kl_record_op(const Function *function, PyObject *func, PyObject *args,
 PyObject *kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args);
 PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
+/* The body of a checkpoint that this thread is recording; 0: none. */
+extern _Thread_local uint32_t kl_record_region;
 /* Record one node for `call`; what torch's frame says is noted. -1 on failure. */
 int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
                      KlNodeId *id);

@@ -800,6 +800,19 @@ core_count_dual_levels(PyObject *module, PyObject *n)
 }
 
 PyObject *
+core_set_region(PyObject *module, PyObject *region)
+{
+    (void)module;
+    uint32_t before = kl_record_region;
+    unsigned long now = PyLong_AsUnsignedLong(region);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    kl_record_region = (uint32_t)now;
+    return PyLong_FromUnsignedLong(before);
+}
+
+PyObject *
 core_reads_by_handle(PyObject *module, PyObject *ignored)
 {
     (void)module;

@@ -52,6 +52,7 @@ PyObject *core_fix_malloc(PyObject *module, PyObject *size);
 PyObject *core_memo(PyObject *module, PyObject *ignored);
 PyObject *core_count_interpreters(PyObject *module, PyObject *n);
 PyObject *core_count_dual_levels(PyObject *module, PyObject *n);
+PyObject *core_set_region(PyObject *module, PyObject *region);
 PyObject *core_reads_by_handle(PyObject *module, PyObject *ignored);
 PyObject *core_asks_libtorch(PyObject *module, PyObject *ignored);
 PyObject *core_recycles(PyObject *module, PyObject *ignored);

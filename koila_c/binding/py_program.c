@@ -404,7 +404,7 @@ kl_program_of(PyObject *handle, const Tape *tape)
 /* What staging alone tells of the nodes of a program. */
 typedef struct Traits {
     size_t n_nodes;
-    bool has_writes, has_effects, is_drawing;
+    bool has_writes, has_effects, is_drawing, has_checkpoints;
     bool is_on[UINT8_MAX + 1]; /* by device: a value is made there */
     long long made, entered;   /* bytes that calls make; of rows that enter */
     long long given;           /* bytes that enter whole */
@@ -424,6 +424,7 @@ traits_of(const KlTape *core, const KlStages *stages)
         traits.has_writes = traits.has_writes || node->writes != 0;
         traits.has_effects = traits.has_effects || node->leaf_writes != 0;
         traits.is_drawing = traits.is_drawing || node->is_random;
+        traits.has_checkpoints |= node->region != 0 && kl_stage_has_gradient(core, stages, node);
         long long bytes = 0;
         for (uint32_t k = 0; k < node->n_outs; k++) {
             const KlValue *out = &core->values[node->first_out + k];
@@ -500,7 +501,7 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
     const KlStages *stages = &program->stages;
     Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
-        "(ONNONNNnnnINONOOOO(LLLLL))", handle, ids_object(roots), ids_object(reached), shared,
+        "(ONNONNNnnnINONOOOO(LLLLL)O)", handle, ids_object(roots), ids_object(reached), shared,
         axes_object(&tape->core, program), entered_object(tape, stages), devices_object(&traits),
         (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values, (Py_ssize_t)stages->n_imports,
         stages->n_stages, stage_object(stages->last_body),
@@ -508,7 +509,7 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
         is_all_staged(&tape->core, stages) ? Py_True : Py_False,
         traits.has_writes ? Py_True : Py_False, traits.has_effects ? Py_True : Py_False,
         traits.is_drawing ? Py_True : Py_False, traits.made, traits.once, traits.entered,
-        traits.given, traits.n_once);
+        traits.given, traits.n_once, traits.has_checkpoints ? Py_True : Py_False);
 }
 
 /* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "drops"

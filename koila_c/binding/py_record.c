@@ -185,6 +185,8 @@ note_write(Tape *tape, const KlRecord *record)
     return noted != NULL ? 0 : -1;
 }
 
+_Thread_local uint32_t kl_record_region;
+
 int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
 {
@@ -209,6 +211,8 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         (void)kl_py_raise(&error);
         return -1;
     }
+    tape->core.nodes[*id].region = kl_record_region;
+    tape->core.has_regions |= kl_record_region != 0;
     call->func = Py_NewRef(func);
     kl_source_note(call);
     tape->nodes[*id] = *call;

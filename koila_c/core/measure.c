@@ -5,26 +5,7 @@
 #include <string.h>
 
 #include "alloc.h"
-
-typedef struct StepValue {
-    uint32_t body;     /* the first segment, plus one, of the body whose segment made it last */
-    bool is_gathering; /* its gradient gathers */
-    bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
-    bool is_read_by_tail, is_read_whole;
-    bool is_one_gradient; /* what reads it whole and by rows adds to one gradient of all rows */
-    bool is_whole;        /* its chunks are put together, for bodies */
-    bool is_beside;       /* likewise, beside the chunks */
-    bool is_inner;        /* segments of one body alone read it */
-    bool is_offloaded;    /* it is kept beside its device */
-    bool is_held;         /* what a body left, of all chunks */
-    uint8_t is_filled;    /* it was emptied, and a chunk of it is there: from which level on */
-    bool is_let_go;       /* what a joint left */
-} StepValue;
-
-typedef struct StepStorage {
-    uint32_t n_held; /* values in it that bodies left and that are held */
-    double bytes;    /* of these, counted once */
-} StepStorage;
+#include "measure_value.h"
 
 /* The walk; `held` is what outlives the runs so far. */
 typedef struct Step {
@@ -38,11 +19,11 @@ typedef struct Step {
     KlMoments *moments;
     KlSchedule schedule;
     double held, held_per_row, held_per_chunk;
-    double n_pieces;       /* of a chunk, for the head that is gone through now; 1: none */
-    double *live;          /* [n_staged] of a joint: what its graph keeps */
-    StepValue *values;     /* [n_values] */
-    StepStorage *storages; /* [n_storages] */
-    KlValueId *met;        /* [n_storages] the last value met of it */
+    double n_pieces;            /* of a chunk, for the head that is gone through now; 1: none */
+    double *live;               /* [n_staged] of a joint: what its graph keeps */
+    KlMeasureValue *values;     /* [n_values] */
+    KlMeasureStorage *storages; /* [n_storages] */
+    KlValueId *met;             /* [n_storages] the last value met of it */
 } Step;
 
 static double
@@ -205,7 +186,7 @@ put_together(Step *step, const KlRun *run)
     KlStatus status = KL_OK;
     for (uint32_t i = 0; i < run->imports.n && status == KL_OK; i++) {
         KlValueId id = import_of(step, run, i);
-        StepValue *value = &step->values[id];
+        KlMeasureValue *value = &step->values[id];
         if (value->is_whole || step->sweep.sizes[id].is_put_together || !value->is_held ||
             !is_gathered(step, run, i)) {
             continue;
@@ -288,7 +269,7 @@ static void
 hold(Step *step, KlValueId value)
 {
     const KlParts *parts = parts_of(step, value);
-    StepStorage *storage = &step->storages[storage_of(step, value)];
+    KlMeasureStorage *storage = &step->storages[storage_of(step, value)];
     if (step->values[value].is_held) {
         return;
     }
@@ -306,7 +287,7 @@ hold(Step *step, KlValueId value)
 static void
 release_value(Step *step, KlValueId value)
 {
-    StepStorage *storage = &step->storages[storage_of(step, value)];
+    KlMeasureStorage *storage = &step->storages[storage_of(step, value)];
     if (!step->values[value].is_held) {
         step->values[value].is_let_go = true; /* a joint made it, whose graph counts */
         return;
@@ -348,7 +329,7 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body)
     double by_chunks = 0;
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
-        StepValue *known = &step->values[value];
+        KlMeasureValue *known = &step->values[value];
         if (known->is_one_gradient) {
             step->held += known->is_gathering ? 0 : gradient(step, value);
             known->is_gathering = known->is_gathering_whole = true;
@@ -384,14 +365,13 @@ run_joint(Step *step, uint32_t i)
     return status;
 }
 
-/* Note what the segments of a body make, and return the bytes of a row of what they hand to later ones: values,
- * and their gradients. What is held of all chunks is there already. */
+/* Note what the segments of a body make, and return the bytes of a row of what they hand to later ones. What is held
+ * of all chunks is there already. */
 static double
-find_handed(Step *step, const KlStep *of, double *gradients)
+find_handed(Step *step, const KlStep *of)
 {
     const KlRun *runs = &step->program->runs[of->run];
     double values = 0;
-    *gradients = 0;
     for (uint32_t r = 0; r < of->n_runs; r++) {
         for (uint32_t i = 0; i < runs[r].imports.n; i++) {
             KlValueId value = import_of(step, &runs[r], i);
@@ -399,25 +379,56 @@ find_handed(Step *step, const KlStep *of, double *gradients)
             if (step->values[value].is_offloaded && step->tape->values[value].meta.device != 0) {
                 values += size->per_row; /* it is brought back */
             }
-            if (r > 0 && step->values[value].body == of->run + 1) {
-                values += step->values[value].is_held ? 0 : size->per_row;
-                *gradients += size->needs_gradient ? size->per_row : 0;
+            KlMeasureValue *known = &step->values[value];
+            if (r > 0 && known->body == of->run + 1 && !known->is_held && !known->is_handed) {
+                known->is_handed = true;
+                values += size->per_row;
             }
         }
         for (uint32_t i = 0; i < runs[r].exports.n; i++) {
-            step->values[export_of(step, &runs[r], i)].body = of->run + 1;
+            KlMeasureValue *known = &step->values[export_of(step, &runs[r], i)];
+            known->body = of->run + 1;
+            known->is_handed = known->is_coming = false;
         }
     }
     return values;
+}
+
+/* A segment goes back: the gradients of what earlier ones handed to it are there from now on. */
+static void
+come_to_handed(Step *step, const KlStep *of, const KlRun *run)
+{
+    for (uint32_t i = 0; i < run->imports.n; i++) {
+        KlValueId value = import_of(step, run, i);
+        KlMeasureValue *known = &step->values[value];
+        bool is_first = known->body == of->run + 1 && !known->is_coming;
+        if (is_first && needs_gradient(step, value)) {
+            known->is_coming = true;
+            step->held_per_row += step->sweep.sizes[value].per_row;
+        }
+    }
+}
+
+/* All that a segment handed on was read for the last time; or its gradients have gone back through it. */
+static void
+let_go_of_handed(Step *step, const KlRun *run, bool is_gradient)
+{
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlValueId value = export_of(step, run, i);
+        KlMeasureValue *known = &step->values[value];
+        bool is_there = is_gradient ? known->is_coming : known->is_handed;
+        step->held_per_row -= is_there ? step->sweep.sizes[value].per_row : 0;
+        known->is_handed = false;
+        known->is_coming = known->is_coming && !is_gradient;
+    }
 }
 
 /* A body without a graph; of what leaves it, what is held was said. */
 static KlStatus
 run_forward(Step *step, const KlStep *of)
 {
-    double gradients;
     KlStatus status = KL_OK;
-    step->held_per_row = find_handed(step, of, &gradients);
+    step->held_per_row = find_handed(step, of);
     for (uint32_t r = 0; r < of->n_runs && status == KL_OK; r++) {
         status = sweep_forward(step, &step->program->runs[of->run + r], false);
     }
@@ -431,9 +442,16 @@ run_others(Step *step, const KlStep *of, bool is_back)
 {
     KlStatus status = KL_OK;
     for (uint32_t i = 0; i + 1 < of->n_runs && status == KL_OK; i++) {
-        uint32_t r = is_back ? of->n_runs - 2 - i : i;
-        status = sweep_forward(step, &step->program->runs[of->run + r], is_back);
-        status = status == KL_OK && is_back ? sweep_back(step) : status;
+        const KlRun *run = &step->program->runs[of->run + (is_back ? of->n_runs - 2 - i : i)];
+        if (is_back) {
+            let_go_of_handed(step, run, false);
+        }
+        status = sweep_forward(step, run, is_back);
+        if (is_back && status == KL_OK) {
+            come_to_handed(step, of, run);
+            status = sweep_back(step);
+            let_go_of_handed(step, run, true);
+        }
     }
     return status;
 }
@@ -584,8 +602,7 @@ static KlStatus
 run_fused(Step *step, const KlStep *of)
 {
     const KlRun *last = &step->program->runs[of->run + of->n_runs - 1];
-    double gradients = 0;
-    step->held_per_row = find_handed(step, of, &gradients);
+    step->held_per_row = find_handed(step, of);
     for (uint32_t r = 0; r < of->n_runs; r++) {
         double come = gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
         step->held_per_row -= come / (double)rows_of(step, last); /* the sweep has a chunk's */
@@ -594,10 +611,12 @@ run_fused(Step *step, const KlStep *of)
     bool is_across = step->homes->n_across > 0;
     double beside = gradients_beside(step, last);
     step->held += beside;
-    step->held_per_row += is_across ? gradients : 0;
+    if (is_across) {
+        come_to_handed(step, of, last);
+    }
     step->n_pieces = is_across ? step->homes->n_pieces : 1;
     status = status == KL_OK ? meet_tail(step, of, last) : status;
-    step->held_per_row += is_across ? 0 : gradients;
+    come_to_handed(step, of, last);
     status = status == KL_OK ? sweep_back(step) : status;
     step->n_pieces = 1;
     step->held -= beside;
@@ -625,7 +644,7 @@ hold_left(Step *step, const KlStep *of)
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            const StepValue *value = &step->values[export_of(step, run, i)];
+            const KlMeasureValue *value = &step->values[export_of(step, run, i)];
             if (!value->is_inner && !value->is_offloaded) {
                 hold(step, export_of(step, run, i));
             }
@@ -703,7 +722,7 @@ left_gradients(const Step *step, const KlStep *of, bool is_whole)
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = export_of(step, run, i);
-            const StepValue *known = &step->values[value];
+            const KlMeasureValue *known = &step->values[value];
             bool is_left = is_whole ? known->is_gathering_whole && needs_gradient(step, value)
                                     : known->is_gathering && !known->is_one_gradient &&
                                           parts_of(step, value) == NULL;
@@ -775,9 +794,9 @@ static KlStatus
 go_back_body(Step *step, const KlStep *of)
 {
     const KlRun *runs = &step->program->runs[of->run];
-    double gradients = 0, come = 0;
+    double come = 0;
     double left = left_gradients(step, of, false) + let_go_of_left(step, of);
-    step->held_per_row = find_handed(step, of, &gradients);
+    step->held_per_row = find_handed(step, of);
     for (uint32_t r = 0; r < of->n_runs; r++) {
         come += gather_gradients(step, &runs[r], of->run + 1);
     }
@@ -787,7 +806,7 @@ go_back_body(Step *step, const KlStep *of)
     step->held_per_row += fmin(left - come, 0) / (double)rows_of(step, runs);
     KlStatus status = fill(step, &step->schedule.values, of->needs, 1);
     status = status == KL_OK ? run_others(step, of, false) : status;
-    step->held_per_row += gradients;
+    come_to_handed(step, of, &runs[of->n_runs - 1]);
     set_there(step, of, true);
     status = status == KL_OK ? sweep_forward(step, &runs[of->n_runs - 1], true) : status;
     status = status == KL_OK ? sweep_back(step) : status;
@@ -889,8 +908,8 @@ static KlStatus
 allocate(Step *step)
 {
     step->live = kl_alloc_zeroed(step->program->n_staged, sizeof(double));
-    step->values = kl_alloc_zeroed(step->stages->n_values, sizeof(StepValue));
-    step->storages = kl_alloc_zeroed(step->tape->n_storages, sizeof(StepStorage));
+    step->values = kl_alloc_zeroed(step->stages->n_values, sizeof(KlMeasureValue));
+    step->storages = kl_alloc_zeroed(step->tape->n_storages, sizeof(KlMeasureStorage));
     step->met = kl_alloc_zeroed(step->tape->n_storages, sizeof(KlValueId));
     return step->live != NULL && step->values != NULL && step->storages != NULL && step->met != NULL
                ? KL_OK
@@ -922,7 +941,7 @@ look_up(Step *step, KlMeasured *measured)
             step->values[step->program->inner.ids[run->inner.first + k]].is_inner = true;
         }
         for (uint32_t k = 0; k < run->imports.n; k++) {
-            StepValue *value = &step->values[import_of(step, run, k)];
+            KlMeasureValue *value = &step->values[import_of(step, run, k)];
             value->is_read_by_tail |= is_joint_after(step, run);
             value->is_read_whole |= !kl_program_is_body(run) || is_gathered(step, run, k);
         }

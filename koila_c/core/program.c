@@ -601,6 +601,21 @@ is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
     return is_so;
 }
 
+/* Cut the first `n` nodes of a body into segments: where the user's checkpoints are, or into more. */
+static KlStatus
+cut_nodes(Build *build, const KlIds *nodes, size_t n, uint32_t n_segments)
+{
+    uint32_t *segment = build->program->stages.segment, n_regions = 0;
+    KlStatus status = KL_OK;
+    if (build->program->is_checkpointed) {
+        status = kl_segment_regions(build->tape, nodes->ids, n, segment, &n_regions, build->error);
+    }
+    if (status == KL_OK && n_segments > 1 && n_segments > n_regions) {
+        status = kl_segment_cut(build->tape, nodes->ids, n, n_segments, segment, build->error);
+    }
+    return status;
+}
+
 /* Cut the body whose gradients come from a linear tail before its head, if that can run in pieces of a chunk, and
  * what is before that into segments. */
 static KlStatus
@@ -624,8 +639,7 @@ cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
     if (!is_able || n_before <= 1 || first == nodes->n) {
         return status;
     }
-    status =
-        kl_segment_cut(build->tape, nodes->ids, first, n_before, stages->segment, build->error);
+    status = cut_nodes(build, nodes, first, n_before);
     uint32_t last =
         stages->segment[nodes->ids[first - 1]]; /* there is one: no head is all of a body */
     for (size_t i = first; i < nodes->n && status == KL_OK; i++) {
@@ -653,12 +667,13 @@ cut_body(Build *build, uint32_t stage, KlAxisId axis, uint32_t *n_segments)
             has_gradient = has_gradient || kl_stage_has_gradient(build->tape, stages, node);
         }
     }
-    bool has_head = build->asked->is_headed && stage == stages->last_body && stages->is_tail_linear;
+    bool has_head = build->asked->is_headed && stage == stages->last_body &&
+                    stages->is_tail_linear &&
+                    (build->asked->n_segments > 1 || !build->program->is_checkpointed);
     if (status == KL_OK && has_gradient && has_head) {
         status = cut_head(build, stage, axis, &nodes);
-    } else if (status == KL_OK && has_gradient && build->asked->n_segments > 1) {
-        status = kl_segment_cut(build->tape, nodes.ids, nodes.n, build->asked->n_segments,
-                                stages->segment, build->error);
+    } else if (status == KL_OK && has_gradient) {
+        status = cut_nodes(build, &nodes, nodes.n, build->asked->n_segments);
     }
     for (size_t i = 0; i < nodes.n && status == KL_OK; i++) {
         uint32_t segment = stages->segment[nodes.ids[i]];
@@ -672,7 +687,8 @@ static KlStatus
 build_body(Build *build, uint32_t stage, KlAxisId axis)
 {
     uint32_t n_segments = 1;
-    bool is_cut = build->asked->n_segments > 1 || build->asked->is_headed;
+    bool is_cut =
+        build->asked->n_segments > 1 || build->asked->is_headed || build->program->is_checkpointed;
     KlStatus status = is_cut ? cut_body(build, stage, axis, &n_segments) : KL_OK;
     for (uint32_t i = 0; i < n_segments && status == KL_OK; i++) {
         status = build_segment(build, stage, axis, i);
@@ -769,6 +785,7 @@ KlStatus
 kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
 {
     memset(program, 0, sizeof(*program));
+    program->is_checkpointed = tape->has_regions && asked->n_segments > 0;
     Build build = {.tape = tape, .asked = asked, .program = program, .error = error};
     KlStatus status = kl_stage_build(tape, &asked->goal, &program->stages, error);
     if (status == KL_OK) {

@@ -45,15 +45,17 @@ typedef struct KlProgram {
         drops; /* beside nodes: where its slice of `dropped` ends, which begins where the last one ended */
     KlIds dropped; /* values of which the node beside is the last reader */
     KlIds imports, exports, inner, combined, shadows;
-    bool *is_kept; /* [n_values] it must be there whole at the end */
-    KlIds reached; /* values made here whose numbers the user gets */
-    KlIds roots;   /* values to be differentiated */
+    bool is_checkpointed; /* bodies of checkpoints are made again, as the user says */
+    bool *is_kept;        /* [n_values] it must be there whole at the end */
+    KlIds reached;        /* values made here whose numbers the user gets */
+    KlIds roots;          /* values to be differentiated */
 } KlProgram;
 
 /* What is asked of a program beside its stages. */
 typedef struct KlAsked {
     KlGoal goal;
-    uint32_t n_segments; /* that bodies are cut into through which gradients go, at most */
+    uint32_t n_segments; /* that bodies are cut into through which gradients go, at most; but where
+                            the user's checkpoints are in any case. 0: not there either */
     bool
         is_headed; /* the last body is cut before its head, and what is before that into segments */
     const KlValueId *reached; /* [n_reached] the wanted values whose numbers the user gets */

@@ -13,11 +13,10 @@ typedef struct Unit {
     bool is_body;
     bool has_gradient;
     bool is_fused;
-    bool is_again;  /* what leaves it by rows is made again: its home is not to be kept */
-    bool is_needed; /* scratch: it has to be made again now */
-    bool waits;     /* the graphs of its chunks wait for its backward */
-    KlSlice again;  /* of the schedule's values: what is made again for it then */
-    KlSlice needs;  /* likewise: what is filled again for it before */
+    bool is_again; /* what leaves it by rows is made again: its home is not to be kept */
+    bool waits;    /* the graphs of its chunks wait for its backward */
+    KlSlice again; /* of the schedule's values: what is made again for it then */
+    KlSlice needs; /* likewise: what is filled again for it before */
 } Unit;
 
 typedef struct Build {
@@ -29,6 +28,9 @@ typedef struct Build {
     Unit *units; /* [n_units] */
     uint32_t n_units;
     uint32_t *maker;     /* [n_values] the unit that it leaves; NOWHERE: none */
+    uint32_t *made_by;   /* [n_values] likewise, the run */
+    bool *is_needed;     /* [n_staged] scratch: a run of a body has to be made again now */
+    bool *is_open;       /* [n_values] what is of no checkpoint, or of another, reads it */
     uint32_t *last_read; /* [n_values] the last unit that reads it from outside, going forward */
     bool *is_inner;      /* [n_values] only segments of one body read it, and let it go */
     bool *is_gone;       /* [n_values] it was let go */
@@ -126,6 +128,7 @@ find_crossing(Build *build)
             const KlRun *run = &program->runs[r];
             for (uint32_t i = 0; i < run->exports.n; i++) {
                 build->maker[program->exports.ids[run->exports.first + i]] = u;
+                build->made_by[program->exports.ids[run->exports.first + i]] = r;
             }
             for (uint32_t i = 0; i < run->inner.n; i++) {
                 build->is_inner[program->inner.ids[run->inner.first + i]] = true;
@@ -163,6 +166,37 @@ can_be_again(const Build *build, KlValueId value)
            !kl_tape_is_looked_at(build->tape, value) && build->last_read[value] != NOWHERE;
 }
 
+/* Note which values are read outside of the body of the checkpoint that makes them. */
+static void
+find_open(Build *build)
+{
+    const KlTape *tape = build->tape;
+    const KlStages *stages = &build->program->stages;
+    for (size_t i = 0; i < stages->n_nodes && build->program->is_checkpointed; i++) {
+        const KlNode *node = &tape->nodes[i];
+        for (uint32_t k = 0; k < node->n_inputs && stages->node_stage[i] != KL_STAGE_NONE; k++) {
+            KlValueId value = tape->inputs[node->first_input + k].value;
+            KlNodeId maker = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
+            bool is_inside = maker != KL_ID_NONE && tape->nodes[maker].region == node->region;
+            if (value != KL_ID_NONE && !is_inside) {
+                build->is_open[value] = true;
+            }
+        }
+    }
+}
+
+/* Whether what a unit leaves is let go when it was read for the last time going forward, and made again going back:
+ * as its homes say, or since it is inside of a checkpoint of the user's. */
+static bool
+is_remade(const Build *build, const Unit *unit, KlValueId value)
+{
+    KlNodeId maker = build->tape->values[value].node;
+    bool is_honoured = build->program->is_checkpointed && !build->homes->is_offloaded;
+    bool is_inside = is_honoured && unit->is_body && unit->has_gradient && maker != KL_ID_NONE &&
+                     build->tape->nodes[maker].region != 0 && !build->is_open[value];
+    return (unit->is_again || is_inside) && can_be_again(build, value);
+}
+
 /* Choose the homes: of the bodies that are run back and leave something for others, every so manieth keeps it. */
 static void
 choose_homes(Build *build)
@@ -191,8 +225,9 @@ static bool
 is_kept_to_its_backward(const Build *build, const Unit *unit)
 {
     const KlHomes *homes = build->homes;
-    return homes->is_graph && homes->keep_every <= 1 && !homes->is_offloaded && unit->is_body &&
-           unit->has_gradient && !unit->is_fused && unit->n_runs == 1;
+    return !build->program->is_checkpointed && homes->is_graph && homes->keep_every <= 1 &&
+           !homes->is_offloaded && unit->is_body && unit->has_gradient && !unit->is_fused &&
+           unit->n_runs == 1;
 }
 
 /* Choose what is emptied: of what bodies leave for those that are not at once gone back through. */
@@ -317,9 +352,8 @@ release_read(Build *build, uint32_t u)
                 KlValueId value = given_to(build, run, i);
                 bool is_last = is_read_last_by(build, value, u);
                 bool is_gone =
-                    is_last &&
-                    (!build->homes->is_graph ||
-                     (build->units[build->maker[value]].is_again && can_be_again(build, value)));
+                    is_last && (!build->homes->is_graph ||
+                                is_remade(build, &build->units[build->maker[value]], value));
                 bool is_due = is_emptying ? is_last && is_light(build, value) : is_gone;
                 build->is_gone[value] |= is_gone && !is_emptying;
                 status = is_due ? add_value(build, value) : KL_OK;
@@ -388,54 +422,85 @@ go_forward(Build *build)
 
 /* -- back ---------------------------------------------------------------------------------------------- */
 
-/* Mark the units that make what `unit` reads and was let go. */
+/* Mark the runs that make what a run reads and was let go, or is kept only while a body goes through its segments. */
 static void
-mark_needed(Build *build, const Unit *unit)
+mark_needed(Build *build, uint32_t r)
 {
     const KlProgram *program = build->program;
-    for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
-        const KlRun *run = &program->runs[r];
-        for (uint32_t i = 0; i < run->imports.n; i++) {
-            KlValueId value =
-                program->stages.imports[program->imports.ids[run->imports.first + i]].value;
-            if (build->is_gone[value]) {
-                build->units[build->maker[value]].is_needed = true;
-            }
+    const KlRun *run = &program->runs[r];
+    for (uint32_t i = 0; i < run->imports.n; i++) {
+        KlValueId value =
+            program->stages.imports[program->imports.ids[run->imports.first + i]].value;
+        if (build->maker[value] != NOWHERE && (build->is_gone[value] || build->is_inner[value])) {
+            build->is_needed[build->made_by[value]] = true;
         }
     }
 }
 
-/* Make again what unit `u` reads, from the nearest that was kept on. All that a unit on the way leaves for others
- * is kept from now on: those go back next. */
+/* Run segments [first, end) of a unit again. All that they leave for others is kept from now on: those go back
+ * next. */
+static KlStatus
+run_again(Build *build, const Unit *unit, uint32_t first, uint32_t end)
+{
+    const KlProgram *program = build->program;
+    KlStatus status = KL_OK;
+    Unit part = *unit;
+    part.run = first;
+    part.n_runs = end - first;
+    size_t first_value = build->schedule->values.n;
+    for (uint32_t r = first; r < end; r++) {
+        const KlRun *run = &program->runs[r];
+        for (uint32_t i = 0; i < run->exports.n && status == KL_OK; i++) {
+            KlValueId value = program->exports.ids[run->exports.first + i];
+            if (build->is_gone[value]) {
+                build->is_gone[value] = false;
+                status = add_value(build, value);
+            }
+        }
+    }
+    return status == KL_OK ? add_step(build, KL_STEP_AGAIN, &part, first_value) : status;
+}
+
+/* The first segment of a unit that has to be made again; that after the last: none has. */
+static uint32_t
+first_needed(const Build *build, const Unit *unit)
+{
+    uint32_t r = unit->run;
+    while (r < unit->run + unit->n_runs && !build->is_needed[r]) {
+        r++;
+    }
+    return r;
+}
+
+/* Make again what unit `u` reads, from the nearest that was kept on: of a body the segments from the first that is
+ * needed to the last. */
 static KlStatus
 make_again(Build *build, uint32_t u)
 {
-    const KlProgram *program = build->program;
-    mark_needed(build, &build->units[u]);
-    for (uint32_t before = u; before-- > 0;) {
-        if (build->units[before].is_needed) {
-            mark_needed(build, &build->units[before]);
-        }
-    }
+    const Unit *of = &build->units[u];
     KlStatus status = KL_OK;
-    for (uint32_t before = 0; before < u && status == KL_OK; before++) {
-        Unit *unit = &build->units[before];
-        if (!unit->is_needed) {
-            continue;
-        }
-        unit->is_needed = false;
-        size_t first = build->schedule->values.n;
-        for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
-            const KlRun *run = &program->runs[r];
-            for (uint32_t i = 0; i < run->exports.n && status == KL_OK; i++) {
-                KlValueId value = program->exports.ids[run->exports.first + i];
-                if (build->is_gone[value]) {
-                    build->is_gone[value] = false;
-                    status = add_value(build, value);
-                }
+    memset(build->is_needed, 0, build->program->n_staged * sizeof(bool));
+    for (uint32_t r = of->run; r < of->run + of->n_runs; r++) {
+        mark_needed(build, r);
+    }
+    for (uint32_t before = u; before-- > 0;) {
+        const Unit *unit = &build->units[before];
+        bool is_needed = false; /* a segment after this one is */
+        for (uint32_t r = unit->run + unit->n_runs; r-- > unit->run;) {
+            is_needed = is_needed || build->is_needed[r];
+            if (is_needed && first_needed(build, unit) <= r) {
+                build->is_needed[r] = true;
+                mark_needed(build, r);
             }
         }
-        status = status == KL_OK ? add_step(build, KL_STEP_AGAIN, unit, first) : status;
+    }
+    for (uint32_t before = 0; before < u && status == KL_OK; before++) {
+        const Unit *unit = &build->units[before];
+        uint32_t first = first_needed(build, unit), end = first;
+        while (end < unit->run + unit->n_runs && build->is_needed[end]) {
+            end++;
+        }
+        status = end > first ? run_again(build, unit, first, end) : KL_OK;
     }
     return status;
 }
@@ -527,6 +592,9 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     memset(schedule, 0, sizeof(*schedule));
     build.units = kl_alloc_zeroed(program->n_staged, sizeof(Unit));
     build.maker = kl_alloc_resize(NULL, n_values, sizeof(uint32_t));
+    build.made_by = kl_alloc_resize(NULL, n_values, sizeof(uint32_t));
+    build.is_needed = kl_alloc_zeroed(program->n_staged, sizeof(bool));
+    build.is_open = kl_alloc_zeroed(n_values, sizeof(bool));
     build.last_read = kl_alloc_resize(NULL, n_values, sizeof(uint32_t));
     build.is_inner = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_gone = kl_alloc_zeroed(n_values, sizeof(bool));
@@ -536,7 +604,8 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     schedule->lights.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
     if (build.units == NULL || build.maker == NULL || build.last_read == NULL ||
         build.is_inner == NULL || build.is_gone == NULL || build.is_read_whole == NULL ||
-        build.known == NULL || build.may_be_light == NULL || schedule->lights.number == NULL) {
+        build.known == NULL || build.made_by == NULL || build.is_needed == NULL ||
+        build.is_open == NULL || build.may_be_light == NULL || schedule->lights.number == NULL) {
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
                               program->n_staged);
         goto done;
@@ -545,6 +614,7 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     memset(build.last_read, 0xff, n_values * sizeof(uint32_t));
     find_units(&build);
     find_crossing(&build);
+    find_open(&build);
     choose_homes(&build);
     status = choose_waiting(&build);
     status = status == KL_OK ? go_forward(&build) : status;
@@ -552,6 +622,9 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
         status = go_back(&build);
     }
 done:
+    kl_alloc_free(build.is_open);
+    kl_alloc_free(build.is_needed);
+    kl_alloc_free(build.made_by);
     kl_alloc_free(build.may_be_light);
     kl_alloc_free(build.known);
     kl_alloc_free(build.is_read_whole);

@@ -144,6 +144,51 @@ kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_s
     return status;
 }
 
+static uint32_t
+region_at(const Body *body, size_t i)
+{
+    return body->tape->nodes[body->nodes[i]].region;
+}
+
+/* Where to cut the calls [first, end) that come after a checkpoint and begin none: the narrowest place in the first
+ * half of what autograd keeps of them. `end`: nowhere, for it would hand on as much as they keep. */
+static size_t
+find_end(const Body *body, size_t first, size_t end)
+{
+    size_t best = first;
+    for (size_t i = first + 1; i < end && 2 * body->kept[i] <= body->kept[first] + body->kept[end];
+         i++) {
+        best = body->crosses[i] < body->crosses[best] ? i : best;
+    }
+    return body->kept[end] - body->kept[best] > body->crosses[best] ? best : end;
+}
+
+KlStatus
+kl_segment_regions(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *segment,
+                   uint32_t *n_segments, KlError *error)
+{
+    Body body;
+    KlStatus status = open_body(&body, tape, nodes, n, segment, error);
+    uint32_t number = 0;
+    for (size_t i = 0; i < n && status == KL_OK;) {
+        size_t end = i, cut;
+        while (end < n && region_at(&body, end) == region_at(&body, i)) {
+            end++;
+        }
+        bool is_begin =
+            i == 0 || region_at(&body, i) > region_at(&body, i - 1); /* they are counted up */
+        number += is_begin && i > 0;
+        cut = is_begin ? end : find_end(&body, i, end);
+        for (; i < end; i++) {
+            number += i == cut;
+            segment[nodes[i]] = number;
+        }
+    }
+    *n_segments = number + 1;
+    close_body(&body);
+    return status;
+}
+
 KlStatus
 kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_parts,
                 uint32_t *position, size_t *first, KlError *error)

@@ -14,6 +14,11 @@
 KlStatus kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_segments,
                         uint32_t *segment, KlError *error);
 
+/* Cut the nodes of one body where bodies of checkpoints begin, and after them, before calls in none of which
+ * autograd keeps more than a cut would hand on. `*n_segments` is the number of segments. */
+KlStatus kl_segment_regions(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *segment,
+                            uint32_t *n_segments, KlError *error);
+
 /* Where the head of a body begins, [n] nodes in the order of the calls, not before `*first`: with at least one
  * of `n_parts` of what autograd keeps, where the least is handed on to it, and of such places the last. `*first` becomes the
  * position; n: there is none. */

@@ -47,6 +47,7 @@ kl_tape_clear(KlTape *tape)
     tape->n_axes = 0;
     tape->n_done = 0;
     tape->n_aside = 0;
+    tape->has_regions = false;
 }
 
 KlStatus

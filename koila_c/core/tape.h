@@ -43,6 +43,7 @@ typedef struct KlNode {
     uint32_t first_rewrite; /* into tape->rewrites */
     uint32_t n_rewrites;
     uint32_t context; /* the binding's id of the context it was recorded in */
+    uint32_t region;  /* the body of a checkpoint that it is a call of; 0: of none */
     uint32_t writes;  /* bit i: input i is written in place, and output 0 is its new version */
     uint32_t
         leaf_writes; /* bit i: input i, a leaf, is written on the side (batch_norm's statistics) */
@@ -95,8 +96,9 @@ typedef struct KlTape {
     uint32_t *axis_of;  /* [n_axes] union-find: the axis it was found equal to, or itself */
     KlOrder *orders;    /* [n_axes] */
     size_t n_axes, n_axes_max;
-    size_t n_done;  /* every node before this one is done */
-    size_t n_aside; /* writes on the side that are still to be made */
+    size_t n_done;    /* every node before this one is done */
+    size_t n_aside;   /* writes on the side that are still to be made */
+    bool has_regions; /* a node is a call of the body of a checkpoint */
 } KlTape;
 
 void kl_tape_init(KlTape *tape);

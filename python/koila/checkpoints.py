@@ -1,5 +1,5 @@
-"""torch.utils.checkpoint: its body is recorded once, as any other code is; what torch runs again in
-backward is koila's own affair.
+"""torch.utils.checkpoint: its body is recorded once, as a region of the program, whose calls run
+again before their backward.
 
 But a body that updates statistics does so in both of torch's runs. Those of batch normalizations
 are moved once more when the program has gone back (norms.Again); a body with others is left to
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,6 +95,17 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
 _torch: Any = torch
 _plain_batch_norm: Callable[..., Any] = torch.batch_norm
 _n_recording = 0
+_numbers = itertools.count(1)
+
+
+@contextlib.contextmanager
+def _region() -> Iterator[None]:
+    """What is recorded is the body of a checkpoint: what autograd keeps of it is made again."""
+    before = _core.set_region(next(_numbers) if torch.is_grad_enabled() else 0)
+    try:
+        yield
+    finally:
+        _core.set_region(before)
 
 
 @contextlib.contextmanager
@@ -118,7 +130,7 @@ def _recording(body: Callable[..., Any]) -> Iterator[None]:
 def run(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Record the body of a reentrant checkpoint."""
     is_again = torch.is_grad_enabled() and _updates_statistics(body)
-    with _recording(body) if is_again else contextlib.nullcontext():
+    with _region(), _recording(body) if is_again else contextlib.nullcontext():
         return body(*args)
 
 
@@ -170,7 +182,7 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
             return
         # What it makes of plain tensors at once keeps what it saves: to have that again torch would
         # run all of the body, in the midst of a backward.
-        with _recording(body) if is_again else contextlib.nullcontext():
+        with _region(), _recording(body) if is_again else contextlib.nullcontext():
             yield
 
     return generator

@@ -268,7 +268,9 @@ def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
         steps: its schedule.
     """
     words = []
-
+    if program.has_checkpoints:
+        how = "made again before their backward" if way.n_segments > 0 else "kept"
+        words.append(f"what the script's checkpoints cover {how}")
     if way.n_segments > 1:
         n_segments = max(len(step.runs) for step in steps)
         words.append(f"bodies in up to {n_segments} segments (a second forward of all but one)")

@@ -80,9 +80,8 @@ def _in_segments(replay: Replay, runs: Sequence[Run]) -> bool:
         is_certain |= _last(replay, runs, chunk, None, left if chunk == 0 else None)
         del left
         replay.settle_chunk(last, chunk)
-        for run in reversed(others):
-            replay.back_through(run, chunk)
         inner = {value for run in others for value in run.inner}
+        replay.back_through_others(others, chunk, inner)
         replay.let_go_of_chunk(runs, chunk, inner, handed)
         for value in handed:  # what later segments sent back has gone back
             replay.cross[value].seeds.pop(("chunk", chunk), None)

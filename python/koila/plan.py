@@ -13,7 +13,16 @@ import torch
 
 from koila import _core, across, budget, config, draws, memory, offload, reports, steps, storages
 from koila.errors import MemoryLimitError
-from koila.program import AS_IT_IS, Node, Op, Program, Way, name_of_node, where_of_node
+from koila.program import (
+    AS_IT_IS,
+    WITHOUT_CHECKPOINTS,
+    Node,
+    Op,
+    Program,
+    Way,
+    name_of_node,
+    where_of_node,
+)
 from koila.reports import Whole, sizes
 from koila.rows import Bounds, largest
 
@@ -90,7 +99,7 @@ class Plan:
             return program, self._halved(most)
         if self.way.n_across:
             return self._smaller_pieces(program)
-        n_segments = 2 * self.way.n_segments
+        n_segments = max(2, 2 * self.way.n_segments)
         while program.roots and n_segments <= _SEGMENTS[-1]:
             cut = program.cut_for(Way(n_segments))
             if cut.n_cut > program.n_cut and cut.unstageable is None:
@@ -394,7 +403,8 @@ def _cost(program: Program, option: Option, rows: int) -> float:
     is_cpu = all(device.type == "cpu" for device in program.devices)
     of_chunk = option.n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
     n_chunks = -(-option.estimate.rows // rows)
-    more = 0.35 * (way.keep_every > 1) + 0.35 * (way.n_segments > 1) + 0.2 * way.is_offloaded
+    is_again = way.n_segments > 1 or (way.n_segments == 1 and program.has_checkpoints)
+    more = 0.35 * (way.keep_every > 1) + 0.35 * is_again + 0.2 * way.is_offloaded
     more += 0.05 * (way.n_light > 0) + 0.02 * way.n_light
     return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
 
@@ -429,17 +439,21 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
         n_before = cut.n_cut
         for way in (Way(n_segments), *((Way(n_segments, 1, True),) if can_offload else ())):
             yield _option(cut, is_graph, way)
+    if program.has_checkpoints:
+        cut = program.cut_for(WITHOUT_CHECKPOINTS)
+        yield from _light(cut, WITHOUT_CHECKPOINTS)
+        yield from _again(cut, WITHOUT_CHECKPOINTS)
 
 
-def _light(program: Program) -> Iterator[Option]:
+def _light(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
     """The ways that empty what light calls make of what crosses, as far as there is such."""
     lengths: set[int] = set()
     for n_light in _LIGHT:
-        lights = program.schedule_of(True, Way(n_light=n_light))[1]
+        lights = program.schedule_of(True, base._replace(n_light=n_light))[1]
         if not lights or len(lights) in lengths:
             return
         lengths.add(len(lights))
-        yield _option(program, True, Way(n_light=n_light))
+        yield _option(program, True, base._replace(n_light=n_light))
 
 
 def _crosses(program: Program) -> bool:
@@ -447,10 +461,11 @@ def _crosses(program: Program) -> bool:
     return any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
 
 
-def _again(program: Program) -> Iterator[Option]:
+def _again(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
     """The ways that keep a part of what crosses, and make the rest again."""
     if _crosses(program):
-        yield from (_option(program, True, Way(keep_every=n)) for n in _KEEP)
+        ways = (base._replace(keep_every=n) for n in _KEEP)
+        yield from (_option(program, True, way) for way in ways)
 
 
 #: What a step in chunks that were asked for is to take of eager's activations, if it can.
@@ -619,7 +634,8 @@ def _fit(
     shape = _shape_of(program, is_graph, estimate)
     last = _lasting.get(shape) if _is_measured() else None
     was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
-    if estimate.whole <= (left + slack if was_whole else share * allowed):
+    fits = estimate.whole <= (left + slack if was_whole else share * allowed)
+    if fits and not program.has_checkpoints:
         planned = Plan(1, 1, estimate.whole, allowed, shape)
         planned.keep(program)
         return planned

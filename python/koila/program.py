@@ -147,13 +147,14 @@ class Op(enum.IntEnum):
 class Way(NamedTuple):
     """How a step is scheduled beside its chunks.
 
-    Bodies are cut into `n_segments`, of which one at a time has its graph. Of what crosses from
-    body to body every `keep_every`th is kept, and the rest is made again going back; or all of it
-    leaves its device meanwhile. Or the last body alone is cut, before its head (a model's scores
-    and their loss), which runs in `n_pieces` of each chunk while the graph of the rest waits.
-    Pieces are rows; or parts of a second axis, the dim `across` of what the head is handed, of
-    `n_across` entries a row, and what is before the head may then be cut into segments too.
-    Or what light calls make of what crosses is emptied, in chains of `n_light` such values.
+    Bodies are cut into `n_segments`, of which one at a time has its graph; where they have the
+    user's checkpoints, there and into no fewer, but that 0 keeps what these would make again. Of
+    what crosses from body to body every `keep_every`th is kept, and the rest is made again going
+    back; or all of it leaves its device meanwhile. Or the last body alone is cut, before its head
+    (a model's scores and their loss), which runs in `n_pieces` of each chunk while the graph of the
+    rest waits. Pieces are rows; or parts of a second axis, the dim `across` of what the head is
+    handed, of `n_across` entries a row, and what is before the head may then be cut into segments
+    too. Or what light calls make of what crosses is emptied, in chains of `n_light` such values.
     """
 
     n_segments: int = 1
@@ -176,6 +177,7 @@ class Way(NamedTuple):
 
 
 AS_IT_IS = Way()
+WITHOUT_CHECKPOINTS = Way(n_segments=0)
 #: The stage of light work on inputs alone.
 DATA = 1
 
@@ -236,6 +238,8 @@ class Program:
         self.has_effects: bool = staged[16]  # it writes statistics
         self.is_drawing: bool = staged[17]
         self.amounts = Amounts(*staged[18])
+        #: A gradient goes through bodies of the user's checkpoints.
+        self.has_checkpoints: bool = staged[19]
         self.is_known_only = is_known_only
         self._cuts = n_segments, is_headed
         self._cloned: set[int] = set()

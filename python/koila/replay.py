@@ -433,6 +433,18 @@ class Replay:
         self.send_back(run, self.run_nodes(run, chunk, True), chunk)
         self.settle_chunk(run, chunk)
 
+    def back_through_others(self, others: Sequence[Run], chunk: int, made: set[int]) -> None:
+        """Likewise, the segments before the last. Of what was `made` for later ones, which have
+        gone back, only the gradient is of use, and that to nobody after its own."""
+        for run in reversed(others):
+            inner = [value for value in run.exports if value in made]
+            for value in inner:
+                self.cross[value].chunks.pop(chunk, None)
+                self.forget(self.cross[value].settle(chunk))
+            self.back_through(run, chunk)
+            for value in inner:
+                self.cross[value].seeds.pop(("chunk", chunk), None)
+
     def settle_chunk(self, run: Run, chunk: int) -> None:
         """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
         if not self.planned.way.is_offloaded:
@@ -483,8 +495,7 @@ class Replay:
                 self.collect(run, env, chunk, filter(made.__contains__, run.exports))
                 del env
             self.back_through(last, chunk)
-            for run in reversed(others):
-                self.back_through(run, chunk)
+            self.back_through_others(others, chunk, made)
             self.let_go_of_chunk(step.runs, chunk, made, handed)
             light.empty(self, chunk)
             for value in self.program.left_by(step.runs):
