@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from allocations import Allocations
 from chunked import split
-from oracle import Lazy, assert_same_story
+from limits import there
+from oracle import Lazy, assert_same_story, eager
 from stories import N_ROWS, each_split_further
 
 Step = Callable[[list[nn.Parameter]], Any]
@@ -95,3 +97,87 @@ def test_data_is_looked_at_where_no_grad_ends(chunks: int | None) -> None:
         return count, norm, mask, layer.weight.grad
 
     assert_same_story(story, chunks)
+
+
+WORDS, STEPS_OF_TEXT = 61, 5
+
+
+class Language(nn.Module):
+    """A word language model, whose batch is in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.rnn = nn.Embedding(WORDS, 8), nn.LSTM(8, 8)
+        self.decoder = nn.Linear(8, WORDS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        output, hidden = self.rnn(self.encoder(x))
+        return self.decoder(output), hidden
+
+
+def _text(n_rows: int) -> tuple[Tensor, Tensor]:
+    x, y = torch.randint(0, WORDS, (2, STEPS_OF_TEXT, n_rows)).unbind()
+    return x, y
+
+
+HELD: dict[str, Callable[[Tensor], Any]] = {
+    "a view of all": lambda out: out.view(-1, WORDS),
+    "itself and a view": lambda out: (out, out.view(-1, WORDS), out[1:]),
+    "turned": lambda out: out.transpose(0, 1).reshape(-1, WORDS),
+    "laid out anew": lambda out: out.transpose(1, 2).contiguous(),
+    "softmax": lambda out: (out.log_softmax(-1), out.view(-1, WORDS).softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("is_hooked", [False, True])
+@each_split_further
+def test_rows_in_dim_1(chunks: int | None, kind: str, is_hooked: bool) -> None:
+    """Outputs whose rows are not outermost, held over the step; a hook sees their gradient."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(0)
+        model, seen = Language().double(), list[Any]()
+
+        def doubled(gradient: Tensor) -> Tensor:
+            seen.append(gradient.clone())
+            return gradient * 2
+
+        for _ in range(2):
+            x, y = lazy(*_text(N_ROWS), batch=1)
+            out, hidden = model(x)
+            if is_hooked:
+                out.register_hook(doubled)
+            held = HELD[kind](out)
+            loss = F.cross_entropy(out.view(-1, WORDS), y.view(-1))
+            loss.backward()
+            flat = held if isinstance(held, tuple) else (held,)
+            seen += [torch.tensor(one.tolist()) for one in (*flat, *hidden)]
+            _without_gradients(list(model.parameters()))
+        return seen, [_gradient(parameter) for parameter in model.parameters()]
+
+    assert_same_story(story, chunks)
+
+
+def test_rows_in_dim_1_are_put_together_once() -> None:
+    """Beside what a chunk takes the output is there once; so half of eager's bytes are enough."""
+
+    def step(lazy: Lazy) -> tuple[int, int]:
+        torch.manual_seed(0)
+        model, batch, memory = Language(), _text(4096), Allocations()
+        memory.count(list(model.parameters()), batch)
+        with memory:
+            x, y = lazy(*batch, batch=1)
+        with memory:
+            out = model(x)[0].view(-1, WORDS)
+            F.cross_entropy(out, y.view(-1)).backward()
+        return memory.peak, out.nbytes
+
+    want, held = step(eager)
+    with koila.config(chunks=8):
+        got, _ = step(koila.lazy)
+    assert got < 1.2 * held + want // 8
+    with koila.config(memory_limit=there() + want // 2):
+        assert step(koila.lazy)[0] < want // 2
+    assert koila.report().n_chunks > 1
+    assert len(koila.report().programs) == 1

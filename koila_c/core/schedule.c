@@ -27,16 +27,17 @@ typedef struct Build {
     KlError *error;
     Unit *units; /* [n_units] */
     uint32_t n_units;
-    uint32_t *maker;     /* [n_values] the unit that it leaves; NOWHERE: none */
-    uint32_t *made_by;   /* [n_values] likewise, the run */
-    bool *is_needed;     /* [n_staged] scratch: a run of a body has to be made again now */
-    bool *is_open;       /* [n_values] what is of no checkpoint, or of another, reads it */
-    uint32_t *last_read; /* [n_values] the last unit that reads it from outside, going forward */
-    bool *is_inner;      /* [n_values] only segments of one body read it, and let it go */
-    bool *is_gone;       /* [n_values] it was let go */
-    bool *is_read_whole; /* [n_values] it is read put together from its chunks */
-    bool *may_be_light;  /* [n_values] */
-    uint8_t *known;      /* [n_values] scratch of kl_waiting_find */
+    uint32_t *maker;       /* [n_values] the unit that it leaves; NOWHERE: none */
+    uint32_t *made_by;     /* [n_values] likewise, the run */
+    bool *is_needed;       /* [n_staged] scratch: a run of a body has to be made again now */
+    bool *is_open;         /* [n_values] what is of no checkpoint, or of another, reads it */
+    uint32_t *last_read;   /* [n_values] the last unit that reads it from outside, going forward */
+    bool *is_inner;        /* [n_values] only segments of one body read it, and let it go */
+    bool *is_gone;         /* [n_values] it was let go */
+    bool *is_read_whole;   /* [n_values] it is read put together from its chunks */
+    bool *is_read_by_rows; /* [n_values] another body reads it chunk by chunk */
+    bool *may_be_light;    /* [n_values] */
+    uint8_t *known;        /* [n_values] scratch of kl_waiting_find */
 } Build;
 
 static KlStatus
@@ -146,6 +147,7 @@ find_crossing(Build *build)
                 bool is_crossing = build->maker[value] != NOWHERE && build->maker[value] != u;
                 build->last_read[value] = is_crossing ? u : build->last_read[value];
                 build->is_read_whole[value] |= is_crossing && !kl_place_is_rows(&import->place);
+                build->is_read_by_rows[value] |= is_crossing && kl_place_is_rows(&import->place);
             }
             for (uint32_t i = 0; i < run->combined.n; i++) {
                 KlNodeId id = program->combined.ids[run->combined.first + i];
@@ -366,14 +368,15 @@ release_read(Build *build, uint32_t u)
     return status;
 }
 
-/* Whether a value that leaves a body is written into one tensor of all rows: somebody reads it whole. */
+/* Whether a value that leaves a body is written into one tensor of all rows: somebody reads it whole. Who reads it by
+ * rows is given views of that, where chunks can be such. */
 static bool
 is_put_together(const Build *build, KlValueId value)
 {
     const KlMeta *meta = &build->tape->values[value].meta;
     return (build->is_read_whole[value] || build->program->is_kept[value]) &&
            kl_place_is_rows(&meta->place) && !is_parts(build, value) &&
-           kl_meta_is_cut_in_place(meta, &meta->place);
+           (!build->is_read_by_rows[value] || kl_meta_is_cut_in_place(meta, &meta->place));
 }
 
 /* Of what leaves a body, what has its home beside the device, or is written into one tensor. */
@@ -599,13 +602,15 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     build.is_inner = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_gone = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_read_whole = kl_alloc_zeroed(n_values, sizeof(bool));
+    build.is_read_by_rows = kl_alloc_zeroed(n_values, sizeof(bool));
     build.known = kl_alloc_zeroed(n_values, sizeof(uint8_t));
     build.may_be_light = kl_alloc_zeroed(n_values, sizeof(bool));
     schedule->lights.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
     if (build.units == NULL || build.maker == NULL || build.last_read == NULL ||
         build.is_inner == NULL || build.is_gone == NULL || build.is_read_whole == NULL ||
         build.known == NULL || build.made_by == NULL || build.is_needed == NULL ||
-        build.is_open == NULL || build.may_be_light == NULL || schedule->lights.number == NULL) {
+        build.is_open == NULL || build.is_read_by_rows == NULL || build.may_be_light == NULL ||
+        schedule->lights.number == NULL) {
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
                               program->n_staged);
         goto done;
@@ -627,6 +632,7 @@ done:
     kl_alloc_free(build.made_by);
     kl_alloc_free(build.may_be_light);
     kl_alloc_free(build.known);
+    kl_alloc_free(build.is_read_by_rows);
     kl_alloc_free(build.is_read_whole);
     kl_alloc_free(build.is_gone);
     kl_alloc_free(build.is_inner);

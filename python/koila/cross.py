@@ -155,6 +155,11 @@ class Cross:
         #: Its gradient is sent back already: what comes now is only looked at.
         self.watch: Watch | None = None
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it is there whole, or a chunk of it is."""
+        return self.whole is not None or self.gathered is not None or bool(self.chunks)
+
     # -- what the making stage leaves -------------------------------------------------------------
 
     def add_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:
@@ -172,7 +177,8 @@ class Cross:
                 self.gathered = rows.empty(info.shape, strides, info.dtype, info.device)
             n_rows = grid[-1][1]
             rows.put(self.gathered, place, n_rows, grid[chunk], tensor.detach(), False)
-            self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
+            if rows.is_cut_in_place(self.gathered, place):
+                self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
         else:
             self.chunks[chunk] = _to_keep(tensor)
 
@@ -273,7 +279,7 @@ class Cross:
             known = self.aliases.get(("chunk", chunk)) if is_graph else None
             if known is not None:
                 return self._given(("chunk", chunk), known)
-            tensor = self.chunks[chunk]
+            tensor = self._chunk(grid, chunk)
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
             return self._alias(("chunk", chunk), tensor, is_graph)
@@ -282,6 +288,13 @@ class Cross:
             return self._given(key, self.aliases[key])
         part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
         return self._alias(key, part, is_graph)
+
+    def _chunk(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor:
+        """A chunk of what a body left: a copy, where it was put together and no view is a chunk."""
+        if chunk in self.chunks:
+            return self.chunks[chunk]
+        assert self.gathered is not None and self.info.place is not None
+        return rows.cut(self.gathered, self.info.place, grid[-1][1], grid[chunk])
 
     def _within(self, grid: Sequence[Bounds], chunk: int) -> tuple[int, Bounds]:
         """The rows of what is there whole, and which of them are the chunk's."""
@@ -397,7 +410,7 @@ class Cross:
         if self.info.place is None or all(grad is None for grad in grads):
             return None
         filled = [
-            torch.zeros_like(self.chunks[chunk]) if grad is None else grad
+            torch.zeros_like(self._chunk(grid, chunk)) if grad is None else grad
             for chunk, grad in enumerate(grads)
         ]
         return rows.gather(filled, self.info.place, self._strides())

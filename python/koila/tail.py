@@ -164,7 +164,7 @@ def _is_there(replay: Replay, value: int) -> bool:
     """Whether a value was made before the tail; of a reduction after it the labels may have been
     counted."""
     cross = replay.cross.get(value)
-    return cross is not None and (cross.whole is not None or bool(cross.chunks))
+    return cross is not None and cross.is_there
 
 
 def _run(replay: Replay, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch.Tensor | None]:
