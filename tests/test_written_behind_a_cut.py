@@ -292,3 +292,42 @@ def test_a_gradient_is_whole_or_refused(ask: Any, is_inner: bool, chunks: int) -
         got = late(koila.lazy, ask, is_inner)
     for value, wanted in zip(got, want, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+
+
+class FilledBehindAutogradsBack(torch.autograd.Function):
+    """As torchdiffeq fills the slopes of a step: one memory, of which earlier ones were read."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: Tensor, slope: Tensor, index: int) -> Tensor:
+        ctx.index = index
+        scratch.data[..., index] = slope
+        return scratch
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], gradients[0][..., ctx.index], None
+
+
+@each_count
+def test_scratch_memory_that_a_custom_function_fills(chunks: int) -> None:
+    def tell(lazy: Any) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(4, 4, generator=generator, dtype=D).requires_grad_()
+        y = lazy(torch.randn(N_ROWS, 4, generator=generator, dtype=D))
+        for _ in range(2):
+            slopes = torch.empty(*y.shape, 3, dtype=D)
+            slope = (y @ w).tanh()
+            for i in range(3):
+                slopes = FilledBehindAutogradsBack.apply(slopes, slope, i)
+                slope = ((y + 0.1 * slopes[..., : i + 1].sum(-1)) @ w).tanh()
+            y = y + 0.1 * slope
+        loss = y.pow(2).mean()
+        loss.backward()
+        assert w.grad is not None
+        return [*map(plain, (loss, w.grad, y, slopes))]
+
+    want = tell(eager)
+    with koila.config(chunks=chunks):
+        got = tell(koila.lazy)
+    for value, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-13)

@@ -358,7 +358,7 @@ def before_write(func: Callable[..., Any], given: Any) -> list[tuple[_Part, dict
     were is kept until `after_write`. A weight is no such thing where the call says how it is
     differentiated."""
     is_custom = isinstance(getattr(func, "__self__", None), type)
-    tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad)]
+    tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad and t.is_leaf)]
     return [(part, part.copy_what_it_reads(tensors)) for part in _parts() if tensors]
 
 
