@@ -129,7 +129,8 @@ is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
 }
 
 /* Light work by rows on such values. A reduction need not be light:
- * its result is kept, so it is never run again. */
+ * its result is kept, so it is never run again. A write may be such work: each run that has it has made
+ * what it writes, or writes a clone, and keeps the order of the calls. */
 static bool
 is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
@@ -138,8 +139,7 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     }
     bool is_light =
         node->mode == KL_MODE_REDUCE || (node->row != NULL && kl_ops_is_light(node->row));
-    if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->writes != 0 ||
-        node->refresh_of != KL_ID_NONE) {
+    if (node->mode == KL_MODE_ONCE || !is_light || node->is_random) {
         return false;
     }
     for (uint32_t k = 0; k < node->n_outs; k++) {
