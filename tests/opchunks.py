@@ -78,12 +78,13 @@ def run_chunk(
     """Run `func` on rows start .. stop - 1, as the row says it is to be called there."""
     new_args, new_kwargs = list(args), dict(kwargs)
     for (where, entry, is_range), place in zip(said["inputs"], said["in_places"], strict=True):
-        first, last = (0, stop - start) if is_range else (start, stop)
 
-        def change(whole: Any, place: Any = place, first: int = first, last: int = last) -> Any:
+        def change(whole: Any, place: Any = place, is_range: bool = is_range) -> Any:
             if place is None:
                 return whole.detach().clone()
-            return cut(whole, place, rows, first, last)
+            if is_range:
+                return whole.narrow(place[1], 0, place[2] * (stop - start) * place[3])
+            return cut(whole, place, rows, start, stop)
 
         put(new_args, new_kwargs, where, entry, change)
     for where, entry, part, scale in said["rewrites"]:

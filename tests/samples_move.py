@@ -132,6 +132,9 @@ def items() -> list[Sample]:
         call(f(4, 5, 3), (rows, slice(1, 3), i(4, high=3))),
         call(f(4, 5, 3), (rows, -1)),
         call(f(4, 6), (rows[:, None, None, None], torch.arange(6))),
+        call(f(8, 5), (torch.arange(8), i(8))),
+        call(f(8, 6), (torch.arange(8)[:, None, None, None], torch.arange(6))),
+        call(f(8, 5, 3), (torch.arange(8), slice(1, 3), i(8, high=3))),
         call(f(4, 5), (torch.tensor([3, 2, 1, 0]), i(4))),
         call(f(5, 3), i(4)),
         call(f(5, 3), i(4, 2)),
@@ -153,6 +156,7 @@ def assignments() -> list[Sample]:
     return [
         call(f(4, 5), (slice(None), 0), f(4)),
         call(f(4, 5, 3), (slice(None), slice(1, 3)), f(4, 2, 3)),
+        call(f(8, 5), (torch.arange(8), i(8)), f(8)),
         call(f(4, 5, 3), (slice(None), 2), f(3)),
         call(f(4, 5), (slice(None), 2), 0.5),
         call(f(4, 5), slice(None), f(4, 1)),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
+from chunked import split
 from limits import there
 from oracle import Lazy, assert_same_story, eager, gradients
 
@@ -101,6 +102,17 @@ def views_of_one(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
     loss = F.cross_entropy(scores, torch.arange(len(x)).roll(len(a)))
     loss.backward()
     return loss
+
+
+def joined_and_counted(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
+    """A mask of two batches that were joined, read by position, as for attention over both."""
+    hidden = torch.cat([model(x), model(x * 2)])
+    mask = torch.cat([x > 0, x > 1])
+    rows, columns = torch.arange(len(hidden)), torch.arange(5)
+    hidden = hidden.masked_fill(mask[rows[:, None], columns], 0)
+    losses = hidden.logsumexp(1) - hidden[rows, torch.cat([y, y])]
+    losses.mean().backward()
+    return losses
 
 
 def mixed(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
@@ -267,6 +279,7 @@ STEPS: list[Step] = [
     triplets,
     of_all_kinds,
     joined_again,
+    joined_and_counted,
     chosen,
     one_against_all,
     written,
@@ -304,6 +317,15 @@ def test_slices(step: Step, chunks: int) -> None:
 def test_slices_of_other_models(step: Step, chunks: int) -> None:
     """So they are with statistics, draws in eager's order, and a batch that needs its gradient."""
     assert_same_story(told(step, step not in WITHOUT_NORM, True, True), chunks)
+
+
+@pytest.mark.parametrize("chunks", [2, 7])
+def test_what_is_read_by_position_goes_by_rows(chunks: int) -> None:
+    torch.manual_seed(0)
+    x, y = koila.lazy(torch.randn(N_ROWS, 6).double(), torch.randint(5, (N_ROWS,)), batch=0)
+    with split(chunks):
+        joined_and_counted(network(False, False), x, y)
+    assert "made" not in str(koila.report()), "nothing is made whole"
 
 
 # Passes ------------------------------------------------------------------------------------------

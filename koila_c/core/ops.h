@@ -49,7 +49,7 @@ typedef struct KlIndex {
     bool has_start, has_stop, has_step;
     int64_t start, stop, step; /* INT keeps its number in start; INTS its length in stop */
     uint32_t input;            /* TENSOR: number among the call's inputs */
-    bool is_row_range; /* TENSOR: its values were looked at and are arange(rows), in order */
+    bool is_row_range;         /* TENSOR: its values were looked at and are 0, 1, 2, ... */
 } KlIndex;
 
 typedef struct KlArg {
@@ -100,7 +100,7 @@ typedef struct KlSplit {
     /* [n_inputs] where the rows of each tensor input are when it is given to a chunk; WHOLE: given
      * whole. A WHOLE value with a ROWS place here is sliced. */
     KlPlace *places;
-    uint64_t row_ranges; /* bit i: input i counts the rows, a chunk of n rows gets its first n */
+    uint64_t row_ranges; /* bit i: input i counts a dim of rows, a chunk gets its first ones */
     uint32_t n_rewrites;
     KlRewrite rewrites[KL_REWRITES_MAX];
     /* The output is WHOLE only until something reads it by rows: it is made by sizes alone, and

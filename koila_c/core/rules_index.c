@@ -86,20 +86,20 @@ slice_place(const KlCall *call, KlInferred *result, int32_t at, KlPlace *place)
     return NULL;
 }
 
-/* The dim of an index tensor that counts the rows, -1: there is none. */
+/* The dim of an index tensor that counts all of the rows' dim, -1: there is none. */
 static int32_t
-range_dim(const KlOutlineTensor *tensor, int64_t rows)
+range_dim(const KlOutlineTensor *tensor, int64_t size)
 {
     int32_t found = -1;
     for (int32_t dim = tensor->meta.n_dims - 1; dim >= 0; dim--) {
-        if (tensor->meta.shape[dim] != 1 && tensor->meta.shape[dim] != rows) {
+        if (tensor->meta.shape[dim] != 1 && tensor->meta.shape[dim] != size) {
             return -1;
         }
-        if (tensor->meta.shape[dim] == rows) {
+        if (tensor->meta.shape[dim] == size) {
             found = dim;
         }
     }
-    return kl_meta_n_elements(&tensor->meta) == rows ? found : -1;
+    return kl_meta_n_elements(&tensor->meta) == size ? found : -1;
 }
 
 /* Every index tensor but `skipped` follows the digit `want` of the block. */
@@ -131,15 +131,14 @@ follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, c
     return NULL;
 }
 
-/* x[arange(rows), index]: each row is met with its own index. */
+/* x[arange(size), index]: each entry of the rows' dim is met with its own index. */
 static const char *
 range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, int32_t at,
             KlPlace *place)
 {
     const KlOutlineTensor *tensor = &outline->tensors[at];
-    int32_t dim = range_dim(tensor, kl_rules_rows(call, result));
-    if (!tensor->is_range || tensor->input < 0 || tensor->input >= 64 || dim < 0 ||
-        place->outer != 1 || place->inner != 1) {
+    int32_t dim = range_dim(tensor, kl_rules_span(place, kl_rules_rows(call, result)));
+    if (!tensor->is_range || tensor->input < 0 || tensor->input >= 64 || dim < 0) {
         return "rows are chosen by an index";
     }
     KlPlace own = *place;

@@ -20,7 +20,7 @@
 typedef struct KlImport {
     KlValueId value;
     KlPlace place; /* WHOLE: given whole */
-    bool is_range; /* a chunk of n rows gets its first n */
+    bool is_range; /* a chunk gets as many of its first entries as it has */
 } KlImport;
 
 typedef struct KlStages {

@@ -47,7 +47,7 @@ typedef struct KlNode {
     uint32_t writes;  /* bit i: input i is written in place, and output 0 is its new version */
     uint32_t
         leaf_writes; /* bit i: input i, a leaf, is written on the side (batch_norm's statistics) */
-    uint64_t row_ranges; /* bit i: input i counts the rows, a chunk of n rows gets its first n */
+    uint64_t row_ranges; /* bit i: input i counts a dim of rows, a chunk gets its first ones */
     KlAxisId axis;
     const char *reason; /* why it is ONCE, or NULL */
     KlSaves saves;

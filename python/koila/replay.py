@@ -151,7 +151,8 @@ class Replay:
             return cross.read_whole(is_graph)
         start, stop = self.grid_of(run)[chunk]
         if entry.is_range and entry.place is not None:
-            return cross.read_whole(False).narrow(0, 0, (stop - start) * entry.place[3])
+            _, _, outer, inner = entry.place
+            return cross.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
         place, grid = self._part_of(import_id, run)
         if place is None:
             return cross.gather(is_graph)
