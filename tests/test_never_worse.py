@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +138,44 @@ def test_an_output_that_is_held() -> None:
                 value.sum().backward()
         del got, value
         gc.collect()
+
+
+def hooked_step(lazy: Lazy) -> tuple[tuple[int, int], list[Tensor]]:
+    """Bytes of a step whose layers all have full backward hooks; and what these and it leave."""
+    torch.manual_seed(0)
+    wide = [
+        layer for _ in range(4) for layer in (nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    ]
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), *wide, nn.Tanh(), nn.Linear(64, 8))
+    x, y = torch.randn(1025, 64), torch.randint(0, 8, (1025,))
+    seen: list[Tensor] = []
+
+    def scale(module: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(outputs[0].square().sum())
+        return tuple(None if gradient is None else gradient * 1.5 for gradient in inputs)
+
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.register_full_backward_hook(scale)
+    memory = Allocations()
+    memory.count(x, y, list(model.parameters()))
+    with memory:
+        batch = lazy(x.requires_grad_(), y)
+    with memory:
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+    del batch
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return (memory.peak, memory.left), [*grads, *seen]
+
+
+def test_full_backward_hooks() -> None:
+    """What is between two hooks is cut off only where its graph would keep more than what it reads,
+    from which a part is made again."""
+    want, theirs = hooked_step(eager)
+    for options in ({"chunks": 2}, {"chunks": 7}, {"memory_limit": 2**40}):
+        with koila.config(**options):  # type: ignore[arg-type]
+            got, ours = hooked_step(koila.lazy)
+        check(got, want)
+        assert len(ours) == len(theirs) == 2 * 10 + 10
+        torch.testing.assert_close(ours, theirs)
+    assert "its graph keeps no more" in str(koila.report())

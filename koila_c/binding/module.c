@@ -325,6 +325,9 @@ static PyMethodDef functions[] = {
     {"can_cut", kl_bridge_can_cut, METH_NOARGS,
      "can_cut($module, /)\n--\n\n"
      "Whether each lazy of this thread's tape can be given a tensor, once it has a number."},
+    {"won_whole", kl_bridge_won_whole, METH_NOARGS,
+     "won_whole($module, /)\n--\n\n"
+     "Bytes less that the graph of what waits keeps than a part which reads its leaves again."},
     {"reached", kl_bridge_reached, METH_NOARGS,
      "reached($module, /)\n--\n\n"
      "The values with a number that the user can reach, as (value, number), and the real tensors "

@@ -352,6 +352,9 @@ kl_tape_check(PyObject *object)
 
 /* can_cut(): whether each lazy of this thread's tape can be given a tensor of its own. */
 PyObject *kl_bridge_can_cut(PyObject *module, PyObject *ignored);
+/* won_whole(): how many bytes less the graph of what waits keeps, and makes, than a part that is cut off;
+ * less than 0: none. */
+PyObject *kl_bridge_won_whole(PyObject *module, PyObject *ignored);
 /* reached() -> ([(value, number)], [leaf]): what the user can reach and has a number, and the real tensors
  * with a gradient that lead to it; None where a lazy among them cannot be given a tensor. */
 PyObject *kl_bridge_reached(PyObject *module, PyObject *ignored);

@@ -125,6 +125,80 @@ error:
     return result;
 }
 
+/* Mark the storages that a graph of what waits keeps, and return its further bytes; -1: nobody knows. */
+static int64_t
+mark_saved(const KlTape *core, bool *is_saved /* [n_storages] */)
+{
+    int64_t further = 0;
+    for (size_t i = core->n_done; i < core->n_nodes; i++) {
+        const KlNode *node = &core->nodes[i];
+        if (node->is_done || node->is_for_chunks) {
+            continue;
+        }
+        if (node->row == NULL || node->writes != 0 || node->is_random) {
+            return -1;
+        }
+        further += node->saves.bytes_extra + node->saves.bytes_fixed;
+        for (uint32_t k = 0; k < node->n_inputs && k < 64; k++) {
+            KlValueId value = core->inputs[node->first_input + k].value;
+            if (value != KL_ID_NONE && (node->saves.inputs >> k & 1) != 0) {
+                is_saved[core->values[value].storage] = true;
+            }
+        }
+        for (uint32_t k = 0; k < node->n_outs && k < 64; k++) {
+            if ((node->saves.outputs >> k & 1) != 0) {
+                is_saved[core->values[node->first_out + k].storage] = true;
+            }
+        }
+    }
+    return further;
+}
+
+/* How many bytes less the graph of what waits keeps, and makes on the way, than a part that runs again: that keeps
+ * what it reads. Less than 0 where nobody knows. What is handed out, and what the user holds, is there either way. */
+static int64_t
+bytes_won_whole(const Tape *tape, bool *is_saved, bool *is_held /* [n_storages] */)
+{
+    const KlTape *core = &tape->core;
+    int64_t further = mark_saved(core, is_saved), won = -further;
+    if (further < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < core->n_values; i++) {
+        is_held[core->values[i].storage] |= tape->values[i].handle != NULL;
+    }
+    for (size_t i = 0; i < core->n_values; i++) {
+        const KlValue *value = &core->values[i];
+        bool is_read = value->node == KL_ID_NONE && value->n_pending > 0 &&
+                       kl_place_is_rows(&value->meta.place);
+        bool is_made = value->node != KL_ID_NONE && !core->nodes[value->node].is_done;
+        if (is_held[value->storage] || value->view_of != KL_ID_NONE || (!is_read && !is_made)) {
+            continue;
+        }
+        bool is_kept = is_made || is_saved[value->storage];
+        won += (is_read - is_kept) * kl_meta_n_bytes(&value->meta);
+        is_held[value->storage] = true;
+    }
+    return won;
+}
+PyObject *
+kl_bridge_won_whole(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL) {
+        return NULL;
+    }
+    bool *is_saved = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(bool));
+    bool *is_held = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(bool));
+    bool is_there = is_saved != NULL && is_held != NULL;
+    int64_t won = is_there ? bytes_won_whole(tape, is_saved, is_held) : -1;
+    kl_alloc_free(is_held);
+    kl_alloc_free(is_saved);
+    return is_there ? PyLong_FromLongLong(won) : PyErr_NoMemory();
+}
+
 /* -- handing it out ---------------------------------------------------------------------------------- */
 
 /* Check a list of pairs of a value that waits and a tensor. */

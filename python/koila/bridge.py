@@ -61,6 +61,9 @@ class _State(threading.local):
 #: Of what a part reads that has neither rows nor gradients as many bytes are copied before anybody
 #: writes it: so many, or such a share of what is handed out.
 _SMALL, _SHARE = 2**18, 8
+#: What waits runs whole before a call, if it makes so many bytes, where its graph keeps no more
+#: than a part that is cut off.
+_WORTH = 2**18
 
 
 class _Copy(NamedTuple):
@@ -147,6 +150,7 @@ class _Part:
         found = self.gradients_of(gradients, is_retained)
         if not is_retained:
             self.roots, self.leaves, self.early = (), (), {}
+            self.__dict__.pop("_whole", None)
         return found
 
     def gradients_of(
@@ -344,8 +348,12 @@ def call(
     Returns:
         What it returns, with lazies in place of tensors unless `is_plain`.
     """
-    is_cut = not plan.is_whole() and _cut(func)
-    if has_graph and not is_cut:
+    is_large = has_graph and not plan.is_whole() and _core.pending_bytes() >= _WORTH
+    is_light = is_large and _core.won_whole() >= 0
+    is_cut = not is_light and not plan.is_whole() and _cut(func)
+    if is_light:
+        reports.give_reason("its graph keeps no more than a part that reads its inputs again")
+    elif has_graph and not is_cut:
         explain.decide_whole(func, surroundings.of_call())
     if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
         _core.flush()  # what waits reads a plain tensor that the call may write
