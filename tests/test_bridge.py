@@ -650,3 +650,57 @@ def test_nothing_is_left() -> None:
         del h, made
         gc.collect()
         assert real() is None and part() is None
+
+
+def random_rows() -> Tensor:
+    return torch.randn(N_ROWS, 3, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
+
+
+@each_split
+def test_what_was_used_up_beside_what_is_differentiated(chunks: int) -> None:
+    """A value whose backward ran is read again, and that is differentiated by nobody: neither by
+    itself, nor with what leads to the loss."""
+
+    def story(lazy: Lazy) -> Any:
+        w, x = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True), lazy(random_rows())
+        used = x @ w
+        used.pow(2).mean().backward(retain_graph=False)
+        held = [used.softmax(-1)]
+        h = (x * 1.5) @ w
+        held.append(h * used)
+        loss = Square.apply(h).mean()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            held[1].sum().backward()
+        return [w.grad, loss, held]
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_hooks_of_what_is_not_differentiated(chunks: int) -> None:
+    """They are not called, in eager: those of a module on what has no call in common with the loss,
+    and those of a tensor."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(1)
+        w = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True)
+        model, x = nn.Linear(3, 3).double(), lazy(random_rows())
+        found = []
+
+        def double(given: Any) -> Any:
+            found.append(given[0].sum().item() if isinstance(given, tuple) else given.sum().item())
+            return (given[0] * 2,) if isinstance(given, tuple) else given * 2
+
+        model.register_full_backward_pre_hook(lambda module, given: double(given))
+        x = x + torch.zeros(3, dtype=DOUBLE, requires_grad=True)
+        one, other = model(x).tanh(), model(x * 0.5).tanh()
+        hooked = (x + 1) @ w
+        held = [Square.apply(hooked), Square.apply(one)]
+        hooked.register_hook(double)
+        loss = Square.apply(other).mean()
+        loss.backward()
+        assert len(found) == 1
+        return [found, model.weight.grad, model.bias.grad, w.grad, held]
+
+    assert_same_story(story, chunks)
