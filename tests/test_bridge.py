@@ -704,3 +704,29 @@ def test_hooks_of_what_is_not_differentiated(chunks: int) -> None:
         return [found, model.weight.grad, model.bias.grad, w.grad, held]
 
     assert_same_story(story, chunks)
+
+
+@each_split
+@pytest.mark.parametrize("is_trained", [True, False], ids=["training", "frozen"])
+def test_a_norm_behind_a_cut_moves_its_statistics(chunks: int, is_trained: bool) -> None:
+    """torch does not count writes of running statistics, and a normalization in training needs none
+    for its backward; one that was given them does, and torch's own backward takes the new ones."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(1)
+        norm, layer = nn.BatchNorm1d(2).double(), nn.Linear(3, 2).double()
+        x = lazy(random_rows())
+        h = layer(x)
+        norm.train(is_trained)
+        loss = norm(h).pow(3).mean()
+        norm.train()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0.5, lambda t: t):
+            held = norm(h * 2)
+        loss.backward()
+        return [loss, held, dict(norm.named_buffers()), layer.weight.grad, norm.weight.grad]
+
+    if not is_trained and chunks > 1:
+        with koila.config(chunks=chunks), pytest.raises(koila.StaleError, match="written through"):
+            story(koila.lazy)
+        return
+    assert_same_story(story, chunks, partly="backward is of a loss that was handed out")
