@@ -47,6 +47,7 @@ FILLED: dict[str, Callable[[], Tensor]] = {
     "finite": data,
     "nan": lambda: put((2, nan)),
     "nans": lambda: put((0, nan), (4, nan), (6, nan)),
+    "nan at the end": lambda: put((6, nan)),
     "inf": lambda: put((2, inf)),
     "-inf": lambda: put((5, -inf)),
     "inf at the end": lambda: put((6, inf)),

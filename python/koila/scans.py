@@ -140,7 +140,9 @@ class _AddExponentials(engine.Function):
             logs = logs.flip(dim).logcumsumexp(dim).flip(dim)
             of_x += (logs + x).exp_() * sign
             of_start += (logs.narrow(dim, 0, 1) + start).exp_() * sign
-        of_x = of_x.masked_fill_(x == math.inf, 0) if ctx.are_totals else of_x
+        if ctx.are_totals:  # nan is no number of the user's here: it goes to all before it
+            of_x.masked_fill_(x == math.inf, 0)
+            of_x += torch.where(gradient.isnan(), gradient, 0).flip(dim).cumsum(dim).flip(dim)
         return of_x, of_start.masked_fill_(start == math.inf, 0), None, None
 
 
