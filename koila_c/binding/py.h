@@ -166,6 +166,7 @@ typedef struct KlPyState {
     PyObject *requires_grad, *out; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;              /* koila.meta.infer */
+    PyObject *refuse;                  /* koila.meta.refuse */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
     PyObject *move_on;                 /* koila.draws: what waits draws now */

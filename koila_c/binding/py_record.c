@@ -722,6 +722,22 @@ is_in_hook(const Tape *tape)
     return answer == NULL ? -1 : answer == Py_True;
 }
 
+/* A call is not recorded, and is to run with what waits: what torch refuses by sizes alone it refuses now,
+ * before anything runs; -1. */
+static int
+refuse(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs, bool is_illegal)
+{
+    bool can_ask = function->row != NULL || function->has_meta;
+    if (!can_ask || function->is_random || may_write(function, out_of(kwargs))) {
+        return 0;
+    }
+    PyObject *done =
+        PyObject_CallFunctionObjArgs(kl_py.refuse, func, args, kwargs != NULL ? kwargs : Py_None,
+                                     is_illegal ? Py_True : Py_False, NULL);
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
 PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -754,14 +770,12 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         bool is_lazy = is_waited_for || found.is_any_of_rows;
         return kl_live_call(func, args, kwargs, is_lazy ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
     }
-    int is_of_user = 0;
-    if (!found.is_any_foreign && !is_in_a_run(found.tape)) {
-        is_of_user = found.is_any_own ? 1 : kl_context_runs_at_once(func);
-    }
+    bool is_ours = !found.is_any_foreign && !is_in_a_run(found.tape);
+    int is_of_user = !is_ours ? 0 : found.is_any_own ? 1 : kl_context_runs_at_once(func);
     if (is_of_user < 0) {
         return NULL;
     }
-    if (!found.is_any_foreign && !is_in_a_run(found.tape) && is_of_user == 0) {
+    if (is_ours && is_of_user == 0) {
         PyObject *results = NULL;
         if (function->is_draw_like && !kl_tape_has_draw(&found.tape->core)) {
             PyObject *drawn = draw_now(func, args, kwargs);
@@ -771,11 +785,13 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
             Py_DECREF(drawn);
         }
         int recorded = record(found.tape, function, func, args, kwargs, &results);
-        if (recorded == KL_ROWS_ILLEGAL) {
-            return kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
-        }
-        if (recorded != 0) {
+        bool is_illegal = recorded == KL_ROWS_ILLEGAL;
+        if (recorded != 0 && !is_illegal) {
             return recorded < 0 ? NULL : results;
+        }
+        int refused = refuse(function, func, args, kwargs, is_illegal);
+        if (refused < 0 || is_illegal) {
+            return refused < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
         }
     }
     return run_now(function, func, args, kwargs, is_of_user > 0);

@@ -19,7 +19,7 @@ has_class_numbers(const KlMeta *input, const KlMeta *target)
 
 /* The dims of the loss: those of the input without the classes. */
 static KlStatus
-read_terms(const KlCall *call, KlMeta *terms)
+read_terms(const KlCall *call, KlMeta *terms, KlError *error)
 {
     const KlMeta *input = kl_rules_input(call, INPUT);
     const KlMeta *target = kl_rules_input(call, TARGET);
@@ -44,6 +44,10 @@ read_terms(const KlCall *call, KlMeta *terms)
     for (int32_t dim = 0; is_fit && dim < wanted->n_dims; dim++) {
         is_fit = target->shape[dim] == wanted->shape[dim];
     }
+    if (is_fit && wanted == terms && target->dtype != KL_DTYPE_INT64 &&
+        target->dtype != KL_DTYPE_UINT8) {
+        return kl_error_set(error, KL_ERROR_ARGUMENT, "class numbers are int64 or uint8");
+    }
     bool is_typed = wanted == terms ? target->dtype == KL_DTYPE_INT64 && !target->requires_grad
                                     : target->dtype == input->dtype;
     return is_fit && is_typed ? KL_OK : KL_DECLINED;
@@ -55,7 +59,7 @@ shape_cross_entropy(const KlCall *call, KlInferred *result, KlError *error)
     KlMeta terms;
     double smoothing = 0.0;
     int64_t ignored = -100;
-    KlStatus status = read_terms(call, &terms);
+    KlStatus status = read_terms(call, &terms, error);
     if (status == KL_OK) {
         status = kl_rules_float(call, 5, 0.0, &smoothing);
     }
@@ -74,7 +78,7 @@ KlStatus
 shape_nll(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlMeta terms;
-    KlStatus status = read_terms(call, &terms);
+    KlStatus status = read_terms(call, &terms, error);
     if (status == KL_OK && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])) {
         status = KL_DECLINED;
     }

@@ -240,11 +240,33 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         done = _backward_in_chunks(_words(names, args, kwargs), "tensors", "grad_tensors")
     if done is not NotImplemented:
         return
-    _tell_why(func, _words(names, args, kwargs), names[0])
+    words = _words(names, args, kwargs)
+    _refuse_roots(words, names[0], names[1])
+    _tell_why(func, words, names[0])
     try:
         _core.live(func, args, kwargs, True)
     finally:
         _core.note_backward()
+
+
+def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
+    """Raise what torch raises of a backward that cannot start: nothing runs for it."""
+    roots = _listed(words[root])
+    given = [None] * len(roots) if words.get(gradient) is None else _listed(words[gradient])
+
+    def is_refused(lazy: Any, sent: Any) -> bool:
+        has_start = lazy.numel() == 1 if sent is None else sent.shape == lazy.shape
+        return _is_pending(lazy) and not (lazy.requires_grad and has_start)
+
+    def as_large(lazy: Any) -> torch.Tensor:
+        number = torch.zeros((), dtype=lazy.dtype, device=lazy.device)
+        return number.requires_grad_(lazy.requires_grad).expand(lazy.shape)
+
+    is_plain = all(sent is None or type(sent) is torch.Tensor for sent in given)
+    if is_plain and len(given) == len(roots) and any(map(is_refused, roots, given)):
+        with torch.enable_grad():
+            stand_ins = [as_large(one) if _is_pending(one) else one for one in roots]
+        torch.autograd.backward(stand_ins, given)
 
 
 def _tell_why(func: Callable[..., Any], words: dict[str, Any], root: str) -> None:
@@ -331,6 +353,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found
+    _refuse_roots(words, "outputs", "grad_outputs")
     _tell_why(func, words, "outputs")
     try:
         return _core.live(func, args, kwargs, True)

@@ -206,6 +206,51 @@ def infer(
     return answer
 
 
+def refuse(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, is_illegal: bool
+) -> None:
+    """Raise what torch raises of a call that sizes and dtypes make illegal: nothing runs for it.
+
+    Where it is not known that they do, meta kernels say. They have words of their own: torch's are
+    those of tensors of the same sizes, whose numbers nobody has looked at when they are refused.
+    """
+    kwargs = kwargs or {}
+    if not is_illegal and not _is_refused(func, args, kwargs):
+        return
+    with torch.no_grad():
+        args, kwargs = _pytree.tree_map_only(_core.LazyTensor, _as_large, (args, kwargs))
+        try:
+            func(*args, **kwargs)
+        except Exception as error:
+            if type(error) in _OF_SIZES:
+                raise
+
+
+#: Of what torch raises, the types of what it says of sizes and dtypes, not of numbers.
+_OF_SIZES = frozenset({RuntimeError, IndexError, ValueError, TypeError})
+
+
+def _is_refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch refuses a call on meta tensors."""
+    if infer(func, args, kwargs) is not None:
+        return False
+    try:
+        _ask(func, args, kwargs)
+    except (_UnknownError, NotImplementedError):
+        return False
+    except Exception:
+        return True
+    return False
+
+
+def _as_large(lazy: Any) -> torch.Tensor:
+    """A tensor as large as a lazy: what it has, or one number."""
+    real = _core.real(lazy)
+    if real is not None:
+        return real.detach()
+    return torch.zeros((), dtype=lazy.dtype, device=lazy.device).expand(lazy.shape)
+
+
 def is_row_range(index: torch.Tensor) -> bool:
     """Tell whether an index tensor counts 0, 1, 2, ... along its first dim, the others being 1."""
     if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != index.shape[0]:
