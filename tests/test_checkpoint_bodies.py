@@ -1,0 +1,97 @@
+"""Bodies of checkpoints that read, branch or run code of the user's, after calls that are recorded:
+what waits is no part of what torch's hooks see, so torch's recomputation finds what it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from oracle import Lazy, assert_seen, eager, tell
+from stories import each_split_further, rows
+from test_bridge import Square
+
+Body = Callable[[nn.Module, Tensor], Tensor]
+BODIES: dict[str, Body] = {}
+
+
+def add(body: Body) -> Body:
+    BODIES[body.__name__] = body
+    return body
+
+
+@add
+def a_number_is_read(layer: nn.Module, x: Tensor) -> Tensor:
+    h: Tensor = layer(x)
+    return (h * 2 if h.mean() > -100 else h).tanh()
+
+
+@add
+def a_custom_function(layer: nn.Module, x: Tensor) -> Tensor:
+    h: Tensor = Square.apply(layer(x))  # type: ignore[no-untyped-call]
+    return h.tanh()
+
+
+@add
+def unique(layer: nn.Module, x: Tensor) -> Tensor:
+    n = len(torch.unique((x > 0).long()))
+    return torch.tanh(layer(x) * n)
+
+
+@add
+def where(layer: nn.Module, x: Tensor) -> Tensor:
+    h: Tensor = layer(x)
+    (places,) = torch.where(h.detach().flatten() > 0)
+    return (h * (1 + places.numel() * 0.01)).tanh()
+
+
+@add
+def asserted(layer: nn.Module, x: Tensor) -> Tensor:
+    assert not torch.isnan(x).any()
+    h: Tensor = layer(x)
+    assert torch.isfinite(h).all()
+    return h.tanh()
+
+
+@add
+def written_by_a_mask(layer: nn.Module, x: Tensor) -> Tensor:
+    h: Tensor = layer(x).clone()
+    h[h > 0] *= 2
+    return h
+
+
+@add
+def dropout_after_a_read(layer: nn.Module, x: Tensor) -> Tensor:
+    return F.dropout(layer(x), 0.3) if x.sum() < 1e9 else x
+
+
+@add
+def one_in_another(layer: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = checkpoint(a_custom_function, layer, x * 2, use_reentrant=False)
+    return made * 2
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("name", BODIES)
+@each_split_further
+def test_equals_eager(chunks: int | None, name: str, is_reentrant: bool) -> None:
+    def story(lazy: Lazy) -> Any:
+        first, layer = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        h = first(lazy(rows(4))) + 1
+        for _ in range(2):
+            h = checkpoint(BODIES[name], layer, h, use_reentrant=is_reentrant)
+        loss = first(h).square().mean()
+        loss.backward()
+        return loss, h, [p.grad for p in (*first.parameters(), *layer.parameters())]
+
+    want, want_state = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, got_state = tell(story, koila.lazy)
+    assert_seen(got, want, name, exact_bits=False)
+    assert torch.equal(got_state, want_state)
