@@ -53,6 +53,28 @@ def test_peak(is_there: bool) -> None:
     assert 0.9 * used <= outside.peak([graph(x)]) <= 2 * used
 
 
+def test_a_weight_that_is_used_often_has_one_gradient() -> None:
+    """As in a recurrent net that is written as a loop."""
+    weight, x = torch.randn(256, 256, requires_grad=True), torch.randn(4, 256)
+
+    def unroll() -> Tensor:
+        h = x
+        for _ in range(12):
+            h = (h @ weight).tanh()
+        return h.sum(1)
+
+    out = unroll()
+    memory = Allocations()
+    with memory:
+        seed = torch.ones(4)
+    with memory:
+        memory.mark()
+        out.backward(seed)
+    used = memory.peak - memory.at_marks[0]
+    weight.grad = None
+    assert used <= outside.peak([unroll()]) <= 1.1 * used
+
+
 def test_nothing_is_taken_without_a_graph() -> None:
     assert outside.peak([]) == outside.peak([torch.ones(2, requires_grad=True)]) == 0
 

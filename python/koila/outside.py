@@ -46,7 +46,8 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
             size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[output])
             made += 0 if node.name() in _HANDS_ON and size <= taken else size
             if leaf is not None:
-                kept += size if leaf.grad is None else 0
+                kept += size if leaf.grad is None and (following, output) not in arrived else 0
+                arrived.add((following, output))
             elif (following, output) not in arrived:
                 arrived.add((following, output))
                 if following not in waiting:
