@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import sanitizers
 from koila import _core
 from koila.functions import PYTHON_ROWS
+from koila.packed import LAYERS
 from koila.partials import REDUCTIONS, Call
 from opchunks import (
     Place,
@@ -41,12 +42,14 @@ NAMESPACES = (
     torch._C._linalg,
     torch._C._special,
     torch._C._fft,
+    types.SimpleNamespace(**{f"packed_{name}": call for name, call in LAYERS.items()}),
 )
 PLACED = {torch.float64, torch.complex128, torch.int64, torch.bool, torch.int32}
 RANDOM_VALUES = {"empty_like", "new_empty"}  # uninitialised memory
 # Composed of kernels that torch chooses by more than the call: what they keep is told from above.
 ESTIMATED = frozenset(
     """lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell cdist ctc_loss
+    packed_lstm packed_gru packed_rnn_tanh packed_rnn_relu
     scaled_dot_product_attention cosine_embedding_loss triplet_margin_loss poisson_nll_loss
     margin_ranking_loss""".split()
 )

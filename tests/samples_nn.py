@@ -320,6 +320,20 @@ def recurrent(n_gates: int, *, is_lstm: bool = False) -> Make:
     return make
 
 
+def packed(n_gates: int, *, is_lstm: bool = False) -> Make:
+    """The same of rows of several lengths, in the order of these or not."""
+
+    def make() -> list[Sample]:
+        made = []
+        for args, kwargs in recurrent(n_gates, is_lstm=is_lstm)():
+            for lengths in ([5, 5, 4, 2], [2, 5, 4, 5]):
+                words = (*args[1:], lengths == sorted(lengths, reverse=True))
+                made.append(call(args[0], torch.tensor(lengths), *words, **kwargs))
+        return made
+
+    return make
+
+
 def cells(n_gates: int, *, is_lstm: bool = False) -> Make:
     def make() -> list[Sample]:
         made = []
@@ -368,6 +382,9 @@ DRAWS: dict[str, Make] = {
     "lstm": recurrent(4, is_lstm=True),
     "gru": recurrent(3),
     **dict.fromkeys(["rnn_tanh", "rnn_relu"], recurrent(1)),
+    "packed_lstm": packed(4, is_lstm=True),
+    "packed_gru": packed(3),
+    **dict.fromkeys(["packed_rnn_tanh", "packed_rnn_relu"], packed(1)),
     "lstm_cell": cells(4, is_lstm=True),
     "gru_cell": cells(3),
     **dict.fromkeys(["rnn_tanh_cell", "rnn_relu_cell"], cells(1)),

@@ -239,6 +239,7 @@ KL_SHAPE(randint_like);
 KL_SHAPE(rnn);
 KL_SHAPE(rnn_cell);
 KL_SHAPE(rrelu);
+KL_DTYPE(rnn);
 KL_DTYPE(like_float);
 KL_DTYPE(like_real);
 KL_DTYPE(native_dropout);

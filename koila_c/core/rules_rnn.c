@@ -1,12 +1,24 @@
 /* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or
- * 0, batch_first) of the input and dim 1 of every state. Packed sequences come with other
- * arguments, and are declined. */
+ * 0, batch_first) of the input and dim 1 of every state. A layer over packed sequences is recorded as
+ * one over padded rows and their lengths (packed.py); as torch calls it, it is declined. */
 #include "rules.h"
 
 #include <string.h>
 
-/* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first */
-enum { INPUT, STATE, PARAMS, BIASES, LAYERS, DROPOUT, TRAIN, BIDIRECTIONAL, BATCH_FIRST };
+/* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first; a packed layer has the
+ * lengths after its input, and last whether they are sorted. */
+enum {
+    INPUT,
+    STATE,
+    PARAMS,
+    BIASES,
+    LAYERS,
+    DROPOUT,
+    TRAIN,
+    BIDIRECTIONAL,
+    BATCH_FIRST,
+    IS_SORTED
+};
 
 typedef struct {
     const KlMeta *input;
@@ -19,28 +31,47 @@ typedef struct {
     double dropout;
     bool is_training;
     bool is_batch_first;
+    bool is_packed, is_sorted;
 } Layer;
+
+static bool
+is_packed(const KlCall *call)
+{
+    return strncmp(call->row->name, "packed_", 7) == 0;
+}
+
+/* Where the call has a word of an unpacked layer. */
+static uint32_t
+word(const KlCall *call, uint32_t of_layer)
+{
+    return of_layer + (is_packed(call) && of_layer > INPUT ? 1 : 0);
+}
 
 static KlStatus
 read_options(const KlCall *call, Layer *layer)
 {
     bool has_biases = false;
     bool is_both = false;
-    KlStatus status = kl_rules_bool(call, BIASES, false, &has_biases);
+    KlStatus status = kl_rules_bool(call, word(call, BIASES), false, &has_biases);
     if (status == KL_OK) {
-        status = kl_rules_int(call, LAYERS, 1, &layer->n_layers);
+        status = kl_rules_int(call, word(call, LAYERS), 1, &layer->n_layers);
     }
     if (status == KL_OK) {
-        status = kl_rules_float(call, DROPOUT, 0.0, &layer->dropout);
+        status = kl_rules_float(call, word(call, DROPOUT), 0.0, &layer->dropout);
     }
     if (status == KL_OK) {
-        status = kl_rules_bool(call, TRAIN, false, &layer->is_training);
+        status = kl_rules_bool(call, word(call, TRAIN), false, &layer->is_training);
     }
     if (status == KL_OK) {
-        status = kl_rules_bool(call, BIDIRECTIONAL, false, &is_both);
+        status = kl_rules_bool(call, word(call, BIDIRECTIONAL), false, &is_both);
     }
     if (status == KL_OK) {
-        status = kl_rules_bool(call, BATCH_FIRST, false, &layer->is_batch_first);
+        status = kl_rules_bool(call, word(call, BATCH_FIRST), false, &layer->is_batch_first);
+    }
+    layer->is_packed = is_packed(call);
+    layer->is_sorted = true;
+    if (status == KL_OK && layer->is_packed) {
+        status = kl_rules_bool(call, word(call, IS_SORTED), true, &layer->is_sorted);
     }
     layer->n_directions = is_both ? 2 : 1;
     layer->n_params = has_biases ? 4 : 2;
@@ -50,7 +81,7 @@ read_options(const KlCall *call, Layer *layer)
 static KlStatus
 read_states(const KlCall *call, bool is_lstm, Layer *layer)
 {
-    const KlArg *state = &call->args[STATE];
+    const KlArg *state = &call->args[word(call, STATE)];
     layer->n_states = is_lstm ? 2 : 1;
     if (is_lstm && (state->kind != KL_ARG_VALUES || state->n != 2)) {
         return KL_DECLINED;
@@ -91,7 +122,7 @@ are_weights(const KlMeta *const *params, const Layer *layer, int64_t n_inputs, b
 static KlStatus
 check_layer(const KlCall *call, Layer *layer)
 {
-    const KlArg *params = &call->args[PARAMS];
+    const KlArg *params = &call->args[word(call, PARAMS)];
     if (params->kind != KL_ARG_VALUES || layer->input == NULL || layer->input->n_dims != 3 ||
         kl_meta_n_elements(layer->input) == 0) {
         return KL_DECLINED;
@@ -100,6 +131,10 @@ check_layer(const KlCall *call, Layer *layer)
     const KlMeta *last = layer->states[layer->n_states - 1];
     int64_t n_rows = layer->input->shape[layer->is_batch_first ? 0 : 1];
     int64_t n_cells = layer->n_layers * layer->n_directions;
+    const KlMeta *lengths = layer->is_packed ? kl_rules_input(call, 1) : NULL;
+    if (layer->is_packed && (lengths == NULL || !is_shape(lengths, 1, n_rows, 0))) {
+        return KL_DECLINED;
+    }
     for (uint32_t i = 0; i < layer->n_states; i++) {
         const KlMeta *state = layer->states[i];
         if (state->n_dims != 3 || state->shape[0] != n_cells || state->shape[1] != n_rows) {
@@ -121,7 +156,7 @@ check_layer(const KlCall *call, Layer *layer)
 static KlStatus
 read_layer(const KlCall *call, Layer *layer)
 {
-    const char *name = call->row->name;
+    const char *name = call->row->name + (is_packed(call) ? strlen("packed_") : 0);
     bool is_lstm = strcmp(name, "lstm") == 0;
     *layer = (Layer){.input = kl_rules_input(call, INPUT)};
     layer->n_gates = is_lstm ? 4 : strcmp(name, "gru") == 0 ? 3 : 1;
@@ -132,8 +167,24 @@ read_layer(const KlCall *call, Layer *layer)
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
+/* All tensors but the lengths share one real floating-point dtype, the result's; lengths are int64. */
+KlStatus
+dtype_rnn(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    const KlMeta *lengths = is_packed(call) ? kl_rules_input(call, 1) : NULL;
+    KlDtype dtype = call->inputs[0]->dtype;
+    bool is_fit =
+        kl_meta_dtype_is_float(dtype) && (lengths == NULL || lengths->dtype == KL_DTYPE_INT64);
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        is_fit = is_fit && (call->inputs[i] == lengths || call->inputs[i]->dtype == dtype);
+    }
+    kl_rules_set_dtypes(result, dtype);
+    return is_fit ? KL_OK : KL_DECLINED;
+}
+
 /* output (t, n, directions * h), then the last states; batch_first swaps the first two dims of a
- * view */
+ * view, but for packed rows that were sorted first: they are copied back */
 KlStatus
 shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -159,6 +210,9 @@ shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
         out->strides[0] = out->strides[1];
         out->shape[1] = size;
         out->strides[1] = stride;
+        if (!layer.is_sorted) {
+            kl_meta_set_contiguous(out);
+        }
     }
     for (uint32_t i = 0; i < layer.n_states; i++) {
         KlMeta *state = &result->outs[1 + i];
@@ -181,9 +235,12 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *error)
     int32_t batch = layer.is_batch_first ? 0 : 1;
     wiring.inputs[0].of[batch] = 1;
     wiring.outs[0].of[batch] = 1;
-    for (uint32_t i = 1; i <= layer.n_states; i++) {
-        wiring.inputs[i].of[1] = 1;
-        wiring.outs[i].of[1] = 1;
+    uint32_t first = layer.is_packed ? 2 : 1;
+    wiring.inputs[1].of[0] =
+        1; /* lengths; the first state of an unpacked layer has its own below */
+    for (uint32_t i = 0; i < layer.n_states; i++) {
+        wiring.inputs[first + i] = (KlLabels){.of = {0, 1}};
+        wiring.outs[1 + i].of[1] = 1;
     }
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
@@ -218,15 +275,17 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         return;
     }
     KlDtype dtype = layer.input->dtype;
-    bool is_lstm = layer.n_states == 2, is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
+    bool is_lstm = layer.n_states == 2,
+         is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32 && !layer.is_packed;
     int64_t n_rows = layer.input->shape[layer.is_batch_first ? 0 : 1];
     int64_t n_steps = layer.input->shape[layer.is_batch_first ? 1 : 0];
     int64_t n_cell = n_rows * layer.states[layer.n_states - 1]->shape[2]; /* of one step */
-    int64_t n_copied = layer.is_batch_first ? n_rows * n_steps * layer.input->shape[2] : 0;
+    bool is_copied = layer.is_batch_first || layer.is_packed;
+    int64_t n_copied = is_copied ? n_rows * n_steps * layer.input->shape[2] : 0;
     int64_t n_kept = n_copied; /* for each direction */
     n_kept += (layer.n_layers - 1) * n_steps * n_cell * (result->is_random ? 2 : 1);
     saves_all(call, result, saves);
-    saves->inputs &= ~(uint64_t)(layer.is_batch_first); /* the copy, not the input */
+    saves->inputs &= ~(uint64_t)(is_copied); /* the copy, not the input */
     saves->outputs = is_lstm ? 7 : 3;
     if (is_fused) {
         save_fused(&layer, n_rows, n_steps, saves);
@@ -238,6 +297,10 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         n_kept += layer.n_layers * n_cell * n_of_layer;
         saves->bytes_workspace = (layer.n_gates + (is_both ? 2 : 0)) * n_bytes;
         saves->bytes_backward = is_both && !has_gates ? 2 * n_bytes : 0;
+        if (layer
+                .is_packed) { /* parts of all gates: the gradient of each is made as large as all */
+            saves->bytes_backward += (2 * layer.n_gates + (has_gates ? 0 : 1)) * n_bytes;
+        }
         saves->bytes_steps = (layer.n_layers > 1 ? 2 : 1) * layer.n_directions * n_bytes;
     }
     bool is_kept = result->outs[0].requires_grad; /* else it is freed step by step */

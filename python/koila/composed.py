@@ -43,7 +43,7 @@ def _is_lazy(x: Tensor) -> bool:
 def _plain_as(view: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Any]:
     """A view of a plain tensor in the sizes of a lazy, taken now; its rows are the lazy's."""
 
-    def call(x: Tensor, other: Tensor) -> Any:
+    def call(x: Tensor, other: Any) -> Any:
         if _is_lazy(x) or not _is_lazy(other):
             return NotImplemented
         return _core.like(view(x, other.shape), other)

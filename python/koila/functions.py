@@ -26,6 +26,7 @@ from koila import (
     norms,
     numbers,
     outs,
+    packed,
     plain,
     reductions,
     replay,
@@ -265,6 +266,14 @@ def register_all() -> None:
     for call in (meets.softmax, meets.log_softmax):
         name = call.__name__
         _core.register(call, OP, name, meets.run_whole, False, False, False, name, tuple)
+    for name, layer in packed.LAYERS.items():
+        row = f"packed_{name}"
+        _core.register(layer, OP, name, packed.run_whole, False, False, False, row, tuple)
+    _core.register(
+        packed.select_index, OP, "index_select", None, False, False, False, "index_select", tuple
+    )
+    for name, as_torch in packed.OWN.items():
+        _register_op(as_torch, name)
     for call in scans.STARTS:
         _core.register(call, OP, "starts", None, False, False, False, "sum", tuple)
     for call, name in scans.CALLS.items():

@@ -1,0 +1,362 @@
+"""Packed sequences by rows.
+
+`pack_padded_sequence` lays the steps of all rows one after the other, so that nothing of a packed
+sequence has rows. Here it is remembered what was packed: a recurrent layer over it is recorded as a
+layer over the padded rows and their lengths, which on each chunk packs its own rows, calls torch's
+layer, and pads what comes. `data` of a packed sequence is recorded as an index into the padded
+rows, which nothing computes where nobody looks at it.
+
+Rows that torch sorts by length (`enforce_sorted=False`) are recorded in the user's order: `sorted`
+knows of what `index_select` gave them, and that the inverse of its index gives them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function
+from torch.utils.weak import WeakIdKeyDictionary
+
+from koila import _core, plan, reports
+
+LazyTensor = _core.LazyTensor
+_VF: Any = torch._C._VariableFunctions
+
+
+@dataclass
+class _Selected:
+    """What `index_select` made: valid while both tensors are what they were."""
+
+    source: Tensor
+    source_id: int | None
+    id: int | None
+    dim: int
+    index: Tensor
+    is_own: bool  # nobody else has the source: it may be handed out
+
+
+@dataclass
+class _Packed:
+    """What a packed sequence was made of, in the order of `lengths`."""
+
+    padded: Tensor
+    padded_id: int | None
+    id: int | None
+    lengths: Tensor  # [n_rows] int64, plain
+    order: Tensor | None  # [n_rows] the rows by their lengths; None: they are sorted
+    is_batch_first: bool
+    is_result: bool  # of a recurrent layer: what of padded is beyond the lengths is 0
+    is_handed_out: bool = False  # the user has padded, too
+
+
+_selected = WeakIdKeyDictionary()
+_packed = WeakIdKeyDictionary()
+
+
+def _known(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor, which are read if it is lazy."""
+    if type(tensor) is not LazyTensor:
+        return tensor
+    with reports.Asking("pack_padded_sequence()"):
+        return _core.read(tensor).detach()
+
+
+def _lookup(table: Any, tensor: Any) -> Any:
+    """What is known of a lazy, if it and its source are what they were."""
+    found = table.get(tensor) if type(tensor) is LazyTensor else None
+    if found is None or found.id is None or _core.id(tensor) != found.id:
+        return None
+    source = found.source if isinstance(found, _Selected) else found.padded
+    wanted = found.source_id if isinstance(found, _Selected) else found.padded_id
+    return found if wanted is not None and _core.id(source) == wanted else None
+
+
+def _invert(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse
+
+
+# Rows in another order ----------------------------------------------------------------------------
+
+
+def select_index(input: Tensor, dim: Any, index: Tensor, **words: Any) -> Tensor:
+    """torch.index_select, as it is recorded."""
+    return torch.index_select(input, dim, index, **words)
+
+
+def _select(x: Tensor, dim: int, index: Tensor, is_own: bool) -> Tensor:
+    call: Any = handle_torch_function
+    made: Tensor = call(select_index, (x,), x, dim, index)
+    if type(made) is LazyTensor:
+        _selected[made] = _Selected(x, _core.id(x), _core.id(made), dim, index, is_own)
+    return made
+
+
+def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Along the rows, remember of what it was made; undo another one."""
+    words: dict[str, Any] = dict(zip(("input", "dim", "index"), args, strict=False), **kwargs)
+    x: Any = words.get("input")
+    dim, index = words.get("dim"), words.get("index")
+    is_known = len(words) == 3 and isinstance(x, LazyTensor) and isinstance(index, Tensor)
+    n_dims = x.dim() if is_known else 0
+    if not isinstance(index, Tensor) or not isinstance(dim, int) or not -n_dims <= dim < n_dims:
+        call: Any = handle_torch_function
+        return call(select_index, tuple(a for a in args if isinstance(a, Tensor)), *args, **kwargs)
+    dim %= n_dims
+    before = _lookup(_selected, x)
+    if before is not None and before.is_own and before.dim == dim and _undoes(before.index, index):
+        before.is_own = False  # once: a second time it would be the same tensor
+        return before.source
+    return _select(x, dim, index, False)
+
+
+def _undoes(first: Tensor, second: Tensor) -> bool:
+    first, second = _known(first), _known(second)
+    is_index = first.dim() == second.dim() == 1 and first.shape == second.shape
+    return is_index and torch.equal(first[second].cpu(), torch.arange(first.numel()))
+
+
+# The calls ----------------------------------------------------------------------------------------
+
+
+def _gather(made_of: _Packed) -> Tensor:
+    """`data` of the packed sequence: its steps, each of the rows that are so long."""
+    n_rows = made_of.lengths.numel()
+    order = torch.arange(n_rows) if made_of.order is None else made_of.order
+    of_rows = made_of.lengths[order]
+    steps, at = (of_rows > torch.arange(int(of_rows[0]))[:, None]).nonzero(as_tuple=True)
+    rows, device = order[at], made_of.padded.device
+    index = (rows, steps) if made_of.is_batch_first else (steps, rows)
+    data: Tensor = made_of.padded[tuple(part.to(device) for part in index)]
+    made_of.id, made_of.padded_id = _core.id(data), _core.id(made_of.padded)
+    _packed[data] = made_of
+    return data
+
+
+def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_pack_padded_sequence(input, lengths, batch_first)."""
+    if len(args) != 3 or kwargs or type(args[0]) is not LazyTensor or plan.is_whole():
+        return NotImplemented
+    x, lengths, is_batch_first = args
+    before = _lookup(_selected, x)
+    rows_dim = 0 if is_batch_first else 1
+    order = None
+    if before is not None and before.dim == rows_dim:
+        x, order = before.source, _known(before.index).cpu()
+    is_fit = x.dim() >= 2 and isinstance(lengths, Tensor) and _core.rows_dim(x) == rows_dim
+    if not is_fit or lengths.device.type != "cpu" or lengths.shape != (x.shape[rows_dim],):
+        return NotImplemented
+    by_length = _known(lengths).clone()
+    if by_length.dtype is not torch.int64 or by_length.numel() == 0 or by_length[-1] < 1:
+        return NotImplemented
+    if bool((by_length.diff() > 0).any()) or by_length[0] > x.shape[1 - rows_dim]:
+        return NotImplemented  # torch's own words
+    if order is not None and order.sort().values.ne(torch.arange(order.numel())).any():
+        return NotImplemented
+    own = by_length if order is None else by_length[_invert(order)]
+    made_of = _Packed(x, None, None, own, order, is_batch_first, False)
+    sizes = (by_length > torch.arange(int(by_length[0]))[:, None]).sum(1)
+    return _gather(made_of), sizes
+
+
+def pack_now(x: Tensor, lengths: Tensor, is_batch_first: bool) -> Any:
+    """torch's own call, where no rows are known."""
+    return _VF._pack_padded_sequence(x, lengths, is_batch_first)
+
+
+def pad_now(data: Tensor, sizes: Tensor, *words: Any) -> Any:
+    """Likewise."""
+    return _VF._pad_packed_sequence(data, sizes, *words)
+
+
+def _or_else(
+    handler: Callable[..., Any], own: Callable[..., Any]
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    def handle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = handler(func, args, kwargs)
+        if made is not NotImplemented:
+            return made
+        call: Any = handle_torch_function
+        tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+        return call(own, tensors, *args, **kwargs)
+
+    return handle
+
+
+def _time(x: Tensor, is_batch_first: bool, n_steps: int) -> Tensor:
+    dim = 1 if is_batch_first else 0
+    return x if x.shape[dim] == n_steps else x.narrow(dim, 0, n_steps)
+
+
+def _lengths_of(made_of: _Packed) -> Tensor:
+    """The lengths, with the rows of what is padded."""
+    first_step: Any = made_of.padded.select(1 if made_of.is_batch_first else 0, 0)
+    return _core.like(made_of.lengths.to(first_step.device), first_step)
+
+
+def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recurrent layer over a packed sequence: (data, batch_sizes, hx, params, has_biases,
+    num_layers, dropout, train, bidirectional)."""
+    is_packed = len(args) == 9 and not kwargs and isinstance(args[1], Tensor)
+    made_of = _lookup(_packed, args[0]) if is_packed else None
+    if made_of is None or plan.is_whole() or made_of.padded.dim() != 3:
+        return NotImplemented
+    _, sizes, hx, params, has_biases, num_layers, dropout, train, is_both = args
+    is_drawn = train and dropout > 0 and num_layers > 1
+    if is_drawn or type(sizes) is LazyTensor or _core.rows_dim(made_of.padded) < 0:
+        return NotImplemented
+    inverse = None if made_of.order is None else _invert(made_of.order)
+    states = [_unsorted(state, made_of.order, inverse) for state in _listed(hx)]
+    is_first = made_of.is_batch_first
+    x = _time(made_of.padded, is_first, int(made_of.lengths.max()))
+    words = params, has_biases, num_layers, dropout, train, is_both, is_first
+    given = tuple(states) if isinstance(hx, tuple | list) else states[0]
+    call: Any = handle_torch_function
+    if int(made_of.lengths.min()) == int(made_of.lengths.max()):  # as torch does it, bit for bit
+        made = call(func, (x,), x, given, *words)
+    else:
+        own, is_sorted = LAYERS[func.__name__], inverse is None
+        made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted)
+    if type(made[0]) is not LazyTensor:
+        return NotImplemented
+    out = _Packed(made[0], None, None, made_of.lengths, made_of.order, is_first, True)
+    last = [
+        state
+        if made_of.order is None
+        else _select(state, 1, made_of.order.to(state.device), is_own=True)
+        for state in made[1:]
+    ]
+    return _gather(out), *last
+
+
+def _listed(hx: Any) -> list[Tensor]:
+    return list(hx) if isinstance(hx, tuple | list) else [hx]
+
+
+def _unsorted(state: Tensor, order: Tensor | None, inverse: Tensor | None) -> Tensor:
+    if order is None or inverse is None:
+        return state
+    before = _lookup(_selected, state)
+    if before is not None and before.dim == 1 and torch.equal(_known(before.index).cpu(), order):
+        source: Tensor = before.source
+        return source
+    return state.index_select(1, inverse.to(state.device))
+
+
+def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_pad_packed_sequence(data, batch_sizes, batch_first, padding_value, total_length)."""
+    made_of = _lookup(_packed, args[0]) if len(args) == 5 and not kwargs else None
+    if made_of is None or plan.is_whole():
+        return NotImplemented
+    _, _, is_batch_first, padding, n_steps = args
+    n_most = int(made_of.lengths.max())
+    x = _time(made_of.padded, made_of.is_batch_first, n_most)
+    is_new = not made_of.is_result or padding != 0
+    if is_new:
+        n_beyond = 1 if made_of.is_batch_first else 0
+        steps = torch.arange(n_most, device=x.device).unsqueeze(n_beyond ^ 1)
+        lengths = _lengths_of(made_of).to(x.device).unsqueeze(n_beyond)
+        is_there = (steps < lengths).reshape(x.shape[:2] + (1,) * (x.dim() - 2))
+        x = torch.where(is_there, x, torch.full((), padding, dtype=x.dtype, device=x.device))
+    elif made_of.is_handed_out:
+        x = x.clone()
+    made_of.is_handed_out |= not is_new
+    is_turned = is_batch_first != made_of.is_batch_first
+    x = x.transpose(0, 1) if is_turned else x
+    dim = 1 if is_batch_first else 0
+    if n_steps > n_most:
+        beyond = [0, 0] * (x.dim() - 1 - dim) + [0, n_steps - n_most]
+        x = F.pad(x, beyond, value=padding)
+    by_length = made_of.lengths
+    if made_of.order is None:
+        return x, by_length.clone()
+    order = made_of.order.to(x.device)
+    x = x.contiguous()
+    return _select(x, 1 - dim, order, is_own=True), by_length[made_of.order]
+
+
+# What is recorded ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_of_uneven_rows(lengths: Tensor) -> Iterator[None]:
+    """Where the rows of a chunk happen to be of one length, torch would take a fused kernel, which
+    takes twice the memory of the one that all rows together take."""
+    was_enabled = torch.backends.mkldnn.enabled
+    is_even = int(lengths[0]) == int(lengths[-1])
+    if not (is_even and was_enabled):
+        yield
+        return
+    mkldnn: Any = torch.backends.mkldnn
+    mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        mkldnn.set_flags(was_enabled)
+
+
+def _layer(name: str) -> Callable[..., Any]:
+    call = getattr(_VF, name)
+
+    def packed(
+        x: Tensor,
+        lengths: Tensor,
+        hx: Any,
+        params: list[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        is_both: bool,
+        is_batch_first: bool,
+        is_sorted: bool,
+    ) -> Any:
+        """A recurrent layer over padded rows and their lengths [n_rows] int64.
+
+        Returns its results, padded with 0 to the steps of `x`, and the last states.
+        """
+        n_steps, states = x.shape[1 if is_batch_first else 0], _listed(hx)
+        lengths, order = lengths.cpu(), None
+        if not is_sorted:
+            lengths, order = torch.sort(lengths, descending=True)
+            x = x.index_select(0 if is_batch_first else 1, order.to(x.device))
+            states = [state.index_select(1, order.to(state.device)) for state in states]
+        data, sizes = _VF._pack_padded_sequence(x, lengths, is_batch_first)
+        given = states if isinstance(hx, tuple | list) else states[0]
+        words = params, has_biases, num_layers, dropout, train, is_both
+        with _as_of_uneven_rows(lengths):
+            out, *last = call(data, sizes, given, *words)
+        padded, _ = _VF._pad_packed_sequence(out, sizes, is_batch_first, 0.0, n_steps)
+        if order is not None:
+            back = _invert(order).to(padded.device)
+            padded = padded.index_select(0 if is_batch_first else 1, back)
+            last = [state.index_select(1, back) for state in last]
+        return padded, *last
+
+    packed.__name__ = name
+    return packed
+
+
+#: By what torch's function is called: its handler, and what is recorded where that knows nothing.
+OWN: dict[str, Callable[..., Any]] = {
+    "_pack_padded_sequence": pack_now,
+    "_pad_packed_sequence": pad_now,
+}
+HANDLERS = {
+    "index_select": index_select,
+    "_pack_padded_sequence": _or_else(pack, pack_now),
+    "_pad_packed_sequence": _or_else(pad, pad_now),
+}
+LAYERS = {name: _layer(name) for name in ("gru", "lstm", "rnn_relu", "rnn_tanh")}
+
+
+def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What cannot be recorded after all runs at once."""
+    return _core.live(func, args, kwargs, False)

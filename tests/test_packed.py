@@ -1,0 +1,228 @@
+"""Packed sequences by rows: a recurrent layer over them is a layer over padded rows and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.testing import assert_close
+
+import koila
+from allocations import Allocations
+from koila import budget, storages
+
+SORTED, UNSORTED, EVEN = [9, 8, 8, 5, 3, 3, 1], [3, 9, 1, 5, 8, 8, 3], [6] * 7
+V, STEPS = 20, 10
+
+
+class Net(nn.Module):
+    """A recurrent net over packed rows; `read` makes the loss of what it gives."""
+
+    def __init__(self, kind: str, is_batch_first: bool, is_both: bool, read: str, **words: Any):
+        super().__init__()
+        self.kind, self.is_batch_first, self.read = kind, is_batch_first, read
+        self.embed = nn.Embedding(V, 6)
+        words = {"num_layers": 2, "batch_first": is_batch_first, "bidirectional": is_both} | words
+        self.rnn = getattr(nn, kind)(6, 8, **words)
+        self.out = nn.Linear(16 if is_both else 8, V)
+
+    def forward(self, x: Tensor, lengths: Any, hx: Any = None) -> Tensor:
+        h = self.embed(x)
+        is_sorted = bool((torch.as_tensor(lengths).diff() <= 0).all())
+        packed = pack_padded_sequence(h, lengths, self.is_batch_first, enforce_sorted=is_sorted)
+        made, last = self.rnn(packed, hx)
+        state = last[1] if self.kind == "LSTM" else last
+        if self.read == "last":
+            return (
+                self.out(torch.cat(list(state[-(self.out.in_features // 8) :]), 1)).square().mean()
+            )
+        if self.read == "data":
+            target = pack_padded_sequence(x, lengths, self.is_batch_first, enforce_sorted=is_sorted)
+            return F.cross_entropy(self.out(made.data), target.data)
+        total = STEPS if self.read == "padded" else None
+        value = -1.0 if self.read == "padded" else 0.0
+        y, lengths_again = pad_packed_sequence(made, self.is_batch_first, value, total)
+        assert lengths_again.tolist() == torch.as_tensor(lengths).tolist()
+        return self.out(y).square().mean() + state.square().mean()
+
+
+def step(net: nn.Module, *batch: Any) -> list[Tensor]:
+    net.zero_grad()
+    loss = net(*batch)
+    loss.backward()
+    return [loss.detach() + 0, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+def compare(net: nn.Module, lazy: Callable[[], tuple[Any, ...]], wanted: list[Tensor]) -> Any:
+    net.zero_grad()
+    loss = net(*lazy())
+    loss.backward()
+    report = koila.report()
+    got = [loss.detach() + 0, *(p.grad for p in net.parameters() if p.grad is not None)]
+    for one, other in zip(got, wanted, strict=True):
+        assert_close(one + 0, other, rtol=1e-10, atol=1e-12)
+    return report
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+@pytest.mark.parametrize("lengths", [SORTED, UNSORTED, EVEN], ids=["sorted", "unsorted", "even"])
+@pytest.mark.parametrize("is_batch_first", [True, False], ids=["rows-first", "steps-first"])
+@pytest.mark.parametrize(
+    ("kind", "is_both", "read"),
+    [
+        ("LSTM", False, "pad"),
+        ("LSTM", True, "padded"),
+        ("LSTM", False, "last"),
+        ("GRU", True, "pad"),
+        ("GRU", False, "data"),
+        ("RNN", True, "last"),
+        ("RNN", False, "padded"),
+    ],
+)
+def test_equal(
+    kind: str, is_both: bool, read: str, is_batch_first: bool, lengths: list[int], chunks: int
+) -> None:
+    torch.manual_seed(0)
+    net = Net(kind, is_batch_first, is_both, read).double()
+    x = torch.randint(V, (7, STEPS) if is_batch_first else (STEPS, 7))
+    wanted = step(net, x, torch.tensor(lengths))
+
+    def lazy() -> tuple[Any, ...]:
+        return koila.lazy(x, batch=0 if is_batch_first else 1), torch.tensor(lengths)
+
+    with koila.config(chunks=chunks):
+        report = compare(net, lazy, wanted)
+    assert report.n_chunks == chunks
+    if chunks > 1 and read != "data":
+        assert len(report.programs) == 1 and "whole:" not in str(report)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_lengths_of_the_batch_and_first_states(kind: str, chunks: int) -> None:
+    torch.manual_seed(0)
+    net = Net(kind, True, False, "pad").double()
+    x, lengths, state = torch.randint(V, (7, STEPS)), torch.tensor(UNSORTED), torch.randn(7, 8)
+    first = nn.Linear(8, 16).double()
+
+    def run(x: Tensor, lengths: Tensor, state: Tensor) -> tuple[Any, ...]:
+        hidden = first(state).view(-1, 2, 8).transpose(0, 1).contiguous()
+        return x, lengths, (hidden, hidden.tanh()) if kind == "LSTM" else hidden
+
+    def gradients() -> list[Tensor]:
+        return [p.grad for p in first.parameters() if p.grad is not None]
+
+    wanted = step(net, *run(x, lengths, state.double()))
+    of_first = [g.clone() for g in gradients()]
+    first.zero_grad()
+    with koila.config(chunks=chunks):
+        compare(net, lambda: run(*koila.lazy(x, lengths, state.double())), wanted)
+    for one, other in zip(gradients(), of_first, strict=True):
+        assert_close(one + 0, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_write_after_packing_is_not_seen() -> None:
+    """What was packed is what was there then."""
+    torch.manual_seed(0)
+    rnn = nn.GRU(6, 8, batch_first=True).double()
+    x = torch.randn(7, STEPS, 6).double()
+
+    def run(x: Tensor) -> list[Tensor]:
+        rnn.zero_grad()
+        h = x * 2
+        packed = pack_padded_sequence(h, torch.tensor(SORTED), True)
+        h.mul_(0)
+        loss = pad_packed_sequence(rnn(packed)[0], True)[0].square().mean() + h.sum()
+        loss.backward()
+        return [loss.detach() + 0, *(p.grad for p in rnn.parameters() if p.grad is not None)]
+
+    wanted = run(x)
+    with koila.config(chunks=3):
+        for one, other in zip(run(koila.lazy(x)), wanted, strict=True):
+            assert_close(one + 0, other, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_given_back_twice_are_two_tensors() -> None:
+    torch.manual_seed(0)
+    rnn, x = nn.GRU(6, 8, batch_first=True).double(), torch.randn(7, STEPS, 6).double()
+
+    def run(x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, torch.tensor(UNSORTED), True, enforce_sorted=False)
+        made, _ = rnn(packed)
+        one, other = pad_packed_sequence(made, True)[0], pad_packed_sequence(made, True)[0]
+        one.mul_(3)
+        return (one * other.square()).sum()
+
+    wanted = run(x).detach()
+    with koila.config(chunks=3):
+        assert_close(run(koila.lazy(x)).detach() + 0, wanted, rtol=1e-10, atol=0)
+
+
+def test_dropout_between_layers_is_eagers() -> None:
+    torch.manual_seed(0)
+    net = Net("LSTM", True, False, "pad", dropout=0.5).double()
+    x, lengths = torch.randint(V, (7, STEPS)), torch.tensor(SORTED)
+    torch.manual_seed(1)
+    wanted = step(net, x, lengths)
+    torch.manual_seed(1)
+    with koila.config(chunks=3):
+        compare(net, lambda: (koila.lazy(x), lengths), wanted)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("lengths", [SORTED, UNSORTED, EVEN], ids=["sorted", "unsorted", "even"])
+def test_whole_under_a_limit_it_is_eagers_bit_for_bit(kind: str, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    net = Net(kind, True, True, "pad")
+    x = torch.randint(V, (7, STEPS))
+    wanted = step(net, x, torch.tensor(lengths))
+    with koila.config(memory_limit="8GiB"):
+        got = step(net, koila.lazy(x), torch.tensor(lengths))
+    assert koila.report().n_chunks == 1
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+class Tagger(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(V, 64), nn.Linear(128, V)
+        self.rnn = getattr(nn, kind)(64, 128, 2, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embed(x), lengths, True, enforce_sorted=False)
+        y, _ = pad_packed_sequence(self.rnn(packed)[0], True)
+        loss: Tensor = self.out(y).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_memory(kind: str, share: float) -> None:
+    torch.manual_seed(0)
+    net, x = Tagger(kind), torch.randint(V, (64, 64))
+    lengths = torch.randint(32, 65, (64,))
+    lengths[0], lengths[1] = 64, 63
+
+    def run(x: Tensor) -> int:
+        net.zero_grad(set_to_none=True)
+        memory = Allocations()
+        with memory:
+            loss = net(x, lengths)
+        with memory:
+            loss.backward()
+        return memory.peak
+
+    plain = run(x)
+    of_parameters = sum(p.nbytes for p in net.parameters())
+    allowed = of_parameters + int(share * (plain - of_parameters))
+    storages.look_again(True)
+    there = budget.taken(torch.device("cpu"), [])
+    with koila.config(memory_limit=there + allowed):
+        peak = run(koila.lazy(x))
+    assert "chunks of at most" in str(koila.report())
+    assert peak <= 1.02 * allowed + 2**16, (peak, allowed, plain)
