@@ -29,8 +29,6 @@ SCRIPT = Path(__file__).with_name("resident_programs.py")
 MIB = 2**20
 #: Of a limit, and beside it: what an allocator rounds up, and what libraries take.
 ROUNDING, LIBRARIES = 1.05, 16 * MIB
-#: What hands real tensors to code that koila does not see needs most of eager's memory.
-SHARES = {"packed_lstm": (1.5,)}
 
 
 def run(*words: object) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def eager(name: str) -> int:
     return int(run(name, "none")["tensors"])
 
 
-CASES = [(name, share) for name in PROGRAMS for share in SHARES.get(name, (0.5, 0.3))]
+CASES = [(name, share) for name in PROGRAMS for share in (0.5, 0.3)]
 
 
 @pytest.mark.slow
