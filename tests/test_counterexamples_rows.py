@@ -171,7 +171,7 @@ def test_packed_lengths(chunks: int, enforce_sorted: bool) -> None:
         (padded.pow(2).mean() + h.sum()).backward()
         return padded, h, gradients(rnn)
 
-    assert_same_story(story, chunks, whole="packing cannot be recorded")
+    assert_same_story(story, chunks)
 
 
 # Places -----------------------------------------------------------------------------------------
