@@ -650,3 +650,72 @@ def test_nothing_is_left() -> None:
         del h, made
         gc.collect()
         assert real() is None and part() is None
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+@each_split
+def test_views_of_the_batch_that_are_held(chunks: int, is_written: bool) -> None:
+    """`x = x.view(...)` is held by every frame that begins so: a view of the batch, as in eager."""
+
+    def story(lazy: Lazy) -> Any:
+        model, raw = Model().double(), torch.randn(N_ROWS, 3, 2, dtype=DOUBLE)
+        x = lazy(raw)
+        held = x.view(-1, 6)
+        part = held[:, :2]
+        made = Square.apply(model.body(held))
+        (model.c(made).pow(2).mean() + (made * part.sum(1, keepdim=True)).mean()).backward()
+        if is_written:
+            held.mul_(2)
+        grads = [parameter.grad for parameter in model.parameters()]
+        return grads, raw, torch.tensor(part.tolist()), torch.tensor(x.tolist())
+
+    assert_same_story(story, chunks)
+
+
+class Quantizer(nn.Module):
+    """A VQ-VAE, whose codebook is moved by averages of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.code = nn.Conv2d(3, 32, 4, 2, 1), nn.Conv2d(32, 4, 1)
+        self.up = nn.ConvTranspose2d(4, 3, 4, 2, 1)
+        self.register_buffer("codes", torch.randn(4, 8))
+        self.register_buffer("sums", torch.zeros(4, 8))
+        self.register_buffer("counts", torch.ones(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.view(-1, 3, 16, 16)
+        code = self.code(self.down(x).relu()).permute(0, 2, 3, 1)
+        flat = code.reshape(-1, 4)
+        nearest = torch.cdist(flat, self.codes.t()).argmin(1)
+        chosen = F.one_hot(nearest, 8).type(flat.dtype)
+        found = F.embedding(nearest, self.codes.t()).view(code.shape)
+        self.counts.data.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+        self.sums.data.mul_(0.9).add_(flat.t() @ chosen, alpha=0.1)
+        self.codes.data.copy_(self.sums / self.counts.clamp(min=0.1))
+        loss = (found.detach() - code).pow(2).mean()
+        return self.up((code + (found - code).detach()).permute(0, 3, 1, 2)), loss
+
+
+def test_a_codebook_that_is_moved() -> None:
+    """The call that moves it needs a graph of what waits; no more than eager's bytes are taken."""
+
+    def step(lazy: Lazy) -> tuple[int, list[Tensor]]:
+        torch.manual_seed(0)
+        model, x, memory = Quantizer().double(), torch.randn(97, 768, dtype=DOUBLE), Allocations()
+        memory.count(x, list(model.parameters()), list(model.buffers()))
+        with memory:
+            batch = lazy(x)
+        with memory:
+            out, loss = model(batch)
+            (F.mse_loss(out.flatten(1), batch) + loss).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return memory.peak, [*grads, *model.buffers()]
+
+    want = step(lambda x: x)
+    for chunks in (2, 7):
+        with koila.config(chunks=chunks):
+            got = step(koila.lazy)
+        assert koila.report().n_chunks == chunks
+        torch.testing.assert_close(got[1], want[1], rtol=1e-10, atol=1e-12)
+        assert got[0] <= want[0]

@@ -7,13 +7,15 @@
 /* -- what is handed out --------------------------------------------------------------------------- */
 
 /* Whether a lazy, which has no tensor yet, can be given one: nobody looks at its gradient, and its memory is
- * known, and was made by the program. */
+ * known, and was made by the program. Of a leaf without gradient its number is a view, as in eager. */
 static bool
 can_hand_out(const KlTape *core, KlValueId id)
 {
     const KlStorage *storage = &core->storages[core->values[id].storage];
+    const KlValue *base = &core->values[storage->base];
+    bool is_plain_view = !base->meta.requires_grad && !core->values[id].meta.requires_grad;
     return !kl_tape_is_stale(core, id) && !kl_tape_is_looked_at(core, id) &&
-           core->values[storage->base].node != KL_ID_NONE && storage->apart == KL_ID_NONE &&
+           (base->node != KL_ID_NONE || is_plain_view) && storage->apart == KL_ID_NONE &&
            !storage->is_uncertain;
 }
 
