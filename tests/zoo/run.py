@@ -87,7 +87,9 @@ def faults(result: dict[str, Any]) -> list[str]:
         allowed = result.get("tolerance", TOLERANCES[result["dtype"]])
         if line["difference"] > allowed:
             found.append(f"{name}: differs by {line['difference']:.1e}")
-        if line["peak"] > SLACK_SHARE * result["plain"]["peak"] + SLACK_BYTES:
+        # A loop by hand, too, has a chunk's gradient beside the sum of those of the chunks before.
+        second = result["plain"].get("largest gradient", 0) if name == "chunks" else 0
+        if line["peak"] > SLACK_SHARE * result["plain"]["peak"] + SLACK_BYTES + second:
             found.append(f"{name}: above plain torch's peak")
         if name == "limit" and line["peak"] > SLACK_SHARE * line["allowed"] + SLACK_BYTES:
             found.append(f"limit: took {line['peak']:,} bytes of {line['allowed']:,}")

@@ -150,6 +150,9 @@ class Runner:
     def gradient_bytes(self) -> int:
         return sum(p.nbytes for m in self.step.modules for p in m.parameters() if p.requires_grad)
 
+    def largest_gradient(self) -> int:
+        return max(p.nbytes for m in self.step.modules for p in m.parameters() if p.requires_grad)
+
     def lazy(self, batch: dict[str, Any]) -> dict[str, Any]:
         dims = self.step.dims
         return {
@@ -251,6 +254,7 @@ def _in_chunks(entry: Entry, result: dict[str, Any]) -> None:
         "peak": plain.peak,
         "forward": forward,
         "gradients": gradients,
+        "largest gradient": runner.largest_gradient(),
         "seconds": plain.seconds,
     }
     line: dict[str, Any] = {}
