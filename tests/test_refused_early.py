@@ -85,3 +85,14 @@ def test_what_numbers_make_illegal_is_refused_when_it_runs(chunks: int) -> None:
             F.cross_entropy(*koila.lazy(x, y) if is_lazy else (x, y)).item()
         said.append(str(raised.value))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_what_only_some_numbers_make_illegal_is_no_mistake(chunks: int) -> None:
+    """Lengths that nobody has looked at are not taken for 0, which torch refuses."""
+    x, lengths = torch.randn(6, 4, 3), torch.tensor([4, 2, 3, 1, 4, 2])
+    with koila.config(chunks=chunks):
+        lazy, lazy_lengths = koila.lazy(x, lengths + 0)
+        by_length = lazy_lengths.sort(descending=True).values
+        packed = torch.nn.utils.rnn.pack_padded_sequence(lazy, by_length, batch_first=True)
+        assert packed.data.shape == (16, 3)

@@ -215,15 +215,39 @@ def refuse(
     those of tensors of the same sizes, whose numbers nobody has looked at when they are refused.
     """
     kwargs = kwargs or {}
-    if not is_illegal and not _is_refused(func, args, kwargs):
+    if not is_illegal and (_writes(func) or not _is_refused(func, args, kwargs)):
         return
-    with torch.no_grad():
-        args, kwargs = _pytree.tree_map_only(_core.LazyTensor, _as_large, (args, kwargs))
-        try:
-            func(*args, **kwargs)
-        except Exception as error:
-            if type(error) in _OF_SIZES:
-                raise
+    of_zeros, of_ones = (_error_of(func, args, kwargs, number) for number in (0, 1))
+    # What torch says of some numbers alone is not of sizes and dtypes.
+    if of_zeros is not None and of_ones is not None and str(of_zeros) == str(of_ones):
+        raise of_zeros
+
+
+def _error_of(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int
+) -> Exception | None:
+    """What torch says of sizes and dtypes, where each lazy has one number everywhere."""
+
+    def fill(lazy: Any) -> torch.Tensor:
+        full = torch.full((), number, dtype=lazy.dtype, device=lazy.device)
+        return full.expand(lazy.shape)
+
+    args, kwargs = _pytree.tree_map_only(_core.LazyTensor, fill, (args, kwargs))
+    was_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # a block of torch.no_grad() runs what waits at its end
+    try:
+        func(*args, **kwargs)
+    except Exception as error:
+        return error if type(error) in _OF_SIZES else None
+    finally:
+        torch._C._set_grad_enabled(was_enabled)
+    return None
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a call writes an operand: here one number stands for all, and torch would refuse."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 #: Of what torch raises, the types of what it says of sizes and dtypes, not of numbers.
@@ -241,14 +265,6 @@ def _is_refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     except Exception:
         return True
     return False
-
-
-def _as_large(lazy: Any) -> torch.Tensor:
-    """A tensor as large as a lazy: what it has, or one number."""
-    real = _core.real(lazy)
-    if real is not None:
-        return real.detach()
-    return torch.zeros((), dtype=lazy.dtype, device=lazy.device).expand(lazy.shape)
 
 
 def is_row_range(index: torch.Tensor) -> bool:
