@@ -1,14 +1,13 @@
 """Do the tests see it? One mistake at a time is put into a copy of the tree, and tests must fail.
 
-`make mutants` runs all of them, `make mutants ARGS="live saves"` those of these names. Each is a
-change of a few words, and names the tests that should notice: few, so that all take minutes. Those
-of the first two, by which nothing is cut, are all tests of whole steps that ask for chunks, and
-nearly all must fail.
+`make mutants` runs all of `mutant_list.py`, `make mutants ARGS="live saves"` those of these names.
+Each is a change of a few words, and names the tests that should notice: few, so that one takes a
+minute at most, and ends at the first that fails. Those of the first two, by which nothing is cut,
+are all tests of whole steps that ask for chunks, and nearly all must fail.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -18,198 +17,11 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+from mutant_list import MUTANTS, Mutant
 from only_chunks import WHOLE
 
 ROOT = Path(__file__).parent.parent
-#: Tests of whole steps that ask for a number of chunks.
-STEPS = (
-    "tests/test_step.py tests/test_step_gradients.py tests/test_step_inputs.py "
-    "tests/test_counterexamples.py tests/test_counterexamples_rows.py "
-    "tests/test_counterexamples_state.py tests/test_counterexamples_unseen.py "
-    "tests/test_shared_memory.py tests/test_programs.py::test_same_as_eager "
-    "tests/test_autocast.py tests/test_bad_input.py tests/test_cross.py tests/test_draws.py "
-    "tests/test_draws_between.py tests/test_draws_order.py tests/test_factories.py "
-    "tests/test_generator.py tests/test_held_outputs.py tests/test_hooks.py "
-    "tests/test_masked_writes.py tests/test_one_call.py tests/test_out.py tests/test_precision.py "
-    "tests/test_run_now.py tests/test_scalars.py tests/test_tail.py tests/test_inplace_views.py "
-    "tests/test_views_again.py tests/test_written_after_read.py"
-)
 BUILT = "python/koila/_core*.so"
-PROGRAMS = "tests/test_programs.py::test_same_as_eager"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A mistake: a text of a file, once in it, and what stands in its place.
-
-    `share` is how many of the tests must fail at least, None one test.
-    """
-
-    name: str
-    path: str
-    text: str
-    instead: str
-    tests: str
-    share: float | None = None
-
-    @property
-    def is_chunked(self) -> bool:
-        """Whether only tests that ask for chunks are run."""
-        return self.share is not None
-
-
-MUTANTS = [
-    Mutant(
-        "whole: everything is planned whole",
-        "python/koila/plan.py",
-        "def is_whole() -> bool:\n",
-        "def is_whole() -> bool:\n    return True\n\n\ndef is_whole_unless_mutated() -> bool:\n",
-        STEPS,
-        0.95,
-    ),
-    Mutant(
-        "live: every call runs at once",
-        "python/koila/functions.py",
-        "_core.register(func, OP, name, instead,",
-        "_core.register(func, LIVE, name, None,",
-        STEPS,
-        0.95,
-    ),
-    Mutant(
-        "grid: one chunk too few",
-        "python/koila/replay.py",
-        "grid(rows, planned.n_chunks, planned.unit))",
-        "grid(rows, max(1, planned.n_chunks - 1), planned.unit))",
-        "tests/test_step.py",
-        0.9,
-    ),
-    Mutant(
-        "saves: exp keeps nothing",
-        "koila_c/core/ops.def",
-        '(exp,                 "input",   same,        to_float,        rowwise, output, ',
-        '(exp,                 "input",   same,        to_float,        rowwise, nothing,',
-        "tests/test_ops.py tests/test_infer.py -k exp",
-    ),
-    Mutant(
-        "place: a cumulative sum goes by rows",
-        "koila_c/core/ops_move.def",
-        "cumulate(1),       to_sum,       scan,              nothing, ",
-        "cumulate(1),       to_sum,       rowwise,           nothing, ",
-        "tests/test_ops.py tests/test_infer.py -k cumsum",
-    ),
-    Mutant(
-        "divisor: a mean counts one term more",
-        "python/koila/partials.py",
-        "return count(n_reduced(x, dims(x, dim)))",
-        "return count(n_reduced(x, dims(x, dim)) + 1)",
-        "tests/test_partials.py -k mean",
-    ),
-    Mutant(
-        "batch_norm: no gradient goes through the mean of the batch",
-        "python/koila/norms.py",
-        "of_mean = factor * of_bias",
-        "of_mean = 0 * factor * of_bias",
-        "tests/test_batch_norm.py -k test_models",
-    ),
-    Mutant(
-        "drop: values are kept to the end of a chunk",
-        "koila_c/core/program.c",
-        "if (at != UINT32_MAX && !is_written) {",
-        "if (at == 0 && !is_written) {",
-        "tests/binding/test_py_stage.py",
-    ),
-    Mutant(
-        "bytes: one result less in flight",
-        "koila_c/core/ops_move.def",
-        "BACK(7)",
-        "BACK(6)",
-        "tests/test_flight.py -k logcumsumexp",
-    ),
-    Mutant(
-        "bytes: one result more in flight",
-        "koila_c/core/ops.c",
-        "#define BACK(n) HOLDS(.back_outs = EACH(n))",
-        "#define BACK(n) HOLDS(.back_outs = EACH(n + 1))",
-        "tests/test_flight.py -k sin",
-    ),
-    Mutant(
-        "bytes: a gradient that meets another takes no sum",
-        "koila_c/core/sweep.c",
-        "return is_expanded || shared != KL_ID_NONE ? zero : size_of(sweep, value);",
-        "return is_expanded || shared != KL_ID_NONE ? zero : zero;",
-        "tests/test_bytes.py",
-    ),
-    Mutant(
-        "bytes: what a body leaves is held for ever",
-        "koila_c/core/measure.c",
-        "step->held -= storage->bytes;",
-        "step->held += 0;",
-        "tests/test_bytes.py",
-    ),
-    Mutant(
-        "draws: a chunk that runs again draws anew",
-        "python/koila/draws.py",
-        "        _set_state(generator, state)\n        self.spots[i] =",
-        "        self.spots[i] = list() or",
-        "tests/test_counterexamples.py -k two_dropouts",
-    ),
-    Mutant(
-        "gradient: delivered twice",
-        "python/koila/replay.py",
-        "found.append((value, info.real, gradient.to(info.real.dtype)))",
-        "found += [(value, info.real, gradient.to(info.real.dtype))] * 2",
-        "tests/test_cross.py",
-    ),
-    Mutant(
-        "gradient: what joints send back is lost",
-        "python/koila/replay.py",
-        "seed = self.cross[value].take_total_gradient()\n            if value in roots:",
-        "seed = None\n            if value in roots:",
-        f"{PROGRAMS} -k standardised",
-    ),
-    Mutant(
-        "statistics: committed twice",
-        "python/koila/replay.py",
-        "without_version(real).copy_(copy)",
-        "without_version(real).copy_(2 * copy - real)",
-        f"{PROGRAMS} -k cnn_bn",
-    ),
-    Mutant(
-        "views: not taken again after a write",
-        "python/koila/views.py",
-        "if view is None:",
-        "if view is None or view[2] >= 0:",
-        "tests/test_counterexamples_state.py tests/test_writes.py -k view",
-    ),
-    Mutant(
-        "cut: a chunk begins a row too early",
-        "python/koila/rows.py",
-        "return tensor.narrow(dim, start * inner, (stop - start) * inner)",
-        "return tensor.narrow(dim, max(0, start - 1) * inner, (stop - start) * inner)",
-        f"{PROGRAMS} -k mlp-ce",
-    ),
-    Mutant(
-        "counts: labels that a model makes are taken for known",
-        "python/koila/partials.py",
-        "counts = frozenset()  # labels",
-        "counts = frozenset((1,))  # labels",
-        "tests/test_tail.py",
-    ),
-    Mutant(
-        "unwritten: plain torch waits for nothing",
-        "python/koila/unwritten.py",
-        "if not (_asks_no_number(func) or _is_own()):",
-        "if _is_own():",
-        "tests/test_unwritten.py",
-    ),
-    Mutant(
-        "leaves: nobody looks whether they changed",
-        "koila_c/binding/py_stale.c",
-        "int changed = is_changed(&tape->values[leaf]);",
-        "int changed = is_changed(&tape->values[leaf]) * 0;",
-        "tests/binding/test_py_stale.py",
-    ),
-]
 
 
 def copy_tree(to: Path) -> None:
@@ -223,9 +35,11 @@ def copy_tree(to: Path) -> None:
 
 
 def build(tree: Path) -> None:
-    """Build the extension in place."""
+    """Build the extension in place; unoptimized, in a third of the time."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--force"]
-    subprocess.run([*command, "--build-temp", "build/mutant"], cwd=tree, check=True)
+    environment = {**os.environ, "KOILA_COVERAGE": "1"}
+    command += ["--build-temp", "build/mutant"]
+    subprocess.run(command, cwd=tree, env=environment, check=True)
 
 
 def run_tests(mutant: Mutant, tree: Path) -> tuple[int, list[str]]:
@@ -244,6 +58,8 @@ def run_tests(mutant: Mutant, tree: Path) -> tuple[int, list[str]]:
     ]
     if mutant.is_chunked:
         command += ["--only-chunks", "-n", os.environ.get("JOBS", "2")]
+    else:
+        command.append("-x")
     environment = {**os.environ, "PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *mutant.tests.split()],

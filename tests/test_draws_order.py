@@ -361,3 +361,13 @@ def test_what_is_drawn_lies_as_eagers(name: str) -> None:
     wanted = strides(eager)
     with split(1):
         assert strides(koila.lazy) == wanted
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 40, 999])
+def test_moving_past_memory_with_gaps(n_rows: int) -> None:
+    """There normal_() draws number after number, where it draws blocks of sixteen otherwise."""
+    drawn, moved = (torch.Generator().manual_seed(3) for _ in range(2))
+    given = noise.Noise("normal_", {}, (0.0, 1.0), (n_rows, 3), (6, 2), torch.float32, None, False)
+    given.draw(drawn)
+    noise.advance(given, given.n_elements, moved)
+    assert torch.equal(drawn.get_state(), moved.get_state())

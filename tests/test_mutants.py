@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mutants import MUTANTS, ROOT, Mutant
+from mutant_list import MUTANTS, Mutant
+from mutants import ROOT
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -316,7 +316,7 @@ def test_numpy_and_back(chunks: int | None) -> None:
         losses.mean().backward()
         return weight, best, again, gradients(model)
 
-    assert_same_story(story, chunks, partly="numpy shares the memory of the model's output")
+    assert_same_story(story, chunks)
 
 
 # Modes ------------------------------------------------------------------------------------------

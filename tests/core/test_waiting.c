@@ -260,6 +260,28 @@ test_emptied(void)
     }
 }
 
+/* What is made again is listed in the order it is made, whoever needs it first. */
+static void
+test_order_of_needs(void)
+{
+    Made made;
+    open(&made);
+    made.longest = 1;
+    KlValueId first = call1(&made.p, "relu", made.given);
+    KlValueId second = call1(&made.p, "sigmoid", made.given);
+    KlValueId heavy = call2(&made.p, "linear", made.given, made.square);
+    heavy = call2(&made.p, "mul", heavy, second);
+    heavy = call2(&made.p, "mul", heavy, first);
+    made.may_be[first] = made.may_be[second] = true;
+    KlValueId meets = CALL1(&made.p, "mean", heavy, INTS(0));
+    KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", heavy, meets), first);
+    later = call2(&made.p, "add", later, second);
+    CHECK(find(&made, call2(&made.p, "linear", later, made.square)) == KL_OK);
+    CHECK(made.lights.number[first] == 1 && made.lights.number[second] == 2);
+    CHECK(made.needs.n == 2 && made.needs.ids[0] == first && made.needs.ids[1] == second);
+    fini(&made);
+}
+
 /* A chain of sums: every so manieth is kept. */
 static void
 test_chains(void)
@@ -334,6 +356,7 @@ main(void)
     test_saved_and_written();
     test_copies();
     test_emptied();
+    test_order_of_needs();
     test_chains();
     test_no_memory();
     CHECK(kl_alloc_n_blocks() == 0);

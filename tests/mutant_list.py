@@ -1,0 +1,573 @@
+"""The mistakes of `make mutants`, and which tests should see each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+#: Tests of whole steps that ask for a number of chunks.
+STEPS = (
+    "tests/test_step.py tests/test_step_gradients.py tests/test_step_inputs.py "
+    "tests/test_counterexamples.py tests/test_counterexamples_rows.py "
+    "tests/test_counterexamples_state.py tests/test_counterexamples_unseen.py "
+    "tests/test_shared_memory.py tests/test_programs.py::test_same_as_eager "
+    "tests/test_autocast.py tests/test_bad_input.py tests/test_cross.py tests/test_draws.py "
+    "tests/test_draws_between.py tests/test_draws_order.py tests/test_factories.py "
+    "tests/test_generator.py tests/test_held_outputs.py tests/test_hooks.py "
+    "tests/test_masked_writes.py tests/test_one_call.py tests/test_out.py tests/test_precision.py "
+    "tests/test_run_now.py tests/test_scalars.py tests/test_tail.py tests/test_inplace_views.py "
+    "tests/test_views_again.py tests/test_written_after_read.py"
+)
+PROGRAMS = "tests/test_programs.py::test_same_as_eager"
+MEASURE = "tests/binding/test_py_measure.py tests/test_bytes.py"
+WAITING = "tests/test_waiting.py"
+CROSS = "tests/test_cross.py tests/test_step_gradients.py tests/test_pairs.py"
+FUSE = "tests/test_segments.py tests/test_across.py"
+BRIDGE = "tests/test_bridge.py tests/binding/test_py_bridge.py tests/test_written_behind_a_cut.py"
+NOISE = "tests/test_draws_order.py tests/test_draws.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A mistake: a text of a file, once in it, and what stands in its place.
+
+    `share` is how many of the tests must fail at least, None one test.
+    """
+
+    name: str
+    path: str
+    text: str
+    instead: str
+    tests: str
+    share: float | None = None
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether only tests that ask for chunks are run."""
+        return self.share is not None
+
+
+MUTANTS = [
+    Mutant(
+        "whole: everything is planned whole",
+        "python/koila/plan.py",
+        "def is_whole() -> bool:\n",
+        "def is_whole() -> bool:\n    return True\n\n\ndef is_whole_unless_mutated() -> bool:\n",
+        STEPS,
+        0.95,
+    ),
+    Mutant(
+        "live: every call runs at once",
+        "python/koila/functions.py",
+        "_core.register(func, OP, name, instead,",
+        "_core.register(func, LIVE, name, None,",
+        STEPS,
+        0.95,
+    ),
+    Mutant(
+        "grid: one chunk too few",
+        "python/koila/replay.py",
+        "grid(rows, planned.n_chunks, planned.unit))",
+        "grid(rows, max(1, planned.n_chunks - 1), planned.unit))",
+        "tests/test_step.py",
+        0.9,
+    ),
+    Mutant(
+        "saves: exp keeps nothing",
+        "koila_c/core/ops.def",
+        '(exp,                 "input",   same,        to_float,        rowwise, output, ',
+        '(exp,                 "input",   same,        to_float,        rowwise, nothing,',
+        "tests/test_ops.py tests/test_infer.py -k exp",
+    ),
+    Mutant(
+        "place: a cumulative sum goes by rows",
+        "koila_c/core/ops_move.def",
+        "cumulate(1),       to_sum,       scan,              nothing, ",
+        "cumulate(1),       to_sum,       rowwise,           nothing, ",
+        "tests/test_ops.py tests/test_infer.py -k cumsum",
+    ),
+    Mutant(
+        "divisor: a mean counts one term more",
+        "python/koila/partials.py",
+        "return count(n_reduced(x, dims(x, dim)))",
+        "return count(n_reduced(x, dims(x, dim)) + 1)",
+        "tests/test_partials.py -k mean",
+    ),
+    Mutant(
+        "batch_norm: no gradient goes through the mean of the batch",
+        "python/koila/norms.py",
+        "of_mean = factor * of_bias",
+        "of_mean = 0 * factor * of_bias",
+        "tests/test_batch_norm.py -k test_models",
+    ),
+    Mutant(
+        "drop: values are kept to the end of a chunk",
+        "koila_c/core/program.c",
+        "if (at != UINT32_MAX && !is_written) {",
+        "if (at == 0 && !is_written) {",
+        "tests/binding/test_py_stage.py",
+    ),
+    Mutant(
+        "bytes: one result less in flight",
+        "koila_c/core/ops_move.def",
+        "BACK(7)",
+        "BACK(6)",
+        "tests/test_flight.py -k logcumsumexp",
+    ),
+    Mutant(
+        "bytes: one result more in flight",
+        "koila_c/core/ops.c",
+        "#define BACK(n) HOLDS(.back_outs = EACH(n))",
+        "#define BACK(n) HOLDS(.back_outs = EACH(n + 1))",
+        "tests/test_flight.py -k sin",
+    ),
+    Mutant(
+        "bytes: a gradient that meets another takes no sum",
+        "koila_c/core/sweep.c",
+        "return is_expanded || shared != KL_ID_NONE ? zero : size_of(sweep, value);",
+        "return is_expanded || shared != KL_ID_NONE ? zero : zero;",
+        "tests/test_bytes.py",
+    ),
+    Mutant(
+        "bytes: what a body leaves is held for ever",
+        "koila_c/core/measure.c",
+        "step->held -= storage->bytes;",
+        "step->held += 0;",
+        "tests/test_bytes.py",
+    ),
+    Mutant(
+        "draws: a chunk that runs again draws anew",
+        "python/koila/draws.py",
+        "        _set_state(generator, state)\n        self.spots[i] =",
+        "        self.spots[i] = list() or",
+        "tests/test_counterexamples.py -k two_dropouts",
+    ),
+    Mutant(
+        "gradient: delivered twice",
+        "python/koila/replay.py",
+        "found.append((value, info.real, gradient.to(info.real.dtype)))",
+        "found += [(value, info.real, gradient.to(info.real.dtype))] * 2",
+        "tests/test_cross.py",
+    ),
+    Mutant(
+        "gradient: what joints send back is lost",
+        "python/koila/replay.py",
+        "seed = self.cross[value].take_total_gradient()\n            if value in roots:",
+        "seed = None\n            if value in roots:",
+        f"{PROGRAMS} -k standardised",
+    ),
+    Mutant(
+        "statistics: committed twice",
+        "python/koila/replay.py",
+        "without_version(real).copy_(copy)",
+        "without_version(real).copy_(2 * copy - real)",
+        f"{PROGRAMS} -k cnn_bn",
+    ),
+    Mutant(
+        "views: not taken again after a write",
+        "python/koila/views.py",
+        "if view is None:",
+        "if view is None or view[2] >= 0:",
+        "tests/test_counterexamples_state.py tests/test_writes.py -k view",
+    ),
+    Mutant(
+        "cut: a chunk begins a row too early",
+        "python/koila/rows.py",
+        "return tensor.narrow(dim, start * inner, (stop - start) * inner)",
+        "return tensor.narrow(dim, max(0, start - 1) * inner, (stop - start) * inner)",
+        f"{PROGRAMS} -k mlp-ce",
+    ),
+    Mutant(
+        "counts: labels that a model makes are taken for known",
+        "python/koila/partials.py",
+        "counts = frozenset()  # labels",
+        "counts = frozenset((1,))  # labels",
+        "tests/test_tail.py",
+    ),
+    Mutant(
+        "unwritten: plain torch waits for nothing",
+        "python/koila/unwritten.py",
+        "if not (_asks_no_number(func) or _is_own()):",
+        "if _is_own():",
+        "tests/test_unwritten.py",
+    ),
+    Mutant(
+        "leaves: nobody looks whether they changed",
+        "koila_c/binding/py_stale.c",
+        "int changed = is_changed(&tape->values[leaf]);",
+        "int changed = is_changed(&tape->values[leaf]) * 0;",
+        "tests/binding/test_py_stale.py",
+    ),
+    Mutant(
+        "measure: what the graph of a joint keeps is not held",
+        "koila_c/core/measure.c",
+        "step->held += step->live[i];",
+        "step->held += 0 * step->live[i];",
+        MEASURE,
+    ),
+    Mutant(
+        "measure: parts of a reduction get no gradients",
+        "koila_c/core/measure.c",
+        "*seeds += parts->seeds * result_of",
+        "*seeds += 0 * parts->seeds * result_of",
+        MEASURE,
+    ),
+    Mutant(
+        "measure: a gradient of all rows is not held",
+        "koila_c/core/measure.c",
+        "step->held += known->is_gathering ? 0 : gradient(step, value);",
+        "step->held += known->is_gathering ? 0 : 0 * gradient(step, value);",
+        MEASURE,
+    ),
+    Mutant(
+        "measure: gradients of all chunks come with the first",
+        "koila_c/core/measure.c",
+        "step->held_per_row -= come / (double)rows_of(step, last);",
+        "step->held_per_row -= 0 * come / (double)rows_of(step, last);",
+        MEASURE,
+    ),
+    Mutant(
+        "measure: what is drawn whole takes nothing",
+        "koila_c/core/measure.c",
+        "2 * state + (double)step->outside->bytes_drawn;",
+        "2 * state;",
+        MEASURE,
+    ),
+    Mutant(
+        "waiting: a product is light",
+        "koila_c/core/waiting.c",
+        "bool is_light = node->mode == KL_MODE_ROWS && kl_ops_is_light(node->row);",
+        "bool is_light = node->mode == KL_MODE_ROWS;",
+        "tests/test_core_c.py -k test_waiting",
+    ),
+    Mutant(
+        "waiting: chains of any length",
+        "koila_c/core/waiting.c",
+        "status == KL_OK && light.length <= longest",
+        "status == KL_OK && light.length <= UINT32_MAX",
+        "tests/test_core_c.py -k test_waiting",
+    ),
+    Mutant(
+        "waiting: light bodies wait, too",
+        "koila_c/core/waiting.c",
+        "*can_wait &= has_heavy; /*",
+        "*can_wait &= has_heavy || true; /*",
+        "tests/test_core_c.py -k test_waiting",
+    ),
+    Mutant(
+        "waiting: saved outputs may be written",
+        "koila_c/core/waiting.c",
+        "is_there(waiting, value) && !kl_stage_is_overwritten(waiting->tape, node, k, is_output);",
+        "is_there(waiting, value);",
+        "tests/test_core_c.py -k test_waiting",
+    ),
+    Mutant(
+        "waiting: what is made first comes last",
+        "koila_c/core/waiting.c",
+        "light_number(waiting, needs->ids[at - 1]) > light_number(waiting, value);",
+        "light_number(waiting, needs->ids[at - 1]) < light_number(waiting, value);",
+        "tests/test_core_c.py -k test_waiting",
+    ),
+    Mutant(
+        "waiting: what is read once more is gone",
+        "python/koila/waiting.py",
+        "return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)",
+        "return self.tensors.pop(value)",
+        WAITING,
+    ),
+    Mutant(
+        "waiting: copies of what is written are kept",
+        "python/koila/waiting.py",
+        "if written in self.light and len(copies) == 1:",
+        "if written in self.light and len(copies) == 9:",
+        WAITING,
+    ),
+    Mutant(
+        "waiting: tiny chunks wait, too",
+        "python/koila/waiting.py",
+        "return n_bytes <= max(_FEW_BYTES, _SHARE * left) and are_hooks_allowed()",
+        "return n_bytes >= 0 and are_hooks_allowed()",
+        WAITING,
+    ),
+    Mutant(
+        "cross: the first gradient stays the memory of others",
+        "python/koila/cross.py",
+        "        alias.grad = owned(grad)",
+        "        alias.grad = grad",
+        "tests/test_random_writes.py::test_once_wrong",
+    ),
+    Mutant(
+        "cross: gradients of half precision are summed in it",
+        "python/koila/cross.py",
+        "alias.grad_dtype = torch.float32",
+        "alias.grad_dtype = tensor.dtype",
+        "tests/test_precision.py tests/test_cross.py",
+    ),
+    Mutant(
+        "cross: of several gradients of a chunk one counts",
+        "python/koila/cross.py",
+        "                grad = add(grad, part)",
+        "                grad = part",
+        "tests/test_random_training.py",
+    ),
+    Mutant(
+        "cross: a chunk's gradient takes the place of what was there",
+        "python/koila/cross.py",
+        "alias.grad, True)\n            alias.grad = None",
+        "alias.grad, False)\n            alias.grad = None",
+        CROSS,
+    ),
+    Mutant(
+        "cross: gradients of rows are lost beside those of the whole",
+        "python/koila/cross.py",
+        "            total = add(total, of_rows)",
+        "            total = add(of_rows, None) if total is None else total",
+        "tests/test_random_training.py",
+    ),
+    Mutant(
+        "cross: each chunk has as many terms as the first",
+        "python/koila/cross.py",
+        "tensor * ((stop - start) / first) if chunk else tensor",
+        "tensor.clone() if chunk else tensor",
+        CROSS,
+    ),
+    Mutant(
+        "cross: a chunk that is settled twice has its last gradient",
+        "python/koila/cross.py",
+        'self.seeds["chunk", chunk] = add(self.seeds.get(("chunk", chunk)), alias.grad)',
+        'self.seeds["chunk", chunk] = alias.grad',
+        "tests/test_batch_norm.py",
+    ),
+    Mutant(
+        "cross: what was emptied is filled with nothing",
+        "python/koila/cross.py",
+        "again.set_(storage, 0, of.shape, of.stride()).copy_(tensor.detach())",
+        "again.set_(storage, 0, of.shape, of.stride()).zero_()",
+        WAITING,
+    ),
+    Mutant(
+        "light: nothing is emptied",
+        "python/koila/light.py",
+        "for chunk in replay.cross[value].chunks:\n            replay.cross[value].empty(chunk)",
+        "for _ in replay.cross[value].chunks:\n            pass",
+        WAITING,
+    ),
+    Mutant(
+        "light: what was filled stays",
+        "python/koila/light.py",
+        "        empty(replay, chunk, before)\n",
+        "        before.clear()\n",
+        WAITING,
+    ),
+    Mutant(
+        "fuse: every tail is certain",
+        "python/koila/fuse.py",
+        "            if is_certain:\n",
+        "            if is_certain or run.exports:\n",
+        "tests/test_tail.py",
+    ),
+    Mutant(
+        "fuse: no segment tells which parts gradients go to",
+        "python/koila/fuse.py",
+        "env = replay.run_nodes(run, chunk, chunk == 0)",
+        "env = replay.run_nodes(run, chunk, chunk < 0)",
+        FUSE,
+    ),
+    Mutant(
+        "accrue: padding gets a gradient",
+        "python/koila/accrue.py",
+        "            total[ctx.padding] = aside  #",
+        "            aside += 0  #",
+        "tests/test_accrue.py",
+    ),
+    Mutant(
+        "accrue: a later chunk's product is not scaled",
+        "python/koila/accrue.py",
+        "total.addmm_(left, right, alpha=alpha)",
+        "total.addmm_(left, right)",
+        "tests/test_accrue.py",
+    ),
+    Mutant(
+        "accrue: the first chunk's product is not scaled",
+        "python/koila/accrue.py",
+        "weight.grad = made if alpha == 1 else made.mul_(alpha)",
+        "weight.grad = made.mul_(1)",
+        "tests/test_accrue.py",
+    ),
+    Mutant(
+        "accrue: what is added is not scaled",
+        "python/koila/accrue.py",
+        "of_added = of_added if beta == 1 else of_added * beta",
+        "of_added = of_added * 1",
+        "tests/test_accrue.py",
+    ),
+    Mutant(
+        "accrue: no gradient is made in its place",
+        "python/koila/accrue.py",
+        "if node.mode == ROWS else None\n",
+        "if node.mode == REDUCE else None\n",
+        "tests/test_accrue.py",
+    ),
+    Mutant(
+        "bridge: what a call writes is read again as it is",
+        "python/koila/bridge.py",
+        "_core.replace_leaf(roots[0], leaf, numbers)",
+        "self.early.pop(leaf, numbers)",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: eager's error about what was written is not raised",
+        "python/koila/bridge.py",
+        "        if self.cut.written:\n            _core.held",
+        "        if self.cut.written is None:\n            _core.held",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: a hook is given a part of a gradient",
+        "python/koila/bridge.py",
+        "        return any(\n            program.imports[k].value == value",
+        "        return bool(program) and any(\n            program.imports[k].value < 0",
+        "tests/test_written_behind_a_cut.py",
+    ),
+    Mutant(
+        "bridge: nothing is cut",
+        "python/koila/bridge.py",
+        "is_cut = not is_light and not plan.is_whole() and _cut(func)",
+        "is_cut = is_light and not plan.is_whole() and _cut(func)",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: small buffers are not copied",
+        "python/koila/bridge.py",
+        "cut.early = cut.copy_what_it_reads([None], max(_SMALL, n_bytes // _SHARE))",
+        "cut.early = cut.copy_what_it_reads([None], 0)",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: a second gradient goes through the first's graph",
+        "python/koila/bridge.py",
+        "given = [None if g is None else g.detach().requires_grad_() for g in gradients]",
+        "given = [None if g is None else g * 1 for g in gradients]",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: what was handed out is no batch",
+        "koila_c/binding/py_bridge.c",
+        "lazy->is_input = kl_meta_requires_grad(tensor) > 0;",
+        "lazy->is_input = kl_meta_requires_grad(tensor) > 1;",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: leaves behind what needs no gradient get one",
+        "koila_c/binding/py_bridge.c",
+        "            if (is_reached[out] && core->values[out].meta.requires_grad) {",
+        "            if (is_reached[out]) {",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: every part that was cut off is on one node",
+        "python/koila/bridge.py",
+        "    for group, together in values.items():\n"
+        "        yield together, list(read[group].values())",
+        "    every = {i: leaf for group in values for i, leaf in read[group].items()}\n"
+        "    yield [value for group in values.values() for value in group], list(every.values())",
+        BRIDGE,
+    ),
+    Mutant(
+        "spent: a number that was used up refuses what is no gradient",
+        "python/koila/spent.py",
+        "        if any(gradient is not None for gradient in gradients):\n",
+        "        if gradients:\n",
+        BRIDGE,
+    ),
+    Mutant(
+        "statistics: a norm needs what it moved itself",
+        "python/koila/overwritten.py",
+        "        if node.leaf_writes >> k & 1 and import_id >= 0\n",
+        "        if node.leaf_writes >> k & 1 and import_id < 0\n",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: memory that may be another's is handed out",
+        "koila_c/binding/py_bridge.c",
+        "storage->apart == KL_ID_NONE &&\n           !storage->is_uncertain;",
+        "storage->apart == KL_ID_NONE;",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: a part is cut off before it drew",
+        "koila_c/binding/py_bridge.c",
+        "bool is_possible = !kl_tape_has_draw(core);",
+        "bool is_possible = true;",
+        BRIDGE,
+    ),
+    Mutant(
+        "bridge: what a part has computed stays with it",
+        "koila_c/binding/py_bridge.c",
+        "tape->core.values[i].state = KL_STATE_PENDING; /* the user's lazies have it */",
+        "continue; /* the user's lazies have it */",
+        BRIDGE,
+    ),
+    Mutant(
+        "noise: normal numbers are drawn in any chunks",
+        "python/koila/noise.py",
+        "return not ends_within and sizes[-1] * per_row >= _SIXTEEN",
+        "return per_row > 0",
+        NOISE,
+    ),
+    Mutant(
+        "noise: what ends within a block is drawn by chunks",
+        "python/koila/noise.py",
+        "any(size * per_row % _SIXTEEN for size in sizes[:-1])",
+        "any(size * per_row % 4 for size in sizes[:-1])",
+        NOISE,
+    ),
+    Mutant(
+        "noise: the last block is skipped, too",
+        "python/koila/noise.py",
+        "n_left = n_elements % _SIXTEEN + _SIXTEEN\n    _skip",
+        "n_left = n_elements % _SIXTEEN\n    _skip",
+        "tests/binding/test_py_twister.py",
+    ),
+    Mutant(
+        "noise: chances of double precision are compared with single",
+        "python/koila/noise.py",
+        "dtype = torch.float64 if source.dtype == torch.float64 else torch.float32",
+        "dtype = torch.float32",
+        NOISE,
+    ),
+    Mutant(
+        "noise: rows may lie anywhere",
+        "python/koila/noise.py",
+        "    if not is_serial(noise) or not _is_outermost(noise):",
+        "    if not is_serial(noise) or not noise.shape:",
+        NOISE,
+    ),
+    Mutant(
+        "noise: memory with gaps is filled in blocks",
+        "python/koila/noise.py",
+        "step = 2 if is_strided else 1",
+        "step = 1",
+        "tests/test_draws_order.py -k gaps",
+    ),
+    Mutant(
+        "noise: every layer of a recurrent net draws",
+        "python/koila/noise.py",
+        "return [noise] * (n_layers - 1)",
+        "return [noise] * n_layers",
+        NOISE,
+    ),
+    Mutant(
+        "noise: attention draws for each batch of its values",
+        "python/koila/noise.py",
+        "batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])",
+        "batch = out.shape[:-2]",
+        "tests/test_random_writes.py::test_once_wrong -k attention",
+    ),
+    Mutant(
+        "noise: feature dropout draws for each number",
+        "python/koila/noise.py",
+        'follows = not name.startswith("feature")',
+        'follows = not name.startswith("features")',
+        NOISE,
+    ),
+]
