@@ -719,3 +719,83 @@ def test_a_codebook_that_is_moved() -> None:
         assert koila.report().n_chunks == chunks
         torch.testing.assert_close(got[1], want[1], rtol=1e-10, atol=1e-12)
         assert got[0] <= want[0]
+
+
+def random_rows() -> Tensor:
+    return torch.randn(N_ROWS, 3, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
+
+
+@each_split
+def test_what_was_used_up_beside_what_is_differentiated(chunks: int) -> None:
+    """A value whose backward ran is read again, and that is differentiated by nobody: neither by
+    itself, nor with what leads to the loss."""
+
+    def story(lazy: Lazy) -> Any:
+        w, x = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True), lazy(random_rows())
+        used = x @ w
+        used.pow(2).mean().backward(retain_graph=False)
+        held = [used.softmax(-1)]
+        h = (x * 1.5) @ w
+        held.append(h * used)
+        loss = Square.apply(h).mean()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            held[1].sum().backward()
+        return [w.grad, loss, held]
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_hooks_of_what_is_not_differentiated(chunks: int) -> None:
+    """They are not called, in eager: those of a module on what has no call in common with the loss,
+    and those of a tensor."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(1)
+        w = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True)
+        model, x = nn.Linear(3, 3).double(), lazy(random_rows())
+        found = []
+
+        def double(given: Any) -> Any:
+            found.append(given[0].sum().item() if isinstance(given, tuple) else given.sum().item())
+            return (given[0] * 2,) if isinstance(given, tuple) else given * 2
+
+        model.register_full_backward_pre_hook(lambda module, given: double(given))
+        x = x + torch.zeros(3, dtype=DOUBLE, requires_grad=True)
+        one, other = model(x).tanh(), model(x * 0.5).tanh()
+        hooked = (x + 1) @ w
+        held = [Square.apply(hooked), Square.apply(one)]
+        hooked.register_hook(double)
+        loss = Square.apply(other).mean()
+        loss.backward()
+        assert len(found) == 1
+        return [found, model.weight.grad, model.bias.grad, w.grad, held]
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+@pytest.mark.parametrize("is_trained", [True, False], ids=["training", "frozen"])
+def test_a_norm_behind_a_cut_moves_its_statistics(chunks: int, is_trained: bool) -> None:
+    """torch does not count writes of running statistics, and a normalization in training needs none
+    for its backward; one that was given them does, and torch's own backward takes the new ones."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(1)
+        norm, layer = nn.BatchNorm1d(2).double(), nn.Linear(3, 2).double()
+        x = lazy(random_rows())
+        h = layer(x)
+        norm.train(is_trained)
+        loss = norm(h).pow(3).mean()
+        norm.train()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0.5, lambda t: t):
+            held = norm(h * 2)
+        loss.backward()
+        return [loss, held, dict(norm.named_buffers()), layer.weight.grad, norm.weight.grad]
+
+    if not is_trained and chunks > 1:
+        with koila.config(chunks=chunks), pytest.raises(koila.StaleError, match="written through"):
+            story(koila.lazy)
+        return
+    assert_same_story(story, chunks, partly="backward is of a loss that was handed out")

@@ -234,7 +234,7 @@ def test_copies_go_with_the_part() -> None:
     import weakref
 
     kept: list[Any] = []
-    before = bridge._Part.copy_what_it_reads
+    before = bridge._Cut.copy_what_it_reads
 
     def copy(part: Any, *words: Any) -> Any:
         copies = before(part, *words)
@@ -242,7 +242,7 @@ def test_copies_go_with_the_part() -> None:
         return copies
 
     with pytest.MonkeyPatch.context() as patch, koila.config(chunks=3):
-        patch.setattr(bridge._Part, "copy_what_it_reads", copy)
+        patch.setattr(bridge._Cut, "copy_what_it_reads", copy)
         for run in itertools.islice(RUNS.values(), 3):
             story(run, koila.lazy, square)
     gc.collect()

@@ -331,8 +331,10 @@ static PyMethodDef functions[] = {
      "Bytes less that the graph of what waits keeps than a part which reads its leaves again."},
     {"reached", kl_bridge_reached, METH_NOARGS,
      "reached($module, /)\n--\n\n"
-     "The values with a number that the user can reach, as (value, number), and the real tensors "
-     "with a gradient that lead to them; None where one cannot be given a tensor."},
+     "The values with a number that the user can reach, as (value, number); the real tensors with "
+     "a "
+     "gradient that lead to them, the last first, as (value made of it, tensor); and of each value "
+     "the group that it is in. None where one cannot be given a tensor."},
     {"hand_out", kl_bridge_hand_out, METH_VARARGS,
      "hand_out($module, roots, others, /)\n--\n\n"
      "Give the user's lazies of these values the tensors of pairs (value, tensor), and the thread "

@@ -8,12 +8,14 @@ forward and back. Its inputs are the parameters and the other tensors that the p
 so whoever walks the graph finds them, and each gets one gradient.
 
 All that the user can reach is handed out at once: two cuts have no call in common, and none runs
-oftener than once more forward than it would have.
+oftener than once more forward than it would have. What has no call in common with the rest is on a
+node of its own, that the engine passes by where it is sent no gradient.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import weakref
@@ -52,10 +54,10 @@ _is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 
 
 class _State(threading.local):
-    """The parts of this thread that have still to go back."""
+    """The cuts of this thread, of which parts have still to go back."""
 
     def __init__(self) -> None:
-        self.parts: weakref.WeakSet[_Part] = weakref.WeakSet()
+        self.cuts: weakref.WeakSet[_Cut] = weakref.WeakSet()
 
 
 #: Of what a part reads that has neither rows nor gradients as many bytes are copied before anybody
@@ -74,17 +76,21 @@ class _Copy(NamedTuple):
     numbers: torch.Tensor
 
 
-class _Part:
+class _Cut:
     """What was recorded up to a cut, on a tape of its own."""
 
-    def __init__(self, numbers: Iterable[Any], leaves: Sequence[torch.Tensor]) -> None:
-        self.numbers = tuple(numbers)
-        self.leaves = leaves
-        self.roots: tuple[Any, ...] = ()
+    def __init__(self) -> None:
+        self.parts: list[weakref.ref[_Part]] = []  # they hold this
         self.early: dict[int, _Copy] = {}  # of buffers, which plain torch may write unseen
         self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
         self.written: set[int] = set()  # these leaves
         self.uncounted: set[int] = set()  # those of them that were written through .data
+
+    @property
+    def roots(self) -> tuple[Any, ...]:
+        """What stands for all that was handed out, and has still to go back."""
+        parts = (part() for part in self.parts)
+        return tuple(root for part in parts if part is not None for root in part.roots)
 
     def copy_what_it_reads(
         self, tensors: Sequence[torch.Tensor | None], n_bytes: float = math.inf
@@ -105,22 +111,63 @@ class _Part:
 
     def keep_what_it_reads(self, copies: dict[int, _Copy]) -> None:
         """The call is over: leaves that it wrote stay what they were."""
+        roots = self.roots if copies else ()
         for leaf, copy in copies.items():
             is_same = copy.real._version == copy.version  # a write through .data leaves it so
             if (
-                self.roots
+                roots
                 and leaf not in self.written
                 and not (is_same and torch.equal(copy.real, copy.numbers))
             ):
                 numbers = copy.numbers.requires_grad_(copy.real.requires_grad)
-                _core.replace_leaf(self.roots[0], leaf, numbers)
+                _core.replace_leaf(roots[0], leaf, numbers)
                 self.originals[id(numbers)] = copy.real
                 self.written.add(leaf)
                 if is_same:
                     self.uncounted.add(leaf)
 
-    def _original(self, leaf: torch.Tensor) -> torch.Tensor:
+    def original(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The user's tensor, where a copy stands for it."""
         return self.originals.get(id(leaf), leaf)
+
+    def let_go(self, over: Sequence[Any]) -> None:
+        """A part is over: what only it needed goes."""
+        outputs, _ = self.__dict__.get("whole", ({}, {}))
+        for root in over:
+            outputs.pop(id(root), None)
+        if len(self.roots) == len(over):  # no other has still to go back
+            self.early = {}
+            self.__dict__.pop("whole", None)
+
+    @functools.cached_property
+    def whole(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """What was handed out, on a graph of its own that nobody else goes through, of the whole
+        batch; and what stands for the leaves there, as these may be on graphs that share leaves.
+        By ids."""
+        made: dict[int, torch.Tensor] = {}
+
+        def stand_in(leaf: torch.Tensor) -> torch.Tensor:
+            key = id(self.original(leaf))
+            made.setdefault(key, self.original(leaf).detach().requires_grad_())
+            with torch.enable_grad():
+                same: torch.Tensor = _apply(_Same, leaf.detach(), made[key])
+            return same
+
+        roots = self.roots
+        _core.replace_leaves(roots[0], stand_in)
+        return {id(root): _core.force(root) for root in roots}, made
+
+
+class _Part:
+    """What of it is made of one another: of two parts none is gone through for the other's sake."""
+
+    def __init__(self, cut: _Cut, numbers: Iterable[Any], leaves: Sequence[torch.Tensor]) -> None:
+        self.cut = cut
+        self.numbers = tuple(numbers)
+        self.leaves = leaves
+        self.roots: tuple[Any, ...] = ()
+        self.n_roots = len(self.numbers)
+        cut.parts.append(weakref.ref(self))
 
     def is_inner(self, i: int) -> bool:
         """Whether what else was handed out was made of this: what comes through that is no part of
@@ -129,7 +176,7 @@ class _Part:
         return inner
 
     def _is_inner(self, i: int) -> bool:
-        program = Program(list(self.roots), unwanted=self.roots)
+        program = Program(list(self.roots), unwanted=self.cut.roots)
         value = program.roots[i]
         return any(
             program.imports[k].value == value
@@ -149,8 +196,8 @@ class _Part:
         is_retained = _is_retained()
         found = self.gradients_of(gradients, is_retained)
         if not is_retained:
-            self.roots, self.leaves, self.early = (), (), {}
-            self.__dict__.pop("_whole", None)
+            self.cut.let_go(self.roots)
+            self.roots, self.leaves = (), ()
         return found
 
     def gradients_of(
@@ -162,25 +209,25 @@ class _Part:
         if not given:
             return [None] * len(self.leaves)
         roots, sent = map(list, zip(*given, strict=True))
-        if self.written:
+        if self.cut.written:
             _core.held(roots[0], self._check_written, (roots,), {})
         found: Any = NotImplemented  # whole, where a mode sees each call
         if not surroundings.of_backward():
-            found = replay.gradients_of(roots, sent, is_retained, self.roots)
+            found = replay.gradients_of(roots, sent, is_retained, self.cut.roots)
         if found is NotImplemented:
             with surroundings.outside():
-                outputs, leaves = self._whole
+                outputs, leaves = self._whole()
             found = self._differentiate(outputs, gradients, leaves)
             return [found.get(id(leaf)) for leaf in leaves]
         by_leaf: dict[int, torch.Tensor] = {}
         for leaf, gradient in found:
-            key = id(self._original(leaf))
+            key = id(self.cut.original(leaf))
             by_leaf[key] = by_leaf[key] + gradient if key in by_leaf else gradient
         return [by_leaf.get(id(leaf)) for leaf in self.leaves]
 
     def _check_written(self, roots: list[Any]) -> None:
-        program = Program(roots, unwanted=self.roots)
-        overwritten.check_leaves(program, self.written, self.uncounted)
+        program = Program(roots, unwanted=self.cut.roots)
+        overwritten.check_leaves(program, self.cut.written, self.cut.uncounted)
 
     def go_back_twice(
         self, gradients: Sequence[torch.Tensor | None], seconds: Sequence[torch.Tensor | None]
@@ -193,7 +240,7 @@ class _Part:
                 "call that cannot be recorded; run it whole: koila.config(chunks=1)"
             )
         with surroundings.outside():
-            outputs, leaves = self._whole
+            outputs, leaves = self._whole()
         # Of tensors of their own: what the gradients were made of is gone through by others.
         given = [None if g is None else g.detach().requires_grad_() for g in gradients]
         with torch.enable_grad():
@@ -205,24 +252,15 @@ class _Part:
     def _check(self) -> None:
         if not self.roots:
             raise RuntimeError(_AGAIN)
-        self.keep_what_it_reads(self.early)
+        self.cut.keep_what_it_reads(self.cut.early)
 
-    @functools.cached_property
     def _whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What was handed out, on a graph of its own that nobody else goes through, of the whole
-        batch; and what stands for the leaves there, as these may be on graphs that share leaves."""
-        made: dict[int, torch.Tensor] = {}
-
-        def stand_in(leaf: torch.Tensor) -> torch.Tensor:
-            key = id(self._original(leaf))
-            made.setdefault(key, self._original(leaf).detach().requires_grad_())
-            with torch.enable_grad():
-                same: torch.Tensor = _apply(_Same, leaf.detach(), made[key])
-            return same
-
-        _core.replace_leaves(self.roots[0], stand_in)
-        outputs = [_core.force(root) for root in self.roots]
-        return outputs, [made.get(id(leaf), leaf) for leaf in self.leaves]
+        """What was handed out of it on the whole batch, and what stands for its leaves there."""
+        outputs, made = self.cut.whole
+        return (
+            [outputs[id(root)] for root in self.roots],
+            [made.get(id(leaf), leaf) for leaf in self.leaves],
+        )
 
     @staticmethod
     def _differentiate(
@@ -361,21 +399,20 @@ def call(
 
 
 @surroundings.in_outside
-def before_write(func: Callable[..., Any], given: Any) -> list[tuple[_Part, dict[int, _Copy]]]:
+def before_write(func: Callable[..., Any], given: Any) -> list[tuple[_Cut, dict[int, _Copy]]]:
     """A call runs at once, and may write what it is given, which parts may read again: what they
     were is kept until `after_write`. A weight is no such thing where the call says how it is
     differentiated."""
     is_custom = isinstance(getattr(func, "__self__", None), type)
     tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad and t.is_leaf)]
-    return [(part, part.copy_what_it_reads(tensors)) for part in _parts() if tensors]
+    return [(cut, cut.copy_what_it_reads(tensors)) for cut in _cuts() if tensors]
 
 
 @surroundings.in_outside
-def after_write(kept: list[tuple[_Part, dict[int, _Copy]]]) -> None:
+def after_write(kept: list[tuple[_Cut, dict[int, _Copy]]]) -> None:
     """The call is over."""
-    for part, copies in kept:
-        if copies:
-            part.keep_what_it_reads(copies)
+    for cut, copies in kept:
+        cut.keep_what_it_reads(copies)
 
 
 def whole_gradient_of(tensor: torch.Tensor) -> Any:
@@ -401,8 +438,8 @@ def refuse_inner(tensors: Iterable[Any], what: str) -> None:
 def watch(tensor: torch.Tensor) -> None:
     """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
     trace but the numbers."""
-    for part in _parts():
-        _core.held(part.roots[0], watch_here, (tensor,), {})
+    for cut in _cuts():
+        _core.held(cut.roots[0], watch_here, (tensor,), {})
 
 
 def watch_here(tensor: torch.Tensor) -> None:
@@ -414,9 +451,9 @@ def watch_here(tensor: torch.Tensor) -> None:
         watched.setdefault(leaf, meta.checksum(real))
 
 
-def _parts() -> list[_Part]:
-    """Those of this thread that have still to go back."""
-    return [part for part in _state.parts if part.roots]
+def _cuts() -> list[_Cut]:
+    """Those of this thread of which parts have still to go back."""
+    return [cut for cut in _state.cuts if cut.roots]
 
 
 @surroundings.in_outside
@@ -430,14 +467,14 @@ def _cut(func: Any) -> bool:
     if reached is None:
         return False
     numbers = dict(reached[0])
-    groups: dict[int, list[int]] = defaultdict(list)
+    sharing: dict[int, list[int]] = defaultdict(list)
     for value in numbers:
-        groups[_info(value).storage].append(value)
+        sharing[_info(value).storage].append(value)
     # Of each memory the value that is all of it, or the only one: the others are views of that.
     wholes = {
-        value: group[0] if len(group) == 1 else _info(group[0]).base
-        for group in groups.values()
-        for value in group
+        value: values[0] if len(values) == 1 else _info(values[0]).base
+        for values in sharing.values()
+        for value in values
     }
     roots = {whole: numbers.get(whole) for whole in wholes.values() if _info(whole).requires_grad}
     for value, whole in wholes.items():
@@ -445,10 +482,14 @@ def _cut(func: Any) -> bool:
             roots[whole] = _memory(numbers[value], _info(whole))
     if any(number is None for number in roots.values()):
         return False
-    part = _Part(roots.values(), [one for one in reached[1] if one.requires_grad])
-    with torch.enable_grad():
-        tensors = _apply(_HandedOut, part, *part.leaves) if roots else ()
-    handed = dict(zip(roots, tensors, strict=True))
+    cut = _Cut()
+    parts: list[_Part] = []
+    handed: dict[int, torch.Tensor] = {}
+    for values, leaves in _apart(roots, *reached[1:]):
+        parts.append(_Part(cut, [roots[value] for value in values], leaves))
+        with torch.enable_grad():
+            tensors = _apply(_HandedOut, parts[-1], *leaves)
+        handed.update(zip(values, tensors, strict=True))
     others = {value: numbers[value] for value, whole in wholes.items() if whole not in roots}
     program = Program([]) if len(roots) + len(others) < len(wholes) else None
     for value, whole in wholes.items():
@@ -458,13 +499,32 @@ def _cut(func: Any) -> bool:
     if any(others[value].requires_grad != _info(value).requires_grad for value in others):
         return False
     with steps.cutting():
-        part.roots = _core.hand_out(list(handed.items()), list(others.items()))
+        lazies = iter(_core.hand_out(list(handed.items()), list(others.items())))
+    for part in parts:
+        part.roots = tuple(itertools.islice(lazies, part.n_roots))
     n_bytes = sum(tensor.nbytes for tensor in handed.values())
     reports.note_handed_out(func, n_bytes)
-    if part.roots:
-        part.early = part.copy_what_it_reads([None], max(_SMALL, n_bytes // _SHARE))
-        _state.parts.add(part)
+    if parts:
+        cut.early = cut.copy_what_it_reads([None], max(_SMALL, n_bytes // _SHARE))
+        _state.cuts.add(cut)
     return True
+
+
+def _apart(
+    roots: Iterable[int], leaves: Sequence[tuple[int, torch.Tensor]], groups: Sequence[int]
+) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Values that are made of one another, and the leaves that gradients of them go to. Autograd's
+    engine goes on through all leaves of a node, also where no gradient comes: hooks there are
+    called, and a graph that is used up raises."""
+    values: dict[int, list[int]] = defaultdict(list)
+    for value in roots:
+        values[groups[value]].append(value)
+    read: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+    for value, leaf in reversed(leaves):
+        if leaf.requires_grad:
+            read[groups[value]].setdefault(id(leaf), leaf)
+    for group, together in values.items():
+        yield together, list(read[group].values())
 
 
 def _tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:

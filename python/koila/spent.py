@@ -14,13 +14,6 @@ _DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 @functools.cache
-def _anchor(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one leaf that every spent number of a type hangs on."""
-    with torch._C._InferenceMode(False):  # whoever asks first, it serves all
-        return torch.ones((), dtype=dtype, device=device, requires_grad=True)
-
-
-@functools.cache
 def _second_time() -> str:
     """What torch says to who differentiates a second time."""
     with torch._C._InferenceMode(False), torch.enable_grad():
@@ -34,6 +27,22 @@ def _second_time() -> str:
     raise AssertionError("a graph that was used up can be used again")
 
 
+class _Spent(torch.autograd.Function):
+    """A number whose graph was used up. Where no gradient comes there is nothing to refuse: the
+    engine goes on through all inputs of a node that stands for a part of a program."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
+        if any(gradient is not None for gradient in gradients):
+            raise RuntimeError(_second_time())
+        return None
+
+
 def spent(value: torch.Tensor) -> torch.Tensor:
     """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
     through it again. Whoever keeps that graph keeps none of the memory, as with eager's.
@@ -44,23 +53,38 @@ def spent(value: torch.Tensor) -> torch.Tensor:
         >>> spent(torch.ones(())).requires_grad
         True
     """
+    return _hung_on(_Spent, value)
+
+
+@functools.cache
+def _root(function: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one result of a function that all numbers of a type hang on."""
+    root: torch.Tensor = function.apply(torch.ones((), dtype=dtype, device=device).requires_grad_())
+    return root
+
+
+def _hung_on(function: Any, value: torch.Tensor) -> torch.Tensor:
     with torch._C._InferenceMode(False), torch.enable_grad():
-        refuse: Any = torch._C._functions.DelayedError(_second_time(), 1)
-        anchor = _anchor(value.dtype, value.device)
-        given: torch.Tensor = refuse(anchor.expand(value.shape))
-        _DATA.__set__(given, value.detach())
-    return given
+        root = _root(function, value.dtype, value.device)
+        hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
+            root.expand(value.shape), value.shape
+        )
+        _DATA.__set__(hung, value.detach())  # which is no view of the root to torch
+    return hung
 
 
 class _Outdated(torch.autograd.Function):
     """A number whose graph read what has changed since."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.detach()
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return leaf.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
+        if all(gradient is None for gradient in gradients):
+            return None
         raise StaleError(
             "backward: a value was read, a tensor that it was computed with was changed in place "
             "after that, and only its number is left; call backward() before you change the tensor"
@@ -69,7 +93,4 @@ class _Outdated(torch.autograd.Function):
 
 def outdated(value: torch.Tensor) -> torch.Tensor:
     """`number` with a graph behind it that raises: what it was computed with is another now."""
-    anchor = _anchor(value.dtype, value.device)
-    with torch.enable_grad():
-        result: torch.Tensor = _Outdated.apply(anchor, value)  # type: ignore[no-untyped-call]
-    return result
+    return _hung_on(_Outdated, value)
