@@ -12,7 +12,6 @@ pytestmark = pytest.mark.sanitize
 
 #: Scripts that differ still, by seed.
 KNOWN = {
-    1: "batch normalization under hooks on saved tensors, its statistics in a part cut off",
     25: "a checkpoint's body writes a buffer",
     61: "a retained gradient is lost",
     94: "a parameter that is frozen between forward and backward",

@@ -88,7 +88,8 @@ class _Cut:
 
     @property
     def roots(self) -> tuple[Any, ...]:
-        """What stands for all that was handed out, and has still to go back."""
+        """What stands for all that was handed out, and has still to go back; who asks holds it:
+        parts are dropped at any time."""
         parts = (part() for part in self.parts)
         return tuple(root for part in parts if part is not None for root in part.roots)
 
@@ -98,6 +99,7 @@ class _Cut:
         """A call is made that may write these: leaves among them, by number, which are read again
         going back. None: buffers, if they are as small together."""
         copies: dict[int, _Copy] = {}
+        roots = self.roots
 
         def copy() -> None:
             leaves = {leaf: _info(leaf).real for one in tensors for leaf in _core.leaves_of(one)}
@@ -106,7 +108,8 @@ class _Cut:
                 for leaf, real in reals.items():
                     copies[leaf] = _Copy(real, real._version, real.detach().clone())
 
-        _core.held(self.roots[0], copy, (), {})
+        if roots:
+            _core.held(roots[0], copy, (), {})
         return copies
 
     def keep_what_it_reads(self, copies: dict[int, _Copy]) -> None:
@@ -405,7 +408,8 @@ def before_write(func: Callable[..., Any], given: Any) -> list[tuple[_Cut, dict[
     differentiated."""
     is_custom = isinstance(getattr(func, "__self__", None), type)
     tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad and t.is_leaf)]
-    return [(cut, cut.copy_what_it_reads(tensors)) for cut in _cuts() if tensors]
+    cuts = list(_state.cuts) if tensors else ()
+    return [(cut, cut.copy_what_it_reads(tensors)) for cut in cuts]
 
 
 @surroundings.in_outside
@@ -438,8 +442,9 @@ def refuse_inner(tensors: Iterable[Any], what: str) -> None:
 def watch(tensor: torch.Tensor) -> None:
     """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
     trace but the numbers."""
-    for cut in _cuts():
-        _core.held(cut.roots[0], watch_here, (tensor,), {})
+    for roots in [cut.roots for cut in _state.cuts]:
+        if roots:
+            _core.held(roots[0], watch_here, (tensor,), {})
 
 
 def watch_here(tensor: torch.Tensor) -> None:
@@ -449,11 +454,6 @@ def watch_here(tensor: torch.Tensor) -> None:
         real = _info(leaf).real
         assert real is not None
         watched.setdefault(leaf, meta.checksum(real))
-
-
-def _cuts() -> list[_Cut]:
-    """Those of this thread of which parts have still to go back."""
-    return [cut for cut in _state.cuts if cut.roots]
 
 
 @surroundings.in_outside

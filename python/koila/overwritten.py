@@ -48,7 +48,9 @@ def check_leaves(
         for value in {program.imports[i].value for i in node.imports if i >= 0}.intersection(
             leaves
         ):
-            if _needs_as_before(program, node, value):
+            # What a normalization itself moved, it does not need; nor does torch count such writes.
+            is_moved = value in uncounted and value in _moved_by(program, node)
+            if not is_moved and _needs_as_before(program, node, value):
                 info = program.info(value)
                 if value in uncounted:
                     raise StaleError(
@@ -60,6 +62,15 @@ def check_leaves(
                     f"{_TEXT}: [{kind} {list(info.shape)}], which {_call(node.id)} keeps, was "
                     "written by a call that is not recorded"
                 )
+
+
+def _moved_by(program: Program, node: Node) -> set[int]:
+    """The running statistics that a call writes."""
+    return {
+        program.imports[import_id].value
+        for k, import_id in enumerate(node.imports)
+        if node.leaf_writes >> k & 1 and import_id >= 0
+    }
 
 
 def _is_uncounted(program: Program, value: int) -> bool:
