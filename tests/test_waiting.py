@@ -194,6 +194,23 @@ def test_what_is_put_together_lies_otherwise(chunks: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunks", [2, 3, ROWS])
+def test_a_held_output_of_which_no_chunk_is_a_part(chunks: int) -> None:
+    """It is put together with its rows inside other dims; the graphs that wait need none of it."""
+    found = []
+    for lazy in (lambda x: x, koila.lazy):
+        torch.manual_seed(0)
+        x, weight = torch.randn(ROWS, 4).double(), torch.randn(4, 3).double().requires_grad_()
+        with split(chunks if lazy is koila.lazy else 1):
+            h = lazy(x) @ weight
+            held = h.T.contiguous().T
+            (h.norm() * 0.1).backward()
+        assert weight.grad is not None
+        found.append((weight.grad, h.detach().clone(), held.detach().clone()))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
 def by_rows_again(x: Tensor, w: Tensor) -> Tensor:
     """Rows that get a gradient, read by a body that waits and by one that does not."""
     h = x @ w

@@ -279,7 +279,7 @@ class Cross:
             known = self.aliases.get(("chunk", chunk)) if is_graph else None
             if known is not None:
                 return self._given(("chunk", chunk), known)
-            tensor = self._chunk(grid, chunk)
+            tensor = self.of_rows(grid, chunk)
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
             return self._alias(("chunk", chunk), tensor, is_graph)
@@ -289,7 +289,7 @@ class Cross:
         part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
         return self._alias(key, part, is_graph)
 
-    def _chunk(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor:
+    def of_rows(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor:
         """A chunk of what a body left: a copy, where it was put together and no view is a chunk."""
         if chunk in self.chunks:
             return self.chunks[chunk]
@@ -410,7 +410,7 @@ class Cross:
         if self.info.place is None or all(grad is None for grad in grads):
             return None
         filled = [
-            torch.zeros_like(self._chunk(grid, chunk)) if grad is None else grad
+            torch.zeros_like(self.of_rows(grid, chunk)) if grad is None else grad
             for chunk, grad in enumerate(grads)
         ]
         return rows.gather(filled, self.info.place, self._strides())

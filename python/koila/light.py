@@ -48,7 +48,8 @@ def fill(replay: Replay, values: Iterable[int], chunk: int) -> None:
         run, before = replay.program.runs[number], set(replay.filled)
         fill(replay, needs, chunk)
         homes = {home: replay.cross[home] for home in homes_of(replay.program, run)}
-        known = {home: of.chunks[chunk] for home, of in homes.items() if not of.is_empty(chunk)}
+        there = (home for home, of in homes.items() if not of.is_empty(chunk))
+        known = {home: homes[home].of_rows(replay.grid_of(run), chunk) for home in there}
         env = replay.run_nodes(run, chunk, False, again={**known, value: None})
         replay.cross[value].fill(chunk, env[value])
         del env, known

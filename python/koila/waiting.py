@@ -229,10 +229,11 @@ def back(replay: Replay, step: Step, chunks: list[Chunk]) -> None:
 def _find(replay: Replay, step: Step, chunk: int, homes: Iterable[int], found: Found) -> None:
     """What the graph of a chunk needs: from its home, or made again."""
     known: dict[int, torch.Tensor | None]
-    known = {value: replay.cross[value].chunks[chunk] for value in homes}
+    (run,) = step.runs
+    grid = replay.grid_of(run)
+    known = {value: replay.cross[value].of_rows(grid, chunk) for value in homes}
     again = [value for value in step.again if value in found.n_reads]
     env: Any = known
     if again:
-        (run,) = step.runs
         env = replay.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})
     found.tensors = {value: env[value] for value in found.n_reads}
