@@ -450,20 +450,6 @@ MUTANTS = [
         BRIDGE,
     ),
     Mutant(
-        "bridge: what was handed out is no batch",
-        "koila_c/binding/py_bridge.c",
-        "lazy->is_input = kl_meta_requires_grad(tensor) > 0;",
-        "lazy->is_input = kl_meta_requires_grad(tensor) > 1;",
-        BRIDGE,
-    ),
-    Mutant(
-        "bridge: leaves behind what needs no gradient get one",
-        "koila_c/binding/py_bridge.c",
-        "            if (is_reached[out] && core->values[out].meta.requires_grad) {",
-        "            if (is_reached[out]) {",
-        BRIDGE,
-    ),
-    Mutant(
         "bridge: every part that was cut off is on one node",
         "python/koila/bridge.py",
         "    for group, together in values.items():\n"
@@ -484,20 +470,6 @@ MUTANTS = [
         "python/koila/overwritten.py",
         "        if node.leaf_writes >> k & 1 and import_id >= 0\n",
         "        if node.leaf_writes >> k & 1 and import_id < 0\n",
-        BRIDGE,
-    ),
-    Mutant(
-        "bridge: memory that may be another's is handed out",
-        "koila_c/binding/py_bridge.c",
-        "storage->apart == KL_ID_NONE &&\n           !storage->is_uncertain;",
-        "storage->apart == KL_ID_NONE;",
-        BRIDGE,
-    ),
-    Mutant(
-        "bridge: a part is cut off before it drew",
-        "koila_c/binding/py_bridge.c",
-        "bool is_possible = !kl_tape_has_draw(core);",
-        "bool is_possible = true;",
         BRIDGE,
     ),
     Mutant(

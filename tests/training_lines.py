@@ -503,7 +503,7 @@ KINDS: dict[str, list[str]] = {
         "{name} = ({f}.argmax(1) == y).sum().item()",
         "{name} = {f}.detach().cpu().numpy().sum().item()",
         "{name} = {f}.tolist()[0][0]",
-        "{name} = f'{float({l}):.6f}'",
+        "{name} = f'{abs(float({l})):.6f}'",
         "if {l} > 1:\n    {name} = {f} * 0.5",
         "{name} = bool(torch.isfinite({f}).all())",
         "{name} = {f}.detach().norm().item()",
