@@ -208,6 +208,8 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     made_of = _lookup(_packed, args[0]) if is_packed else None
     if made_of is None or plan.is_whole() or made_of.padded.dim() != 3:
         return NotImplemented
+    if torch.is_autocast_enabled(made_of.padded.device.type):
+        return NotImplemented  # torch casts the weights of its own call
     _, sizes, hx, params, has_biases, num_layers, dropout, train, is_both = args
     is_drawn = train and dropout > 0 and num_layers > 1
     if is_drawn or type(sizes) is LazyTensor or _core.rows_dim(made_of.padded) < 0:
@@ -324,7 +326,7 @@ def _layer(name: str) -> Callable[..., Any]:
         """
         n_steps, states = x.shape[1 if is_batch_first else 0], _listed(hx)
         lengths, order = lengths.cpu(), None
-        if not is_sorted:
+        if not is_sorted or bool((lengths.diff() > 0).any()):
             lengths, order = torch.sort(lengths, descending=True)
             x = x.index_select(0 if is_batch_first else 1, order.to(x.device))
             states = [state.index_select(1, order.to(state.device)) for state in states]
