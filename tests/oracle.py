@@ -287,13 +287,15 @@ def assert_passes(program: Any, n_rows: int, *, chunks: int) -> None:
     """Assert how often the rows went through the model.
 
     Once forward and once backward where the loss is linear in its reductions; where it has a joint,
-    forward once more at the most, and once for a mask of values that gives a shape.
+    forward once more at the most, and once for a mask of values that gives a shape. What the user
+    checkpoints goes forward again before its backward, as the user asked.
     """
     forward, backward = flops_of_eager(program, n_rows)
     got = FlopCounter()
     run_lazy(program, n_rows, chunks=chunks, watch=(got, got))
     once = forward + backward
     n_more = 2 if program.joint == SHAPE_OF_VALUES else bool(program.joint)
+    n_more += program.name == "checkpoint"
     most = once + n_more * forward if chunks > 1 else once
     assert 0 < got.flops <= most, (
         f"{got.flops} flops; one forward and one backward are {once}, one forward {forward}"

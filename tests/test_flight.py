@@ -50,8 +50,7 @@ MORE = {
     "group_norm": (2.5, "two numbers for each row and channel, much beside a few pixels"),
     **dict.fromkeys("conv1d conv2d conv3d".split(), (0.9, "padding on one side")),
     **dict.fromkeys(
-        "gru lstm rnn_relu rnn_tanh "
-        "packed_gru packed_lstm packed_rnn_relu packed_rnn_tanh".split(),
+        "gru lstm rnn_relu rnn_tanh packed_gru packed_lstm packed_rnn_relu packed_rnn_tanh".split(),
         (4.5, "gates of all steps, beside what was kept of them, which goes meanwhile"),
     ),
     "hinge_embedding_loss": (0.5, "composed of other calls"),

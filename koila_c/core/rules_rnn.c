@@ -297,8 +297,11 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         n_kept += layer.n_layers * n_cell * n_of_layer;
         saves->bytes_workspace = (layer.n_gates + (is_both ? 2 : 0)) * n_bytes;
         saves->bytes_backward = is_both && !has_gates ? 2 * n_bytes : 0;
-        if (layer
-                .is_packed) { /* parts of all gates: the gradient of each is made as large as all */
+        if (layer.is_packed) {
+            /* Going forward, inputs and results are copied in another order, and laid out; going back, the
+             * gradient of a part of the gates is made as large as that of all. */
+            int64_t n_in = n_copied * (int64_t)kl_meta_dtype_bytes(dtype);
+            saves->bytes_workspace += 2 * n_in + 3 * layer.n_directions * n_bytes;
             saves->bytes_backward += (2 * layer.n_gates + (has_gates ? 0 : 1)) * n_bytes;
         }
         saves->bytes_steps = (layer.n_layers > 1 ? 2 : 1) * layer.n_directions * n_bytes;
