@@ -354,7 +354,8 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found
-    _refuse_roots(words, "outputs", "grad_outputs")
+    if not words.get("is_grads_batched"):  # then each gradient has a dim more
+        _refuse_roots(words, "outputs", "grad_outputs")
     _tell_why(func, words, "outputs")
     try:
         return _core.live(func, args, kwargs, True)
