@@ -187,6 +187,20 @@ def test_whole_under_a_limit_it_is_eagers_bit_for_bit(kind: str, lengths: list[i
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_precisions_that_are_set_stay() -> None:
+    """A chunk whose rows are of one length turns a library's kernels off, and nothing else."""
+    torch.manual_seed(0)
+    net, x = Net("LSTM", True, False, "pad"), torch.randint(V, (7, STEPS))
+    mkldnn: Any = torch.backends.mkldnn
+    with mkldnn.flags(enabled=True, fp32_precision="ieee"):
+        with koila.config(chunks=7):
+            step(net, koila.lazy(x), torch.tensor(SORTED))
+        assert koila.report().n_chunks == 7
+        assert mkldnn.fp32_precision == "ieee"
+        assert mkldnn.enabled
+
+
 class Tagger(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()

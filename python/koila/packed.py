@@ -6,8 +6,8 @@ layer over the padded rows and their lengths, which on each chunk packs its own 
 layer, and pads what comes. `data` of a packed sequence is recorded as an index into the padded
 rows, which nothing computes where nobody looks at it.
 
-Rows that torch sorts by length (`enforce_sorted=False`) are recorded in the user's order: `sorted`
-knows of what `index_select` gave them, and that the inverse of its index gives them back.
+Rows that torch sorts by length (`enforce_sorted=False`) are recorded in the user's order:
+`_selected` holds what each `index_select` was given, and the inverse of its index gives that back.
 """
 
 from __future__ import annotations
@@ -104,11 +104,10 @@ def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     words: dict[str, Any] = dict(zip(("input", "dim", "index"), args, strict=False), **kwargs)
     x: Any = words.get("input")
     dim, index = words.get("dim"), words.get("index")
-    is_known = len(words) == 3 and isinstance(x, LazyTensor) and isinstance(index, Tensor)
+    is_known = len(words) == 3 and isinstance(x, LazyTensor)
     n_dims = x.dim() if is_known else 0
     if not isinstance(index, Tensor) or not isinstance(dim, int) or not -n_dims <= dim < n_dims:
-        call: Any = handle_torch_function
-        return call(select_index, tuple(a for a in args if isinstance(a, Tensor)), *args, **kwargs)
+        return NotImplemented
     dim %= n_dims
     before = _lookup(_selected, x)
     if before is not None and before.is_own and before.dim == dim and _undoes(before.index, index):
@@ -296,12 +295,11 @@ def _as_of_uneven_rows(lengths: Tensor) -> Iterator[None]:
     if not (is_even and was_enabled):
         yield
         return
-    mkldnn: Any = torch.backends.mkldnn
-    mkldnn.set_flags(False)
+    torch._C._set_mkldnn_enabled(False)  # set_flags() would set a precision, too
     try:
         yield
     finally:
-        mkldnn.set_flags(was_enabled)
+        torch._C._set_mkldnn_enabled(True)
 
 
 def _layer(name: str) -> Callable[..., Any]:
@@ -352,7 +350,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "_pad_packed_sequence": pad_now,
 }
 HANDLERS = {
-    "index_select": index_select,
+    "index_select": _or_else(index_select, select_index),
     "_pack_padded_sequence": _or_else(pack, pack_now),
     "_pad_packed_sequence": _or_else(pad, pad_now),
 }
