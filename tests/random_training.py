@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import koila
 import training_lines
 from oracle import eager
-from random_writes import copied, difference, is_sound
+from random_writes import copied, difference, is_sound, nudged
 from training_lines import COMMON, INPUTS, KINDS, MODELS, OPTIMIZERS, STEPS, WIDTH
 
 #: None: what koila does by itself, which for programs as small as these is one run of the whole.
@@ -322,15 +322,6 @@ def failure(program: Program, chunks: int | None, wanted: Outcome) -> Found | No
 
 def is_conditioned(program: Program, wanted: Outcome) -> bool:
     """Whether eager's own numbers stay what they are where the batch changes in its last bits."""
-
-    def nudged(*tensors: Tensor, batch: int | None = 0) -> Any:
-        del batch
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                tensor.data.mul_(
-                    1 + 1e-14 * torch.linspace(-1, 1, tensor.shape[-1], dtype=torch.float64)
-                )
-        return tensors[0] if len(tensors) == 1 else tensors
 
     return difference(run(program, nudged).seen, wanted.seen, False) is None
 

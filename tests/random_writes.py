@@ -409,18 +409,19 @@ def is_persistent(program: Program, chunks: int) -> bool:
     return sum(failure(other, chunks) is not None for other in others) >= 1
 
 
+def nudged(*tensors: Tensor, batch: int | None = 0) -> Any:
+    """In place of lazy(): plain tensors, changed in their last bits."""
+    del batch
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            by = torch.linspace(-1, 1, tensor.shape[-1], dtype=torch.float64)
+            tensor.data.mul_(1 + 1e-14 * by)
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
 def is_conditioned(program: Program, wanted: Outcome) -> bool:
     """Whether eager's own numbers stay what they are where the inputs change in their last bits: a
     matrix that is singular but for rounding has a determinant that says nothing."""
-
-    def nudged(*tensors: Tensor, batch: int | None = 0) -> Any:
-        del batch
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                tensor.data.mul_(
-                    1 + 1e-14 * torch.linspace(-1, 1, tensor.shape[-1], dtype=torch.float64)
-                )
-        return tensors[0] if len(tensors) == 1 else tensors
 
     seen = run(program, nudged)
     return seen is not None and difference(seen.seen, wanted.seen, False) is None

@@ -177,7 +177,8 @@ error:
     return result;
 }
 
-/* Mark the storages that a graph of what waits keeps, and return its further bytes; -1: nobody knows. */
+/* Mark the storages that autograd would keep if the pending calls ran whole, and return the bytes that it keeps
+ * beside them; -1 if that is not known. */
 static int64_t
 mark_saved(const KlTape *core, bool *is_saved /* [n_storages] */)
 {
@@ -206,8 +207,9 @@ mark_saved(const KlTape *core, bool *is_saved /* [n_storages] */)
     return further;
 }
 
-/* How many bytes less the graph of what waits keeps, and makes on the way, than a part that runs again: that keeps
- * what it reads. Less than 0 where nobody knows. What is handed out, and what the user holds, is there either way. */
+/* Bytes that are saved if the pending calls run whole: a part that is cut off keeps its inputs to run again, a graph
+ * keeps what autograd saves, and makes the rest on the way. Less than 0 if that is not known. What is handed out, and
+ * what the user holds, takes its memory either way. */
 static int64_t
 bytes_won_whole(const Tape *tape, bool *is_saved, bool *is_held /* [n_storages] */)
 {

@@ -27,14 +27,18 @@ def _second_time() -> str:
     raise AssertionError("a graph that was used up can be used again")
 
 
-class _Spent(torch.autograd.Function):
-    """A number whose graph was used up. Where no gradient comes there is nothing to refuse: the
-    engine goes on through all inputs of a node that stands for a part of a program."""
+class _Refusing(torch.autograd.Function):
+    """A number through which no gradient goes back."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         return leaf.clone()
+
+
+class _Spent(_Refusing):
+    """A number whose graph was used up. Where no gradient comes there is nothing to refuse: the
+    engine goes on through all inputs of a node that stands for a part of a program."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
@@ -73,13 +77,8 @@ def _hung_on(function: Any, value: torch.Tensor) -> torch.Tensor:
     return hung
 
 
-class _Outdated(torch.autograd.Function):
+class _Outdated(_Refusing):
     """A number whose graph read what has changed since."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        return leaf.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
