@@ -196,7 +196,7 @@ STEPS: dict[str, Callable[[Bench], None]] = {
 }
 
 #: Why nothing of a step is cut.
-WHOLE = {"fail_when_recorded": "it fails before it runs", "refuse": "it fits in no number"}
+WHOLE = {"refuse": "it fits in no number"}
 #: What hundreds of steps of would take too long.
 MORE_STEPS = {step.__name__: step for step in (teach, refuse, try_again)}
 

@@ -69,7 +69,7 @@ def test_everything_frozen(chunks: int | None) -> None:
             loss.backward()
         return loss.requires_grad, loss.item()
 
-    assert_same_story(story, chunks, whole="torch itself refuses, on real tensors")
+    assert_same_story(story, chunks)
 
 
 @each_split
@@ -257,7 +257,7 @@ def test_implicit_gradient_of_rows_is_refused(chunks: int | None) -> None:
         losses.mean().backward()
         return gradients(model)
 
-    assert_same_story(story, chunks, partly="torch itself refuses, on real tensors")
+    assert_same_story(story, chunks)
 
 
 # Cuts between eager's graph and the tape --------------------------------------------------------

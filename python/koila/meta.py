@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -99,25 +99,28 @@ def _stand_in(argument: Any, met: list[torch.Tensor]) -> Any:
     return argument
 
 
+def _leaves(argument: Any) -> Iterator[Any]:
+    """What is no tuple, list or dict in an argument. (A nested function that calls itself, as in
+    `_pytree`, is a cycle, which would wait for the collector with all that it has met.)"""
+    if isinstance(argument, dict):
+        argument = list(argument.values())
+    if isinstance(argument, tuple | list):
+        for item in argument:
+            yield from _leaves(item)
+    else:
+        yield argument
+
+
 def _device_of(args: Any) -> int | None:
     """The one device of all tensors with dims, as a number of the core; None where they differ."""
     devices: set[int] = set()
     scalars: set[int] = set()
-
-    def walk(argument: Any) -> None:
-        if isinstance(argument, torch.Tensor):
-            _, shape, _, _, device = _describe(argument)
+    for leaf in _leaves(args):
+        if isinstance(leaf, torch.Tensor):
+            _, shape, _, _, device = _describe(leaf)
             (devices if shape else scalars).add(device)
-        elif isinstance(argument, tuple | list):
-            for item in argument:
-                walk(item)
-        elif isinstance(argument, dict):
-            for item in argument.values():
-                walk(item)
-        elif isinstance(argument, torch.device):
+        elif isinstance(leaf, torch.device):
             raise _UnknownError
-
-    walk(args)
     devices = devices or scalars
     return devices.pop() if len(devices) == 1 else None
 
@@ -165,7 +168,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if asked_in is not None:
         result = result.to(given)
     inputs = {tensor.untyped_storage()._cdata for tensor in met}
-    tensors = (t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+    tensors = (leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     are_given = all(_describe(tensor)[2] is not None for tensor in tensors)
     is_known = are_given and _are_strides_known(getattr(func, "__name__", ""), met, device)
     if isinstance(result, torch.Tensor):
@@ -220,28 +223,38 @@ def refuse(
     of_zeros, of_ones = (_error_of(func, args, kwargs, number) for number in (0, 1))
     # What torch says of some numbers alone is not of sizes and dtypes.
     if of_zeros is not None and of_ones is not None and str(of_zeros) == str(of_ones):
-        raise of_zeros
+        try:
+            raise of_zeros
+        finally:
+            del of_zeros  # its traceback holds this frame
 
 
 def _error_of(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int
 ) -> Exception | None:
     """What torch says of sizes and dtypes, where each lazy has one number everywhere."""
-
-    def fill(lazy: Any) -> torch.Tensor:
-        full = torch.full((), number, dtype=lazy.dtype, device=lazy.device)
-        return full.expand(lazy.shape)
-
-    args, kwargs = _pytree.tree_map_only(_core.LazyTensor, fill, (args, kwargs))
+    args, kwargs = _filled(args, number), _filled(kwargs, number)
     was_enabled = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # a block of torch.no_grad() runs what waits at its end
     try:
         func(*args, **kwargs)
     except Exception as error:
-        return error if type(error) in _OF_SIZES else None
+        return error.with_traceback(None) if type(error) in _OF_SIZES else None
     finally:
         torch._C._set_grad_enabled(was_enabled)
     return None
+
+
+def _filled(argument: Any, number: int) -> Any:
+    """An argument with tensors of one number for its lazies."""
+    if isinstance(argument, _core.LazyTensor):
+        full = torch.full((), number, dtype=argument.dtype, device=argument.device)
+        return full.expand(argument.shape)
+    if isinstance(argument, dict):
+        return {name: _filled(item, number) for name, item in argument.items()}
+    if type(argument) in (tuple, list):
+        return type(argument)([_filled(item, number) for item in argument])
+    return argument
 
 
 def _writes(func: Callable[..., Any]) -> bool:
