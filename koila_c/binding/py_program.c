@@ -299,7 +299,8 @@ find_known(Tape *tape, KlIds *wanted, KlIds *reached)
             KlValueId out = node->first_out + k;
             bool is_reached = tape->core.values[out].state == KL_STATE_PENDING &&
                               tape->core.values[out].is_wanted;
-            if (((is_reached || k == 0) && add_id(wanted, out) < 0) ||
+            bool has_effect = k == 0 && kl_program_is_committed(tape, (KlNodeId)i) == 0;
+            if (((is_reached || has_effect) && add_id(wanted, out) < 0) ||
                 (is_reached && add_id(reached, out) < 0)) {
                 return -1;
             }

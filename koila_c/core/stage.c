@@ -130,7 +130,8 @@ is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
 
 /* Light work by rows on such values. A reduction need not be light:
  * its result is kept, so it is never run again. A write may be such work: each run that has it has made
- * what it writes, or writes a clone, and keeps the order of the calls. */
+ * what it writes, or writes a clone, and keeps the order of the calls; but statistics are written also
+ * where no body asks for the result. */
 static bool
 is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
@@ -139,7 +140,7 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     }
     bool is_light =
         node->mode == KL_MODE_REDUCE || (node->row != NULL && kl_ops_is_light(node->row));
-    if (node->mode == KL_MODE_ONCE || !is_light || node->is_random) {
+    if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->leaf_writes != 0) {
         return false;
     }
     for (uint32_t k = 0; k < node->n_outs; k++) {

@@ -620,6 +620,37 @@ must_run_now(const KlTape *tape, KlNodeId id)
     return node->leaf_writes != 0 && !is_any_out_reached(tape, id);
 }
 
+/* What runs now, and what that reads, reads and writes leaves (running statistics) that calls before it are
+ * still to write: those run with it. Values say here whether one that runs reads or writes them. */
+static void
+find_writers_before(KlTape *tape)
+{
+    for (size_t i = 0; i < tape->n_values; i++) {
+        tape->values[i].is_reached = false;
+    }
+    for (size_t i = tape->n_nodes; i-- > 0;) {
+        KlNode *node = &tape->nodes[i];
+        const KlInput *inputs = &tape->inputs[node->first_input];
+        bool is_run = node->must_run;
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            const KlValue *out = &tape->values[node->first_out + k];
+            is_run = is_run || (out->is_reached && out->node == i); /* not cut */
+        }
+        for (uint32_t k = 0; node->leaf_writes >> k != 0; k++) {
+            bool is_asked =
+                inputs[k].value != KL_ID_NONE && tape->values[inputs[k].value].is_reached;
+            node->must_run |= writes_aside(node->leaf_writes, k) != 0 && is_asked;
+        }
+        node->must_run = node->must_run && !node->is_done && !node->is_abandoned;
+        is_run = !node->is_done && !node->is_abandoned && (is_run || node->must_run);
+        for (uint32_t k = 0; is_run && k < node->n_inputs; k++) {
+            if (inputs[k].value != KL_ID_NONE) {
+                tape->values[inputs[k].value].is_reached = true;
+            }
+        }
+    }
+}
+
 bool
 kl_tape_find_known(KlTape *tape)
 {
@@ -641,6 +672,9 @@ kl_tape_find_known(KlTape *tape)
         }
         node->must_run = !node->is_done && !node->is_abandoned && must_run_now(tape, (KlNodeId)i);
         has_any = has_any || node->must_run;
+    }
+    if (tape->n_aside != 0) {
+        find_writers_before(tape);
     }
     return has_any;
 }

@@ -6,6 +6,7 @@ Until then what a program writes are copies; a call on a chunk leaves its share 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -118,8 +119,7 @@ class Tracked:
         args = (*args, *(kwargs[name] for name in _WORDS[len(args) :]))
         x, weight, bias, mean, var, is_training, momentum, *rest = args
         if not is_training:
-            others = (one for i, one in self.moves.items() if i != node.id)
-            if any(other.running[0].data_ptr() == mean.data_ptr() for other in others):
+            if any(map(self._moved_by(node).__contains__, self._moved_before(node))):
                 why = "its running statistics are still to be moved"
                 raise NotInChunksError(f"{_core.node(node.id)[3]}: {why}")
             own = mean.clone(), var.clone()
@@ -130,6 +130,20 @@ class Tracked:
             found = self.moves.setdefault(node.id, Statistics(mean, var, momentum))
             found.of_chunks[chunk] = x.shape[0], *of_chunk
         return made
+
+    def _moved_by(self, node: Node) -> set[int]:
+        """The leaves that a call writes on the side."""
+        writes = (i for k, i in enumerate(node.imports) if node.leaf_writes >> k & 1)
+        return {self.program.imports[i].value for i in writes}
+
+    def _moved_before(self, node: Node) -> Iterator[int]:
+        """The leaves that calls before one, which are in training, write at the commit."""
+        done: set[int] = _core.memo().get("effects", set())
+        for other in self.program.nodes.values():
+            if other.leaf_writes and other.id < node.id and other.id not in done:
+                _, args, kwargs = _core.call(other.id)
+                if {**dict(zip(_WORDS, args, strict=False)), **kwargs}["use_input_stats"]:
+                    yield from self._moved_by(other)
 
     def settle(self) -> None:
         """The last of what takes memory."""

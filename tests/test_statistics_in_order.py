@@ -1,0 +1,161 @@
+"""Running statistics move in the order of the calls, also where a later call runs before an earlier
+one that waits: at the end of a block without gradients, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import koila
+from oracle import Lazy, assert_seen, eager, tell
+from stories import each_split_further, rows
+
+Norm = Callable[[], nn.Module]
+NORMS: dict[str, Norm] = {
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "mean of all": lambda: nn.BatchNorm1d(4, momentum=None),
+    "frozen": lambda: nn.BatchNorm1d(4).requires_grad_(False),
+    "without weights": lambda: nn.BatchNorm1d(4, affine=False),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
+}
+Between = Callable[[nn.Module, Tensor, Tensor, Lazy], Any]
+BETWEEN: dict[str, Between] = {}
+
+
+def add(between: Between) -> Between:
+    BETWEEN[between.__name__] = between
+    return between
+
+
+@add
+def another_batch(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
+    with torch.no_grad():
+        return norm(lazy(rows(4)) * 2)
+
+
+@add
+def the_same_batch(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
+    with torch.no_grad():
+        return norm(x - 1)
+
+
+@add
+def a_plain_batch(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
+    with torch.no_grad():
+        return norm(rows(4) * 2)
+
+
+@add
+def twice(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
+    with torch.no_grad():
+        return norm(norm(x - 1) * 2)
+
+
+@add
+def for_nothing(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
+    with torch.no_grad():
+        norm(x - 1)
+
+
+@add
+def in_evaluation(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
+    norm.eval()
+    with torch.no_grad():
+        made = norm(lazy(rows(4)))
+    norm.train()
+    return made
+
+
+@add
+def a_read(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
+    return norm(x.detach() - 1).detach().sum().item()
+
+
+@add
+def in_inference_mode(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
+    with torch.inference_mode():
+        return norm(lazy(rows(4))).sum().item()
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("kind", NORMS)
+@each_split_further
+def test_a_norm_that_waits(chunks: int | None, kind: str, name: str, is_stepped: bool) -> None:
+    """It was called in training, before it is called without gradients."""
+
+    def story(lazy: Lazy) -> Any:
+        net, norm = nn.Linear(4, 4).double(), NORMS[kind]().double()
+        parameters = [*net.parameters(), *norm.parameters()]
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        x = lazy(rows(4))
+        h = net(x)
+        if is_stepped:
+            h.square().mean().backward()
+            optimizer.step()
+            h = h.detach() + net.bias
+        waits = norm(norm(h) * 2)
+        made = BETWEEN[name](norm, h, x, lazy)
+        loss = (waits * rows(4)).tanh().sum()
+        loss.backward()
+        return made, loss, list(norm.buffers()), [p.grad for p in parameters]
+
+    want, want_state = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, got_state = tell(story, koila.lazy)
+    assert_seen(got, want, name, exact_bits=False)
+    assert torch.equal(got_state, want_state)
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+@each_split_further
+def test_a_result_that_nobody_asks_for(
+    chunks: int | None, kind: str, is_differentiated: bool
+) -> None:
+    """What is called on inputs alone moves its statistics also then."""
+
+    def story(lazy: Lazy) -> Any:
+        net, norm = nn.Linear(4, 4).double(), NORMS[kind]().double().requires_grad_(False)
+        x = lazy(rows(4))
+        norm(x - 1)
+        norm(x * 2)
+        if is_differentiated:
+            net(x).tanh().sum().backward()
+        return list(norm.buffers())
+
+    want, want_state = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, got_state = tell(story, koila.lazy)
+    assert_seen(got, want, kind, exact_bits=False)
+    assert torch.equal(got_state, want_state)
+
+
+def test_in_evaluation_twice() -> None:
+    """What writes back what it has read is no reason to run whole."""
+    norm = NORMS["instance norm"]().double().eval()
+    with koila.config(chunks=3):
+        x = koila.lazy(rows(4).requires_grad_())
+        (norm(norm(x) * 2) * x).tanh().sum().backward()
+    report = koila.report()
+    assert report is not None
+    assert report.n_chunks == 3
+
+
+def test_what_has_other_statistics_goes_on_waiting() -> None:
+    """A teacher's norm runs without its student."""
+    student, teacher = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+
+    x = koila.lazy(torch.randn(8, 4))
+    with koila.config(chunks=2):
+        made = student(x)
+        with torch.no_grad():
+            teacher(x)
+        assert koila._core.known(made) is None
+        assert koila._core.real(made) is None
