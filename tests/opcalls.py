@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import sanitizers
 from koila import _core
 from koila.functions import PYTHON_ROWS
+from koila.masks import select_masked
 from koila.packed import LAYERS
 from koila.partials import REDUCTIONS, Call
 from opchunks import (
@@ -43,6 +44,7 @@ NAMESPACES = (
     torch._C._special,
     torch._C._fft,
     types.SimpleNamespace(**{f"packed_{name}": call for name, call in LAYERS.items()}),
+    types.SimpleNamespace(select_masked=select_masked),
 )
 PLACED = {torch.float64, torch.complex128, torch.int64, torch.bool, torch.int32}
 RANDOM_VALUES = {"empty_like", "new_empty"}  # uninitialised memory

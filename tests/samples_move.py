@@ -419,6 +419,12 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     # indexing
     "__getitem__": items,
     "__setitem__": assignments,
+    "select_masked": lambda: [
+        call(f(4, 4), ~torch.eye(4, dtype=torch.bool), 3),
+        call(f(4, 3, 2), torch.tensor([[True, False, True]] * 3 + [[True, True, False]]), 2),
+        call(f(4, 3, 2), f(4, 3, 1).argsort(1).argsort(1).expand(4, 3, 2) == 0, 2),
+        call(f(4, 3), torch.ones(4, 3, dtype=torch.bool), 3),
+    ],
     "gather": gathers,
     **each("scatter scatter_", scatters_values),
     **each("scatter_add scatter_add_", scatters),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import split
-from oracle import Lazy, eager
+from oracle import Lazy, assert_close, eager
 from written import N_ROWS, Programs, each_count
 
 pytestmark = pytest.mark.sanitize
@@ -59,6 +59,29 @@ def assigned(x: Tensor, ids: Tensor, w: Tensor, v: Tensor) -> Any:
     first = x @ w
     first[x[:, 0] > 0] = first[x[:, 0] > 0].exp()
     return text, first
+
+
+@PROGRAMS.add
+def as_many_of_each_row_are_selected(x: Tensor, z: Tensor, w: Tensor) -> Any:
+    """Of rows that are put in order or repeated too, along one dim or several, of one number."""
+    mask = x >= x.topk(2, 1).values[:, 1:]
+    text = (x @ w)[:, None] * (z @ w)[:, :, None]
+    chosen = text[mask].view(len(x), 2, -1)
+    pairs = text.flatten(0, 1)[mask[:, None].expand(-1, 4, -1).flatten(0, 1)]
+    flat = (x @ w).masked_select(mask)
+    return chosen.exp(), pairs.tanh() * 2, flat.view(-1, 2).softmax(1), (x @ w)[mask].sum()
+
+
+@PROGRAMS.add
+def others_are_selected(x: Tensor, z: Tensor, w: Tensor) -> Any:
+    """The batch is both dims of a value, or in a dim that the mask does not reach."""
+    scores = (x @ w) @ (z @ w).T
+    mask = ~torch.eye(N_ROWS, dtype=torch.bool)
+    others = scores[mask].view(N_ROWS, -1)
+    of_columns = scores.T[mask].view(N_ROWS, -1)
+    small = torch.tensor([[True, False], [False, True]])
+    stacked = torch.stack([(x @ w).T[:2], (z @ w).T[:2]])
+    return others.logsumexp(1), of_columns.logsumexp(1), stacked[small] * 2
 
 
 @each_count
@@ -119,3 +142,40 @@ def test_a_model_of_images_and_text_takes_a_third(is_assigned: bool) -> None:
     want = peak(eager)
     with split(6):
         assert peak(koila.lazy) <= 0.35 * want
+
+
+def test_other_pairs_of_a_batch_are_selected_by_rows() -> None:
+    """SimCLR, as its repository writes it: masks of the diagonal and of the positives."""
+    n_pairs = 128
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(10)]
+        model = nn.Sequential(*layers).double()
+        x = lazy(torch.randn(2 * n_pairs, 48, 16, dtype=torch.float64).mT.contiguous())
+        labels = torch.arange(n_pairs).repeat(2)
+        labels = labels[None] == labels[:, None]
+        with memory:
+            features = F.normalize(model(x).mean(1), dim=1)
+            scores = features @ features.T
+            mask = torch.eye(2 * n_pairs, dtype=torch.bool)
+            labels = labels[~mask].view(2 * n_pairs, -1)
+            scores = scores[~mask].view(2 * n_pairs, -1)
+            positives = scores[labels].view(2 * n_pairs, -1)
+            negatives = scores[~labels].view(2 * n_pairs, -1)
+            logits = torch.cat([positives, negatives], dim=1) / 0.07
+            loss = F.cross_entropy(logits, torch.zeros(2 * n_pairs, dtype=torch.long))
+        with memory:
+            loss.backward()
+        return loss, [parameter.grad for parameter in model.parameters()]
+
+    memory = Allocations()
+    wanted = story(eager)
+    n_bytes = memory.peak
+    for chunks in (2, 7):
+        memory = Allocations()
+        with split(chunks, rows=("select_masked",)):
+            loss, got = story(koila.lazy)
+        for given, want in zip([loss, *got], [wanted[0], *wanted[1]], strict=True):
+            assert_close(given, want, f"{chunks} chunks")
+        assert memory.peak <= (0.7 if chunks == 2 else 0.4) * n_bytes

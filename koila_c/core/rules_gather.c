@@ -173,6 +173,61 @@ place_index_select(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
+/* select_masked(x, mask, n_each): x[mask], where each entry of dim 0 has n_each that the mask chooses */
+KlStatus
+shape_select_masked(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    const KlMeta *mask = kl_rules_input(call, 1);
+    int64_t n_each = 0;
+    KlStatus status = kl_rules_int(call, 2, 0, &n_each);
+    if (status != KL_OK || n_each <= 0 || mask == NULL || mask->dtype != KL_DTYPE_BOOL ||
+        mask->n_dims == 0 || mask->n_dims > input->n_dims) {
+        return status == KL_OK ? KL_DECLINED : status;
+    }
+    int64_t shape[KL_DIMS_MAX] = {mask->shape[0] * n_each};
+    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+        if (dim >= mask->n_dims) {
+            shape[dim - mask->n_dims + 1] = input->shape[dim];
+        } else if (mask->shape[dim] != input->shape[dim]) {
+            return kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
+        }
+    }
+    return kl_rules_out_shape(result, shape, input->n_dims - mask->n_dims + 1, error);
+}
+
+KlStatus
+place_select_masked(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
+    int32_t n_masked = call->inputs[1]->n_dims;
+    if (want.dim >= n_masked && !kl_place_is_rows(&call->inputs[1]->place)) {
+        result->outs[0].place = want;
+        result->outs[0].place.dim -= n_masked - 1;
+        return KL_OK;
+    }
+    if (want.dim != 0) {
+        return kl_rules_once(result, "a mask chooses among the rows");
+    }
+    result->outs[0].place = want;
+    result->outs[0].place.inner *= call->args[2].u.i; /* the rule of its shape has seen it */
+    const char *reason = kl_rules_match(call, result, 0, &want);
+    reason = reason == NULL ? kl_rules_match(call, result, 1, &want) : reason;
+    return reason == NULL ? KL_OK : kl_rules_once(result, reason);
+}
+
+/* the mask; torch looks up the indices of what it chooses, forward and backward */
+void
+saves_select_masked(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    const KlMeta *mask = call->inputs[1];
+    int64_t n_chosen = result->outs[0].shape[0];
+    saves->inputs |= kl_rules_needs_grad(call, 0) ? UINT64_C(1) << 1 : 0;
+    saves->bytes_workspace = saves->bytes_backward =
+        n_chosen * mask->n_dims * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
+}
+
 /* index_add(x, dim, index, source), index_copy: slices of source go where index says */
 KlStatus
 shape_index_add(const KlCall *call, KlInferred *result, KlError *error)

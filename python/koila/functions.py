@@ -21,6 +21,7 @@ from koila import (
     handlers,
     hooks,
     inplace_views,
+    masks,
     meets,
     meta,
     norms,
@@ -271,6 +272,10 @@ def register_all() -> None:
         _core.register(layer, OP, name, packed.run_whole, False, False, False, row, tuple)
     _core.register(
         packed.select_index, OP, "index_select", None, False, False, False, "index_select", tuple
+    )
+    chosen = masks.select_masked
+    _core.register(
+        chosen, OP, "__getitem__", masks.run_whole, False, False, False, "select_masked", tuple
     )
     for name, as_torch in packed.OWN.items():
         _register_op(as_torch, name)

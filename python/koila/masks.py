@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from koila import _core, plan, reports
 
@@ -30,11 +31,15 @@ def _read_number(tensor: Tensor) -> Tensor:
 def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x[mask]: with the mask known so is the shape, and what x is made of can still be cut.
 
-    torch too looks up where a mask is True, and goes on with these indices.
+    Where each entry of dim 0 has as many that are chosen, its rows are rows of the result. Else the
+    call is recorded with the indices, which torch too looks up.
     """
     if len(args) != 2 or kwargs or plan.is_whole():
         return NotImplemented
     items = args[1] if isinstance(args[1], tuple) else (args[1],)
+    n_each = _n_each(args[0], items[0]) if len(items) == 1 else None
+    if n_each is not None:
+        return select_masked(args[0], _read_number(items[0]), n_each)
     at = 0
     indices: list[Any] = []
     for item in items:
@@ -50,6 +55,28 @@ def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if len(indices) == len(items) and all(a is b for a, b in zip(indices, items, strict=True)):
         return NotImplemented
     return args[0][tuple(indices)]
+
+
+def _n_each(x: Any, mask: Any) -> int | None:
+    """How many entries a mask chooses of each entry of dim 0, where these are as many, and some."""
+    if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        return None
+    if mask.dim() < 2 or mask.shape != x.shape[: mask.dim()] or mask.numel() == 0:
+        return None
+    counts = _read_number(mask).flatten(1).sum(1)
+    return int(counts[0]) or None if bool((counts == counts[0]).all()) else None
+
+
+def select_masked(x: Tensor, mask: Tensor, n_each: int) -> Any:
+    """x[mask], of which each entry of dim 0 has so many."""
+    if has_torch_function((x, mask)):
+        return handle_torch_function(select_masked, (x, mask), x, mask, n_each)
+    return x[mask]
+
+
+def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What cannot be recorded after all runs at once."""
+    return _core.live(func, args, kwargs, False)
 
 
 def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
