@@ -48,7 +48,6 @@ def test_read_in_it(chunks: int | None) -> None:
 @each_split_further
 def test_backward_in_it_leaves_nothing_behind(chunks: int | None) -> None:
     """Weights change in it, and the numbers that are left are as good as others."""
-    spent._root.cache_clear()
 
     def story(lazy: Lazy) -> Any:
         x, w = lazy(rows(4)), weight()
@@ -65,11 +64,10 @@ def test_backward_in_it_leaves_nothing_behind(chunks: int | None) -> None:
     assert_same_story(story, chunks)
 
 
-def test_the_root_of_spent_numbers_serves_all() -> None:
-    spent._root.cache_clear()
+def test_spent_numbers_are_no_inference_tensors() -> None:
+    number = torch.ones(2, dtype=torch.float64)
     with torch.inference_mode():
-        spent.spent(torch.ones(2, dtype=torch.float64))
-    assert not spent._root(spent._Spent, torch.float64, torch.device("cpu")).is_inference()
+        assert not spent.spent(number, ()).is_inference()
 
 
 @each_split_further

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.sanitize
 #: Scripts that differ still, by seed.
 KNOWN = {
     25: "a checkpoint's body writes a buffer",
-    61: "a retained gradient is lost",
     94: "a parameter that is frozen between forward and backward",
 }
 

@@ -275,6 +275,10 @@ static PyMethodDef functions[] = {
      "storage($module, lazy, /)\n--\n\n"
      "The number of the memory of a pending lazy; None where it is, or may be, memory of the "
      "user's."},
+    {"behind", kl_bridge_behind, METH_VARARGS,
+     "behind($module, value, /)\n--\n\n"
+     "Pairs of a value and a tensor that needs a gradient: those that a value is made of, some "
+     "twice."},
     {"leaves_of", core_leaves_of, METH_O,
      "leaves_of($module, tensor, /)\n--\n\n"
      "[value] of the real tensors that pending calls read and that share a tensor's memory."},
@@ -298,8 +302,10 @@ static PyMethodDef functions[] = {
      "otherwise."},
     {"set_busy", core_set_busy, METH_O,
      "set_busy($module, flag, /)\n--\n\nA replay begins, or is over."},
-    {"outdated", kl_stale_outdated, METH_NOARGS,
-     "outdated($module, /)\n--\n\nValues with a number that cannot be made again: all, or some."},
+    {"outdated", kl_stale_outdated, METH_O,
+     "outdated($module, is_over, /)\n--\n\n"
+     "Values with a number that cannot be made again, or are of a step that is over: all, or "
+     "some."},
     {"forget_left", kl_stale_forget_left, METH_NOARGS,
      "forget_left($module, /)\n--\n\n"
      "Drop the numbers of values with a gradient that no lazy stands for any more."},

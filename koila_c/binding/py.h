@@ -310,7 +310,7 @@ int kl_tape_check_leaves(Tape *tape);
 /* outdated() -> (all, some): values with a number that cannot be made again, for a leaf of theirs has
  * changed. The first where all such have their number; the second where pending calls read such, and the
  * number is enough. */
-PyObject *kl_stale_outdated(PyObject *module, PyObject *ignored);
+PyObject *kl_stale_outdated(PyObject *module, PyObject *is_over);
 /* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
  * it was, makes it again. */
 void kl_stale_drop_numbers(Tape *tape);
@@ -359,6 +359,9 @@ PyObject *kl_bridge_won_whole(PyObject *module, PyObject *ignored);
 /* reached() -> ([(value, number)], [leaf]): what the user can reach and has a number, and the real tensors
  * with a gradient that lead to it; None where a lazy among them cannot be given a tensor. */
 PyObject *kl_bridge_reached(PyObject *module, PyObject *ignored);
+
+/* The leaves behind a value, for whose gradient nothing is kept any more. */
+PyObject *kl_bridge_behind(PyObject *module, PyObject *args);
 /* hand_out(roots, others) -> lazies that stand for the values of `roots` from now on. Both are lists of
  * (value, tensor): the user's lazies of these get the tensors, and what they record goes onto a new tape. */
 PyObject *kl_bridge_hand_out(PyObject *module, PyObject *args);

@@ -115,6 +115,34 @@ list_leaves(const Tape *tape, PyObject *handed, bool *is_reached /* [n_values] *
     return status;
 }
 
+PyObject *
+kl_bridge_behind(PyObject *module, PyObject *args)
+{
+    (void)module;
+    KlValueId id = KL_ID_NONE;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:behind", kl_py_id, &id)) {
+        return NULL;
+    }
+    size_t n = tape->core.n_values;
+    PyObject *handed = id < n ? PyList_New(0) : PyErr_Format(PyExc_IndexError, "behind: %u", id);
+    PyObject *leaves = PyList_New(0);
+    bool *is_reached = kl_alloc_zeroed(n + 1, sizeof(*is_reached));
+    KlValueId *groups = kl_alloc_zeroed(n + 1, sizeof(*groups));
+    int status = handed != NULL && leaves != NULL ? append_pair(handed, id, Py_None) : -1;
+    if (status == 0 && (is_reached == NULL || groups == NULL)) {
+        (void)PyErr_NoMemory();
+        status = -1;
+    }
+    if (status < 0 || list_leaves(tape, handed, is_reached, groups, leaves) < 0) {
+        Py_CLEAR(leaves);
+    }
+    kl_alloc_free(groups);
+    kl_alloc_free(is_reached);
+    Py_XDECREF(handed);
+    return leaves;
+}
+
 static PyObject *
 list_of_ids(const KlValueId *ids, size_t n)
 {

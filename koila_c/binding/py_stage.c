@@ -601,7 +601,7 @@ kl_stage_deliver(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* cut(value, tensor): the number of a value, which is a leaf from now on. */
+/* cut(value, tensor): the number of a value, which is a leaf from now on where anything reads it or stands for it. */
 PyObject *
 kl_stage_cut(PyObject *module, PyObject *args)
 {
@@ -616,9 +616,13 @@ kl_stage_cut(PyObject *module, PyObject *args)
     if (id >= tape->core.n_values) {
         return PyErr_Format(PyExc_IndexError, "cut: there is no value %u", id);
     }
+    if (tape->core.values[id].n_pending == 0 && tape->values[id].handle == NULL) {
+        Py_RETURN_NONE;
+    }
     Py_XSETREF(tape->values[id].real, Py_NewRef(tensor));
     Py_CLEAR(tape->values[id].result);
     kl_tape_cut(&tape->core, id);
+    tape->core.values[id].state = KL_STATE_SPENT;
     kl_tape_refresh_leaf(tape, id);
-    return Py_NewRef(Py_None);
+    Py_RETURN_NONE;
 }

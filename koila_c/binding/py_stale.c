@@ -301,11 +301,11 @@ kl_stale_is_enough(const Tape *tape, KlValueId value)
            kl_stale_version(entry->result) == entry->version;
 }
 
-/* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed.
- * 0: there are some that have none; -1 on failure. Cutting: list those whose number is enough for what
- * reads them. */
+/* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed, or is
+ * what is left of a step that is over. 0: there are some that have none; -1 on failure. Cutting: list those whose
+ * number is enough for what reads them. */
 static int
-find_outdated(const Tape *tape, bool *lost, PyObject *list, bool is_cutting)
+find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool is_cutting)
 {
     const KlTape *core = &tape->core;
     for (size_t i = 0; i < core->n_values; i++) {
@@ -313,7 +313,7 @@ find_outdated(const Tape *tape, bool *lost, PyObject *list, bool is_cutting)
         if (result < 0) {
             return -1;
         }
-        lost[i] = result > 0;
+        lost[i] = result > 0 || (is_over && core->values[i].state == KL_STATE_SPENT);
     }
     for (size_t i = core->n_done; i < core->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
@@ -341,10 +341,9 @@ find_outdated(const Tape *tape, bool *lost, PyObject *list, bool is_cutting)
 }
 
 PyObject *
-kl_stale_outdated(PyObject *module, PyObject *ignored)
+kl_stale_outdated(PyObject *module, PyObject *is_over)
 {
     (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0), *cuts = PyList_New(0);
     int status = list != NULL && cuts != NULL ? 1 : -1;
@@ -364,11 +363,11 @@ kl_stale_outdated(PyObject *module, PyObject *ignored)
                      ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost))
                      : NULL;
     if (lost != NULL) {
-        status = find_outdated(tape, lost, list, false);
+        status = find_outdated(tape, is_over == Py_True, lost, list, false);
     }
     if (status == 0) { /* a new call reads one, or an old one has not run */
         status = PyList_SetSlice(list, 0, PyList_GET_SIZE(list), NULL);
-        status = status == 0 ? find_outdated(tape, lost, cuts, true) : status;
+        status = status == 0 ? find_outdated(tape, is_over == Py_True, lost, cuts, true) : status;
     }
     kl_alloc_free(lost);
 done:;

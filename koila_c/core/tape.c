@@ -429,7 +429,8 @@ kl_tape_set_done(KlTape *tape, KlNodeId id)
     KlNode *node = &tape->nodes[id];
     node->is_done = true;
     for (uint32_t i = 0; i < node->n_outs; i++) {
-        tape->values[node->first_out + i].state = KL_STATE_LIVE;
+        KlValue *out = &tape->values[node->first_out + i];
+        out->state = out->node == id ? KL_STATE_LIVE : out->state; /* else it was cut */
     }
     for (uint32_t i = 0; i < node->n_inputs; i++) {
         KlValueId value = tape->inputs[node->first_input + i].value;

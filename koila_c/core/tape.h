@@ -11,7 +11,7 @@ typedef enum {
     KL_STATE_PENDING, /* recorded, not run */
     KL_STATE_KNOWN,   /* has a number, and its node: it can still be differentiated */
     KL_STATE_LIVE,  /* has a real tensor on a real autograd graph: what ran whole, and every leaf */
-    KL_STATE_SPENT, /* has a number; its backward ran */
+    KL_STATE_SPENT, /* has a number, and is a leaf: no gradient goes through the call that made it */
 } KlState;
 
 typedef struct KlInput {

@@ -419,10 +419,15 @@ def after_write(kept: list[tuple[_Cut, dict[int, _Copy]]]) -> None:
         cut.keep_what_it_reads(copies)
 
 
+def is_handed_out(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the node of a part, which may go back without a gradient for it."""
+    return isinstance(getattr(tensor.grad_fn, "part", None), _Part)
+
+
 def whole_gradient_of(tensor: torch.Tensor) -> Any:
     """The lazy of a part whose gradient is that of a tensor; None: it is the tensor's own."""
-    part = getattr(tensor.grad_fn, "part", None)
-    if not isinstance(part, _Part) or not part.roots or not part.is_inner(tensor.output_nr):
+    part: Any = getattr(tensor.grad_fn, "part", None)
+    if not is_handed_out(tensor) or not part.roots or not part.is_inner(tensor.output_nr):
         return None
     return part.roots[tensor.output_nr]
 

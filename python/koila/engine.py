@@ -41,7 +41,8 @@ def is_in_hook() -> bool:
 
 
 def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
-    """Whether a gradient of a tensor is, or goes on to, that of one of `inputs`."""
+    """Whether a gradient of a tensor is, or goes on to, that of one of `inputs`; or may, where the
+    graph ends at a number of which only that is left (`spent.py`)."""
     wanted: set[tuple[Any, int | None]] = {(id(t), None) for t in inputs}
     wanted.update((t.grad_fn, t.output_nr) for t in inputs if t.grad_fn is not None)
 
@@ -53,6 +54,8 @@ def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
         while steps:
             step = steps.pop()
             if step in wanted or (id(getattr(step[0], "variable", None)), None) in wanted:
+                return True
+            if getattr(getattr(step[0], "_forward_cls", None), "is_left", False):
                 return True
             if step[0] is not None and step[0] not in seen:
                 seen.add(step[0])

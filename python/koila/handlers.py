@@ -28,6 +28,7 @@ from koila import (
     replay,
     reports,
     scans,
+    spent,
     surroundings,
 )
 
@@ -184,6 +185,11 @@ def _listed(obj: Any) -> list[Any]:
     return list(obj) if isinstance(obj, tuple | list) else [obj]
 
 
+def _reals(obj: Any) -> list[Any]:
+    """The tensors of lazies that have theirs, and of others."""
+    return [_core.real(one) if type(one) is LazyTensor else one for one in _listed(obj)]
+
+
 def _words(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -200,7 +206,7 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     if is_other or surroundings.of_backward():
         return NotImplemented
     if inputs is not None:
-        inputs = [_core.real(t) if type(t) is LazyTensor else t for t in _listed(inputs)]
+        inputs = _reals(inputs)
         if not inputs or any(t is None for t in inputs):
             return NotImplemented
     roots = _listed(words[root])
@@ -211,6 +217,8 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     is_retained = bool(words.get("retain_graph"))
 
     def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+        if inputs is not None:
+            spent.check(cuts, inputs)
         if cuts:
             engine.backward(cuts, found, is_retained=is_retained, inputs=inputs or ())
 
@@ -246,6 +254,8 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     _tell_why(func, words, names[0])
     try:
         _core.live(func, args, kwargs, True)
+        if words.get("inputs") is not None:
+            spent.check(_reals(words[names[0]]), _reals(words["inputs"]))
     finally:
         _core.note_backward()
 
@@ -301,8 +311,7 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
     is_other = words.get("create_graph") or words.get("is_grads_batched")
     if is_other or surroundings.of_backward():
         return NotImplemented
-    inputs = _listed(words["inputs"])
-    inputs = [_core.real(t) if type(t) is LazyTensor else t for t in inputs]
+    inputs = _reals(words["inputs"])
     if not all(isinstance(t, torch.Tensor) for t in inputs):
         return NotImplemented
     roots = _listed(words["outputs"])
@@ -313,6 +322,7 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
     is_retained = bool(words.get("retain_graph"))
 
     def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
+        spent.check(cuts, inputs)
         return torch.autograd.grad(
             cuts,
             inputs,
@@ -330,6 +340,8 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     cut off, where the hook is called."""
     real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
     whole = bridge.whole_gradient_of(real) if real is not None else None
+    if whole is None and real is not None and bridge.is_handed_out(real) and len(args) == 2:
+        args = args[0], hooks.where_given(args[1])
     if whole is None:
         return hooks.register(func, args, kwargs)
     return _core.held(whole, hooks.register, (func, (whole, *args[1:]), kwargs), {})
@@ -358,7 +370,13 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         _refuse_roots(words, "outputs", "grad_outputs")
     _tell_why(func, words, "outputs")
     try:
-        return _core.live(func, args, kwargs, True)
+        found = _core.live(func, args, kwargs, True)
+        if any(gradient is None for gradient in found):
+            spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
+        return found
+    except RuntimeError:
+        spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
+        raise
     finally:
         if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
             _core.note_backward()

@@ -87,13 +87,17 @@ class PendingNode:
 torch.autograd.graph.Node.register(PendingNode)
 
 
-def bind(value: int, real: torch.Tensor) -> None:
-    """Hand the hooks of a value over to the tensor that a live run made for it."""
+def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
+    """Hand over to the tensor that stands for a value from now on its hooks, and the gradient that
+    is kept of it, or by the lazy that stands for it."""
     hooks = _of(value)
     if hooks is not None:
         real.register_hook(functools.partial(_call, hooks))
-    if _core.retained(value) is not None:
+    if _core.retained(value, is_of_lazy) is not None:
         real.retain_grad()
+        gradient = _retained_as(_core.retained(value, is_of_lazy))
+        if gradient is not None:
+            real.grad = gradient
 
 
 def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
@@ -102,6 +106,17 @@ def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
             made = hook(gradient)
         gradient = gradient if made is None else made
     return gradient
+
+
+def where_given(hook: Hook) -> Hook:
+    """A hook of a tensor on a node of several: torch calls it also where no gradient comes. Eager,
+    whose tensor is on a node of its own, does not."""
+
+    @functools.wraps(hook)
+    def call(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else hook(gradient)
+
+    return call
 
 
 def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
@@ -145,17 +160,15 @@ def commit(seen: Seen) -> None:
             kept[name] = kept[name] + gradient if name in kept else gradient.detach()
 
 
-def _retained_by(value: int) -> torch.Tensor | None:
+def _retained_as(name: int | None) -> torch.Tensor | None:
     kept: dict[int | None, torch.Tensor] = _core.memo().get("retained", {})
-    return kept.get(_core.retained(value, True))
+    return kept.get(name)
 
 
 def give(value: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of a lazy that stands for a value, with the gradient that it retained."""
-    gradient = _retained_by(value)
-    if gradient is not None:
-        tensor.retain_grad()
-        tensor.grad = gradient
+    """The tensor with which a lazy that stands for a value leaves the tape."""
+    if is_any():
+        bind(value, tensor, True)
     return tensor
 
 
@@ -163,4 +176,4 @@ def give(value: int, tensor: torch.Tensor) -> torch.Tensor:
 def retained(lazy: Any) -> torch.Tensor | None:
     """The gradient that a lazy retained, while it has no tensor of its own."""
     value = _core.id(lazy)
-    return _retained_by(value) if value is not None else None
+    return _retained_as(_core.retained(value, True)) if value is not None else None

@@ -193,7 +193,7 @@ def _warn_in_worker() -> None:
 
 def _begin() -> int:
     """Another batch begins; its axis."""
-    settle_outdated()
+    settle_outdated(is_over=True)
     flush.flush_known("lazy() of another batch")
     reports.begin_batch()
     return _core.new_axis()

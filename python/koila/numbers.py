@@ -66,14 +66,15 @@ class Numbers:
             return self._of_kept(value)
         result = self._of_storage(value)
         is_new = self._is_spent(value) and not result.requires_grad
-        return spent(result) if is_new else result
+        return spent(result, _core.behind(value)) if is_new else result
 
     def _of_kept(self, value: int) -> torch.Tensor:
         if value not in self.made:
             known = self.program.info(value).result  # what was read stays what it was
             # Put together without a graph it may be a view, which torch would not let be written.
             result = known if known is not None else as_new(self.cross[value].read_whole(False))
-            self.made[value] = spent(result) if self._is_spent(value) else result
+            is_spent = self._is_spent(value)
+            self.made[value] = spent(result, _core.behind(value)) if is_spent else result
         return self.made[value]
 
     def _of_storage(self, value: int) -> torch.Tensor:
@@ -93,15 +94,25 @@ class Numbers:
             given = hooks.give(value, result) if self._is_spent(value) else result
             _core.deliver(value, given, is_final)
 
+    def leave(self) -> None:
+        """What backward went through is a leaf from now on for the calls that still read it: the
+        tensor that the lazy left with, whose gradient may be asked for, and goes no further."""
+        for value, result, is_final in self.found:
+            if is_final and self._is_spent(value):
+                _core.cut(value, result)
+
 
 @in_turn
-def settle_outdated() -> None:
-    """What has a number, and whose parameters have changed since, keeps it and loses its graph."""
-    all_such, some = _core.outdated()
+def settle_outdated(is_over: bool = False) -> None:
+    """What has a number, and whose parameters have changed since, keeps it and loses its graph. So
+    does what was made of numbers that a backward left, where the step `is_over`: a script that
+    keeps such things would else keep their programs too."""
+    all_such, some = _core.outdated(is_over)
     for value in (*all_such, *some):
         result, requires_grad = _core.value(value)[6], _core.value(value)[2]
         assert result is not None
-        result = hooks.give(value, outdated(result)) if requires_grad else result
+        if requires_grad:
+            result = hooks.give(value, outdated(result, _core.behind(value)))
         if all_such:
             _core.deliver(value, result, True)
         else:

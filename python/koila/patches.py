@@ -485,7 +485,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    numbers.settle_outdated()
+    numbers.settle_outdated(is_over=True)
 
 
 def refresh() -> None:

@@ -702,7 +702,8 @@ class Replay:
         self.numbers.deliver()
         if self.is_forward and not self.program.is_known_only:
             _core.forget_left()  # all that can be read goes on from what is known now
-        _core.close()
+        if not _core.close():
+            self.numbers.leave()
 
 
 @contextlib.contextmanager

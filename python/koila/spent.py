@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,69 +28,105 @@ def _second_time() -> str:
     raise AssertionError("a graph that was used up can be used again")
 
 
-class _Refusing(torch.autograd.Function):
-    """A number through which no gradient goes back."""
+class _Refusing(engine.Function):
+    """The node behind numbers through which no gradient goes back: `refuse` raises why. Its inputs
+    are the leaves that the numbers were made of, for those who ask for the gradients of some."""
+
+    is_left = True
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, dtype: torch.dtype, device: torch.device, *leaves: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.n = len(leaves)
         ctx.set_materialize_grads(False)
-        return leaf.clone()
+        return torch.ones((), dtype=dtype, device=device)
+
+    @classmethod
+    def backward(cls, ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Where no gradient comes there is nothing to refuse: the engine goes on through all inputs
+        of a node that stands for a part of a program."""
+        if any(gradient is not None for gradient in gradients):
+            cls.refuse()
+        return (None,) * (2 + ctx.n)
+
+    @staticmethod
+    def refuse() -> NoReturn:
+        raise NotImplementedError
 
 
 class _Spent(_Refusing):
-    """A number whose graph was used up. Where no gradient comes there is nothing to refuse: the
-    engine goes on through all inputs of a node that stands for a part of a program."""
+    """A number whose graph was used up."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
-        if any(gradient is not None for gradient in gradients):
-            raise RuntimeError(_second_time())
-        return None
-
-
-def spent(value: torch.Tensor) -> torch.Tensor:
-    """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
-    through it again. Whoever keeps that graph keeps none of the memory, as with eager's.
-
-    Example:
-        >>> import torch
-        >>> from koila.spent import spent
-        >>> spent(torch.ones(())).requires_grad
-        True
-    """
-    return _hung_on(_Spent, value)
-
-
-@functools.cache
-def _root(function: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one result of a function that all numbers of a type hang on."""
-    root: torch.Tensor = function.apply(torch.ones((), dtype=dtype, device=device).requires_grad_())
-    return root
-
-
-def _hung_on(function: Any, value: torch.Tensor) -> torch.Tensor:
-    with torch._C._InferenceMode(False), torch.enable_grad():
-        root = _root(function, value.dtype, value.device)
-        hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
-            root.expand(value.shape), value.shape
-        )
-        _DATA.__set__(hung, value.detach())  # which is no view of the root to torch
-    return hung
+    def refuse() -> NoReturn:
+        raise RuntimeError(_second_time())
 
 
 class _Outdated(_Refusing):
     """A number whose graph read what has changed since."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
-        if all(gradient is None for gradient in gradients):
-            return None
+    def refuse() -> NoReturn:
         raise StaleError(
             "backward: a value was read, a tensor that it was computed with was changed in place "
-            "after that, and only its number is left; call backward() before you change the tensor"
+            "after that, or its step is over and a backward went through that tensor, and only its "
+            "number is left; call backward() before you change the tensor, or end the step"
         )
 
 
-def outdated(value: torch.Tensor) -> torch.Tensor:
-    """`number` with a graph behind it that raises: what it was computed with is another now."""
-    return _hung_on(_Outdated, value)
+def _hung_on(
+    function: Any, number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]
+) -> torch.Tensor:
+    with torch._C._InferenceMode(False), torch.enable_grad():
+        inputs = list({id(leaf): leaf for _, leaf in leaves}.values())
+        if not inputs:
+            inputs.append(torch.ones((), device="cpu").requires_grad_())
+        root = function.apply(number.dtype, number.device, *inputs)
+        hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
+            root.expand(number.shape), number.shape
+        )
+        _DATA.__set__(hung, number.detach())  # which is no view of the root to torch
+    return hung
+
+
+def spent(number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
+    through it again. Whoever keeps that graph keeps none of the memory, as with eager's.
+
+    Args:
+        number: what is left.
+        leaves: pairs of which the second are the tensors that it was made of.
+
+    Example:
+        >>> import torch
+        >>> from koila.spent import spent
+        >>> spent(torch.ones(()), []).requires_grad
+        True
+    """
+    return _hung_on(_Spent, number, leaves)
+
+
+def outdated(number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Likewise, with a graph behind it that raises: what it was computed with is another now."""
+    return _hung_on(_Outdated, number, leaves)
+
+
+def check(roots: Iterable[Any], inputs: Iterable[Any]) -> None:
+    """Raise where the gradient of a value was asked for that may have led to a number of which only
+    that is left: to torch `roots` have nothing to do with such a value."""
+    missing = {(t.grad_fn, t.output_nr) for t in inputs if t is not None and t.grad_fn is not None}
+    wanted, seen = missing.copy(), set[Any]()
+    steps = [(t.grad_fn, t.output_nr) for t in roots if missing and t is not None]
+    refusing: Any = None
+    while steps:
+        node, _ = step = steps.pop()
+        missing.discard(step)
+        function = getattr(node, "_forward_cls", None)
+        if refusing is None and getattr(function, "is_left", False):
+            refusing = function
+        if step not in wanted and node is not None and node not in seen:
+            seen.add(node)
+            steps += node.next_functions
+    if missing and refusing is not None:
+        refusing.refuse()
