@@ -12,7 +12,6 @@ pytestmark = pytest.mark.sanitize
 
 #: Scripts that differ still, by seed.
 KNOWN = {
-    25: "a checkpoint's body writes a buffer",
     94: "a parameter that is frozen between forward and backward",
 }
 

@@ -47,19 +47,25 @@ node_inputs(const KlTape *core, const KlStages *stages, const KlNode *node)
 }
 
 /* (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes, is data,
- * is open, is for chunks, inputs as imports) */
+ * is open, is for chunks, its checkpoint's region, does its backward read what it saves, inputs as
+ * imports) */
 static PyObject *
 node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    return Py_BuildValue(
-        "(INNiiiIIOIIOOON)", id, stage_object(stages->node_stage[id]),
-        stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
-        axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
-        node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
-        stages->is_data[id] ? Py_True : Py_False, node->is_open ? Py_True : Py_False,
-        node->is_for_chunks ? Py_True : Py_False, node_inputs(&tape->core, stages, node));
+    const KlSaves *saves = &node->saves;
+    bool is_kept =
+        node->row == NULL || saves->inputs != 0 || saves->outputs != 0 || saves->bytes_extra > 0;
+    is_kept = is_kept && kl_stage_has_gradient(&tape->core, stages, node);
+    return Py_BuildValue("(INNiiiIIOIIOOOION)", id, stage_object(stages->node_stage[id]),
+                         stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
+                         axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
+                         node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
+                         stages->is_data[id] ? Py_True : Py_False,
+                         node->is_open ? Py_True : Py_False,
+                         node->is_for_chunks ? Py_True : Py_False, node->region,
+                         is_kept ? Py_True : Py_False, node_inputs(&tape->core, stages, node));
 }
 
 static PyObject *

@@ -14,7 +14,7 @@ _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
 _Ids = tuple[int, ...]
 _Step = tuple[int, int, int, _Ids, _Ids, bool, _Ids, _Ids]
 _StagedNode = tuple[
-    int, int, int | None, int, int, int, int, int, bool, int, int, bool, tuple[int, ...]
+    int, int, int | None, int, int, int, int, int, bool, int, int, bool, int, bool, tuple[int, ...]
 ]
 # (inputs, outputs, bytes_extra, is_extra_rows, bytes_fixed, bytes_workspace, bytes_backward)
 _NodeSaves = tuple[int, int, int, bool, int, int, int]

@@ -2,57 +2,94 @@
 again before their backward.
 
 But a body that updates statistics does so in both of torch's runs. Those of batch normalizations
-are moved once more when the program has gone back (norms.Again); a body with others is left to
-torch, at once. So is one that is not to draw the same numbers again (preserve_rng_state=False).
+are moved once more when the program has gone back (norms.Again); a body with others, or with a
+module that seems to write a buffer of its own, is left to torch, at once. So is one that is not to
+draw the same numbers again (preserve_rng_state=False). What a body turns out to write all the same
+is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
-import inspect
 import itertools
+import re
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import handle_torch_function
 
-from koila import _core, explain, norms, plan, surroundings
+from koila import _core, draws, explain, norms, plan, surroundings
+from koila.errors import KoilaError
+from koila.program import Node, Program
 
 
 class _State(threading.local):
     groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
-    modules: dict[int, nn.Module] = {}  # noqa: RUF012  by their running mean
 
 
 _state = _State()
 
+# What a body writes ---------------------------------------------------------------------------
 
-def _modules_in(obj: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """The modules that a function can call: its own, those it is bound to or has captured."""
-    if isinstance(obj, nn.Module):
-        yield from obj.modules()
-    elif isinstance(obj, list | tuple):
-        for item in obj:
-            yield from _modules_in(item, depth - 1)
-    elif callable(obj) and depth > 0:
-        inside = [getattr(obj, "__self__", None), getattr(obj, "func", None)]
-        inside += [*getattr(obj, "args", ()), *(getattr(obj, "__defaults__", None) or ())]
-        if inspect.isfunction(obj):
-            captured = inspect.getclosurevars(obj)
-            inside += [*captured.nonlocals.values(), *captured.globals.values()]
-        for item in inside:
-            if item is not None and not inspect.isclass(item) and not inspect.ismodule(item):
-                yield from _modules_in(item, depth - 1)
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes in some code, and in what it defines."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _inside(obj: Any, names: set[str]) -> Iterator[Any]:
+    """What an object of none of torch's kinds holds, of which code with these names can call."""
+    if isinstance(obj, dict):
+        yield from obj.values()
+    elif isinstance(obj, list | tuple | set):
+        yield from obj
+    elif isinstance(obj, types.FunctionType):
+        yield from obj.__defaults__ or ()
+        yield from (obj.__kwdefaults__ or {}).values()
+        for cell in obj.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is still empty
+                yield cell.cell_contents
+        yield from (obj.__globals__[name] for name in names & obj.__globals__.keys())
+    elif isinstance(obj, types.MethodType):
+        yield from (obj.__func__, obj.__self__)
+    elif isinstance(obj, functools.partial):
+        yield from (obj.func, *obj.args, *obj.keywords.values())
+    else:
+        attributes = getattr(obj, "__dict__", {})
+        yield from (attributes[name] for name in names & attributes.keys())
+        if isinstance(call := getattr(type(obj), "__call__", None), types.FunctionType):  # noqa: B004
+            yield call
+
+
+def _modules_in(
+    objs: Iterable[Any], names: set[str] | None = None, depth: int = 4
+) -> Iterator[nn.Module]:
+    """The modules that functions can call: given to them, or what they are bound to or captured."""
+    names = set() if names is None else names
+    for obj in objs:
+        if isinstance(obj, nn.Module):
+            yield from obj.modules()
+        elif depth > 0 and not isinstance(obj, Tensor | type | types.ModuleType | str):
+            is_function = isinstance(obj, types.FunctionType)
+            inner = names | _names_in(obj.__code__) if is_function else names
+            if isinstance(obj, types.MethodType) and isinstance(obj.__func__, types.FunctionType):
+                inner = names | _names_in(obj.__func__.__code__)
+            yield from _modules_in(list(_inside(obj, inner)), inner, depth - 1)
 
 
 def _updates(module: nn.Module) -> bool:
+    """Whether it is of torch, and updates what it has as it runs."""
     if not module.training:
         return False
     hooks = module._forward_pre_hooks.values()
@@ -63,45 +100,139 @@ def _updates(module: nn.Module) -> bool:
     )
 
 
-def _updates_statistics(body: Callable[..., Any]) -> bool:
-    return any(map(_updates, _modules_in(body)))
+_IN_PLACE = re.compile(r"[a-z0-9]_$")
 
 
-def _can_record(body: Callable[..., Any]) -> bool:
-    """Whether what a body updates are batch normalizations that are trained: all of them have a
-    part in what torch makes again."""
-    found = list(filter(_updates, _modules_in(body)))
-    return not plan.is_whole() and all(
+@functools.cache
+def _written_by(kind: type) -> frozenset[str]:
+    """The names beside which forward, or a method that it names, names what writes in place."""
+    names: set[str] = set()
+    seen, left = set(), ["forward"]
+    while left:
+        method = getattr(kind, left.pop(), None)
+        if isinstance(method, types.FunctionType) and method not in seen:
+            seen.add(method)
+            named = _names_in(method.__code__)
+            left.extend(named)
+            if any(map(_IN_PLACE.search, named)) or _STORES & set(method.__code__.co_code[::2]):
+                names |= named
+    return frozenset(names)
+
+
+#: The opcodes of `x[i] = y`, `x.y = z`, and of `x += y`, which is one among others.
+_STORES = {dis.opmap[name] for name in ("STORE_SUBSCR", "STORE_ATTR")}
+
+
+def _seems_to_write(module: nn.Module) -> bool:
+    """Whether a method of its class names a buffer of its own, and writes something."""
+    is_torchs = isinstance(module, _BatchNorm) or type(module).__module__.startswith("torch.nn.")
+    if is_torchs or not module._buffers:
+        return False
+    kind: Any = type(module)
+    return not _written_by(kind).isdisjoint(module._buffers)
+
+
+def _can_record(found: list[nn.Module]) -> bool:
+    """Whether what a body's modules update are batch normalizations that are trained: all of them
+    have a part in what torch makes again."""
+    return not any(map(_seems_to_write, found)) and all(
         isinstance(module, _BatchNorm)
         and module.running_mean is not None
         and module.weight is not None
         and module.weight.requires_grad
-        for module in found
+        for module in filter(_updates, found)
     )
+
+
+class _Buffer(NamedTuple):
+    """A buffer as it was."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int | None
+
+    def is_written(self) -> bool:
+        now: Any = self.module._buffers.get(self.name)
+        return now is not self.tensor or _version(self.tensor) != self.version
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was written; what a lazy is a version of."""
+    if type(tensor) is _core.LazyTensor:
+        return _core.id(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return None if tensor.is_inference() else tensor._version
+
+
+def _buffers_of(found: list[nn.Module]) -> list[_Buffer]:
+    """The buffers of modules, but for the counts of batches, which are moved once more; so are
+    statistics, which are written without a new version."""
+    return [
+        _Buffer(module, name, tensor, _version(tensor))
+        for module in dict.fromkeys(found)
+        for name, tensor in module._buffers.items()
+        if tensor is not None and not (isinstance(module, _BatchNorm) and tensor.dim() == 0)
+    ]
+
+
+def _refuse(what: str) -> None:
+    raise KoilaError(
+        f"checkpoint: its body {what} ({draws.user_line()}). torch runs the body once more in "
+        "backward, and that too; koila runs it once. Leave it out of the checkpoint, or run it "
+        "whole: koila.config(chunks=1)"
+    )
+
+
+# Recording ------------------------------------------------------------------------------------
+
+
+def _norm_calling(mean: Tensor) -> nn.Module | None:
+    """The batch normalization on the stack whose running mean this is."""
+    frame = sys._getframe(2)
+    for _ in range(16):
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(module, _NormBase) and module.running_mean is mean:
+            return module
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
     """torch.batch_norm while a body is recorded."""
     args: tuple[Any, ...] = (x, weight, bias, mean, *words)
-    module = _state.modules.get(id(mean)) if _state.groups else None
-    if module is None or type(x) is not _core.LazyTensor or not words[1]:
+    if not _state.groups or mean is None or not words[1]:
         return _plain_batch_norm(*args)
+    needs = any(one is not None and one.requires_grad for one in (x, weight, bias))
+    if not (needs and torch.is_grad_enabled()):
+        _refuse("moves the statistics of a normalization of which no gradient is asked")
+    if type(x) is not _core.LazyTensor:  # recorded as well: what backward moves is of the program
+        x = _core.input(x, -1, _core.new_axis(), 0)
+    module = _norm_calling(mean)
     again = norms.Again(words[2])
-    again.module, again.groups = module, _state.groups
+    again.groups, again.running = _state.groups, (mean, words[0])
+    counted: Any = None if module is None else module.num_batches_tracked
+    again.n_batches = counted
+    again.is_mean = module is not None and module.momentum is None
     call: Any = handle_torch_function
-    return call(norms.batch_norm, (x,), *args[:6], again, *args[7:])
+    return call(norms.batch_norm, (x,), x, *args[1:6], again, *args[7:])
 
 
 _torch: Any = torch
 _plain_batch_norm: Callable[..., Any] = torch.batch_norm
 _n_recording = 0
-_numbers = itertools.count(1)
+_numbers, _ends = itertools.count(1), itertools.count(1)
 
 
 @contextlib.contextmanager
-def _region() -> Iterator[None]:
+def _region(is_reentrant: bool) -> Iterator[None]:
     """What is recorded is the body of a checkpoint: what autograd keeps of it is made again."""
-    before = _core.set_region(next(_numbers) if torch.is_grad_enabled() else 0)
+    number = 2 * next(_numbers) + is_reentrant if torch.is_grad_enabled() else 0
+    for group in _state.groups:
+        group.regions.add(number)
+    before = _core.set_region(number)
     try:
         yield
     finally:
@@ -109,28 +240,33 @@ def _region() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recording(body: Callable[..., Any]) -> Iterator[None]:
-    """A block in which a body that updates statistics is recorded."""
+def _recording(found: list[nn.Module], is_reentrant: bool) -> Iterator[None]:
+    """A block in which a body is recorded that torch would run again."""
     global _n_recording
-    outer = _state.groups, _state.modules
-    found: Any = filter(_updates, _modules_in(body))
-    _state.groups = (*outer[0], norms.Group())
-    _state.modules = {**outer[1], **{id(module.running_mean): module for module in found}}
+    outer, buffers, group = _state.groups, _buffers_of(found), norms.Group()
+    _state.groups = (*outer, group)
     _n_recording += 1
     _torch.batch_norm = _batch_norm
     try:
-        yield
+        with _region(is_reentrant):
+            yield
     finally:
-        _state.groups, _state.modules = outer
+        group.index = next(_ends)
+        _state.groups = outer
         _n_recording -= 1
         if _n_recording == 0:
             _torch.batch_norm = _plain_batch_norm
+    for buffer in buffers:
+        if buffer.is_written():
+            _refuse(f"writes {type(buffer.module).__name__}.{buffer.name}")
 
 
 def run(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Record the body of a reentrant checkpoint."""
-    is_again = torch.is_grad_enabled() and _updates_statistics(body)
-    with _region(), _recording(body) if is_again else contextlib.nullcontext():
+    if not torch.is_grad_enabled():
+        with _region(True):
+            return body(*args)
+    with _recording(list(_modules_in([body, *args])), True):
         return body(*args)
 
 
@@ -146,7 +282,59 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     if not args[1]:
         return False  # as `patched`
     needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    return needs and _can_record(args[0])
+    return needs and _can_record(list(_modules_in([args[0], *args[2:]])))
+
+
+def reached(program: Program) -> set[int]:
+    """The regions of which backward asks what torch would make again."""
+    return {node.region for node in program.nodes.values() if node.region and node.is_kept}
+
+
+def check(program: Program, has_inputs: bool) -> None:
+    """Raise where a program is to be differentiated otherwise than torch's checkpoints allow, or
+    where torch would differentiate what its second run makes of other numbers."""
+    regions = reached(program) if program.has_checkpoints else set()
+    if has_inputs and any(region % 2 for region in regions):
+        raise RuntimeError(
+            "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
+            "passing an `inputs` parameter to .backward(). Set use_reentrant=False, or call "
+            ".backward() without passing the `inputs` argument."
+        )
+    written: dict[
+        int, set[int]
+    ] = {}  # by region, the statistics that torch's second run finds moved
+    for node in program.nodes.values() if regions and program.has_effects else ():
+        groups = _groups_of(node)
+        moved = _memory(program, _aside(node))
+        for region in set().union(*(group.regions for group in groups if group.regions & regions)):
+            written.setdefault(region, set()).update(moved)
+    for node in program.nodes.values() if written else ():
+        read = set(node.imports) - _aside(node) if node.region in written else set()
+        if _memory(program, read) & written.get(node.region, set()):
+            raise KoilaError(
+                f"{_core.node(node.id)[3]}: it reads running statistics in the body of a "
+                "checkpoint that moves them, so torch differentiates what it makes of others; "
+                "koila runs the body once. Read them outside, or run it whole: "
+                "koila.config(chunks=1)"
+            )
+
+
+def _aside(node: Node) -> set[int]:
+    return {i for k, i in enumerate(node.imports) if node.leaf_writes >> k & 1}
+
+
+def _memory(program: Program, imports: Iterable[int]) -> set[int]:
+    """Where plain tensors lie that a call reads."""
+    reals = (program.info(program.imports[i].value).real for i in imports if i >= 0)
+    with torch._C.DisableTorchFunctionSubclass():
+        return {real.data_ptr() for real in reals if real is not None}
+
+
+def _groups_of(node: Node) -> tuple[norms.Group, ...]:
+    """The bodies with which a call's statistics are moved once more."""
+    func, args, _ = _core.call(node.id) if node.leaf_writes else (None, (), {})
+    again = args[6] if func is norms.batch_norm else None
+    return again.groups if isinstance(again, norms.Again) else ()
 
 
 def checkpoint(args: Any, kwargs: Any) -> Any:
@@ -168,11 +356,11 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
         is_ours = holds_lazy(args) or holds_lazy(kwargs)
         is_recorded = is_ours and not plan.is_whole() and not surroundings.of_call()
         is_recorded = is_recorded and context_fn is torch.utils.checkpoint.noop_context_fn
-        is_again = is_recorded and torch.is_grad_enabled() and _updates_statistics(body)
+        is_again = is_recorded and torch.is_grad_enabled()
+        found = list(_modules_in([body, *args, *kwargs.values()])) if is_again else []
         # Without preserve_rng_state what torch runs again draws other numbers, and moves on the
         # generator: the gradient is of those.
-        draws_again = is_recorded and torch.is_grad_enabled() and not preserve
-        if draws_again or (is_again and not _can_record(body)):
+        if is_again and not (preserve and _can_record(found)):
             explain.log_live(torch.utils.checkpoint.checkpoint)
             is_recorded = is_again = False
         if not is_recorded:
@@ -182,7 +370,7 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
             return
         # What it makes of plain tensors at once keeps what it saves: to have that again torch would
         # run all of the body, in the midst of a backward.
-        with _region(), _recording(body) if is_again else contextlib.nullcontext():
+        with _recording(found, False) if is_again else _region(False):
             yield
 
     return generator

@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function
 from koila import _core, engine
 
 Pair = tuple[Tensor, Tensor]
+_batch_norm: Callable[..., Tensor] = torch.batch_norm  # while a body is recorded that is ours
 _backward = torch.ops.aten.native_batch_norm_backward.default
 
 
@@ -150,7 +151,7 @@ def batch_norm(
     """Whole, where nobody made the statistics, torch's own call."""
     if var is None or mean is None:
         words = weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-        made = torch.batch_norm(x, *words)
+        made: Tensor = _batch_norm(x, *words)
         if isinstance(momentum, Again) and made.requires_grad:
             momentum.hook(made, x.detach())
         return made
@@ -175,11 +176,10 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class Group:
     """The calls of one checkpoint: where a gradient goes to one, torch runs all of them again."""
 
-    n_made = 0
+    index = 0  # the body that ended last goes back first; one inside of it after it
 
     def __init__(self) -> None:
-        Group.n_made += 1
-        self.index = Group.n_made
+        self.regions: set[int] = set()  # of the tape, where its calls are
         self.moves: list[Callable[[], None]] = []  # of calls that ran whole, in their order
         self.is_done = False  # in this backward
 
@@ -197,29 +197,28 @@ class Group:
         self.is_done = False
 
 
-def next_momentum(module: Any) -> float:
-    """Count one more batch; the share that it has in what a norm tracks."""
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-    if module.momentum is not None:
-        return float(module.momentum)
-    return 1.0 / int(module.num_batches_tracked)
-
-
 class Again(float):
     """The momentum of a batch_norm in the body of a checkpoint: backward moves its statistics by it
     once more."""
 
-    module: Any
     groups: tuple[Group, ...]
+    running: Pair
+    n_batches: Tensor | None  # how many its module has counted
+    is_mean: bool  # of all of these
+
+    def next(self) -> float:
+        """Count one more batch; the share that it has in what a norm tracks."""
+        if self.n_batches is not None:
+            self.n_batches.add_(1)
+        if self.is_mean and self.n_batches is not None:
+            return 1.0 / int(self.n_batches)
+        return float(self)
 
     def hook(self, made: Tensor, x: Tensor) -> None:
         """See to it in the backward of a result, which torch made of all of `x`."""
-        module = self.module
 
         def move() -> None:
-            running = module.running_mean, module.running_var
-            torch.batch_norm_update_stats(x, *running, next_momentum(module))
+            torch.batch_norm_update_stats(x, *self.running, self.next())
 
         for group in self.groups:
             group.moves.append(move)

@@ -37,6 +37,8 @@ class Node(NamedTuple):
     is_data: bool
     is_open: bool  # made by sizes alone: of its inputs no number is read
     is_for_chunks: bool  # only chunks run it: live, the call after it does that itself
+    region: int  # the body of a checkpoint that it is a call of; 0: of none
+    is_kept: bool  # backward goes through it, and reads what it saves
     imports: tuple[int, ...]
 
     @property

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from koila import (
     _core,
     accrue,
+    checkpoints,
     config,
     deliver,
     draws,
@@ -759,6 +760,8 @@ def _stage(
     program = Program(roots, is_known_only, gets=gets, unwanted=unwanted)
     if not program.n_nodes:
         return program, plan.Plan(0)
+    if roots:
+        checkpoints.check(program, gets is not None)
     explain.log_whole(program)
     is_whole = program.unstageable is not None or not program.has_body
     cause = explain.cause_of_whole(program) if is_whole else explain.FITS_LATER

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila import _core, norms
+from koila import _core, checkpoints, norms
 from koila.errors import NotInChunksError
 from koila.program import ROWS, Node, Program
 
@@ -158,19 +158,16 @@ class Tracked:
     def move_again(self) -> None:
         """What torch's backward would run again has moved its statistics twice: the last checkpoint
         first, its calls in their order."""
-        groups = {group.index for again in self.agains.values() for group in again.groups}
-        for index in sorted(groups, reverse=True):
-            inside = [
-                i for i, again in self.agains.items() if index in (g.index for g in again.groups)
-            ]
-            nodes = [self.program.node(i) for i in sorted(inside)]
-            if not any(self.program.needs_gradient(node.first_out) for node in nodes):
+        groups = {group for again in self.agains.values() for group in again.groups}
+        regions = checkpoints.reached(self.program) if groups else set()
+        for group in sorted(groups, key=lambda group: group.index, reverse=True):
+            if not group.regions & regions:
                 continue
-            for node in nodes:
-                module = self.agains[node.id].module
+            for i in sorted(i for i, again in self.agains.items() if group in again.groups):
+                node = self.program.node(i)
+                again = self.agains[node.id]
                 known = self.of_whole.get(node.id) or self.moves[node.id]
-                running = module.running_mean, module.running_var
-                known.move(running, norms.next_momentum(module))
+                known.move(again.running, again.next())
                 for k, i in enumerate(node.imports):
                     if node.leaf_writes >> k & 1:
                         _core.refresh_leaf(self.program.imports[i].value)

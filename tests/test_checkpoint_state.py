@@ -1,0 +1,309 @@
+"""Bodies of checkpoints that write what outlives them: torch runs them once more in backward, so it
+moves statistics twice, and differentiates what the second run makes of what the first one left."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from oracle import Lazy, assert_seen, eager, tell
+from stories import N_ROWS, each_split_further, rows
+from training_lines import Counting
+
+Body = Callable[["Model", Tensor, Tensor], Tensor]
+BODIES: dict[str, Body] = {}
+
+
+def add(body: Body) -> Body:
+    BODIES[body.__name__] = body
+    return body
+
+
+class Model(nn.Module):
+    """What bodies are made of."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, momentum=momentum)
+        self.other = nn.BatchNorm1d(4)
+        self.counting = Counting()
+        self.double()
+
+
+@add
+def a_plain_batch(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = model.norm(plain) * x
+    return made
+
+
+@add
+def a_plain_batch_first(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = model.norm(plain) * model.norm(model.linear(x))
+    return made
+
+
+@add
+def a_plain_batch_last(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = model.norm(model.linear(x)) * model.norm(plain)
+    return made
+
+
+@add
+def weights_alone(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = x * model.norm(model.linear.weight * 2)[0]
+    return made
+
+
+@add
+def detached(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = model.linear(x) * model.norm(model.linear(x)).detach()
+    return made
+
+
+@add
+def dropped(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = model.linear(x).tanh()
+    model.norm(made)
+    return made
+
+
+@add
+def one_in_another(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    inner: Any = checkpoint(lambda a: model.norm(model.linear(a)), x, use_reentrant=False)
+    made: Tensor = inner * model.norm(plain)
+    return made
+
+
+@add
+def a_plain_one_in_another(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    inner: Any = checkpoint(model.norm, plain, use_reentrant=False)
+    made: Tensor = inner * model.linear(x)
+    return made
+
+
+@add
+def functional(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    norm = model.norm
+    running = norm.running_mean, norm.running_var
+    return F.batch_norm(model.linear(x), *running, norm.weight, norm.bias, True, 0.2)
+
+
+@add
+def functional_call(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    weight = model.norm.weight * 2
+    made: Tensor = torch.func.functional_call(model.norm, {"weight": weight}, (model.linear(x),))
+    return made
+
+
+@add
+def in_evaluation(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    model.other.eval()
+    made: Tensor = model.linear(x) * model.other(x) + model.norm(x)
+    model.other.train()
+    return made
+
+
+@add
+def a_dropout_and_a_norm(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = F.dropout(model.norm(F.dropout(model.linear(x), 0.3)), 0.2)
+    return made
+
+
+@add
+def a_buffer(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = model.counting(model.linear(x)).tanh()
+    return made
+
+
+@add
+def a_buffer_and_a_norm(model: Model, x: Tensor, plain: Tensor) -> Tensor:
+    made: Tensor = model.counting(model.norm(model.linear(x)))
+    return made
+
+
+def differentiate(model: Model, h: Tensor, x: Tensor) -> None:
+    (model.last(h) + x).square().mean().backward()
+
+
+def two_checkpoints(model: Model, h: Tensor, x: Tensor) -> None:
+    loss = model.last(h).square().mean()
+    (loss + checkpoint(model.norm, h * x, use_reentrant=False).sin().sum()).backward()
+
+
+def not_there(model: Model, h: Tensor, x: Tensor) -> None:
+    model.last(h).square().mean().backward(inputs=list(model.last.parameters()))
+
+
+ENDS = [differentiate, two_checkpoints, not_there]
+
+
+class Holder:
+    """A model that is no attribute of a module."""
+
+    def __init__(self, model: Model, body: Body) -> None:
+        self.model, self.body = model, body
+
+    def run(self, x: Tensor, plain: Tensor) -> Tensor:
+        return self.body(self.model, x, plain)
+
+
+CALLS: list[Callable[[Body, Model], Callable[..., Tensor]]] = [
+    lambda body, model: lambda x, plain: body(model, x, plain),
+    functools.partial,
+    lambda body, model: Holder(model, body).run,
+    lambda body, model: functools.partial(
+        lambda x, plain, it: it[0](it[1]["m"], x, plain), it=(body, {"m": model})
+    ),
+]
+
+
+def story(
+    lazy: Lazy, name: str, end: Any, call: Any, momentum: float | None, is_reentrant: bool
+) -> Any:
+    model, first = Model(momentum), nn.Linear(4, 4).double()
+    x, plain = lazy(rows(4)), rows(4)
+    body = call(BODIES[name], model)
+    h = checkpoint(body, first(x), plain, use_reentrant=is_reentrant)
+    end(model, h, x)
+    found = [p.grad for p in (*model.parameters(), *first.parameters())]
+    return h, found, list(model.buffers())
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("name", BODIES)
+@each_split_further
+def test_equals_eager(
+    chunks: int | None, name: str, is_reentrant: bool, end: Callable[..., None]
+) -> None:
+    told = functools.partial(
+        story, name=name, end=end, call=CALLS[0], momentum=0.1, is_reentrant=is_reentrant
+    )
+    want, want_state = tell(told, eager)
+    with koila.config(chunks=chunks):
+        got, got_state = tell(told, koila.lazy)
+    assert_seen(got, want, name, exact_bits=False)
+    assert torch.equal(got_state, want_state)
+
+
+@pytest.mark.parametrize("options", [{"chunks": 3}, {"memory_limit": "8 GiB"}], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", BODIES)
+def test_how_a_body_is_called(name: str, call: Any, options: dict[str, Any]) -> None:
+    """Its modules are found wherever they are."""
+    told = functools.partial(
+        story, name=name, end=differentiate, call=call, momentum=None, is_reentrant=False
+    )
+    want, _ = tell(told, eager)
+    with koila.config(**options):
+        got, _ = tell(told, koila.lazy)
+    assert_seen(got, want, name, exact_bits=False)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_module_that_is_given(is_reentrant: bool) -> None:
+    """As an argument of the body."""
+
+    def told(lazy: Lazy) -> Any:
+        model = Model(0.1)
+        h = model.last(lazy(rows(4)))
+        h = checkpoint(lambda block, a: block(a), model.norm, h, use_reentrant=is_reentrant)
+        h = checkpoint(lambda a, block: block(a), h, model.counting, use_reentrant=is_reentrant)
+        h.tanh().sum().backward()
+        return [p.grad for p in model.parameters()], list(model.buffers())
+
+    want, _ = tell(told, eager)
+    with koila.config(chunks=3):
+        got, _ = tell(told, koila.lazy)
+    assert_seen(got, want, "given", exact_bits=False)
+
+
+def test_what_is_recorded() -> None:
+    """A buffer that is only read, and one that another method writes, are no reason to go whole."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.full((4,), 2.0))
+            self.register_buffer("table", torch.ones(4))
+
+        def reset(self) -> None:
+            self.table.zero_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).tanh()
+
+    reads, linear = Reads(), nn.Linear(4, 4)
+    with koila.config(chunks=3):
+        h = checkpoint(reads, linear(koila.lazy(torch.randn(N_ROWS, 4))), use_reentrant=False)
+        assert koila._core.real(h) is None
+        h.sum().backward()
+    report = koila.report()
+    assert report is not None
+    assert report.n_chunks == 3
+
+
+def hidden(buffer: Tensor, x: Tensor) -> None:
+    buffer.lerp_(x.detach().mean(0), 0.1)
+
+
+class Hides(nn.Module):
+    """A buffer that a function writes which the class does not know by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden(self.mean, x)  # type: ignore[arg-type]
+        return x - self.mean
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_nobody_saw_coming_is_refused(is_reentrant: bool) -> None:
+    model, linear = Hides(), nn.Linear(4, 4)
+    h = linear(koila.lazy(torch.randn(N_ROWS, 4)))
+    said = r"writes Hides\.mean \(.*test_checkpoint_state\.py:\d+\).*koila\.config\(chunks=1\)"
+    with koila.config(chunks=3), pytest.raises(koila.KoilaError, match=said):
+        checkpoint(model, h, use_reentrant=is_reentrant)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_statistics_without_a_gradient_are_refused(is_reentrant: bool) -> None:
+    """torch stops its second run at the last tensor that was kept: before such a call, or after."""
+    linear, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def body(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            norm(x)
+        return x.tanh()
+
+    h = linear(koila.lazy(torch.randn(N_ROWS, 4)))
+    said = r"of which no gradient is asked \(.*test_checkpoint_state\.py:\d+\)"
+    with koila.config(chunks=3), pytest.raises(koila.KoilaError, match=said):
+        checkpoint(body, h, use_reentrant=is_reentrant)
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_reentrant_one_gives_all_or_nothing(chunks: int | None, is_asked: bool) -> None:
+    """As in torch."""
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    parameters = list(first.parameters())
+    with koila.config(chunks=chunks):
+        h = checkpoint(torch.tanh, first(koila.lazy(torch.randn(N_ROWS, 4))), use_reentrant=True)
+        loss = last(h).sum()
+        with pytest.raises(RuntimeError, match=r"incompatible with \.grad"):
+            if is_asked:
+                torch.autograd.grad(loss, parameters)
+            else:
+                loss.backward(inputs=parameters)
