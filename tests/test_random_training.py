@@ -11,9 +11,7 @@ from sanitizers import fewer
 pytestmark = pytest.mark.sanitize
 
 #: Scripts that differ still, by seed.
-KNOWN = {
-    94: "a parameter that is frozen between forward and backward",
-}
+KNOWN: dict[int, str] = {}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -60,6 +60,7 @@ core_bind(PyObject *module, PyObject *args)
         {&kl_py.draw_like, "draw_like"},
         {&kl_py.note_draw, "note_draw"},
         {&kl_py.check_draws, "check_draws"},
+        {&kl_py.thawed, "thawed"},
         {&kl_py.move_on, "move_on"},
         {&kl_py.skip_one_hop, "skip_one_hop"},
         {&kl_py.read, "read"},

@@ -168,6 +168,7 @@ typedef struct KlPyState {
     PyObject *meta_infer;              /* koila.meta.infer */
     PyObject *refuse;                  /* koila.meta.refuse */
     PyObject *is_row_range;            /* koila.meta.is_row_range */
+    PyObject *thawed;                  /* koila.engine: a frozen leaf as it was recorded */
     PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
     PyObject *move_on;                 /* koila.draws: what waits draws now */
     PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */

@@ -17,8 +17,8 @@ real_of(void *env, KlValueId value)
 }
 
 /* requires_grad says what a call sees when it is made, not when it runs: a leaf that was switched since is
- * replaced by an alias that is as it was. What should not get a gradient gets none, and the other way
- * round torch drops it. */
+ * replaced by an alias that is as it was. What should not get a gradient gets none; the other way round
+ * torch drops it, unless the leaf needs one again by then. */
 static int
 keep_flags(Tape *tape)
 {
@@ -35,10 +35,8 @@ keep_flags(Tape *tape)
         if (is_same || entry->recorded != NULL) {
             continue;
         }
-        PyObject *alias = PyObject_CallMethod(entry->real, "detach", NULL);
-        if (alias != NULL && meta->requires_grad) {
-            Py_SETREF(alias, PyObject_CallMethod(alias, "requires_grad_", NULL));
-        }
+        PyObject *alias = meta->requires_grad ? PyObject_CallOneArg(kl_py.thawed, entry->real)
+                                              : PyObject_CallMethod(entry->real, "detach", NULL);
         if (alias == NULL) {
             return -1;
         }

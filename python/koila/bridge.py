@@ -28,6 +28,7 @@ import torch
 from koila import (
     _core,
     draws,
+    engine,
     explain,
     hooks,
     meta,
@@ -492,7 +493,7 @@ def _cut(func: Any) -> bool:
     handed: dict[int, torch.Tensor] = {}
     for values, leaves in _apart(roots, *reached[1:]):
         parts.append(_Part(cut, [roots[value] for value in values], leaves))
-        with torch.enable_grad():
+        with torch.enable_grad(), engine.as_recorded(leaves):
             tensors = _apply(_HandedOut, parts[-1], *leaves)
         handed.update(zip(values, tensors, strict=True))
     others = {value: numbers[value] for value, whole in wholes.items() if whole not in roots}
@@ -526,8 +527,7 @@ def _apart(
         values[groups[value]].append(value)
     read: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
     for value, leaf in reversed(leaves):
-        if leaf.requires_grad:
-            read[groups[value]].setdefault(id(leaf), leaf)
+        read[groups[value]].setdefault(id(leaf), leaf)
     for group, together in values.items():
         yield together, list(read[group].values())
 

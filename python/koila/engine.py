@@ -6,7 +6,8 @@ Those two compare the sizes of given gradients symbolically first, and import sy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,29 @@ class Function(torch.autograd.Function):
     which everybody else's arguments are gone through in Python at each call."""
 
     apply: Any = vars(torch._C._FunctionBase)["apply"]
+
+
+@contextlib.contextmanager
+def as_recorded(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A block in which leaves that recorded calls took to need a gradient do need one: the user may
+    have frozen them since. As in a graph that was made before that, they are given one only if they
+    need one again when it comes."""
+    frozen = [leaf for leaf in leaves if not leaf.requires_grad and not leaf.is_inference()]
+    with torch._C.DisableTorchFunctionSubclass():
+        for leaf in frozen:
+            leaf.requires_grad_()
+        try:
+            yield
+        finally:
+            for leaf in frozen:
+                leaf.requires_grad_(False)
+
+
+def thawed(leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf that was frozen since it was recorded, for a call that takes it as it was."""
+    with torch._C._InferenceMode(False), torch.enable_grad(), as_recorded([leaf]):
+        alias: torch.Tensor = torch.ops.aten.alias.default(leaf)
+    return alias
 
 
 def is_in_hook() -> bool:

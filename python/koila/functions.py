@@ -216,6 +216,7 @@ def register_all() -> None:
             "draw_like": meta.draw_like,
             "note_draw": draws.note_recorded,
             "check_draws": draws.check_live,
+            "thawed": engine.thawed,
             "move_on": draws.move_on,
             "skip_one_hop": enter.enter,
             "read": replay.read,

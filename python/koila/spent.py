@@ -82,7 +82,8 @@ def _hung_on(
         inputs = list({id(leaf): leaf for _, leaf in leaves}.values())
         if not inputs:
             inputs.append(torch.ones((), device="cpu").requires_grad_())
-        root = function.apply(number.dtype, number.device, *inputs)
+        with engine.as_recorded(inputs):
+            root = function.apply(number.dtype, number.device, *inputs)
         hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
             root.expand(number.shape), number.shape
         )
