@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 
 import koila
 from binding_kit import in_a_thread
-from koila.config import Settings, settings
+from koila import machine
+from koila.config import Settings, read_environment, settings
 
 
 @pytest.fixture(autouse=True)
@@ -155,3 +157,33 @@ def test_off_is_of_its_context() -> None:
             pass
         assert not koila.is_lazy(koila.lazy(x))
     assert koila.is_lazy(koila.lazy(x))
+
+
+@pytest.mark.parametrize(("limit", "n_bytes"), [("50%", 2**29), (0.25, 2**28), (" 100 % ", 2**30)])
+def test_a_share_of_all_memory(
+    limit: str | float, n_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "total", lambda: 2**30)
+    with koila.config(memory_limit=limit):
+        assert settings() == Settings(memory_limit=n_bytes)
+    for wrong in ("0%", "101%", 1.5, 0.0, -0.5):
+        with pytest.raises(ValueError, match="is no share of memory"):
+            koila.config(memory_limit=wrong)
+    assert settings() == Settings()
+
+
+def test_what_all_memory_is() -> None:
+    known = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < machine.total() <= known
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KOILA_MEMORY_LIMIT", "2G")
+    try:
+        read_environment()
+        assert settings() == Settings(memory_limit=2**31)
+    finally:
+        koila.config(memory_limit=None)
+    monkeypatch.setenv("KOILA_MEMORY_LIMIT", "2 apples")
+    with pytest.raises(ValueError, match="KOILA_MEMORY_LIMIT='2 apples'"):
+        read_environment()

@@ -4,13 +4,14 @@ from koila import versions
 
 with versions.told():
     from koila import budget, functions, patches
-    from koila.config import config
+    from koila.config import config, read_environment
     from koila.errors import KoilaError, MemoryLimitError, StaleError
     from koila.explain import explain
     from koila.lazy import is_lazy, lazy, off
     from koila.reports import Report, report
 
     versions.check()
+    read_environment()
     budget.keep_fewer_kernels()
     functions.register_all()
     patches.install()

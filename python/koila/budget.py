@@ -9,16 +9,12 @@ import resource
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from koila import _core, config, resident, storages
+from koila import _core, config, machine, resident, storages
 
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
 # What the interpreter and torch's own threads may still take beside tensors.
 SLACK = 16 * 2**20
 # cuBLAS takes a workspace for each thread that calls it, forward and backward: of 32 MiB at most.
@@ -31,85 +27,6 @@ _KERNELS_SHARE, _LEAST_KERNELS = 1 / 16, 8
 
 #: From what size on freed blocks go back at once; None: as malloc sees fit.
 _threshold: int | None = None
-
-
-def _read(path: Path) -> str:
-    """The text of a file of the kernel's; empty where there is none."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _read_int(path: Path) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.isdigit() else None  # "max" is no limit
-
-
-def _kilobytes(path: Path) -> dict[str, int]:
-    """Bytes by name from lines such as "VmData:  1234 kB"."""
-    found = {}
-    for line in _read(path).splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if len(words) == 2 and words[1] == "kB":
-            found[name] = int(words[0]) * 1024
-    return found
-
-
-def _status() -> dict[str, int]:
-    """This process's own bytes, by the kernel's names."""
-    return _kilobytes(_PROC / "self/status")
-
-
-def _available() -> int | None:
-    return _kilobytes(_PROC / "meminfo").get("MemAvailable")
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Where a version of control groups says what."""
-
-    root: Path
-    limit: str
-    used: str
-    cache: str  # in memory.stat: pages that the kernel drops before it ends a process
-
-
-def _groups() -> Iterator[tuple[Path, _Files]]:
-    """The control groups that this process is in, each with those above it.
-
-    In a container the path is that of the host, while the group's own files are at the root.
-    """
-    second = _Files(_CGROUPS, "memory.max", "memory.current", "inactive_file")
-    first = _Files(
-        _CGROUPS / "memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    )
-    paths = {"": "/", "memory": "/"}  # by controller; version 2 has one group for all
-    for line in _read(_PROC / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path))
-    for files, path in ((second, paths[""]), (first, paths["memory"])):
-        below = PurePosixPath(path.lstrip("/"))
-        for group in (below, *below.parents):
-            yield files.root / group, files
-
-
-def _left_in_groups() -> Iterator[int]:
-    """Bytes that each control group still allows."""
-    for group, files in _groups():
-        limit, used = _read_int(group / files.limit), _read_int(group / files.used)
-        if limit is None or used is None:
-            continue
-        cache = 0
-        for line in _read(group / "memory.stat").splitlines():
-            name, _, text = line.partition(" ")
-            if name == files.cache and text.isdigit():
-                cache = int(text)
-        yield limit - max(0, used - cache)
 
 
 #: A heap that fragments may take some times what its tensors do. Where that is left, it may: memory
@@ -148,7 +65,7 @@ def _left_to_process() -> Iterator[int]:
     """Bytes that each of the process's own limits still allows."""
     if not is_bound():
         return
-    status = _status()
+    status = machine.status()
     for limit, name in zip(_limits(), ("VmData", "VmSize"), strict=True):
         if limit != resource.RLIM_INFINITY and name in status:
             yield limit - status[name]
@@ -167,7 +84,7 @@ def keep_fewer_kernels() -> None:
     steps too: hundreds of MiB where shapes are many. It reads how many before its first kernel, and
     never again. An environment that says how many is left as it is.
     """
-    left = min((*_left_in_groups(), *_left_to_process()), default=None)
+    left = min((*machine.left_in_groups(), *_left_to_process()), default=None)
     if left is None or any(name in os.environ for name in _KERNELS_KEPT):
         return
     kept = max(_LEAST_KERNELS, int(_KERNELS_SHARE * left) // _KERNEL_BYTES)
@@ -188,10 +105,10 @@ def slack() -> int:
 def free_on_cpu() -> int:
     """Bytes that this process may still take: the least that any limit leaves."""
     left: list[int] = []
-    available = _available()
+    available = machine.available()
     if available is not None:
         left.append(available)
-    left.extend(_left_in_groups())
+    left.extend(machine.left_in_groups())
     for bytes_left in _left_to_process():
         fix_malloc(bytes_left)
         left.append(bytes_left - _kept_back(bytes_left))

@@ -8,11 +8,14 @@ which begin with an empty context, but for the tasks of asyncio that it makes.
 from __future__ import annotations
 
 import contextvars
+import os
 import re
 import threading
 import weakref
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from koila import machine
 
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 # A bare letter is binary, as docker, slurm and the JVM read it.
@@ -49,8 +52,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def parse_bytes(limit: int | str | None) -> int | None:
-    """Read a number of bytes: an int, or a text such as "512MiB", "4G" (4GiB) or "4GB" (decimal).
+def parse_bytes(limit: int | float | str | None) -> int | None:
+    """Read a number of bytes: an int, a text such as "512MiB", "4G" (4GiB) or "4GB" (decimal), or a
+    share of all memory, such as "80%" or 0.8.
 
     Example:
         >>> from koila.config import parse_bytes
@@ -59,15 +63,26 @@ def parse_bytes(limit: int | str | None) -> int | None:
     """
     if limit is None:
         return None
-    if isinstance(limit, bool) or not isinstance(limit, int | str):
-        raise TypeError(f"config: memory_limit must be an int, a text or None, not {limit!r}")
+    if isinstance(limit, bool) or not isinstance(limit, int | float | str):
+        raise TypeError(
+            f"config: memory_limit must be an int, a share, a text or None, not {limit!r}"
+        )
     if isinstance(limit, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", limit)
-        if match is None or match[2].lower() not in _UNITS:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", limit)
+        if match is None or match[2].lower() not in _UNITS | {"%": 1}:
             raise ValueError(
-                f'config: memory_limit={limit!r} is no size; write for example "512MiB" or "4G"'
+                f'config: memory_limit={limit!r} is no size; write for example "512MiB", "4G" or '
+                '"80%"'
             )
-        limit = int(float(match[1]) * _UNITS[match[2].lower()])
+        number, unit = float(match[1]), match[2].lower()
+        limit = number / 100 if unit == "%" else int(number * _UNITS[unit])
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ValueError(
+                f"config: memory_limit={limit} is no share of memory: that is more than 0 and at "
+                "most 1 (100 %); bytes are an int"
+            )
+        return int(limit * machine.total())
     if limit <= 0:
         raise ValueError(f"config: memory_limit must be positive, not {limit}")
     return limit
@@ -146,7 +161,21 @@ def _check_together(before: Settings, after: Settings) -> None:
     raise ValueError(text)
 
 
-def config(**changes: Any) -> _Config:
+class _Unchanged:
+    """In place of a setting that stays as it is."""
+
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+_UNCHANGED: Final[Any] = _Unchanged()
+
+
+def config(
+    *,
+    chunks: int | None = _UNCHANGED,
+    memory_limit: int | float | str | None = _UNCHANGED,
+) -> _Config:
     """Change settings, for the process, or (in a `with` statement) for a block.
 
     A call changes them for all threads; in a block, for the rest of the block. A block is of the
@@ -155,14 +184,16 @@ def config(**changes: Any) -> _Config:
     Args:
         chunks: run every program in this many chunks (at most one row a chunk) wherever it can be
             cut, and takes no more so than whole; None: as few as fit into memory.
-        memory_limit: bytes that all tensors may take, an int or a text such as "512MiB" or "4G"
-            (of 2**30 bytes each), whoever holds them; None: what the device has free. On the CPU,
-            where no allocator counts, they are found by their Python objects: what only an autograd
-            graph or C++ holds is not among them, nor are mapped files.
+        memory_limit: bytes that all tensors may take, whoever holds them: an int, a text such as
+            "512MiB" or "4G" (of 2**30 bytes each), or a share of all memory, such as "80%" or 0.8:
+            of the current GPU's where there is one, else of the machine's. None: what the device
+            has free. On the CPU, where no allocator counts, tensors are found by their Python
+            objects: what only an autograd graph or C++ holds is not among them, nor are mapped
+            files. The environment variable KOILA_MEMORY_LIMIT says what holds from the start.
 
     Raises:
-        TypeError, ValueError: an unknown setting, a value that is none, or both settings: one
-            replaces the other where that is said to be None.
+        TypeError, ValueError: a value that is none, or both settings: one replaces the other where
+            that is said to be None.
 
     Example:
         >>> import torch, koila
@@ -170,17 +201,12 @@ def config(**changes: Any) -> _Config:
         ...     koila.lazy(torch.ones(7, 2)).sum().item()
         14.0
     """
-    unknown = sorted(set(changes) - set(Settings._fields))
-    if unknown:
-        raise TypeError(
-            f"config: unknown setting {unknown[0]!r}; there are {sorted(Settings._fields)}"
-        )
     before = settings()
     after = before
-    if "chunks" in changes:
-        after = after._replace(chunks=_check_chunks(changes["chunks"]))
-    if "memory_limit" in changes:
-        after = after._replace(memory_limit=parse_bytes(changes["memory_limit"]))
+    if chunks is not _UNCHANGED:
+        after = after._replace(chunks=_check_chunks(chunks))
+    if memory_limit is not _UNCHANGED:
+        after = after._replace(memory_limit=parse_bytes(memory_limit))
     _check_together(before, after)
     block = _block.get()
     made = _Config(block, after)
@@ -189,3 +215,18 @@ def config(**changes: Any) -> _Config:
     else:
         _block.set(after)
     return made
+
+
+def read_environment() -> None:
+    """Set for the process what the environment says.
+
+    Raises:
+        ValueError: KOILA_MEMORY_LIMIT is no size.
+    """
+    global _process
+    text = os.environ.get("KOILA_MEMORY_LIMIT", "").strip()
+    if text:
+        try:
+            _process = _process._replace(memory_limit=parse_bytes(text))
+        except ValueError as error:
+            raise ValueError(f"KOILA_MEMORY_LIMIT={text!r}: {error}") from None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from koila import _core, flush, patches, reports
+from koila import _core, flush, loaders, patches, reports
 from koila.numbers import settle_outdated
 
 _WHOLE = -1
@@ -204,15 +204,18 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
 
     Args:
         objs: tensors, or tuples, lists, dicts, mappings, namedtuples and dataclasses of them,
-            nested as you like; whatever is not a tensor passes through.
+            nested as you like; whatever is not a tensor passes through. Or one DataLoader, or
+            iterator: then the batches that it hands out are made lazy.
         batch: the dim that holds the rows: an int for all tensors, or a structure like that of
             `objs` with an int or None for each. A 0-dim tensor, or one marked None, is the same
             for all rows. What is lazy already stays as it is, unless another dim is given: then a
             tensor that is there is made lazy anew, and one still to be computed is refused.
+            Of a loader, if it is not given: dim 0, or else dim 1, where that is as long as the
+            batch, and None for other tensors.
 
     Returns:
         The same structure with lazy tensors: one object for one argument, else a tuple. A tensor
-        that is in it twice is the same lazy twice.
+        that is in it twice is the same lazy twice. For a DataLoader a copy of it, of its type.
 
     Warns:
         UserWarning: there is no tensor in `objs`; or it is called in a worker of a DataLoader, from
@@ -232,6 +235,8 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
         return objs[0] if len(objs) == 1 else objs
     patches.refresh()
     whole = objs[0] if len(objs) == 1 else objs
+    if loaders.is_loader(whole):
+        return loaders.lazy_loader(whole, lambda data, n_rows: of_loader(data, n_rows, batch))
     rows: dict[str, int] = {}
     dims = _plain_dims(objs, batch)
     if dims is not None:
@@ -283,3 +288,46 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
         return wrapped[key]
 
     return _map(wrap, whole, batch, "input")
+
+
+def _can_be_lazy(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
+    return is_plain and tensor.layout == torch.strided
+
+
+def of_loader(data: Any, n_rows: int | None, batch: Any = _ZERO) -> Any:
+    """Make lazy what a loader has handed out.
+
+    Args:
+        data: tensors in containers; those that cannot be lazy (sparse ones, packed sequences, ...)
+            stay as they are, as does all of it where nothing has rows.
+        n_rows: rows of a full batch, if that is known.
+        batch: as for `lazy`.
+    """
+    if _is_off.get():
+        return data
+    if not isinstance(batch, _Default):
+        return lazy(data, batch=batch)
+    found: dict[int, torch.Tensor] = {}
+
+    def look(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
+        if _can_be_lazy(tensor):
+            found[id(tensor)] = tensor
+        return tensor
+
+    try:
+        _map(look, data, None, "batch")
+    except TypeError:  # a container that cannot be rebuilt
+        found.clear()
+    dims = dict(zip(found, loaders.row_dims(found.values(), n_rows), strict=True))
+    if all(dim is None for dim in dims.values()):
+        loaders.counts.n_plain += 1
+        return data
+    patches.refresh()
+    axis = _begin()
+    made = {
+        key: _core.input(tensor, dim, axis, tensor.size(dim))
+        for key, tensor in found.items()
+        if (dim := dims[key]) is not None
+    }
+    return _map(lambda tensor, _, path: made.get(id(tensor), tensor), data, None, "batch")

@@ -300,10 +300,36 @@ class _State(threading.local):
 _state = _State()
 
 
+class Observer:
+    """Is told of all that runs, on whatever thread."""
+
+    def note_program(self, ran: ProgramReport) -> None:
+        """A program has run, and its report is not changed any more."""
+
+    def note_step(self) -> None:
+        """An optimizer steps."""
+
+
+_observer: Observer | None = None
+
+
+def observe(observer: Observer | None) -> None:
+    """Tell this one from now on; None: nobody."""
+    global _observer
+    _observer = observer
+
+
+def settle() -> None:
+    """Tell the observer of what ran in this thread's last step: it is over."""
+    _begin(0)
+
+
 def _begin(n_kept: int) -> None:
     """Begin a step with the programs noted last."""
     while len(_state.programs) > n_kept:
-        _state.programs.popleft()
+        ran = _state.programs.popleft()
+        if _observer is not None:
+            _observer.note_program(ran)
     _state.is_over = False
     _state.n_at_backward = _state.n_at_step = -1
     _state.stepped.clear()
@@ -337,6 +363,8 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer is about to step, and what was pending has run."""
     if optimizer in _state.stepped:
         _begin(_state.n_noted - _state.n_at_step)
+    if _observer is not None:
+        _observer.note_step()
     _state.optimizers.add(optimizer)
     _state.stepped.add(optimizer)
     _state.n_at_step = _state.n_noted

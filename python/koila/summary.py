@@ -1,0 +1,138 @@
+"""What a run did, in ten lines: for the launcher and for notebooks."""
+
+from __future__ import annotations
+
+import collections
+import json
+import resource
+from typing import Any
+
+import torch
+
+from koila import loaders, reports
+from koila.config import get
+from koila.reports import ProgramReport, count, size
+
+#: Of what ran whole, the lines that are told.
+_MOST_WHOLE = 5
+#: Less of the whole batch is not told: labels, masks, single numbers.
+_LEAST_WHOLE = 2**16
+
+
+class Summary(reports.Observer):
+    """Adds up what programs did, in the order they ran."""
+
+    def __init__(self) -> None:
+        self.n_steps = 0  # of optimizers
+        self.n_programs = 0
+        self.n_in_chunks = 0
+        self.n_failed = 0
+        self.most_chunks = 0
+        self.bytes_predicted = 0.0
+        self.bytes_allowed: float | None = None
+        self.bytes_measured: int | None = None
+        self.whole: dict[tuple[str, str, str], list[int]] = {}  # how often, and bytes at most
+        self.last: collections.deque[ProgramReport] = collections.deque(maxlen=64)
+
+    def note_step(self) -> None:
+        self.n_steps += 1
+
+    def note_program(self, ran: ProgramReport) -> None:
+        self.last.append(ran)
+        if ran.n_chunks == 0:
+            self.n_failed += 1
+        elif ran.n_calls > 0:
+            self.n_programs += 1
+            self.n_in_chunks += bool(ran.stages)
+            self.most_chunks = max(self.most_chunks, ran.n_chunks if ran.stages else 1)
+        if (ran.bytes_predicted or 0.0) >= self.bytes_predicted:
+            self.bytes_predicted = ran.bytes_predicted or 0.0
+            self.bytes_allowed = ran.bytes_allowed
+        if ran.bytes_measured is not None:
+            self.bytes_measured = max(self.bytes_measured or 0, ran.bytes_measured)
+        for one in ran.whole:
+            if one.n_bytes >= _LEAST_WHOLE:
+                known = self.whole.setdefault((one.call, one.line, one.why), [0, 0])
+                known[0] += 1
+                known[1] = max(known[1], one.n_bytes)
+
+    def lines(self) -> list[str]:
+        """Ten at most, each a fact: steps, chunks, memory, what ran on the whole batch."""
+        counts = loaders.counts
+        if self.n_programs == 0:
+            return [self._why_nothing()]
+        batches = count(counts.n_batches, "batch").replace("batchs", "batches")
+        steps = count(self.n_steps, "optimizer step")
+        lines = [f"{batches} of data loaders, {steps}"]
+        if self.n_in_chunks == 0:
+            lines.append("everything fitted into memory and ran whole, as without koila")
+        else:
+            programs = count(self.n_programs, "program")
+            most = count(self.most_chunks, "chunk")
+            lines.append(f"{self.n_in_chunks} of {programs} ran in chunks, in {most} at most")
+        lines.append(self._memory())
+        if self.n_failed:
+            lines.append(f"{count(self.n_failed, 'program')} failed; see the errors above")
+        if self.n_in_chunks:
+            most_first = sorted(self.whole.items(), key=lambda item: -item[1][1])
+            for (call, line, why), (n, n_bytes) in most_first[:_MOST_WHOLE]:
+                times = "once" if n == 1 else f"{n} times"
+                lines.append(f"whole batch: {call} ({line}), {size(n_bytes)}, {times}: {why}")
+            if len(most_first) > _MOST_WHOLE:
+                lines.append(f"whole batch: {len(most_first) - _MOST_WHOLE} more calls")
+        return lines
+
+    def _why_nothing(self) -> str:
+        counts = loaders.counts
+        if counts.n_batches == 0:
+            return (
+                "nothing was made lazy, as no torch.utils.data.DataLoader handed out a batch: call "
+                "x, y = koila.lazy(x, y) on your batches"
+            )
+        if counts.n_plain == counts.n_batches:
+            return (
+                f"nothing was made lazy: in none of {counts.n_batches} batches is a tensor with "
+                "rows; call koila.lazy() on what your model is given"
+            )
+        return f"{counts.n_batches} batches were made lazy, and nothing was computed with them"
+
+    def _memory(self) -> str:
+        parts = []
+        if self.bytes_predicted:
+            parts.append(f"a step needed {size(self.bytes_predicted)} at most")
+            if self.bytes_allowed is not None:
+                parts[-1] += f", {size(self.bytes_allowed)} were left for it"
+        if self.bytes_measured is not None:
+            parts.append(f"measured {size(self.bytes_measured)}")
+        limit = get("memory_limit")
+        if limit is not None:
+            parts.append(f"the limit is {size(limit)}")
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            peak = torch.cuda.max_memory_allocated()
+            parts.append(f"the GPU's peak {size(peak)}")
+        else:
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            parts.append(f"the process's peak {size(resident)}")
+        return f"memory: {'; '.join(parts)}"
+
+    def as_json(self) -> str:
+        """All of it, for another program: the counts, what ran whole, and the last programs."""
+        whole = [
+            {"call": call, "line": line, "why": why, "times": n, "bytes": n_bytes}
+            for (call, line, why), (n, n_bytes) in self.whole.items()
+        ]
+        facts: dict[str, Any] = {
+            "batches": loaders.counts.n_batches,
+            "steps": self.n_steps,
+            "programs": self.n_programs,
+            "in_chunks": self.n_in_chunks,
+            "failed": self.n_failed,
+            "most_chunks": self.most_chunks,
+            "bytes_predicted": self.bytes_predicted,
+            "bytes_allowed": self.bytes_allowed,
+            "bytes_measured": self.bytes_measured,
+            "memory_limit": get("memory_limit"),
+            "whole": whole,
+            "last_programs": [str(ran) for ran in self.last],
+        }
+        return json.dumps(facts, indent=2)

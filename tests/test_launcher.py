@@ -1,0 +1,116 @@
+"""python -m koila: a script as it is, with lazy batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PYTHON = Path(__file__).parent.parent / "python"
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+assert __name__ == "__main__"
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(600, 64), torch.randint(4, (600,)))
+model = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in DataLoader(data, batch_size=256, shuffle=True):
+    x = x.to("cpu")
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+print(sys.argv, f"{loss.item():.4f}", f"{sum(p.double().sum() for p in model.parameters()):.3f}")
+if sys.argv[1:] == ["fail"]:
+    def fail():
+        raise ValueError("no")
+    fail()
+if sys.argv[1:2] == ["exit"]:
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(PYTHON), str(folder)])
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_a_script_is_the_same(folder: Path) -> None:
+    """In chunks, with its arguments, and as a module; and what was done is told."""
+    plain = run(folder, "train.py", "--lr", "3")
+    assert plain.returncode == 0
+    ran = run(folder, "-m", "koila", "--chunks", "4", "--report", "r.json", "train.py", "--lr", "3")
+    assert ran.stdout == plain.stdout
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stderr.splitlines()
+    assert "koila: 3 batches of data loaders, 3 optimizer steps" in lines
+    assert any(
+        re.fullmatch(r"koila: 3 of \d programs ran in chunks, in 4 chunks .*", line)
+        for line in lines
+    )
+    assert len(lines) <= 10
+    told = json.loads((folder / "r.json").read_text())
+    assert (told["batches"], told["steps"], told["most_chunks"]) == (3, 3, 4)
+    module = run(folder, "-m", "koila", "--chunks", "4", "-m", "train", "--lr", "3")
+    assert module.stdout == run(folder, "-m", "train", "--lr", "3").stdout
+    assert "in 4 chunks at most" in module.stderr
+
+
+def test_a_limit(folder: Path) -> None:
+    """As an option, and in the environment, also without the launcher."""
+    ran = run(folder, "-m", "koila", "--memory-limit", "2MiB", "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "programs ran in chunks" in ran.stderr
+    assert "the limit is 2.0 MiB" in ran.stderr
+    known = run(folder, "-m", "koila", "train.py", KOILA_MEMORY_LIMIT="2MiB")
+    assert "the limit is 2.0 MiB" in known.stderr
+    wrong = run(folder, "-c", "import koila", KOILA_MEMORY_LIMIT="much")
+    assert "KOILA_MEMORY_LIMIT='much'" in wrong.stderr
+    assert "is no size" in wrong.stderr
+
+
+def test_how_it_ends(folder: Path) -> None:
+    """With the script's own status, and of an error the script's own lines."""
+    ended = run(folder, "-m", "koila", "train.py", "exit", "3")
+    assert ended.returncode == 3
+    assert "koila: 3 batches" in ended.stderr
+    failed = run(folder, "-m", "koila", "train.py", "fail")
+    assert failed.returncode == 1
+    files = re.findall(r'File "([^"]+)", line', failed.stderr)
+    assert files == ["train.py", "train.py"]
+    assert "ValueError: no" in failed.stderr
+    for words in ([], ["--chunks", "2", "--memory-limit", "1G", "train.py"]):
+        asked = run(folder, "-m", "koila", *words)
+        assert asked.returncode == 2
+        assert "python -m koila: error:" in asked.stderr
+
+
+def test_a_script_without_a_loader_is_told_so(folder: Path) -> None:
+    (folder / "other.py").write_text("import torch; print(torch.ones(3).sum().item())")
+    ran = run(folder, "-m", "koila", "other.py")
+    assert ran.stdout == "3.0\n"
+    assert "no torch.utils.data.DataLoader handed out a batch" in ran.stderr
