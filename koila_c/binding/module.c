@@ -83,6 +83,7 @@ core_bind(PyObject *module, PyObject *args)
         {&kl_py.note_written, "note_written"},
         {&kl_py.note_left, "note_left"},
         {&kl_py.is_in_hook, "is_in_hook"},
+        {&kl_py.name_of_file, "name_of_file"},
     };
     PyObject *folders = NULL, *objects = NULL;
     if (!PyArg_ParseTuple(args, "O!IO!:bind", &PyTuple_Type, &folders, &kl_py.reductions,

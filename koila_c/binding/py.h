@@ -187,9 +187,10 @@ typedef struct KlPyState {
     PyObject *settle;           /* koila.numbers.settle_outdated */
     PyObject *is_out_of_memory; /* koila.errors: says nothing of the call that raised it */
     PyObject *note_write, *note_written; /* koila.unwritten: what a call is to write on the side */
-    PyObject *note_left;  /* koila.explain: a large plain tensor was made, or written */
-    PyObject *is_in_hook; /* koila.engine */
-    PyObject *read;       /* koila.replay.read: make known in chunks, or say that it must be live */
+    PyObject *note_left;    /* koila.explain: a large plain tensor was made, or written */
+    PyObject *is_in_hook;   /* koila.engine */
+    PyObject *name_of_file; /* koila.lines: what the user knows a file by */
+    PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
     PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */

@@ -4,12 +4,13 @@
 
 #include <string.h>
 
-/* Whether files belong to torch or koila, by file name object: few, met again and again. */
+/* What is known of files, by file name object: few, met again and again. */
 #define KL_N_FILES 256
 
 static struct {
     PyObject *name;
-    bool is_inside;
+    PyObject *shown; /* what the user knows it by; NULL: nobody has asked */
+    bool is_inside;  /* it belongs to torch or koila */
 } files[KL_N_FILES];
 
 static PyObject *folders; /* tuple of str: where torch and koila are installed */
@@ -41,6 +42,7 @@ is_inside(PyObject *name)
     }
     PyErr_Clear();
     Py_XSETREF(files[slot].name, Py_NewRef(name));
+    Py_CLEAR(files[slot].shown);
     files[slot].is_inside = result;
     return result;
 }
@@ -67,6 +69,24 @@ kl_source_note(KlPyNode *call)
     Py_DECREF(frame);
 }
 
+/* What the user knows a file by, borrowed; its name where that cannot be told. */
+static PyObject *
+shown(PyObject *name)
+{
+    (void)is_inside(name);
+    size_t slot = ((size_t)name >> 4) % KL_N_FILES;
+    if (files[slot].shown == NULL) {
+        PyObject *told = PyObject_CallOneArg(kl_py.name_of_file, name);
+        if (told == NULL || !PyUnicode_Check(told)) {
+            PyErr_Clear();
+            Py_XDECREF(told);
+            return name;
+        }
+        files[slot].shown = told;
+    }
+    return files[slot].shown;
+}
+
 PyObject *
 kl_source_where(const Tape *tape, KlNodeId id)
 {
@@ -76,5 +96,5 @@ kl_source_where(const Tape *tape, KlNodeId id)
     }
     PyCodeObject *code = (PyCodeObject *)node->code;
     int line = PyCode_Addr2Line(code, node->lasti);
-    return PyUnicode_FromFormat("call %u, %U:%d", id, code->co_filename, line);
+    return PyUnicode_FromFormat("call %u, %U:%d", id, shown(code->co_filename), line);
 }

@@ -8,6 +8,7 @@ with versions.told():
     from koila.errors import KoilaError, MemoryLimitError, StaleError
     from koila.explain import explain
     from koila.lazy import is_lazy, lazy, off
+    from koila.notebook import load_ipython_extension, unload_ipython_extension
     from koila.reports import Report, report
 
     versions.check()
@@ -29,8 +30,10 @@ __all__ = [
     "explain",
     "is_lazy",
     "lazy",
+    "load_ipython_extension",
     "off",
     "report",
+    "unload_ipython_extension",
 ]
 
 

@@ -7,49 +7,34 @@ At the end koila says what it did, in ten lines at most.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-import koila
-from koila import loaders, reports
-from koila.lazy import of_loader
-from koila.summary import Summary
+from koila import launch
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read what stands before the script, and leave what follows it to the script."""
+    """Read what stands before the script, set it, and leave what follows to the script."""
     parser = argparse.ArgumentParser(
         prog="python -m koila",
         description=(__doc__ or "").partition("\n")[2].strip(),
         usage="python -m koila [options] (train.py | -m module) [arguments of the script]",
     )
-    parser.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help='what all tensors may take, as "4GiB" or "80%%" (of the GPU, or else of the machine); '
-        "without it: what is free",
-    )
-    parser.add_argument("--chunks", type=int, metavar="N", help="run in exactly N chunks")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="write what was done to this file too: JSON where its name ends in .json, else text",
-    )
+    launch.add_options(parser)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     n_own = _count_own(words)
     args = parser.parse_args(words[:n_own])
     args.script = words[n_own:]
     if args.module is None and not args.script:
         parser.error("which script? For example: python -m koila --memory-limit 4GiB train.py")
-    if args.chunks is not None and args.memory_limit is not None:
-        parser.error("--chunks says how many chunks whatever memory there is: give one of the two")
+    try:
+        launch.configure(args)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     return args
 
 
@@ -64,20 +49,6 @@ def _count_own(words: list[str]) -> int:
         )
         at += 2 if takes_another else 1
     return min(at, len(words))
-
-
-@contextlib.contextmanager
-def lazy_loaders() -> Iterator[Summary]:
-    """A block in which the batches of all loaders are lazy, and what runs is added up."""
-    summary = Summary()
-    reports.observe(summary)
-    loaders.make_all_lazy(of_loader)
-    try:
-        yield summary
-    finally:
-        reports.settle()
-        loaders.make_all_lazy(None)
-        reports.observe(None)
 
 
 def _run_script(path: str) -> None:
@@ -104,12 +75,8 @@ def _without_launcher(found: TracebackType | None) -> TracebackType | None:
 
 def main(words: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if words is None else words)
-    if args.chunks is not None:
-        koila.config(chunks=args.chunks, memory_limit=None)
-    if args.memory_limit is not None:
-        koila.config(chunks=None, memory_limit=args.memory_limit)
     status: Any = 0
-    with lazy_loaders() as summary:
+    with launch.lazy_loaders() as summary:
         try:
             if args.module is not None:
                 sys.argv = [args.module, *args.script]
@@ -126,9 +93,7 @@ def main(words: list[str] | None = None) -> int:
     lines = summary.lines()
     print(*(f"koila: {line}" for line in lines), sep="\n", file=sys.stderr)
     if args.report is not None:
-        is_json = args.report.suffix == ".json"
-        text = summary.as_json() if is_json else "\n".join([*lines, *map(str, summary.last)])
-        args.report.write_text(text + "\n")
+        launch.write(summary, args.report)
     if isinstance(status, str):
         print(status, file=sys.stderr)
         status = 1

@@ -28,7 +28,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import handle_torch_function
 
-from koila import _core, draws, explain, norms, plan, surroundings
+from koila import _core, explain, lines, norms, plan, surroundings
 from koila.errors import KoilaError
 from koila.program import Node, Program
 
@@ -178,7 +178,7 @@ def _buffers_of(found: list[nn.Module]) -> list[_Buffer]:
 
 def _refuse(what: str) -> None:
     raise KoilaError(
-        f"checkpoint: its body {what} ({draws.user_line()}). torch runs the body once more in "
+        f"checkpoint: its body {what} ({lines.user_line()}). torch runs the body once more in "
         "backward, and that too; koila runs it once. Leave it out of the checkpoint, or run it "
         "whole: koila.config(chunks=1)"
     )

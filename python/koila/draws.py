@@ -14,22 +14,17 @@ the program have the same.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import hashlib
-import os
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from koila import _core, noise, plain, rows, surroundings
 from koila.errors import KoilaError
+from koila.lines import user_line
 from koila.rows import Bounds
 from koila.threads import in_turn
 
@@ -38,14 +33,6 @@ if TYPE_CHECKING:
 
 Cell = tuple[int, int | None]  # a call, and the first row of a chunk; None: all rows
 Spot = tuple[int, torch.Tensor]  # a row of a call, and the state in which its numbers start
-#: How the paths of files begin that are not the user's: koila's, torch's, and those of Python's own
-#: that call decorated functions.
-INSIDE = (
-    *(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__)),
-    contextlib.__file__,
-    functools.__file__,
-)
-
 _get_state, _set_state = noise.get_state, noise.set_state
 _manual_seed = torch._C.Generator.manual_seed  # as it was before koila patched it
 
@@ -259,14 +246,6 @@ def _stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor
     info = _core.value(value)
     shape = info[1] if place is None else rows.chunk_shape(info[1], place, n_rows)
     return torch.ones(shape, dtype=info[0], device=info[10])
-
-
-def user_line() -> str:
-    """The innermost line of the stack that is neither koila's nor torch's: "model.py:40"."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
 
 
 def _set(generator: torch.Generator, cell: torch.Tensor | int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from koila import _core, draws, memory, plan, reports
+from koila import _core, draws, lines, memory, plan, reports
 from koila.errors import MemoryLimitError
 from koila.program import (
     ONCE,
@@ -89,7 +89,7 @@ def told(
     fits = "its numbers fit, without autograd's graph"
     return ProgramReport(
         reports.asked(),
-        draws.user_line(),
+        lines.user_line(),
         program.n_nodes,
         program.amounts.made,
         n_chunks,
@@ -138,7 +138,7 @@ def _log(where: str, text: str, *words: Any) -> None:
 
 def log_live(func: Any, why: str = "") -> None:
     """Say once, with the line, where a call that cannot be recorded runs all before it whole."""
-    where = draws.user_line()
+    where = lines.user_line()
     if where in _logged or plan.is_whole():
         return
     _log(
@@ -159,7 +159,7 @@ def log_at_once(func: Any, why: str) -> None:
             "%s is not recorded (%s), since %s: such calls run where they stand, on the whole "
             "batch, and koila saves no memory there",
             reports.name_of(func),
-            draws.user_line(),
+            lines.user_line(),
             why,
         )
 
@@ -174,7 +174,7 @@ def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
         tensor: what it made or wrote.
         is_written: whether the tensor was there before.
     """
-    name, where = reports.name_of(func), draws.user_line()
+    name, where = reports.name_of(func), lines.user_line()
     if is_written:
         made = (
             f"writes lazy values into a plain tensor of {size(tensor.nbytes)}: what is made of it "

@@ -21,6 +21,7 @@ from koila import (
     handlers,
     hooks,
     inplace_views,
+    lines,
     masks,
     meets,
     meta,
@@ -204,7 +205,7 @@ def _blocked_halves() -> Iterator[torch.dtype]:
 def register_all() -> None:
     """Fill the C module's table; called once, when koila is imported."""
     _core.bind(
-        draws.INSIDE,
+        lines.INSIDE,
         reductions.known(),
         {
             "koila_error": KoilaError,
@@ -239,6 +240,7 @@ def register_all() -> None:
             "note_written": unwritten.note_written,
             "note_left": explain.note_left,
             "is_in_hook": engine.is_in_hook,
+            "name_of_file": lines.name_of_file,
         },
     )
     _core.set_blocked_halves(tuple(_blocked_halves()))

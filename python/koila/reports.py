@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from koila import budget, resident
-from koila.draws import user_line
+from koila.lines import user_line
 
 _logger = logging.getLogger("koila")
 

@@ -23,6 +23,8 @@ class Summary(reports.Observer):
     """Adds up what programs did, in the order they ran."""
 
     def __init__(self) -> None:
+        self._before = loaders.counts.n_batches, loaders.counts.n_plain
+        self.n_batches = self.n_plain = 0  # handed out; and those in which nothing has rows
         self.n_steps = 0  # of optimizers
         self.n_programs = 0
         self.n_in_chunks = 0
@@ -33,6 +35,11 @@ class Summary(reports.Observer):
         self.bytes_measured: int | None = None
         self.whole: dict[tuple[str, str, str], list[int]] = {}  # how often, and bytes at most
         self.last: collections.deque[ProgramReport] = collections.deque(maxlen=64)
+
+    def end(self) -> None:
+        """What it adds up is over."""
+        self.n_batches = loaders.counts.n_batches - self._before[0]
+        self.n_plain = loaders.counts.n_plain - self._before[1]
 
     def note_step(self) -> None:
         self.n_steps += 1
@@ -58,10 +65,9 @@ class Summary(reports.Observer):
 
     def lines(self) -> list[str]:
         """Ten at most, each a fact: steps, chunks, memory, what ran on the whole batch."""
-        counts = loaders.counts
         if self.n_programs == 0:
             return [self._why_nothing()]
-        batches = count(counts.n_batches, "batch").replace("batchs", "batches")
+        batches = count(self.n_batches, "batch").replace("batchs", "batches")
         steps = count(self.n_steps, "optimizer step")
         lines = [f"{batches} of data loaders, {steps}"]
         if self.n_in_chunks == 0:
@@ -83,18 +89,17 @@ class Summary(reports.Observer):
         return lines
 
     def _why_nothing(self) -> str:
-        counts = loaders.counts
-        if counts.n_batches == 0:
+        if self.n_batches == 0:
             return (
                 "nothing was made lazy, as no torch.utils.data.DataLoader handed out a batch: call "
                 "x, y = koila.lazy(x, y) on your batches"
             )
-        if counts.n_plain == counts.n_batches:
+        if self.n_plain == self.n_batches:
             return (
-                f"nothing was made lazy: in none of {counts.n_batches} batches is a tensor with "
+                f"nothing was made lazy: in none of {self.n_batches} batches is a tensor with "
                 "rows; call koila.lazy() on what your model is given"
             )
-        return f"{counts.n_batches} batches were made lazy, and nothing was computed with them"
+        return f"{self.n_batches} batches were made lazy, and nothing was computed with them"
 
     def _memory(self) -> str:
         parts = []
@@ -122,7 +127,7 @@ class Summary(reports.Observer):
             for (call, line, why), (n, n_bytes) in self.whole.items()
         ]
         facts: dict[str, Any] = {
-            "batches": loaders.counts.n_batches,
+            "batches": self.n_batches,
             "steps": self.n_steps,
             "programs": self.n_programs,
             "in_chunks": self.n_in_chunks,

@@ -1,0 +1,83 @@
+"""Notebooks: %load_ext koila, then %%koila on top of a cell, or %koila for all cells to come."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+from typing import Any, NoReturn
+
+from koila import launch
+from koila.config import config, settings
+from koila.summary import Summary
+
+_on: contextlib.ExitStack | None = None  # all cells are lazy
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises where another would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.prog}: {message}")
+
+
+def _parse(name: str, line: str) -> argparse.Namespace:
+    parser = _Parser(prog=name, add_help=False)
+    launch.add_options(parser)
+    if name == "%koila":
+        parser.add_argument("state", nargs="?", choices=("on", "off"), default="on")
+    return parser.parse_args(shlex.split(line))
+
+
+def _tell(lines: list[str]) -> None:
+    print(*(f"koila: {line}" for line in lines), sep="\n")
+
+
+def _koila_cell(shell: Any, line: str, cell: str) -> None:
+    """%%koila [--memory-limit SIZE | --chunks N] [--report FILE]: run the cell with lazy loaders.
+
+    The batches of every DataLoader are lazy, and below the cell stands what was done.
+    """
+    args = _parse("%%koila", line)
+    before = settings()
+    launch.configure(args)
+    try:
+        with launch.lazy_loaders() as summary:
+            shell.run_cell(cell)
+    finally:
+        config(**before._asdict())
+    _tell(summary.lines())
+    if args.report is not None:
+        launch.write(summary, args.report)
+
+
+def _koila_line(line: str) -> None:
+    """%koila [on | off] [--memory-limit SIZE | --chunks N]: lazy loaders in all cells to come."""
+    global _on
+    args = _parse("%koila", line)
+    if _on is not None:
+        stack, _on = _on, None
+        stack.close()
+    if args.state == "off":
+        return
+    launch.configure(args)
+    with contextlib.ExitStack() as stack:
+        found: list[Summary] = []
+        stack.callback(lambda: _tell(found[0].lines()))  # after what follows has ended
+        found.append(stack.enter_context(launch.lazy_loaders()))
+        _on = stack.pop_all()
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """%load_ext koila: `%%koila` and `%koila` are there."""
+    shell.register_magic_function(
+        lambda line, cell: _koila_cell(shell, line, cell), "cell", "koila"
+    )
+    shell.register_magic_function(_koila_line, "line", "koila")
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """%unload_ext koila: all is as it was."""
+    _koila_line("off")
+    for kind in ("cell", "line"):
+        shell.magics_manager.magics[kind].pop("koila", None)
