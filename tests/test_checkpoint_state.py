@@ -293,6 +293,24 @@ def test_statistics_without_a_gradient_are_refused(is_reentrant: bool) -> None:
         checkpoint(body, h, use_reentrant=is_reentrant)
 
 
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_statistics_that_are_read_are_refused(is_reentrant: bool) -> None:
+    """torch's second run reads others, and its gradient is of what it makes of these."""
+    linear, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def body(x: Tensor) -> Tensor:
+        return norm(x) * norm.running_mean  # type: ignore[no-any-return]
+
+    h = linear(koila.lazy(torch.randn(N_ROWS, 4)))
+    said = r"running statistics .*test_checkpoint_state\.py:\d+.*koila\.config\(chunks=1\)"
+    with koila.config(chunks=3), pytest.raises(koila.KoilaError, match=said):
+        checkpoint(body, h, use_reentrant=is_reentrant).sum().backward()
+    other = linear(koila.lazy(torch.randn(N_ROWS, 4)))
+    with koila.config(chunks=3):  # outside of the body anybody may read them
+        made = checkpoint(norm, other, use_reentrant=is_reentrant) * norm.running_mean
+        made.sum().backward()
+
+
 @pytest.mark.parametrize("chunks", [None, 1, 3])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_reentrant_one_gives_all_or_nothing(chunks: int | None, is_asked: bool) -> None:

@@ -38,6 +38,7 @@ from koila import (
     reports,
     steps,
     surroundings,
+    unwritten,
     views,
 )
 from koila.errors import KoilaError
@@ -390,6 +391,7 @@ def call(
     Returns:
         What it returns, with lazies in place of tensors unless `is_plain`.
     """
+    unwritten.note_read((args, kwargs))
     is_large = has_graph and not plan.is_whole() and _core.pending_bytes() >= _WORTH
     is_light = is_large and _core.won_whole() >= 0
     is_cut = not is_light and not plan.is_whole() and _cut(func)

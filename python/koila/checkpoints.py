@@ -28,9 +28,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import handle_torch_function
 
-from koila import _core, explain, lines, norms, plan, surroundings
+from koila import _core, explain, lines, norms, plan, surroundings, unwritten
 from koila.errors import KoilaError
-from koila.program import Node, Program
+from koila.program import Program
 
 
 class _State(threading.local):
@@ -100,6 +100,10 @@ def _updates(module: nn.Module) -> bool:
     )
 
 
+def _is_torchs(name: str) -> bool:
+    return name.startswith("torch.nn.")
+
+
 _IN_PLACE = re.compile(r"[a-z0-9]_$")
 
 
@@ -110,7 +114,9 @@ def _written_by(kind: type) -> frozenset[str]:
     seen, left = set(), ["forward"]
     while left:
         method = getattr(kind, left.pop(), None)
-        if isinstance(method, types.FunctionType) and method not in seen:
+        if not isinstance(method, types.FunctionType) or _is_torchs(method.__module__):
+            continue
+        if method not in seen:
             seen.add(method)
             named = _names_in(method.__code__)
             left.extend(named)
@@ -125,7 +131,7 @@ _STORES = {dis.opmap[name] for name in ("STORE_SUBSCR", "STORE_ATTR")}
 
 def _seems_to_write(module: nn.Module) -> bool:
     """Whether a method of its class names a buffer of its own, and writes something."""
-    is_torchs = isinstance(module, _BatchNorm) or type(module).__module__.startswith("torch.nn.")
+    is_torchs = isinstance(module, _BatchNorm) or _is_torchs(type(module).__module__)
     if is_torchs or not module._buffers:
         return False
     kind: Any = type(module)
@@ -200,6 +206,12 @@ def _norm_calling(mean: Tensor) -> nn.Module | None:
     return None
 
 
+def _note_read(ids: set[int]) -> None:
+    """Plain torch asks for statistics that are still to be written."""
+    if any(not ids.isdisjoint(group.moved) for group in _state.groups):
+        _refuse("reads running statistics after it has moved them")
+
+
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
     """torch.batch_norm while a body is recorded."""
     args: tuple[Any, ...] = (x, weight, bias, mean, *words)
@@ -213,6 +225,8 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
     module = _norm_calling(mean)
     again = norms.Again(words[2])
     again.groups, again.running = _state.groups, (mean, words[0])
+    for group in _state.groups:
+        group.moved.update(map(id, again.running))
     counted: Any = None if module is None else module.num_batches_tracked
     again.n_batches = counted
     again.is_mean = module is not None and module.momentum is None
@@ -246,7 +260,7 @@ def _recording(found: list[nn.Module], is_reentrant: bool) -> Iterator[None]:
     outer, buffers, group = _state.groups, _buffers_of(found), norms.Group()
     _state.groups = (*outer, group)
     _n_recording += 1
-    _torch.batch_norm = _batch_norm
+    _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
     try:
         with _region(is_reentrant):
             yield
@@ -255,7 +269,7 @@ def _recording(found: list[nn.Module], is_reentrant: bool) -> Iterator[None]:
         _state.groups = outer
         _n_recording -= 1
         if _n_recording == 0:
-            _torch.batch_norm = _plain_batch_norm
+            _torch.batch_norm, unwritten.on_read = _plain_batch_norm, None
     for buffer in buffers:
         if buffer.is_written():
             _refuse(f"writes {type(buffer.module).__name__}.{buffer.name}")
@@ -291,8 +305,7 @@ def reached(program: Program) -> set[int]:
 
 
 def check(program: Program, has_inputs: bool) -> None:
-    """Raise where a program is to be differentiated otherwise than torch's checkpoints allow, or
-    where torch would differentiate what its second run makes of other numbers."""
+    """Raise where a program is to be differentiated otherwise than torch's checkpoints allow."""
     regions = reached(program) if program.has_checkpoints else set()
     if has_inputs and any(region % 2 for region in regions):
         raise RuntimeError(
@@ -300,41 +313,6 @@ def check(program: Program, has_inputs: bool) -> None:
             "passing an `inputs` parameter to .backward(). Set use_reentrant=False, or call "
             ".backward() without passing the `inputs` argument."
         )
-    written: dict[
-        int, set[int]
-    ] = {}  # by region, the statistics that torch's second run finds moved
-    for node in program.nodes.values() if regions and program.has_effects else ():
-        groups = _groups_of(node)
-        moved = _memory(program, _aside(node))
-        for region in set().union(*(group.regions for group in groups if group.regions & regions)):
-            written.setdefault(region, set()).update(moved)
-    for node in program.nodes.values() if written else ():
-        read = set(node.imports) - _aside(node) if node.region in written else set()
-        if _memory(program, read) & written.get(node.region, set()):
-            raise KoilaError(
-                f"{_core.node(node.id)[3]}: it reads running statistics in the body of a "
-                "checkpoint that moves them, so torch differentiates what it makes of others; "
-                "koila runs the body once. Read them outside, or run it whole: "
-                "koila.config(chunks=1)"
-            )
-
-
-def _aside(node: Node) -> set[int]:
-    return {i for k, i in enumerate(node.imports) if node.leaf_writes >> k & 1}
-
-
-def _memory(program: Program, imports: Iterable[int]) -> set[int]:
-    """Where plain tensors lie that a call reads."""
-    reals = (program.info(program.imports[i].value).real for i in imports if i >= 0)
-    with torch._C.DisableTorchFunctionSubclass():
-        return {real.data_ptr() for real in reals if real is not None}
-
-
-def _groups_of(node: Node) -> tuple[norms.Group, ...]:
-    """The bodies with which a call's statistics are moved once more."""
-    func, args, _ = _core.call(node.id) if node.leaf_writes else (None, (), {})
-    again = args[6] if func is norms.batch_norm else None
-    return again.groups if isinstance(again, norms.Again) else ()
 
 
 def checkpoint(args: Any, kwargs: Any) -> Any:

@@ -180,6 +180,7 @@ class Group:
 
     def __init__(self) -> None:
         self.regions: set[int] = set()  # of the tape, where its calls are
+        self.moved: set[int] = set()  # ids of the statistics, while it is recorded
         self.moves: list[Callable[[], None]] = []  # of calls that ran whole, in their order
         self.is_done = False  # in this backward
 

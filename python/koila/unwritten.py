@@ -30,6 +30,8 @@ _KEY = "unwritten"
 _writes: weakref.WeakSet[Write] = weakref.WeakSet()  # of all tapes
 _n_writes: dict[int, int] = {}  # by id of a tensor, how many are to write it
 _run: Callable[[str], None] | None = None  # what is pending on this thread
+#: Told of the watched tensors, by id, that a call asks for before they are written.
+on_read: Callable[[set[int]], None] | None = None
 #: Methods and attributes that are the same before a write and after it.
 _NO_NUMBERS = frozenset(
     """device dim dtype element_size get_device grad grad_fn is_complex is_contiguous is_cpu is_cuda
@@ -62,11 +64,19 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
         return NotImplemented  # it is recorded: it comes after what was recorded before
     words = kwargs or {}
     if not (_asks_no_number(func) or _is_own()):
-        found = set(map(id, _among((args, words))))
+        found = note_read((args, words))
         _make([write for write in _writes if not found or write.writes(found)])
         return func(*args, **words)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **words)
+
+
+def note_read(given: Any) -> set[int]:
+    """The ids of the watched tensors among the arguments of a call, which reads them."""
+    found = set(map(id, _among(given)))
+    if on_read is not None and found:
+        on_read(found)
+    return found
 
 
 class _Own(threading.local):
