@@ -193,3 +193,37 @@ def test_a_look_at_a_few_rows_is_not_logged(caplog: pytest.LogCaptureFixture) ->
         loss.backward()
     assert not caplog.records
     assert [program.n_chunks for program in koila.report().programs] == [2, 1, 3]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_the_limit_that_it_names_is_enough(is_refused: bool) -> None:
+    """It says what the whole needs, what counts, and a number to set; with that number it runs."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(6)]
+    model, x = nn.Sequential(*layers), torch.randn(3000, 128)
+    model(x).pow(2).mean().backward()
+    wanted = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+    model.zero_grad()
+    with koila.config(memory_limit=there() + 2**16):
+        loss = model(koila.lazy(x)).pow(2).mean()
+        if is_refused:
+            with pytest.raises(koila.MemoryLimitError) as raised:
+                loss.backward()
+            text = str(raised.value)
+        else:
+            text = koila.explain(loss)
+            assert re.search(
+                r"\nwhole it needs 15\.\d MiB .*, and 6\d\.\d KiB are left; memory_limit", text
+            )
+    found = re.search(r"(\d+\.\d MiB) \(for 16 chunks; (\d+\.\d MiB) is the least, for \d+\)", text)
+    assert found is not None, text
+    del loss
+    for limit in (found[1], found[2]) if is_refused else (found[1],):
+        model.zero_grad()
+        with koila.config(memory_limit=limit):
+            model(koila.lazy(x)).pow(2).mean().backward()
+            assert 1 < koila.report().n_chunks
+        for parameter, want in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, want)

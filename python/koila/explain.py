@@ -397,6 +397,7 @@ def explain(*losses: Any) -> Explanation:
         lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
     if program.axes and unstageable is None:
         is_graph = any(root.requires_grad for root in roots)
+        lines += plan.outlook(program, is_graph)
         forecast, program, steps = _forecast(program, is_graph)
         lines.append(forecast)
     else:

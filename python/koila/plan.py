@@ -179,6 +179,45 @@ def _counted(program: Program) -> str:
     return f"; memory_limit, {reports.size(limit)}, counts {', '.join(texts)}" if texts else ""
 
 
+#: In more chunks than this a step takes long, on the CPU and on a GPU.
+_FEW_CHUNKS = 16
+
+
+def _as_limit(program: Program, needed: float) -> str:
+    """The memory_limit under which a program has so many bytes, as config() reads it."""
+    held = _held(program)
+    taken = max(budget.taken(device, held) for device in _devices(program))
+    tenths = math.ceil(10 * (taken + needed) / 2**20)
+    return f"{tenths / 10:.1f} MiB"
+
+
+def _limits(program: Program, is_graph: bool) -> str:
+    """Which memory_limit to set for a program: one for few chunks, and the least of all."""
+    estimates = [way.estimate for way in _ways(program, is_graph)]
+    rows, n_bytes, _ = min((one.least() for one in estimates), key=lambda entry: entry[1])
+    n_chunks = -(-estimates[0].rows // rows)
+    least = _as_limit(program, n_bytes)
+    if n_chunks <= _FEW_CHUNKS:
+        return least
+    few = min(one.peak(-(-one.rows // _FEW_CHUNKS))[0] for one in estimates)
+    best = _as_limit(program, few)
+    if best == least:
+        return least
+    return f"{best} (for {_FEW_CHUNKS} chunks; {least} is the least, for {n_chunks})"
+
+
+def outlook(program: Program, is_graph: bool) -> list[str]:
+    """What a program needs, what it may have, and under which limit it could run at all."""
+    whole, left = memory.estimate(program, is_graph).whole, max(0.0, _allowed(program))
+    limit, counted = config.get("memory_limit"), _counted(program)
+    needs, has = sizes(whole, left)
+    says = counted or (f"; memory_limit is {reports.size(limit)}" if limit is not None else "")
+    return [
+        f"whole it needs {needs} beside what is there, and {has} are left{says}",
+        f"a memory_limit that is enough: {_limits(program, is_graph)}",
+    ]
+
+
 def _sum_of(parts: list[tuple[str, int]]) -> int:
     return sum(n_bytes for _, n_bytes in parts)
 
@@ -211,8 +250,8 @@ class Needs:
         return MemoryLimitError(
             f"{name}: {at_a_time} needs {needs} ({int(needed)} bytes) beside what is there{fixed}, "
             f"and {has} ({int(left)} bytes) are left{ran_out} ({detail[3]}){others}"
-            f"{_counted(program)}; raise "
-            f"memory_limit, {free}or make the model or the sequence smaller"
+            f"{_counted(program)}; raise memory_limit to {_limits(program, bool(program.roots))}, "
+            f"{free}or make the model or the sequence smaller"
         )
 
 
@@ -354,8 +393,8 @@ def check_whole(program: Program, is_graph: bool, decision: reports.Decision) ->
     raise MemoryLimitError(
         f"a program of {program.n_nodes} calls runs whole ({decision.why}), needs {needs} "
         f"({int(needed)} bytes) beside what is there{cause}, and {has} are left"
-        f"{_counted(program)}; raise memory_limit, or make the batch, the model or the sequence "
-        "smaller"
+        f"{_counted(program)}; raise memory_limit to {_as_limit(program, needed)}, or make the "
+        "batch, the model or the sequence smaller"
     )
 
 
