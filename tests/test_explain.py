@@ -224,6 +224,6 @@ def test_the_limit_that_it_names_is_enough(is_refused: bool) -> None:
         model.zero_grad()
         with koila.config(memory_limit=limit):
             model(koila.lazy(x)).pow(2).mean().backward()
-            assert 1 < koila.report().n_chunks
+            assert koila.report().n_chunks > 1
         for parameter, want in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, want)
