@@ -495,6 +495,7 @@ def _cut(func: Any) -> bool:
     handed: dict[int, torch.Tensor] = {}
     for values, leaves in _apart(roots, *reached[1:]):
         parts.append(_Part(cut, [roots[value] for value in values], leaves))
+        hooks.leave_where_given(leaves)
         with torch.enable_grad(), engine.as_recorded(leaves):
             tensors = _apply(_HandedOut, parts[-1], *leaves)
         handed.update(zip(values, tensors, strict=True))
