@@ -68,6 +68,23 @@ PROGRAMS = {
     "read after it was written": "h.retain_grad(); h.mul_(2); see(h.sum()); h.mul_(2); l = h.sum()",
     "let go of": "h.retain_grad(); h.mul_(2); l = h.pow(2).sum(); del h",
 }
+#: Run as they were written: eager's backward is given what `.data` wrote into what it kept.
+BEHIND = {
+    "a hook, and then .data": "h.register_hook(lambda q: (see(q), q * 2)[1]); h.data.mul_(0.5)\n"
+    "l = h.pow(2).sum()",
+    "a hook on a view, and then .data": "v = h[:, :2]\n"
+    "v.register_hook(lambda q: (see(q), q * 2)[1]); h.data.mul_(0.5); l = v.pow(2).sum() + h.sum()",
+    "a hook on a view, and then its .data": "v = h[:, :2]; v.retain_grad()\n"
+    "v.register_hook(lambda q: (see(q), q * 2)[1]); v.data.mul_(0.5); v.data.add_(1)\n"
+    "l = v.pow(2).sum() + h.sum()",
+    "a hook between two": "v = h[:, :2]; v.data.mul_(0.5)\n"
+    "v.register_hook(lambda q: (see(q), q * 2)[1]); h.data.mul_(0.5); l = v.pow(2).sum() + h.sum()",
+    ".data of what was kept, two backwards": "h = h.tanh(); k = h * 3; h.data.mul_(0.5)\n"
+    "l = k.pow(2).sum(); l.backward(retain_graph=True)",
+    ".data between two backwards": "h = h.tanh(); h.retain_grad(); l = (h * 3).pow(2).sum()\n"
+    "l.backward(retain_graph=True); h.data.mul_(0.5)",
+    ".data after a read": "h = h.tanh(); k = h * 3; see(k); h.data.mul_(0.5); l = k.pow(2).sum()",
+}
 #: Runs as it was written: hooks from before such a call are called with those from after it.
 TURNED = {
     "turned over and kept": "h.retain_grad(); h.t_(); l = h.pow(2).sum()",
@@ -94,11 +111,13 @@ def step(text: str, lazy: Any) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
-@pytest.mark.parametrize("name", [*PROGRAMS, *TURNED])
+@pytest.mark.parametrize("name", [*PROGRAMS, *TURNED, *BEHIND])
 def test_hooks_and_writes(name: str, chunks: int) -> None:
-    text = {**PROGRAMS, **TURNED}[name]
+    text = {**PROGRAMS, **TURNED, **BEHIND}[name]
     want = step(text, lambda x: x)
-    with split(chunks, whole="h.t_()" if name in TURNED else ""):
+    is_first_cut = name in (".data between two backwards", ".data after a read")
+    whole = "h.t_()" if name in TURNED else ".data" if name in BEHIND else ""
+    with split(chunks, whole="" if is_first_cut else whole, partly=whole if is_first_cut else ""):
         got = step(text, koila.lazy)
     assert {k for k in got if got[k] is None} == {k for k in want if want[k] is None}
     assert len(got["seen"]) == len(want["seen"])

@@ -297,7 +297,8 @@ def test_once_wrong(name: str, chunks: int) -> None:
     assert random_writes.failure(ONCE_WRONG[name], chunks) is None
 
 
-#: An index out of bounds that a script catches is raised again where something else runs.
+#: A script catches the error of a call whose sizes do not fit, made of one whose index is out of
+#: bounds. Eager raises that of the index; here it waits, and raises when something else runs.
 KNOWN = {224}
 
 

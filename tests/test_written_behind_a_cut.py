@@ -331,3 +331,55 @@ def test_scratch_memory_that_a_custom_function_fills(chunks: int) -> None:
         got = tell(koila.lazy)
     for value, wanted in zip(got, want, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-13)
+
+
+#: Writes of what was handed out, through `.data`: eager's `tanh` has kept what they change.
+BEHIND: dict[str, Callable[[Tensor], object]] = {
+    "the value": lambda h: h.data.mul_(0.5),
+    "a part of it": lambda h: h.data[:, 0].mul_(0.5),
+    "a view of it": lambda h: h[:, 1:].data.add_(1),
+}
+
+
+@pytest.mark.parametrize("chunks", [2, 3, N_ROWS])
+@pytest.mark.parametrize("write", BEHIND)
+def test_what_was_handed_out_is_written_through_data(write: str, chunks: int) -> None:
+    def run(h: Tensor, block: Block, **_: Tensor) -> Tensor:
+        h = h.tanh()
+        c = block(h)
+        BEHIND[write](h)
+        return c.sum() + h.pow(2).sum()
+
+    with pytest.raises(koila.StaleError, match=r"tanh .* keeps .* written through \.data"):
+        check(run, square, chunks)
+
+
+@each_count
+def test_what_no_call_keeps_may_be_written_through_data(chunks: int) -> None:
+    def run(h: Tensor, block: Block, **_: Tensor) -> tuple[Tensor, ...]:
+        k = h.tanh()
+        c = block(h) + block(k)
+        h.data.mul_(0.5)
+        return c.sum() + h.pow(2).sum(), k.data.mean()
+
+    check(run, square, chunks)
+
+
+@each_count
+def test_a_hook_of_what_no_gradient_comes_to_is_not_called(chunks: int) -> None:
+    """All that was handed out is on one node, which torch calls the hooks of."""
+    seen = []
+
+    def see(gradient: Tensor) -> Tensor:
+        seen.append(gradient.sum().item())
+        return gradient * 2
+
+    def run(h: Tensor, block: Block, **_: Tensor) -> tuple[Tensor, Tensor]:
+        k, c = h * 2, block(h)
+        k.register_hook(see)
+        h.register_hook(see)
+        return c.sum(), k
+
+    check(run, square, chunks)
+    assert len(seen) == 2  # eager's and koila's, of `h`
+    assert seen[0] == pytest.approx(seen[1], rel=1e-10)

@@ -277,6 +277,9 @@ static PyMethodDef functions[] = {
      "storage($module, lazy, /)\n--\n\n"
      "The number of the memory of a pending lazy; None where it is, or may be, memory of the "
      "user's."},
+    {"spend", kl_program_spend, METH_VARARGS,
+     "spend($module, program, is_asked, /)\n--\n\n"
+     "A backward goes through a program for good, or the last call of it where one did."},
     {"behind", kl_bridge_behind, METH_VARARGS,
      "behind($module, value, /)\n--\n\n"
      "Pairs of a value and a tensor that needs a gradient: those that a value is made of, some "

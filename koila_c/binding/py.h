@@ -630,6 +630,8 @@ int kl_view_refresh(Tape *tape);
 KlValueId kl_view_of_graph(const Tape *tape, KlValueId value);
 /* Whether a value is, or is a view of, a detached view: no part of the graph of its storage. */
 bool kl_view_is_detached(const Tape *tape, KlValueId value);
+/* Likewise, one taken by x.data: a write through it leaves no version behind. */
+bool kl_view_is_data(const Tape *tape, KlValueId value);
 /* The value whose call took the view `value` first, before that was itself written. */
 KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 
@@ -647,6 +649,9 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
 PyObject *kl_program_gradient_part(PyObject *module, PyObject *args);
+/* spend(program, is_asked): a backward goes through a program and keeps nothing for another; or, asked, the last
+ * call that such a one went through, which autograd would have kept something of; None. */
+PyObject *kl_program_spend(PyObject *module, PyObject *args);
 PyObject *kl_program_told(PyObject *module, PyObject *args);
 PyObject *kl_program_maker(PyObject *module, PyObject *args);
 PyObject *kl_program_staged(PyObject *module, PyObject *args);

@@ -411,6 +411,7 @@ kl_program_of(PyObject *handle, const Tape *tape)
 /* What staging alone tells of the nodes of a program. */
 typedef struct Traits {
     size_t n_nodes;
+    KlNodeId hidden; /* a call whose memory is written behind autograd's back; KL_ID_NONE */
     bool has_writes, has_effects, is_drawing, has_checkpoints;
     bool is_on[UINT8_MAX + 1]; /* by device: a value is made there */
     long long made, entered;   /* bytes that calls make; of rows that enter */
@@ -421,7 +422,7 @@ typedef struct Traits {
 static Traits
 traits_of(const KlTape *core, const KlStages *stages)
 {
-    Traits traits = {0};
+    Traits traits = {.hidden = KL_ID_NONE};
     for (size_t i = 0; i < stages->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
         if (stages->node_stage[i] == KL_STAGE_NONE) {
@@ -436,6 +437,7 @@ traits_of(const KlTape *core, const KlStages *stages)
         for (uint32_t k = 0; k < node->n_outs; k++) {
             const KlValue *out = &core->values[node->first_out + k];
             traits.is_on[out->meta.device] = true;
+            traits.hidden = core->storages[out->storage].is_hidden ? (KlNodeId)i : traits.hidden;
             bytes += out->view_of == KL_ID_NONE ? kl_meta_n_bytes(&out->meta) : 0;
         }
         traits.made += bytes;
@@ -508,7 +510,7 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
     const KlStages *stages = &program->stages;
     Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
-        "(ONNONNNnnnINONOOOO(LLLLL)O)", handle, ids_object(roots), ids_object(reached), shared,
+        "(ONNONNNnnnINONOOOO(LLLLL)ON)", handle, ids_object(roots), ids_object(reached), shared,
         axes_object(&tape->core, program), entered_object(tape, stages), devices_object(&traits),
         (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values, (Py_ssize_t)stages->n_imports,
         stages->n_stages, stage_object(stages->last_body),
@@ -516,7 +518,41 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
         is_all_staged(&tape->core, stages) ? Py_True : Py_False,
         traits.has_writes ? Py_True : Py_False, traits.has_effects ? Py_True : Py_False,
         traits.is_drawing ? Py_True : Py_False, traits.made, traits.once, traits.entered,
-        traits.given, traits.n_once, traits.has_checkpoints ? Py_True : Py_False);
+        traits.given, traits.n_once, traits.has_checkpoints ? Py_True : Py_False,
+        stage_object(traits.hidden));
+}
+
+/* Whether autograd keeps something of a call for its backward. */
+static bool
+is_saving(const KlNode *node)
+{
+    const KlSaves *saves = &node->saves;
+    return node->row == NULL || saves->inputs != 0 || saves->outputs != 0 ||
+           saves->bytes_extra != 0 || saves->bytes_fixed != 0;
+}
+
+PyObject *
+kl_program_spend(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *handle = NULL;
+    int is_asked = 0;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "Op:spend", &handle, &is_asked)) {
+        return NULL;
+    }
+    const KlProgram *program = kl_program_of(handle, tape);
+    KlNodeId found = KL_ID_NONE;
+    for (size_t i = 0; program != NULL && i < program->stages.n_nodes; i++) {
+        KlNode *node = &tape->core.nodes[i];
+        if (program->stages.node_stage[i] == KL_STAGE_NONE || node->is_for_chunks ||
+            !kl_stage_has_gradient(&tape->core, &program->stages, node)) {
+            continue;
+        }
+        found = node->is_spent && is_saving(node) ? (KlNodeId)i : found;
+        node->is_spent = node->is_spent || !is_asked;
+    }
+    return program != NULL ? stage_object(found) : NULL;
 }
 
 /* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "drops"

@@ -496,6 +496,23 @@ move_written(const Recording *recording, Value *written, KlValueId now)
     }
 }
 
+/* A write became node `id`. Returns what was written, a new reference. */
+static PyObject *
+settle_write(const Recording *recording, KlNodeId id, bool is_detached)
+{
+    Tape *tape = recording->tape;
+    PyObject *written = recording->bound.input_origins[0].object;
+    const KlNode *node = &tape->core.nodes[id];
+    KlValueId last = tape->core.inputs[node->first_input + node->n_inputs - 1].value;
+    KlStorage *storage = &tape->core.storages[tape->core.values[node->first_out].storage];
+    storage->is_hidden |= is_detached && kl_view_is_data(tape, recording->inputs[0]);
+    move_written(recording, kl_lazy_value(written), node->first_out);
+    if (node->n_outs == 2) { /* the tensor of all the memory has another graph too */
+        move_written(recording, tape->values[last].handle, node->first_out + 1);
+    }
+    return Py_NewRef(written);
+}
+
 /* A view of memory that koila stands for nowhere, and that no gradient is asked of (`plain.view_as(lazy)`). It is
  * taken at once: plain torch may write that memory, and the view must show it. */
 static bool
@@ -556,14 +573,7 @@ append(Recording *recording, PyObject **results)
         return -1;
     }
     if (writes != 0) {
-        PyObject *written = recording->bound.input_origins[0].object;
-        const KlNode *node = &tape->core.nodes[id];
-        KlValueId last = tape->core.inputs[node->first_input + node->n_inputs - 1].value;
-        move_written(recording, kl_lazy_value(written), node->first_out);
-        if (node->n_outs == 2) { /* the tensor of all the memory has another graph too */
-            move_written(recording, tape->values[last].handle, node->first_out + 1);
-        }
-        *results = Py_NewRef(written);
+        *results = settle_write(recording, id, record.is_detached);
         return 1;
     }
     const Function *function = recording->function;

@@ -302,7 +302,7 @@ kl_stale_is_enough(const Tape *tape, KlValueId value)
 }
 
 /* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed, or is
- * what is left of a step that is over. 0: there are some that have none; -1 on failure. Cutting: list those whose
+ * what is left of a step before the one that is over. 0: there are some that have none; -1 on failure. Cutting: list those whose
  * number is enough for what reads them. */
 static int
 find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool is_cutting)
@@ -313,7 +313,7 @@ find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool i
         if (result < 0) {
             return -1;
         }
-        lost[i] = result > 0 || (is_over && core->values[i].state == KL_STATE_SPENT);
+        lost[i] = result > 0 || (is_over && core->values[i].state == KL_STATE_OLD);
     }
     for (size_t i = core->n_done; i < core->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
@@ -370,6 +370,11 @@ kl_stale_outdated(PyObject *module, PyObject *is_over)
         status = status == 0 ? find_outdated(tape, is_over == Py_True, lost, cuts, true) : status;
     }
     kl_alloc_free(lost);
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        KlValue *value = &tape->core.values[i];
+        bool is_old = is_over == Py_True && value->state == KL_STATE_SPENT;
+        value->state = is_old ? KL_STATE_OLD : value->state;
+    }
 done:;
     PyObject *result = status < 0 ? NULL : PyTuple_Pack(2, list, cuts);
     Py_XDECREF(cuts);

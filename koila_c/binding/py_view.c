@@ -87,17 +87,34 @@ alias_input_of(const Tape *tape, const KlNode *node)
     return k;
 }
 
+/* What a value is a view of without a graph, or itself. */
+static const Function *
+detached_by(const Tape *tape, KlValueId *value)
+{
+    while (tape->core.values[*value].view_of != KL_ID_NONE) {
+        const KlValue *origin = &tape->core.values[kl_view_origin(tape, *value)];
+        *value = origin->view_of;
+        if (kl_ops_is_detached(tape->core.nodes[origin->node].row)) {
+            return kl_function_find(tape->nodes[origin->node].func);
+        }
+    }
+    return NULL;
+}
+
 bool
 kl_view_is_detached(const Tape *tape, KlValueId value)
 {
-    while (tape->core.values[value].view_of != KL_ID_NONE) {
-        const KlValue *origin = &tape->core.values[kl_view_origin(tape, value)];
-        if (kl_ops_is_detached(tape->core.nodes[origin->node].row)) {
-            return true;
-        }
-        value = origin->view_of;
+    return detached_by(tape, &value) != NULL;
+}
+
+bool
+kl_view_is_data(const Tape *tape, KlValueId value)
+{
+    const Function *function = detached_by(tape, &value);
+    while (function != NULL && PyUnicode_CompareWithASCIIString(function->name, "data") != 0) {
+        function = detached_by(tape, &value);
     }
-    return false;
+    return function != NULL;
 }
 
 /* What inference found of a view's node, of `source` as it is now. */

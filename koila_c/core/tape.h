@@ -12,6 +12,7 @@ typedef enum {
     KL_STATE_KNOWN,   /* has a number, and its node: it can still be differentiated */
     KL_STATE_LIVE,  /* has a real tensor on a real autograd graph: what ran whole, and every leaf */
     KL_STATE_SPENT, /* has a number, and is a leaf: no gradient goes through the call that made it */
+    KL_STATE_OLD,   /* likewise, and a step ended since */
 } KlState;
 
 typedef struct KlInput {
@@ -68,6 +69,7 @@ typedef struct KlNode {
     bool must_run;      /* scratch of kl_tape_find_known */
     bool is_dead_draw;  /* scratch: it has still to draw, and nobody will look at it */
     bool is_for_chunks; /* only chunks need it: live, the node after it does that itself */
+    bool is_spent;      /* a backward went through it, and kept nothing for another */
     bool is_abandoned;  /* a run of it raised, and nobody has asked for it since */
 } KlNode;
 
@@ -78,6 +80,7 @@ typedef struct KlStorage {
     bool is_held;      /* scratch: one of its values is wanted */
     bool is_awaited;   /* kl_tape_find_awaited: a call that has not run makes a view of it */
     bool is_uncertain; /* another storage may be the same memory: a write to it must run live */
+    bool is_hidden;    /* written through x.data: what was kept of it for backward is another now */
     bool is_lost; /* and nobody can tell any more, for it ran in chunks: a write to it is refused */
 } KlStorage;
 

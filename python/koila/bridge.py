@@ -172,6 +172,8 @@ class _Part:
         self.leaves = leaves
         self.roots: tuple[Any, ...] = ()
         self.n_roots = len(self.numbers)
+        #: What it handed out and x.data was taken of, by number: its memory, and what it was then.
+        self.watched: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}
         cut.parts.append(weakref.ref(self))
 
     def is_inner(self, i: int) -> bool:
@@ -214,7 +216,7 @@ class _Part:
         if not given:
             return [None] * len(self.leaves)
         roots, sent = map(list, zip(*given, strict=True))
-        if self.cut.written:
+        if self.cut.written or self.watched:
             _core.held(roots[0], self._check_written, (roots,), {})
         found: Any = NotImplemented  # whole, where a mode sees each call
         if not surroundings.of_backward():
@@ -232,7 +234,12 @@ class _Part:
 
     def _check_written(self, roots: list[Any]) -> None:
         program = Program(roots, unwanted=self.cut.roots)
-        overwritten.check_leaves(program, self.cut.written, self.cut.uncounted)
+        uncounted = {
+            _core.id(self.roots[i])
+            for i, (memory, before) in self.watched.items()
+            if meta.checksum(memory) != before
+        }.union(self.cut.uncounted)
+        overwritten.check_leaves(program, uncounted.union(self.cut.written), uncounted)
 
     def go_back_twice(
         self, gradients: Sequence[torch.Tensor | None], seconds: Sequence[torch.Tensor | None]
@@ -445,6 +452,18 @@ def refuse_inner(tensors: Iterable[Any], what: str) -> None:
                 "cannot be recorded, and only a part of its gradient comes here; run it whole: "
                 "koila.config(chunks=1)"
             )
+
+
+def watch_handed_out(lazy: _core.LazyTensor) -> None:
+    """The same of what a part handed out, or of a view of that: going back, a part would make again
+    what eager's calls have kept, and find written."""
+    value, tensor = _core.id(lazy), _core.real(lazy)
+    if value is not None and tensor is None:
+        tensor = _info(_info(value).base).real
+    whole = tensor if tensor is None or tensor._base is None else tensor._base
+    if whole is not None and is_handed_out(whole):
+        part: Any = getattr(whole.grad_fn, "part")  # noqa: B009  torch's stubs do not know it
+        part.watched.setdefault(whole.output_nr, (as_new(whole), meta.checksum(whole)))
 
 
 def watch(tensor: torch.Tensor) -> None:

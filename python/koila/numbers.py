@@ -105,8 +105,8 @@ class Numbers:
 @in_turn
 def settle_outdated(is_over: bool = False) -> None:
     """What has a number, and whose parameters have changed since, keeps it and loses its graph. So
-    does what was made of numbers that a backward left, where the step `is_over`: a script that
-    keeps such things would else keep their programs too."""
+    does what was made of numbers that a backward left before the last step ended, where this one
+    `is_over`: a script that keeps such things would else keep their programs too."""
     all_such, some = _core.outdated(is_over)
     for value in (*all_such, *some):
         result, requires_grad = _core.value(value)[6], _core.value(value)[2]

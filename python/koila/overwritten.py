@@ -39,15 +39,15 @@ def check(program: Program) -> None:
 def check_leaves(
     program: Program, leaves: Collection[int], uncounted: Collection[int] = ()
 ) -> None:
-    """Raise what eager's backward raises where a call kept one of `leaves`, which was written since
-    by a call that is not in the program; a StaleError for those that torch did not see written:
-    of these its gradients are of the new numbers, and what else was kept of the old."""
+    """Raise what eager's backward raises where a call kept one of `leaves`, or of what was handed
+    out, which was written since by a call that is not in the program; a StaleError for those that
+    torch did not see written: of these its gradients are of the new numbers, and what else was kept
+    of the old."""
     for node in program.nodes.values():
         if not any(map(program.needs_gradient, node.outs)):
             continue
-        for value in {program.imports[i].value for i in node.imports if i >= 0}.intersection(
-            leaves
-        ):
+        read = {program.imports[i].value for i in node.imports if i >= 0}
+        for value in read.union(node.outs).intersection(leaves):
             # What a normalization itself moved, it does not need; nor does torch count such writes.
             is_moved = value in uncounted and value in _moved_by(program, node)
             if not is_moved and _needs_as_before(program, node, value):

@@ -244,6 +244,7 @@ def _patch_data() -> None:
 
     def get(self: torch.Tensor) -> Any:
         if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
+            bridge.watch_handed_out(self)
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         if _core.leaves_of(self):
             watch(self)

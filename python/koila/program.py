@@ -242,6 +242,7 @@ class Program:
         self.amounts = Amounts(*staged[18])
         #: A gradient goes through bodies of the user's checkpoints.
         self.has_checkpoints: bool = staged[19]
+        self._hidden: int | None = staged[20]
         self.is_known_only = is_known_only
         self._cuts = n_segments, is_headed
         self._cloned: set[int] = set()
@@ -420,6 +421,9 @@ class Program:
         return [value for run in runs for value in run.exports if value not in run.inner]
 
     def _find_unstageable(self) -> tuple[Node, str] | None:
+        if self.roots and self._hidden is not None:
+            why = "its memory is written through .data, which changes what is kept for backward"
+            return self.node(self._hidden), why
         node = self._find_unstageable_write() if self.has_writes else None
         if node is not None:
             return node, "memory that several stages use is written where no stage can"
@@ -452,17 +456,11 @@ class Program:
                 is_own = all(v in made for v in self._written(node, storage))
                 if is_own and not before:
                     continue
-                if self._is_handed_out(storage) or (run.is_body and self._is_across(node)):
+                if run.is_body and self._is_across(node):
                     return node
                 self._cloned.add(i)
                 since[storage] = i
         return None
-
-    def _is_handed_out(self, storage: int) -> bool:
-        """Whether x.data was taken of some memory: a write through it changes what was kept for
-        backward, and torch does not notice."""
-        of = (n for n in self.nodes.values() if self.info(n.first_out).storage == storage)
-        return any(is_data(_core.node(n.id)[0]) for n in of)
 
     def _is_across(self, node: Node) -> bool:
         """Whether a call writes a view that no chunk can take again: it is of other rows."""

@@ -33,6 +33,7 @@ from koila import (
     plan,
     reductions,
     reports,
+    spent,
     steps,
     surroundings,
     tail,
@@ -73,7 +74,7 @@ class Replay:
         self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
         self.roots: dict[int, torch.Tensor] = {}  # by value
         self.graphs: dict[int, tuple[dict[int, GradientEdge], Fresh]] = {}  # of joints, by stage
-        self.is_delivering = False
+        self.is_delivering = self.is_spent = False
         self.cross: dict[int, Cross] = {}
         self.fresh: Fresh = {}  # of the graphs that go back next
         self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
@@ -667,6 +668,7 @@ class Replay:
     def settle(self, is_spent: bool) -> None:
         """Find the numbers of the user's lazies; all else goes, before graphs outside go back."""
         self.tracked.settle()
+        self.is_spent = is_spent
         self.numbers = Numbers(self.program, self.cross, is_spent)
         self.cross.clear()
 
@@ -700,6 +702,8 @@ class Replay:
             self.tracked.move_again()
         self.draws.commit()
         hooks.commit(self.hooked)
+        if self.is_spent:
+            _core.spend(self.program.handle, False)
         self.numbers.deliver()
         if self.is_forward and not self.program.is_known_only:
             _core.forget_left()  # all that can be read goes on from what is known now
@@ -782,6 +786,7 @@ def _stage(
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
         raise
     if not planned.is_whole:
+        spent.check_program(program.handle)
         overwritten.check(program)
         return program.cut_for(planned.way), planned
     reports.decide(reports.Decision(planned.why, planned.predicted, planned.allowed))

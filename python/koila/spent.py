@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from koila import engine
+from koila import _core, engine
 from koila.errors import StaleError
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
@@ -70,8 +70,8 @@ class _Outdated(_Refusing):
     def refuse() -> NoReturn:
         raise StaleError(
             "backward: a value was read, a tensor that it was computed with was changed in place "
-            "after that, or its step is over and a backward went through that tensor, and only its "
-            "number is left; call backward() before you change the tensor, or end the step"
+            "after that, or its step is long over and a backward went through that tensor, and "
+            "only its number is left; call backward() before you change the tensor"
         )
 
 
@@ -111,6 +111,13 @@ def spent(number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]) -> t
 def outdated(number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
     """Likewise, with a graph behind it that raises: what it was computed with is another now."""
     return _hung_on(_Outdated, number, leaves)
+
+
+def check_program(program: object) -> None:
+    """Raise where a backward went through calls of a program (its handle), whose values no lazy
+    stands for, and kept nothing for another."""
+    if _core.spend(program, True) is not None:
+        _Spent.refuse()
 
 
 def check(roots: Iterable[Any], inputs: Iterable[Any]) -> None:
