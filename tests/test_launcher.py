@@ -69,8 +69,7 @@ def test_a_script_is_the_same(folder: Path) -> None:
     lines = ran.stderr.splitlines()
     assert "koila: 3 batches of data loaders, 3 optimizer steps" in lines
     assert any(
-        re.fullmatch(r"koila: 3 of \d programs ran in chunks, in 4 chunks .*", line)
-        for line in lines
+        re.fullmatch(r"koila: 3 of \d passes ran in chunks, in 4 chunks .*", line) for line in lines
     )
     assert len(lines) <= 10
     told = json.loads((folder / "r.json").read_text())
@@ -84,7 +83,7 @@ def test_a_limit(folder: Path) -> None:
     """As an option, and in the environment, also without the launcher."""
     ran = run(folder, "-m", "koila", "--memory-limit", "2MiB", "train.py")
     assert ran.returncode == 0, ran.stderr
-    assert "programs ran in chunks" in ran.stderr
+    assert "passes ran in chunks" in ran.stderr
     assert "the limit is 2.0 MiB" in ran.stderr
     known = run(folder, "-m", "koila", "train.py", KOILA_MEMORY_LIMIT="2MiB")
     assert "the limit is 2.0 MiB" in known.stderr

@@ -20,7 +20,7 @@ _LEAST_WHOLE = 2**16
 
 
 class Summary(reports.Observer):
-    """Adds up what programs did, in the order they ran."""
+    """Adds up what ran: programs, which a user knows as passes (a backward, an evaluation)."""
 
     def __init__(self) -> None:
         self._before = loaders.counts.n_batches, loaders.counts.n_plain
@@ -73,12 +73,12 @@ class Summary(reports.Observer):
         if self.n_in_chunks == 0:
             lines.append("everything fitted into memory and ran whole, as without koila")
         else:
-            programs = count(self.n_programs, "program")
+            passes = count(self.n_programs, "pass").replace("passs", "passes")
             most = count(self.most_chunks, "chunk")
-            lines.append(f"{self.n_in_chunks} of {programs} ran in chunks, in {most} at most")
+            lines.append(f"{self.n_in_chunks} of {passes} ran in chunks, in {most} at most")
         lines.append(self._memory())
         if self.n_failed:
-            lines.append(f"{count(self.n_failed, 'program')} failed; see the errors above")
+            lines.append(f"{count(self.n_failed, 'pass')} failed; see the errors above")
         if self.n_in_chunks:
             most_first = sorted(self.whole.items(), key=lambda item: -item[1][1])
             for (call, line, why), (n, n_bytes) in most_first[:_MOST_WHOLE]:
