@@ -46,6 +46,7 @@ _Staged = tuple[
     bool,
     tuple[int, int, int, int, int],
     bool,
+    int | None,
 ]
 
 # Multiples of the result, of the first operand, and of a byte for each element of the larger.

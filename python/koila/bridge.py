@@ -234,11 +234,12 @@ class _Part:
 
     def _check_written(self, roots: list[Any]) -> None:
         program = Program(roots, unwanted=self.cut.roots)
-        uncounted = {
+        moved = {
             _core.id(self.roots[i])
             for i, (memory, before) in self.watched.items()
             if meta.checksum(memory) != before
-        }.union(self.cut.uncounted)
+        }
+        uncounted = self.cut.uncounted.union(value for value in moved if value is not None)
         overwritten.check_leaves(program, uncounted.union(self.cut.written), uncounted)
 
     def go_back_twice(
