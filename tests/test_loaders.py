@@ -72,8 +72,7 @@ def test_a_loader_stays_what_it_is() -> None:
 
     loader = Own(data(), batch_size=5, drop_last=True)
     lazy_loader = koila.lazy(loader)
-    assert isinstance(lazy_loader, Own)
-    assert type(lazy_loader).__name__ == "Own"
+    assert type(lazy_loader) is Own
     assert lazy_loader.name() == "of 4 batches"
     assert lazy_loader.dataset is loader.dataset and lazy_loader.sampler is loader.sampler
     assert all(koila.is_lazy(x) and koila.is_lazy(y) for x, y in lazy_loader)
@@ -182,6 +181,49 @@ def test_an_iterator_that_is_no_loader() -> None:
     assert n_chunks == 2
     for value, want in zip(got, wanted, strict=True):
         assert_close(value.detach(), want.detach(), "parameters and buffers")
+
+
+def test_what_hands_out_batches_again_and_again() -> None:
+    """Libraries' own loaders, which are no DataLoader."""
+
+    class Buckets:
+        name = "buckets"
+
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from torch.ones(6, 2).split(2)
+
+        def __len__(self) -> int:
+            return 3
+
+    buckets = koila.lazy(Buckets())
+    assert len(buckets) == 3 and buckets.name == "buckets"
+    for _ in range(2):
+        found = list(buckets)
+        assert len(found) == 3 and all(map(koila.is_lazy, found))
+
+
+def test_a_loader_made_of_its_parts_is_lazy() -> None:
+    """As accelerate and Lightning make loaders anew; in workers too that are started afresh."""
+    first = koila.lazy(DataLoader(data(), batch_size=5, collate_fn=Stack()))
+    assert first.collate_fn.pad == 7
+    again = DataLoader(
+        first.dataset,
+        batch_sampler=first.batch_sampler,
+        collate_fn=first.collate_fn,
+        num_workers=1,
+        multiprocessing_context="spawn",
+    )
+    found = list(again)
+    assert len(found) == 5 and all(map(koila.is_lazy, found))
+
+
+class Stack:
+    """A collator as a class with settings."""
+
+    pad = 7
+
+    def __call__(self, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.stack([x for x, _ in rows])
 
 
 def test_the_dim_of_the_rows_can_be_given() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import functools
 import operator
 import threading
 import warnings
@@ -204,8 +205,8 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
 
     Args:
         objs: tensors, or tuples, lists, dicts, mappings, namedtuples and dataclasses of them,
-            nested as you like; whatever is not a tensor passes through. Or one DataLoader, or
-            iterator: then the batches that it hands out are made lazy.
+            nested as you like; whatever is not a tensor passes through. Or one DataLoader, or what
+            else hands out batches: then these are made lazy.
         batch: the dim that holds the rows: an int for all tensors, or a structure like that of
             `objs` with an int or None for each. A 0-dim tensor, or one marked None, is the same
             for all rows. What is lazy already stays as it is, unless another dim is given: then a
@@ -236,7 +237,7 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     patches.refresh()
     whole = objs[0] if len(objs) == 1 else objs
     if loaders.is_loader(whole):
-        return loaders.lazy_loader(whole, lambda data, n_rows: of_loader(data, n_rows, batch))
+        return loaders.lazy_loader(whole, functools.partial(of_loader, batch=batch))
     rows: dict[str, int] = {}
     dims = _plain_dims(objs, batch)
     if dims is not None:

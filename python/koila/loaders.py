@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -62,56 +63,77 @@ def row_dims(tensors: Iterable[torch.Tensor], n_rows: int | None) -> list[int | 
 
 def is_loader(obj: object) -> bool:
     """Whether an object hands out batches, and is none itself."""
-    return isinstance(obj, DataLoader | Iterator)
+    if isinstance(obj, DataLoader | Iterator):
+        return True
+    is_batch = isinstance(obj, torch.Tensor | torch.nn.Module | Sequence | Mapping | Set | type)
+    is_batch = is_batch or dataclasses.is_dataclass(obj) or hasattr(obj, "__getitem__")
+    return isinstance(obj, Iterable) and not is_batch
 
 
 class _Lazily:
-    """An iterator over the batches of another, each made lazy."""
+    """What hands out the batches of another, each made lazy; for the rest it is that other."""
 
-    def __init__(self, batches: Iterator[Any], make: Callable[[Any], Any]) -> None:
+    def __init__(self, batches: Any, make: Make) -> None:
         self._batches, self._make = batches, make
 
-    def __iter__(self) -> _Lazily:
-        return self
-
-    def __next__(self) -> Any:
-        return self._make(next(self._batches))
+    def __iter__(self) -> Iterator[Any]:
+        return (self._make(batch, None) for batch in self._batches)
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self._batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
+
+
+class _Collate:
+    """A loader's collate_fn, by which its iterators know that their batches are to be lazy.
+
+    Frameworks make loaders anew of the parts of another. This part they keep.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], make: Make) -> None:
+        self.collate, self.make = collate, make
+
+    def __call__(self, rows: Any) -> Any:
+        return self.collate(rows)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "collate":  # it is being unpickled in a worker
+            raise AttributeError(name)
+        return getattr(self.collate, name)
 
 
 def lazy_loader(loader: Any, make: Make) -> Any:
     """The same loader, of which each batch is lazy.
 
     Args:
-        loader: a DataLoader, of which a copy of the same type is made; or an iterator.
+        loader: a DataLoader, of which a copy is made; or what else can be iterated over.
         make: makes a batch lazy.
     """
+    if isinstance(loader, Iterator):
+        return iter(_Lazily(loader, make))
     if not isinstance(loader, DataLoader):
-        return _Lazily(iter(loader), lambda batch: make(batch, None))
-    kind = type(loader)
-
-    class LazyLoader(kind):  # type: ignore[misc, valid-type]
-        def __iter__(self) -> Any:
-            return _Lazily(super().__iter__(), lambda batch: make(batch, self.batch_size))
-
-    LazyLoader.__name__, LazyLoader.__qualname__ = kind.__name__, kind.__qualname__
-    LazyLoader.__module__, LazyLoader.__doc__ = kind.__module__, kind.__doc__
-    made = copy.copy(loader)
-    made.__class__ = LazyLoader
+        return _Lazily(loader, make)
+    _watch()
+    made: Any = copy.copy(loader)
+    made.collate_fn = _Collate(getattr(loader.collate_fn, "collate", loader.collate_fn), make)
     return made
 
 
 def _next(self: Any) -> Any:
     batch = _next_batch(self)
-    if _make_all is None or get_worker_info() is not None:
+    marked = self._collate_fn if isinstance(self._collate_fn, _Collate) else None
+    make = _make_all if marked is None else marked.make
+    if make is None or get_worker_info() is not None:
         return batch
     counts.n_batches += 1
-    return _make_all(batch, getattr(self._index_sampler, "batch_size", None))
+    return make(batch, getattr(self._index_sampler, "batch_size", None))
+
+
+def _watch() -> None:
+    iterators: Any = _BaseDataLoaderIter
+    iterators.__next__ = _next
 
 
 def make_all_lazy(make: Make | None) -> None:
@@ -119,5 +141,4 @@ def make_all_lazy(make: Make | None) -> None:
     but those that `lazy_loader` has made."""
     global _make_all
     _make_all = make
-    iterators: Any = _BaseDataLoaderIter
-    iterators.__next__ = _next_batch if make is None else _next
+    _watch()
