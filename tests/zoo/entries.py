@@ -1,4 +1,5 @@
-"""What the zoo holds: for each name a training step of a library's own model, or a whole loop.
+"""What the zoo holds: for each name a training step of a library's own model, a whole loop, or a
+script.
 
 No library is imported before an entry of it is built.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,15 +73,24 @@ class Entry:
     library: str
     build: Callable[[], Step] | None = None
     loop: Loop | None = None
+    script: Path | None = None
     tolerance: float = 1e-9
 
 
 def all_entries() -> dict[str, Entry]:
     """Every entry by its name."""
-    from zoo import diffusers_models, loops, metric_losses, timm_models, transformers_models
+    from zoo import (
+        diffusers_models,
+        loops,
+        metric_losses,
+        scripts,
+        timm_models,
+        transformers_models,
+    )
 
     made: dict[str, Entry] = {}
-    for module in (transformers_models, timm_models, diffusers_models, metric_losses, loops):
+    kinds = (transformers_models, timm_models, diffusers_models, metric_losses, loops, scripts)
+    for module in kinds:
         for entry in module.entries():
             assert entry.name not in made, entry.name
             made[entry.name] = entry

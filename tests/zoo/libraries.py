@@ -12,6 +12,7 @@ import torch
 
 #: What takes longest to import: imported once, before a process is forked for each entry.
 SHARED = (
+    "torch._dynamo",  # the first optimizer imports it
     "transformers.modeling_utils",
     "transformers.trainer",
     "timm",

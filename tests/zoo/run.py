@@ -2,7 +2,8 @@
 
     make zoo                                    all of it: an hour and more on two cores
     make zoo ARGS="--only timm/ --jobs 2"       what has this in its name
-    make zoo ARGS="--date 2026-11-24"           twelve models and four loops, chosen by a date
+    make zoo ARGS="--only script/"              the scripts, with a table of their own
+    make zoo ARGS="--date 2026-11-24"           twelve models, four loops and three scripts of a day
 
 What is in the file of results already is not run again: a run that was stopped goes on.
 """
@@ -29,7 +30,9 @@ sys.path.insert(0, str(HERE.parent))
 from zoo import known  # noqa: E402
 from zoo.entries import Entry, all_entries  # noqa: E402
 
-N_MODELS, N_LOOPS = 12, 4
+N_MODELS, N_LOOPS, N_SCRIPTS = 12, 4, 3
+#: Where a script takes more than this share of the plain memory, its user is told why.
+MOST_OF_PLAIN = 0.8
 #: Beyond the limit: what the plan of a step may be wrong by.
 SLACK_SHARE, SLACK_BYTES = 1.05, 2**16
 #: By the dtype of the model, and of what a library computes within.
@@ -39,9 +42,19 @@ TOLERANCES = {"float64": 1e-9, "float64, float32 within": 1e-6, "float32": 1e-4}
 def choose(date: datetime.date, entries: dict[str, Entry]) -> list[str]:
     """The entries of a day: over time all of them, on one day the same for everybody."""
     chance = random.Random(date.toordinal())
-    models = sorted(name for name, entry in entries.items() if entry.loop is None)
+    models = sorted(name for name, entry in entries.items() if entry.build is not None)
     loops = sorted(name for name, entry in entries.items() if entry.loop is not None)
-    return chance.sample(models, N_MODELS) + chance.sample(loops, N_LOOPS)
+    # Those of torch alone are part of the suite.
+    scripts = sorted(
+        name
+        for name, entry in entries.items()
+        if entry.script is not None and entry.library != "torch"
+    )
+    return [
+        *chance.sample(models, N_MODELS),
+        *chance.sample(loops, N_LOOPS),
+        *chance.sample(scripts, min(N_SCRIPTS, len(scripts))),
+    ]
 
 
 class Server:
@@ -65,8 +78,9 @@ class Server:
         return answer
 
     def close(self) -> None:
-        assert self._child.stdin is not None
+        assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.close()
+        self._child.stdout.close()
         self._child.wait()
 
 
@@ -76,6 +90,8 @@ def faults(result: dict[str, Any]) -> list[str]:
         return [f"plain torch or the zoo: {result['error']}"]
     found = []
     first = result["one chunk"]
+    if "error" in first:
+        found.append(f"one chunk: {first['error']}")
     if first.get("is_equal") is False:
         found.append(f"one chunk differs by {first['difference']:.1e}")
     for name in ("chunks", "limit"):
@@ -93,6 +109,9 @@ def faults(result: dict[str, Any]) -> list[str]:
             found.append(f"{name}: above plain torch's peak")
         if name == "limit" and line["peak"] > SLACK_SHARE * line["allowed"] + SLACK_BYTES:
             found.append(f"limit: took {line['peak']:,} bytes of {line['allowed']:,}")
+        is_much = line["peak"] > MOST_OF_PLAIN * result["plain"]["peak"]
+        if "said" in line and is_much and not line["whole"]:
+            found.append(f"{name}: saved little, and nothing says why")
     return found
 
 
@@ -112,6 +131,36 @@ def _cells(result: dict[str, Any]) -> list[str]:
         under = f"{limit['peak'] / max(1, limit['allowed']):.2f}"
     what = "; ".join(faults(result)) or (chunks.get("whole") or [""])[0][:60]
     return [result["name"], equal, difference, share, time, under, what]
+
+
+def _script_cells(result: dict[str, Any]) -> list[str]:
+    if "error" in result:
+        return [result["name"], *[""] * 8, result["error"][:60]]
+    plain = result["plain"]
+    cells = [result["name"].partition("/")[2], f"{plain['peak'] / 2**20:.0f} MiB"]
+    cells.append("bits" if result["one chunk"].get("is_equal") else "DIFFERS")
+    for name in ("chunks", "limit"):
+        line = result[name]
+        if "difference" not in line:
+            cells += ["error", "", ""]
+            continue
+        cells.append(f"{line['n_chunks']}: {line['difference']:.0e}")
+        cells.append(f"{line['peak'] / plain['peak']:.2f}")
+        cells.append(f"{line['seconds'] / plain['seconds']:.1f}")
+    told = [result[name].get("error", "") for name in ("one chunk", "chunks", "limit")]
+    told += result["limit"].get("whole", []) + result["chunks"].get("whole", [])
+    what = "; ".join(faults(result)) or next(filter(None, told), "")
+    return [*cells, what.replace("|", "/")[:150]]
+
+
+def script_table(results: list[dict[str, Any]]) -> str:
+    """A line for each script."""
+    heads = ["script", "plain", "one chunk", "four: difference", "peak", "time"]
+    heads += ["half: difference", "peak", "time", "remarks"]
+    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    for result in sorted(results, key=lambda each: each["name"]):
+        lines.append("| " + " | ".join(_script_cells(result)) + " |")
+    return "\n".join(lines)
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -189,7 +238,11 @@ def main() -> None:
         for worker in [pool.submit(work, file) for _ in range(args.jobs)]:
             worker.result()
     results = [done[name] for name in names]
-    print(table(results))
+    scripts = [each for each in results if each["name"].startswith("script/")]
+    if scripts:
+        print(script_table(scripts))
+    if len(results) > len(scripts):
+        print(table([each for each in results if each not in scripts]))
     unknown = [
         each["name"] for each in results if faults(each) and each["name"] not in known.FAULTS
     ]

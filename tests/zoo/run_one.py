@@ -13,9 +13,11 @@ was there before the step. The limit is what the model, its gradients and the ba
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
+import pickle
 import select
 import signal
 import sys
@@ -198,7 +200,7 @@ def is_equal(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> bool:
     )
 
 
-def _says(error: BaseException) -> str:
+def says(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -211,7 +213,7 @@ def attempt(line: dict[str, Any], run: Callable[[], None]) -> None:
     try:
         run()
     except Exception as error:
-        line["error"] = _says(error)
+        line["error"] = says(error)
     finally:
         koila._core.forget()
 
@@ -296,25 +298,33 @@ def run(entry: Entry) -> dict[str, Any]:
             from zoo.run_loop import run_loop
 
             run_loop(entry, result)
+        elif entry.script is not None:
+            from zoo.run_script import run_script
+
+            run_script(entry, result)
         else:
             _in_one_chunk(entry, result)
             _in_chunks(entry, result)
     except Exception as error:
-        result["error"] = _says(error)
+        result["error"] = says(error)
     result["seconds"] = round(time.perf_counter() - start, 1)
     return result
 
 
-def _in_a_fork(entry: Entry, seconds: float) -> dict[str, Any]:
-    """Run an entry in a fork of this process, for so many seconds at most; a crash is a result."""
+def in_a_fork(work: Callable[[], Any], seconds: float) -> Any:
+    """What `work` returns in a fork of this process, which may take so many seconds.
+
+    Raises:
+        RuntimeError: it took longer, or its process ended early.
+    """
     result_end, child_end = os.pipe()
     with tempfile.TemporaryFile() as said:
         child = os.fork()
         if child == 0:
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
-            with os.fdopen(child_end, "w") as file:
-                file.write(json.dumps(run(entry)))
+            with os.fdopen(child_end, "wb") as file:
+                file.write(pickle.dumps(work()))
             os._exit(0)
         os.close(child_end)
         made = b""
@@ -330,13 +340,12 @@ def _in_a_fork(entry: Entry, seconds: float) -> dict[str, Any]:
                 made = b""
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if made and status == 0:
-            result: dict[str, Any] = json.loads(made)
-            return result
+            return pickle.loads(made)
         said.seek(0)
         words = said.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
     if status == -signal.SIGKILL and time.monotonic() >= deadline:
-        return {"name": entry.name, "error": f"took more than {seconds:.0f} s"}
-    return {"name": entry.name, "error": f"ended with status {status}: {words[0][:200]}"}
+        raise RuntimeError(f"took more than {seconds:.0f} s")
+    raise RuntimeError(f"ended with status {status}: {words[0][:200]}")
 
 
 def serve() -> None:
@@ -344,11 +353,16 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for library in libraries.SHARED:
-        importlib.import_module(library)
+        with contextlib.suppress(ModuleNotFoundError):  # scripts of torch alone need none of them
+            importlib.import_module(library)
     entries = all_entries()
     for line in sys.stdin:
         seconds, name = line.split()
-        print(json.dumps(_in_a_fork(entries[name], float(seconds))), file=answers, flush=True)
+        try:
+            result = in_a_fork(functools.partial(run, entries[name]), float(seconds))
+        except RuntimeError as error:
+            result = {"name": name, "error": str(error)}
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":
