@@ -311,6 +311,23 @@ def test_statistics_that_are_read_are_refused(is_reentrant: bool) -> None:
         made.sum().backward()
 
 
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("kind", [nn.Dropout, lambda: nn.BatchNorm1d(4), nn.Tanh])
+def test_a_mode_that_is_set_meanwhile(kind: Callable[[], nn.Module], is_reentrant: bool) -> None:
+    """torch's second run is in that mode. It is refused where the mode is asked for."""
+    linear, body = nn.Linear(4, 4), kind()
+    with koila.config(chunks=3):
+        h = linear(koila.lazy(torch.randn(N_ROWS, 4)))
+        loss = checkpoint(nn.Sequential(nn.Linear(4, 4), body), h, use_reentrant=is_reentrant).sum()
+        body.eval()
+        if isinstance(body, nn.Tanh):
+            loss.backward()
+            return
+        said = r"was set to evaluation between forward and backward \(.*test_checkpoint_state\.py"
+        with pytest.raises(koila.KoilaError, match=said):
+            loss.backward()
+
+
 @pytest.mark.parametrize("chunks", [None, 1, 3])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_reentrant_one_gives_all_or_nothing(chunks: int | None, is_asked: bool) -> None:

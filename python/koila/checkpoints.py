@@ -241,16 +241,31 @@ _numbers, _ends = itertools.count(1), itertools.count(1)
 
 
 @contextlib.contextmanager
-def _region(is_reentrant: bool) -> Iterator[None]:
+def _region(is_reentrant: bool) -> Iterator[int]:
     """What is recorded is the body of a checkpoint: what autograd keeps of it is made again."""
     number = 2 * next(_numbers) + is_reentrant if torch.is_grad_enabled() else 0
     for group in _state.groups:
         group.regions.add(number)
     before = _core.set_region(number)
     try:
-        yield
+        yield number
     finally:
         _core.set_region(before)
+
+
+@functools.cache
+def _has_modes(kind: type) -> bool:
+    """Whether forward asks if it is in training."""
+    forward = getattr(kind, "forward", None)
+    return isinstance(forward, types.FunctionType) and "training" in _names_in(forward.__code__)
+
+
+def _note_modes(region: int, found: list[nn.Module]) -> None:
+    """Keep, with the tape, in which mode the modules of a body are."""
+    kinds: list[Any] = [type(module) for module in found]
+    pairs = zip(found, kinds, strict=True)
+    modes = [(module, module.training) for module, kind in pairs if _has_modes(kind)]
+    _core.memo().setdefault("modes", {})[region] = modes
 
 
 @contextlib.contextmanager
@@ -262,7 +277,8 @@ def _recording(found: list[nn.Module], is_reentrant: bool) -> Iterator[None]:
     _n_recording += 1
     _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
     try:
-        with _region(is_reentrant):
+        with _region(is_reentrant) as region:
+            _note_modes(region, found)
             yield
     finally:
         group.index = next(_ends)
@@ -313,6 +329,15 @@ def check(program: Program, has_inputs: bool) -> None:
             "passing an `inputs` parameter to .backward(). Set use_reentrant=False, or call "
             ".backward() without passing the `inputs` argument."
         )
+    modes = _core.memo().get("modes", {}) if regions else {}
+    for module, was in (pair for region in regions for pair in modes.get(region, ())):
+        if module.training != was:
+            raise KoilaError(
+                f"checkpoint: {type(module).__name__} in its body was set to "
+                f"{'training' if module.training else 'evaluation'} between forward and backward "
+                f"({lines.user_line()}), where torch runs the body once more; koila runs it once. "
+                "Set it after backward, or run it whole: koila.config(chunks=1)"
+            )
 
 
 def checkpoint(args: Any, kwargs: Any) -> Any:
