@@ -107,6 +107,8 @@ zoo: build $(ZOO_READY)
 	$(ZOO) $(ARGS)
 
 zoo-sample: build $(ZOO_READY)
+	PYTHONPATH=python:tests $(ZOO_VENV)/bin/python -m pytest -q -p no:cacheprovider \
+	    tests/zoo/test_integrations.py
 	$(ZOO) --date "$$(date +%F)" --results build/zoo-sample.jsonl --again
 
 mutants: build

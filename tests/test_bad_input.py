@@ -79,13 +79,6 @@ def test_nothing_to_make_lazy(objs: tuple[Any, ...]) -> None:
         assert type(obj).__name__ in str(caught[0].message)
 
 
-def test_a_data_loader_has_no_tensor_yet() -> None:
-    """Its batches are what can be made lazy."""
-    loader = DataLoader(rows(6))  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="DataLoader"):
-        assert koila.lazy(loader) is loader
-
-
 def test_what_is_beside_a_tensor_passes_through() -> None:
     """Silently: numbers, texts and arrays belong to many batches."""
     x, ids, name = koila.lazy(torch.ones(3), np.arange(3), "train")

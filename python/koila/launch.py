@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from koila import loaders, reports
-from koila.config import config
+from koila.config import config, settings
 from koila.lazy import of_loader
 from koila.summary import Summary
+
+_logger = logging.getLogger("koila")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,3 +70,33 @@ def write(summary: Summary, path: Path) -> None:
     is_json = path.suffix == ".json"
     text = summary.as_json() if is_json else "\n".join([*summary.lines(), *map(str, summary.last)])
     path.write_text(text + "\n")
+
+
+class Session:
+    """Lazy loaders from `begin` to `end`, which a framework calls.
+
+    Attributes:
+        summary: what was done, of the last that has begun; None before.
+    """
+
+    def __init__(self, memory_limit: int | float | str | None, chunks: int | None) -> None:
+        self.summary: Summary | None = None
+        self._memory_limit, self._chunks = memory_limit, chunks
+        self._stack = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """Begin, and end what has failed before."""
+        self._stack.close()
+        with contextlib.ExitStack() as stack:
+            if self._memory_limit is not None or self._chunks is not None:
+                before = settings()
+                stack.callback(lambda: config(**before._asdict()).settle())
+                config(memory_limit=self._memory_limit, chunks=self._chunks).settle()
+            self.summary = stack.enter_context(lazy_loaders())
+            self._stack = stack.pop_all()
+
+    def end(self) -> None:
+        """End, and log what was done."""
+        self._stack.close()
+        for line in self.summary.lines() if self.summary is not None else ():
+            _logger.info("%s", line)

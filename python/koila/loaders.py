@@ -104,6 +104,21 @@ class _Collate:
         return getattr(self.collate, name)
 
 
+def _own_class(kind: type, make: Make) -> type:
+    """A class like that of a loader, whose batches are lazy."""
+
+    class Lazy(kind):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[Any]:
+            return (make(batch, self.batch_size) for batch in super().__iter__())
+
+    Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (
+        kind.__name__,
+        kind.__qualname__,
+        kind.__module__,
+    )
+    return Lazy
+
+
 def lazy_loader(loader: Any, make: Make) -> Any:
     """The same loader, of which each batch is lazy.
 
@@ -115,8 +130,12 @@ def lazy_loader(loader: Any, make: Make) -> Any:
         return iter(_Lazily(loader, make))
     if not isinstance(loader, DataLoader):
         return _Lazily(loader, make)
-    _watch()
     made: Any = copy.copy(loader)
+    if type(loader).__iter__ is not DataLoader.__iter__:  # it hands out another loader's batches
+        # accelerate's loaders say that their class is another, by a property of that name.
+        vars(object)["__class__"].__set__(made, _own_class(type(loader), make))
+        return made
+    _watch()
     made.collate_fn = _Collate(getattr(loader.collate_fn, "collate", loader.collate_fn), make)
     return made
 

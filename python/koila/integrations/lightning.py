@@ -1,0 +1,48 @@
+"""A callback for Lightning's Trainer.
+
+    trainer = Trainer(max_epochs=3, callbacks=[KoilaCallback("8GiB")])
+    trainer.fit(model, loader)
+
+Choose the loader's batch size as large as you want to train with, and leave
+`accumulate_grad_batches` at 1: koila cuts each batch into chunks that fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+
+from koila import launch
+from koila.summary import Summary
+
+
+class KoilaCallback(Callback):  # type: ignore[misc]
+    """The batches of fit(), validate(), test() and predict() are lazy.
+
+    Args:
+        memory_limit: as for `koila.config`; None: what holds stays as it is.
+        chunks: likewise.
+
+    Attributes:
+        summary: what the last of these did; None before one has begun.
+
+    Example:
+        >>> from koila.integrations.lightning import KoilaCallback  # doctest: +SKIP
+        >>> Trainer(callbacks=[KoilaCallback(memory_limit="8GiB")])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, memory_limit: int | float | str | None = None, *, chunks: int | None = None
+    ) -> None:
+        self._session = launch.Session(memory_limit, chunks)
+
+    @property
+    def summary(self) -> Summary | None:
+        return self._session.summary
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._session.begin()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._session.end()
