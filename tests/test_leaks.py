@@ -56,6 +56,9 @@ def look() -> dict[str, int]:
 #: one thing behind; of the least there is, 600 steps would leave 600 blocks, or 19,200 bytes.
 SLACK = {"objects": 20, "Python's blocks": 550, "blocks of the core": 0, "bytes": 16 * 1024}
 
+#: What a node may take that stands for a loss in the graph of a sum, of which torch's own has more.
+OF_A_NODE = {"objects": 1, "Python's blocks": 5, "blocks of the core": 0}
+
 
 class Bench:
     """A small model and its optimizer, and a batch that is made anew for each step."""
@@ -221,7 +224,8 @@ def test_nothing_grows(name: str, chunks: int) -> None:
         # What comes late, and once, as caches do that go by time, is no leak: that grows on.
         grown = grown and grown_by(STEPS[name], bench)
     if name == "add_up_losses":
-        del grown["bytes"]
+        of_nodes = {what: n * (LAST - FIRST) for what, n in OF_A_NODE.items()}
+        grown = {what: n for what, n in grown.items() if what in of_nodes and n > of_nodes[what]}
     assert not grown, f"more than {LAST - FIRST} steps before: {grown}"
 
 
