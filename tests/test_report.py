@@ -486,3 +486,34 @@ def test_no_tensor_is_kept(caplog: pytest.LogCaptureFixture) -> None:
         one = seen.pop()
         assert isinstance(one, (*plain, *told, tuple))
         seen += one if isinstance(one, tuple) else vars(one).values() if type(one) in told else ()
+
+
+def test_a_change_of_chunks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """At INFO once for each way in which a line's program runs; at DEBUG each program."""
+    model = nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        x, y = koila.lazy(torch.randn(1000, 6), torch.randint(0, 5, (1000,)))
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    caplog.set_level(logging.INFO, "koila")
+    for limit in (None, 1800 * 2**10, 1800 * 2**10, 900 * 2**10):
+        with koila.config(memory_limit=None if limit is None else there() + limit):
+            step()
+    told = [one.getMessage() for one in caplog.records if one.levelno == logging.INFO]
+    found = [
+        re.fullmatch(
+            r"step \d+ \(.*\): (\d+) chunks? of \d+ rows.*, [\d.]+ .iB of [\d.]+ .iB", text
+        )
+        for text in told
+    ]
+    assert len(told) == 2 and all(found), told
+    first, second = (int(match[1]) for match in found if match is not None)
+    assert 1 < first < second
+    caplog.set_level(logging.DEBUG, "koila")
+    step()
+    (text,) = [one.getMessage() for one in caplog.records if one.levelno == logging.DEBUG]
+    assert re.match(r"step \d+: backward\(\) at .*whole", text)

@@ -285,6 +285,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.programs: deque[ProgramReport] = deque(maxlen=MOST_PROGRAMS)
         self.n_noted = 0  # of this thread
+        self.n_steps = 0  # of optimizers
         self.is_over = False  # the next program is the first of another step
         self.n_at_backward = -1  # n_noted when a backward of this step began; -1: none did
         self.n_at_step = -1  # when an optimizer stepped last in it
@@ -298,6 +299,7 @@ class _State(threading.local):
 
 
 _state = _State()
+_ways: dict[str, tuple[int, int | None, str]] = {}  # how a line's program ran last, as was logged
 
 
 class Observer:
@@ -367,6 +369,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
         _observer.note_step()
     _state.optimizers.add(optimizer)
     _state.stepped.add(optimizer)
+    _state.n_steps += 1
     _state.n_at_step = _state.n_noted
 
 
@@ -380,11 +383,22 @@ def note_backward() -> None:
 
 
 def note(ran: ProgramReport) -> None:
-    """Remember how a program was run."""
+    """Remember how a program was run, and log it: INFO where it is run otherwise than before."""
     if _state.is_over:
         _begin(0)
     _state.programs.append(ran)
     _state.n_noted += 1
+    if _logger.isEnabledFor(logging.DEBUG):
+        _logger.debug("step %d: %s", _state.n_steps + 1, ran)
+    if ran.n_calls == 0 or ran.bytes_predicted is None or ran.bytes_allowed is None:
+        return
+    way = ran.n_chunks, ran.n_rows, ran.way
+    if _ways.get(ran.line) != way and _logger.isEnabledFor(logging.INFO):
+        _ways[ran.line] = way
+        many = f"{count(ran.n_chunks, 'chunk')} of {count(ran.n_rows or 0, 'row')}"
+        how = many + (f", {ran.way}" if ran.way else "") if ran.stages else "whole"
+        needs, has = sizes(ran.bytes_predicted, ran.bytes_allowed)
+        _logger.info("step %d (%s): %s, %s of %s", _state.n_steps + 1, ran.line, how, needs, has)
 
 
 def note_left(what: str, line: str, made: str) -> None:
