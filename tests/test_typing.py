@@ -23,6 +23,10 @@ def test_mypy_strict() -> None:
     run("mypy")
 
 
+def test_code_of_users() -> None:
+    run("mypy", "--strict", "tests/typed_user_code.py")
+
+
 @pytest.mark.skipif(not STUB.is_file(), reason="there is no _core.pyi yet")
 def test_stub_is_true() -> None:
     run("mypy.stubtest", "koila._core", "--mypy-config-file", "pyproject.toml")

@@ -4,9 +4,10 @@ from koila import versions
 
 with versions.told():
     from koila import budget, functions, patches
+    from koila._core import LazyTensor
     from koila.config import config, read_environment
     from koila.errors import KoilaError, MemoryLimitError, StaleError
-    from koila.explain import explain
+    from koila.explain import Explanation, explain
     from koila.lazy import is_lazy, lazy, off
     from koila.notebook import load_ipython_extension, unload_ipython_extension
     from koila.reports import Report, report
@@ -22,7 +23,9 @@ versions.note_this()
 __version__ = "0.2.0.dev0"
 
 __all__ = [
+    "Explanation",
     "KoilaError",
+    "LazyTensor",
     "MemoryLimitError",
     "Report",
     "StaleError",

@@ -11,7 +11,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.utils.data
@@ -19,6 +19,10 @@ import torch.utils.data
 from koila import _core, flush, loaders, patches, reports
 from koila.numbers import settle_outdated
 
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_C = TypeVar("_C")
+_D = TypeVar("_D")
 _WHOLE = -1
 _PART = -2  # rows_dim(): the rows are a part of a dim
 
@@ -200,6 +204,16 @@ def _begin() -> int:
     return _core.new_axis()
 
 
+@overload
+def lazy(obj: _A, /, *, batch: Any = ...) -> _A: ...
+@overload
+def lazy(obj: _A, other: _B, /, *, batch: Any = ...) -> tuple[_A, _B]: ...
+@overload
+def lazy(obj: _A, other: _B, third: _C, /, *, batch: Any = ...) -> tuple[_A, _B, _C]: ...
+@overload
+def lazy(obj: _A, o: _B, p: _C, q: _D, /, *, batch: Any = ...) -> tuple[_A, _B, _C, _D]: ...
+@overload
+def lazy(*objs: Any, batch: Any = ...) -> Any: ...
 def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     """Make the tensors in `objs` lazy: calls on them are recorded and run when a value is needed.
 
