@@ -137,6 +137,34 @@ def test_a_result_that_nobody_asks_for(
     assert torch.equal(got_state, want_state)
 
 
+@pytest.mark.parametrize("is_read_without_gradients", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+@each_split_further
+def test_a_result_with_masks_that_is_let_go(
+    chunks: int | None, kind: str, is_read_without_gradients: bool
+) -> None:
+    """A read of another value goes past its masks, which nobody sees; not past the norm."""
+
+    def story(lazy: Lazy) -> Any:
+        net, norm = nn.Linear(4, 4).double(), NORMS[kind]().double()
+        x = lazy(rows(4))
+        model = nn.Sequential(net, norm, nn.Dropout(0.3))
+        other = model(x)
+        model(x).square().sum().backward()
+        torch.optim.SGD(net.parameters(), 0.1).step()
+        made = model(x)
+        del made
+        with torch.set_grad_enabled(not is_read_without_gradients):
+            total = other.sum().item()
+        return total, [buffer.clone() for buffer in norm.buffers()], torch.rand(3)
+
+    want, want_state = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, got_state = tell(story, koila.lazy)
+    assert_seen(got, want, kind, exact_bits=False)
+    assert torch.equal(got_state, want_state)
+
+
 def test_in_evaluation_twice() -> None:
     """What writes back what it has read is no reason to run whole."""
     norm = NORMS["instance norm"]().double().eval()

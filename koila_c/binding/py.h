@@ -665,6 +665,8 @@ PyObject *kl_program_value(PyObject *module, PyObject *args);
 PyObject *kl_program_node(PyObject *module, PyObject *args);
 /* Whether node `id` has drawn, or its statistics are committed, in chunks: a live run must not do it anew. */
 int kl_program_is_committed(const Tape *tape, KlNodeId id);
+/* Whether a call has statistics to write yet, though nothing else may ask for it. */
+bool kl_program_has_effect(const Tape *tape);
 /* New reference: what such a node returns when it runs live. */
 PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 

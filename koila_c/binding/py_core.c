@@ -698,12 +698,15 @@ core_close(PyObject *module, PyObject *ignored)
     if (tape == NULL) {
         return NULL;
     }
-    bool is_needed = kl_tape_has_draw(&tape->core); /* an effect that nothing else asks for */
+    bool has_effect = kl_program_has_effect(tape);
+    bool is_needed = has_effect || kl_tape_has_draw(&tape->core); /* nothing else may ask for it */
     for (size_t i = 0; i < tape->core.n_values && !is_needed; i++) {
         is_needed = tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL;
     }
     if (is_needed) {
-        kl_tape_retire(&tape->core, false);
+        if (!has_effect) {
+            kl_tape_retire(&tape->core, false);
+        }
         tape->is_kept = true;
     } else {
         kl_tape_close(tape);

@@ -239,6 +239,18 @@ kl_program_is_committed(const Tape *tape, KlNodeId id)
     return result;
 }
 
+bool
+kl_program_has_effect(const Tape *tape)
+{
+    bool has_effect = false;
+    for (size_t i = tape->core.n_done; i < tape->core.n_nodes && !has_effect; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        bool is_writing = !node->is_done && !node->is_abandoned && node->leaf_writes != 0;
+        has_effect = is_writing && kl_program_is_committed(tape, (KlNodeId)i) == 0;
+    }
+    return has_effect;
+}
+
 /* Pending values the user can reach, and outputs of nodes that must run though nobody looks. */
 static int
 find_wanted(Tape *tape, KlIds *wanted, KlIds *reached)

@@ -350,12 +350,7 @@ kl_stale_outdated(PyObject *module, PyObject *is_over)
     if (tape == NULL || status < 0) {
         goto done;
     }
-    bool is_due = kl_tape_has_draw(&tape->core); /* an effect that nothing else asks for */
-    for (size_t i = tape->core.n_done; i < tape->core.n_nodes; i++) {
-        bool is_writing = !tape->core.nodes[i].is_done && tape->core.nodes[i].leaf_writes != 0;
-        is_due = is_due || (is_writing && kl_program_is_committed(tape, (KlNodeId)i) == 0);
-    }
-    if (!is_due) {
+    if (!kl_tape_has_draw(&tape->core) && !kl_program_has_effect(tape)) {
         kl_tape_retire(&tape->core, false);
     }
     /* Only a run in chunks gives numbers to what stays on the tape. */
