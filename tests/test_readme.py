@@ -33,6 +33,7 @@ def test_snippets() -> None:
         "x": data.tensors[0],
         "y": data.tensors[1],
         "koila": koila,
+        "batch": data.tensors,
     }
     snippets = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     snippets = [snippet for snippet in snippets if "koila.integrations" not in snippet]  # the zoo's

@@ -11,6 +11,7 @@ with versions.told():
     from koila.lazy import is_lazy, lazy, off
     from koila.notebook import load_ipython_extension, unload_ipython_extension
     from koila.reports import Report, report
+    from koila.verify import verify
 
     versions.check()
     read_environment()
@@ -37,6 +38,7 @@ __all__ = [
     "off",
     "report",
     "unload_ipython_extension",
+    "verify",
 ]
 
 

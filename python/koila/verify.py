@@ -1,0 +1,252 @@
+"""verify(): one step whole and in chunks, and what is different afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from koila import _core, reports
+from koila.config import config
+
+#: Of a dtype's resolution: what sums of another order may differ by, over the largest entry of a
+#: tensor; and over that of all of its kind, for a gradient may be nothing but rounding: that of a
+#: bias before a batch normalization is 0.
+_ROUNDING, _ROUNDING_OF_KIND = 2**12, 2**4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two runs are apart in one tensor.
+
+    Attributes:
+        name: "gradient of 0.weight", "buffer of 1.running_mean", "result of 0"; and "parameter of
+            0.weight" where no gradient is left.
+        largest: the largest difference of two entries, over the largest entry of the whole run; nan
+            where a shape or dtype differs, or only one of them has it.
+        is_rounding: sums in another order make such differences.
+    """
+
+    name: str
+    largest: float
+    is_rounding: bool
+
+    def __str__(self) -> str:
+        return f"{self.largest:9.2e}  {self.name}" + ("" if self.is_rounding else "  (differs)")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a step gives whole, compared with what it gives in chunks. Printed, it says all of it.
+
+    Attributes:
+        n_chunks: in how many chunks the second run's largest program ran; 1: it could not be cut.
+        differences: one for each tensor, the largest first.
+        first_module: the first module, in the order of the forward, whose output differs by more
+            than rounding; None: none does.
+    """
+
+    n_chunks: int
+    differences: tuple[Difference, ...]
+    first_module: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Nothing differs by more than rounding."""
+        return all(one.is_rounding for one in self.differences) and self.first_module is None
+
+    def __str__(self) -> str:
+        n = len(self.differences)
+        verdict = "equal up to rounding" if self.is_equal else "NOT equal"
+        lines = [f"whole and in {reports.count(self.n_chunks, 'chunk')}: {verdict}, of {n} tensors"]
+        if self.first_module is not None:
+            lines.append(f"the first module whose output differs: {self.first_module}")
+        return "\n".join([*lines, *map(str, self.differences[:10])])
+
+    __repr__ = __str__
+
+
+def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verification:
+    """Run a step whole and in chunks, and compare what it returns and leaves behind.
+
+    Parameters, gradients, buffers, optimizers and generators of random numbers are afterwards as
+    they were before.
+
+    Args:
+        step: takes a step on a lazy batch: forward and backward. Of one that ends with zero_grad()
+            parameters are compared, in which an optimizer such as Adam makes rounding large.
+        owners: the modules and optimizers that it changes. If there are none: those that `step`
+            names.
+        chunks: in how many chunks.
+
+    Raises:
+        ValueError: there is no module.
+
+    Example:
+        >>> import torch, koila
+        >>> model = torch.nn.Linear(3, 1)
+        >>> def step():
+        ...     model(koila.lazy(torch.ones(8, 3))).pow(2).mean().backward()
+        >>> koila.verify(step, chunks=2).is_equal
+        True
+    """
+    found = list(owners) or list(_named_by(step))
+    modules = [one for one in found if isinstance(one, nn.Module)]
+    if not modules:
+        raise ValueError("verify: no module is given, and the step names none: verify(step, model)")
+    optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
+    whole, whole_outputs, _ = _run(step, modules, optimizers, 1)
+    cut, cut_outputs, n_chunks = _run(step, modules, optimizers, chunks)
+    names = list(dict.fromkeys([*whole, *cut]))
+    sizes: dict[str, float] = {}
+    for name, value in whole.items():
+        kind = name.partition(" of ")[0]
+        sizes[kind] = max(sizes.get(kind, 0.0), _size(value))
+    differences = [
+        _compare(name, whole.get(name), cut.get(name), sizes.get(name.partition(" of ")[0], 0.0))
+        for name in names
+    ]
+    first = next(
+        (name for name in whole_outputs if not _is_same(whole_outputs, cut_outputs, name)), None
+    )
+    differences.sort(key=lambda one: (one.is_rounding, -one.largest))
+    return Verification(n_chunks, tuple(differences), first)
+
+
+def _named_by(step: Callable[[], Any]) -> Iterator[Any]:
+    """The modules and optimizers that a function can reach by name."""
+    if isinstance(step, functools.partial):
+        yield from _kept([*step.args, *step.keywords.values()])
+        yield from _named_by(step.func)
+        return
+    owner = getattr(step, "__self__", None)
+    yield from _kept([owner, *vars(owner).values()] if hasattr(owner, "__dict__") else [])
+    function = inspect.unwrap(getattr(step, "__func__", step))
+    if inspect.isfunction(function):
+        known = inspect.getclosurevars(function)
+        yield from _kept([*known.nonlocals.values(), *known.globals.values()])
+
+
+def _kept(values: list[Any]) -> Iterator[Any]:
+    yield from (one for one in values if isinstance(one, nn.Module | torch.optim.Optimizer))
+
+
+def _run(
+    step: Callable[[], Any],
+    modules: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    chunks: int,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """What a step leaves and returns, by name; the outputs of modules; and in how many chunks."""
+    outputs: dict[str, Any] = {}
+    with _restored(modules, optimizers), _outputs_of(modules, outputs):
+        with config(chunks=chunks, memory_limit=None):
+            returned = step()
+            n_chunks = reports.report().n_chunks
+            seen = {name: _number(value) for name, value in outputs.items()}
+            left = {f"result of {i}": _number(one) for i, one in enumerate(_tensors(returned))}
+        for prefix, module in _prefixes(modules):
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None:
+                    left[f"gradient of {prefix}{name}"] = parameter.grad.detach().clone()
+                else:
+                    left[f"parameter of {prefix}{name}"] = parameter.detach().clone()
+            for name, buffer in module.named_buffers():
+                left[f"buffer of {prefix}{name}"] = buffer.detach().clone()
+    return left, seen, n_chunks
+
+
+def _prefixes(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for i, module in enumerate(modules):
+        yield (f"{i}:" if len(modules) > 1 else ""), module
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [one for one in values if isinstance(one, Tensor)]
+
+
+def _number(value: Tensor) -> Tensor:
+    return (_core.read(value) if type(value) is _core.LazyTensor else value).detach().clone()
+
+
+@contextlib.contextmanager
+def _outputs_of(modules: list[nn.Module], outputs: dict[str, Any]) -> Iterator[None]:
+    """A block in which the output of each call of each module is kept, by name."""
+    handles = []
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for one in _tensors(output)[:1]:
+                n = sum(key.partition("#")[0] == name for key in outputs)
+                outputs[f"{name}#{n}" if n else name] = one
+
+        return hook
+
+    for prefix, module in _prefixes(modules):
+        for name, child in module.named_modules():
+            if next(child.children(), None) is None:
+                label = f"{prefix}{name or type(child).__name__}"
+                handles.append(child.register_forward_hook(keep(label)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _restored(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """A block after which all is as it was before it."""
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+    values = [tensor.detach().clone() for tensor in tensors]
+    grads = [None if t.grad is None else t.grad.detach().clone() for t in tensors]
+    held = [tensor.grad for tensor in tensors]
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value, grad, kept in zip(tensors, values, grads, held, strict=True):
+                    tensor.copy_(value)
+                    if kept is not None and grad is not None:
+                        kept.copy_(grad)
+                    tensor.grad = kept
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+
+
+def _size(value: Tensor) -> float:
+    """The largest entry that is finite."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    finite = value[value.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _compare(
+    name: str, whole: Tensor | None, cut: Tensor | None, of_kind: float = 0.0
+) -> Difference:
+    if whole is None or cut is None or whole.shape != cut.shape or whole.dtype != cut.dtype:
+        return Difference(name, float("nan"), False)
+    if torch.equal(whole, cut) or whole.numel() == 0:
+        return Difference(name, 0.0, True)
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return Difference(name, float((whole != cut).double().mean()), False)
+    if not torch.equal(whole.isfinite(), cut.isfinite()):
+        return Difference(name, float("nan"), False)
+    size, largest = _size(whole), _size(whole - cut)
+    allowed = max(_ROUNDING * size, _ROUNDING_OF_KIND * of_kind) * torch.finfo(whole.dtype).eps
+    return Difference(name, largest / size if size > 0 else largest, largest <= allowed)
+
+
+def _is_same(whole: dict[str, Tensor], cut: dict[str, Tensor], name: str) -> bool:
+    return _compare(name, whole[name], cut.get(name)).is_rounding

@@ -1,0 +1,96 @@
+"""verify(): what differs between a step that is whole and the same in chunks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+
+
+def make(*extra: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), *extra, nn.Linear(16, 5)
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    return model, optimizer, torch.randn(23, 6), torch.randint(5, (23,))
+
+
+@pytest.mark.parametrize("chunks", [2, 7, 23])
+def test_a_step_that_is_equal(chunks: int) -> None:
+    """Afterwards all is as before, the generator too; the model is found by its name."""
+    model, optimizer, x, y = make()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    before = [t.clone() for t in (*model.parameters(), *model.buffers())]
+    grads = [p.grad for p in model.parameters()]
+    values = [grad.clone() for grad in grads if grad is not None]
+    state = str(optimizer.state_dict())
+    generator = torch.get_rng_state()
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        batch = koila.lazy(x, y)
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    told = koila.verify(step, chunks=chunks)
+    assert told.is_equal and told.n_chunks == chunks
+    assert "equal up to rounding" in str(told)
+    names = {one.name for one in told.differences}
+    assert names >= {"result of 0", "gradient of 0.weight", "buffer of 1.running_mean"}
+    for tensor, value in zip((*model.parameters(), *model.buffers()), before, strict=True):
+        assert torch.equal(tensor, value)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert parameter.grad is grad
+    for grad, value in zip(grads, values, strict=True):
+        assert grad is not None and torch.equal(grad, value)
+    assert str(optimizer.state_dict()) == state
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_step_that_differs() -> None:
+    """It says so, and where first: here the step itself counts its runs."""
+    model, _, x, y = make(nn.Identity())
+
+    def step() -> None:
+        n_runs.append(0)
+        with torch.no_grad():
+            model[1].weight.mul_(len(n_runs))  # type: ignore[operator]
+        batch = koila.lazy(x, y)
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+
+    n_runs: list[int] = []
+    told = koila.verify(step, model, chunks=3)
+    assert not told.is_equal
+    assert told.first_module == "1"
+    assert "NOT equal" in str(told) and "the first module whose output differs: 1" in str(told)
+    assert not told.differences[0].is_rounding
+
+
+def test_what_it_finds() -> None:
+    model, _, x, y = make()
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = model
+
+        def step(self) -> None:
+            batch = koila.lazy(x, y)
+            F.cross_entropy(self.model(batch[0]), batch[1]).backward()
+
+    def of(net: nn.Module, rows: Tensor) -> Any:
+        return net(koila.lazy(rows)).pow(2).mean().backward()
+
+    assert koila.verify(Trainer().step, chunks=2).is_equal
+    assert koila.verify(functools.partial(of, model, x), chunks=2).is_equal
+    with pytest.raises(ValueError, match="no module is given"):
+        koila.verify(lambda: None)
