@@ -747,6 +747,29 @@ def test_what_was_used_up_beside_what_is_differentiated(chunks: int) -> None:
 
 
 @each_split
+def test_a_part_that_was_used_up_behind_another(chunks: int) -> None:
+    """The engine comes to its node from the node of a later part, with no gradient: it is no second
+    time, and it is not used up by that."""
+
+    def story(lazy: Lazy) -> Any:
+        v = torch.full((3, 3), 0.5, dtype=DOUBLE, requires_grad=True)
+        w = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True)
+        x = lazy(random_rows())
+        used, kept = x @ v, (x - 1) @ v
+        seen = Square.apply(used.detach()).sum() + Square.apply(kept).sum().detach()
+        used.sum().backward()
+        h = (x * 1.5) @ w
+        held = [(h.sum(1, keepdim=True) * used).tanh(), (h.sum(1, keepdim=True) * kept).tanh()]
+        Square.apply(h).mean().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            held[0].sum().backward()
+        kept.sum().backward()
+        return [v.grad, w.grad, held, seen]
+
+    assert_same_story(story, chunks)
+
+
+@each_split
 def test_hooks_of_what_is_not_differentiated(chunks: int) -> None:
     """They are not called, in eager: those of a module on what has no call in common with the loss,
     and those of a tensor."""

@@ -170,6 +170,7 @@ class _Part:
         self.cut = cut
         self.numbers = tuple(numbers)
         self.leaves = leaves
+        self.n_leaves = len(leaves)
         self.roots: tuple[Any, ...] = ()
         self.n_roots = len(self.numbers)
         #: What it handed out and x.data was taken of, by number: its memory, and what it was then.
@@ -194,7 +195,10 @@ class _Part:
         )
 
     def go_back(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """The gradients of its leaves, from those of what was handed out."""
+        """The gradients of its leaves, from those of what was handed out; none, where the engine
+        comes with none on its way through all inputs of another node: that uses nothing up."""
+        if all(gradient is None for gradient in gradients):
+            return [None] * self.n_leaves
         self._check()
         if torch.is_grad_enabled():  # create_graph: they are to have a graph too
             twice: Sequence[torch.Tensor | None]
@@ -213,8 +217,6 @@ class _Part:
         """The same, without a graph."""
         pairs = zip(self.roots, gradients, strict=True)
         given = [(root, gradient) for root, gradient in pairs if gradient is not None]
-        if not given:
-            return [None] * len(self.leaves)
         roots, sent = map(list, zip(*given, strict=True))
         if self.cut.written or self.watched:
             _core.held(roots[0], self._check_written, (roots,), {})
