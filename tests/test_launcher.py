@@ -113,3 +113,62 @@ def test_a_script_without_a_loader_is_told_so(folder: Path) -> None:
     ran = run(folder, "-m", "koila", "other.py")
     assert ran.stdout == "3.0\n"
     assert "no torch.utils.data.DataLoader handed out a batch" in ran.stderr
+
+
+NOISE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 500
+
+    def __getitem__(self, i):
+        assert type(torch.rand(250)) is torch.Tensor  # as many as the batch has, by chance
+        return torch.full((6,), float(i))
+
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+generator = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 6))
+frozen = nn.Linear(6, 1)
+optimizer = torch.optim.SGD(generator.parameters(), 1e-3)
+for real in DataLoader(Rows(), batch_size=250):
+    for noise in (
+        torch.randn(250, 8),
+        torch.rand(real.shape[0], 8),
+        torch.normal(torch.zeros(250, 8), 1.0),
+        torch.randint(3, (250,)).unsqueeze(1).expand(-1, 8) / 3,
+    ):
+        optimizer.zero_grad()
+        loss = frozen(generator(noise)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.5f}")
+    draws = [torch.randn(7), torch.randn(250, out=torch.empty(250)), torch.empty(250).normal_()]
+    draws.append(torch.randn(250, requires_grad=True))
+    print([type(draw).__name__ for draw in draws])
+    generator(torch.ones(3, 8)).sum().backward()
+"""
+
+
+def test_a_step_that_begins_with_noise(folder: Path) -> None:
+    """A generator's: the noise has the rows of the batch. What else is plain is told."""
+    (folder / "noise.py").write_text(NOISE)
+    plain = run(folder, "noise.py")
+    assert plain.returncode == 0, plain.stderr
+    ran = run(folder, "-m", "koila", "--chunks", "4", "--report", "r.json", "noise.py")
+    assert ran.stdout == plain.stdout, ran.stderr
+    told = json.loads((folder / "r.json").read_text())
+    assert (told["steps"], told["in_chunks"], told["most_chunks"]) == (8, 8, 4)
+    (line,) = told["plain_backwards"]
+    number = NOISE.splitlines().index("    generator(torch.ones(3, 8)).sum().backward()") + 1
+    assert line.endswith(f"noise.py:{number}")
+    assert told["plain_backwards"][line] == 2
+    assert "whole batch: a backward (noise.py:" in ran.stderr
+    assert "nothing in it is lazy" in ran.stderr
+    whole = run(folder, "-m", "koila", "noise.py")
+    assert whole.stdout == plain.stdout
+    assert "2 times): nothing in it is lazy" in whole.stderr  # and none of the others

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import koila
-from koila import loaders
+from koila import _core, loaders
 from koila.lazy import of_loader
 from oracle import assert_close
 
@@ -251,3 +251,19 @@ def test_row_dims(
     shapes: list[tuple[int, ...]], n_rows: int | None, dims: list[int | None]
 ) -> None:
     assert loaders.row_dims([torch.empty(shape) for shape in shapes], n_rows) == dims
+
+
+@pytest.mark.usefixtures("all_lazy")
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_the_last_batch_of_a_time_major_loader(n_workers: int) -> None:
+    """Its rows are in dim 1 too, though it has fewer; so has a loader of one such batch."""
+
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in rows], 1), torch.ones(7, len(rows))
+
+    for size, sizes in ((9, [9, 9, 4]), (30, [22])):
+        loader = DataLoader(data(), size, collate_fn=collate, num_workers=n_workers)
+        for _ in range(2):
+            batches = list(loader)
+            assert [x.size(1) for x, _ in batches] == sizes
+            assert all(_core.rows_dim(each) == 1 for batch in batches for each in batch)

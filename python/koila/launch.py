@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from koila import loaders, reports
+import torch
+
+from koila import loaders, plain, reports
 from koila.config import config, settings
-from koila.lazy import of_loader
+from koila.lazy import of_draw, of_loader
+from koila.lines import INSIDE, user_line
 from koila.summary import Summary
 
 _logger = logging.getLogger("koila")
@@ -50,15 +57,44 @@ def configure(args: argparse.Namespace) -> None:
         config(chunks=None, memory_limit=args.memory_limit)
 
 
+def _is_of_koila() -> bool:
+    """Whether koila has called torch, and not the user."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+        if frame.f_code.co_filename.startswith(INSIDE[0]):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _noting_plain(run: Any, summary: Summary) -> Any:
+    """torch's own way into its engine: note where a whole backward has nothing lazy in it."""
+
+    @functools.wraps(run)
+    def noting(roots: Any, *args: Any, **words: Any) -> Any:
+        if words.get("accumulate_grad") and not _is_of_koila():
+            summary.note_plain(user_line())
+        return run(roots, *args, **words)
+
+    return noting
+
+
 @contextlib.contextmanager
 def lazy_loaders() -> Iterator[Summary]:
-    """A block in which the batches of all loaders are lazy, and what runs is added up."""
+    """A block in which the batches of all loaders are lazy, and so is noise of as many rows; what
+    runs is added up."""
     summary = Summary()
     reports.observe(summary)
     loaders.make_all_lazy(of_loader)
+    plain.follow(of_draw)
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+    autograd._engine_run_backward = _noting_plain(run, summary)
     try:
         yield summary
     finally:
+        autograd._engine_run_backward = run
+        plain.follow(None)
         reports.settle()
         loaders.make_all_lazy(None)
         reports.observe(None)

@@ -39,6 +39,7 @@ _ZERO = _Default(0)
 
 class _State(threading.local):
     is_warned = False  # of a call in a worker of a DataLoader
+    batch = _WHOLE, 0  # the axis and the rows of the batch that a loader handed out last
 
 
 _state = _State()
@@ -345,4 +346,25 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = _ZERO) -> Any:
         for key, tensor in found.items()
         if (dim := dims[key]) is not None
     }
+    _state.batch = axis, next(found[key].size(dim) for key, dim in dims.items() if dim is not None)
     return _map(lambda tensor, _, path: made.get(id(tensor), tensor), data, None, "batch")
+
+
+def of_draw(noise: torch.Tensor) -> torch.Tensor:
+    """Make noise lazy that has as many rows as the batch that a loader handed out last.
+
+    What is made of noise alone (a generator's images) would be plain, and a step that begins with
+    it would run whole. That noise has as many rows by chance makes no number wrong.
+    """
+    axis, n_rows = _state.batch
+    is_like_batch = (
+        n_rows > 1
+        and _can_be_lazy(noise)
+        and noise.dim() > 0
+        and noise.size(0) == n_rows
+        and not noise.requires_grad
+        and not torch._C._functorch.is_functorch_wrapped_tensor(noise)
+    )
+    if not is_like_batch or _is_off.get() or loaders.is_fetching():
+        return noise
+    return _core.input(noise, 0, axis, n_rows)

@@ -7,13 +7,15 @@ hands out is made lazy in the process that trains, last of all.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 #: Makes a batch lazy: what was handed out, and how many rows a full batch has, if that is known.
@@ -27,7 +29,12 @@ class Counts:
     n_plain = 0  # batches in which no tensor has rows
 
 
+class _Thread(threading.local):
+    is_fetching = False
+
+
 counts = Counts()
+_thread = _Thread()
 _make_all: Make | None = None
 _next_batch: Any = _BaseDataLoaderIter.__next__
 
@@ -40,7 +47,7 @@ def row_dims(tensors: Iterable[torch.Tensor], n_rows: int | None) -> list[int | 
 
     Args:
         tensors: of one batch.
-        n_rows: rows of a full batch; the last one may have fewer. None: that is not known.
+        n_rows: rows of the batch, or of a full one where only that is known. None: not even that.
 
     Example:
         >>> import torch
@@ -140,14 +147,34 @@ def lazy_loader(loader: Any, make: Make) -> Any:
     return made
 
 
+def is_fetching() -> bool:
+    """Whether a data set of this thread is being asked for a batch, or it is a worker's."""
+    return _thread.is_fetching or get_worker_info() is not None
+
+
+def _n_rows(batches: Any) -> int | None:
+    """How many rows the batch has that an iterator has just handed out; None: that is not known."""
+    sampler = batches._index_sampler
+    n_full: int | None = getattr(sampler, "batch_size", None)
+    if type(sampler) is BatchSampler and not sampler.drop_last and n_full is not None:
+        with contextlib.suppress(TypeError):  # of a sampler without a length
+            n_left = len(sampler.sampler) - n_full * (batches._num_yielded - 1)  # type: ignore[arg-type]
+            return min(n_full, n_left) if n_left > 0 else n_full
+    return n_full
+
+
 def _next(self: Any) -> Any:
-    batch = _next_batch(self)
+    was_fetching, _thread.is_fetching = _thread.is_fetching, True
+    try:
+        batch = _next_batch(self)
+    finally:
+        _thread.is_fetching = was_fetching
     marked = self._collate_fn if isinstance(self._collate_fn, _Collate) else None
     make = _make_all if marked is None else marked.make
     if make is None or get_worker_info() is not None:
         return batch
     counts.n_batches += 1
-    return make(batch, getattr(self._index_sampler, "batch_size", None))
+    return make(batch, _n_rows(self))
 
 
 def _watch() -> None:

@@ -1,7 +1,8 @@
 """Torch's own random calls on plain tensors, while recorded ones wait: they come after those.
 
-Only then do wrappers stand in their places, which let what waits draw first. At other times torch
-is as it was, and a script that draws nothing pays nothing.
+Only then do wrappers stand in their places, which let what waits draw first; or while the launcher
+asks for what plain calls make (`follow`). At other times torch is as it was, and a script that
+draws nothing pays nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from koila import _core
 _OWNERS: tuple[Any, ...] = (torch, torch._VF, torch.Tensor, torch.nn.functional)
 # They draw inside, and torch does not say so.
 _INSIDE = ("dropout", "rrelu", "scaled_dot_product_attention")
+# They make a tensor of noise from its sizes.
+_MAKERS = ("normal", "rand", "randint", "randn")
 
 
 def draws(name: str) -> bool:
@@ -40,6 +43,7 @@ def draws(name: str) -> bool:
 _lock = threading.Lock()
 _waiting: set[int] = set()  # threads of which a recorded draw waits
 _before: Callable[[], None] | None = None
+_after: Callable[[torch.Tensor], torch.Tensor] | None = None
 _undo: list[tuple[Any, str, Any]] = []
 _wrappers: list[tuple[Any, str, Any]] = []
 _inherited: list[tuple[Any, str]] = []  # what an owner has of its class, not of its own
@@ -50,12 +54,16 @@ def _is_lazy(arguments: Any) -> bool:
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    is_maker = original.__name__ in _MAKERS
+
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
-        is_recorded = _is_lazy(args) or _is_lazy(kwargs.values())
-        if _before is not None and not is_recorded and not _core.is_busy():
+        if _is_lazy(args) or _is_lazy(kwargs.values()) or _core.is_busy():
+            return original(*args, **kwargs)
+        if _before is not None and _waiting:
             _before()
-        return original(*args, **kwargs)
+        made = original(*args, **kwargs)
+        return _after(made) if is_maker and _after is not None and "out" not in kwargs else made
 
     return draw
 
@@ -93,12 +101,27 @@ def watch(before: Callable[[], None]) -> None:
     """A draw of this thread waits: from now on a plain one calls `before` first."""
     global _before
     with _lock:
+        _before = before
         _waiting.add(threading.get_ident())
-        if not _undo:
-            _before = before
-            _undo.extend((owner, name, getattr(owner, name)) for owner, name, _ in wrappers())
-            for owner, name, wrapper in wrappers():
-                setattr(owner, name, wrapper)
+        _put_in()
+
+
+def follow(after: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    """From now on what a plain call makes of noise is what `after` makes of it; None: no more."""
+    global _after
+    with _lock:
+        _after = after
+        if after is not None:
+            _put_in()
+        else:
+            _put_back()
+
+
+def _put_in() -> None:
+    if not _undo:
+        _undo.extend((owner, name, getattr(owner, name)) for owner, name, _ in wrappers())
+        for owner, name, wrapper in wrappers():
+            setattr(owner, name, wrapper)
 
 
 def unwatch() -> None:
@@ -111,8 +134,10 @@ def unwatch() -> None:
 
 def unwatch_all() -> None:
     """No draw of any thread waits, and torch's classes are left without a trace."""
+    global _after
     with _lock:
         _waiting.clear()
+        _after = None
         _put_back()
         for owner, name in _inherited:
             if name in vars(owner):
@@ -121,7 +146,7 @@ def unwatch_all() -> None:
 
 def _put_back() -> None:
     """What an owner only inherits it keeps: to take it away each time would grow its dict anew."""
-    if not _waiting:
+    if not _waiting and _after is None:
         for owner, name, original in _undo:
             setattr(owner, name, original)
         _undo.clear()

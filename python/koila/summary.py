@@ -14,7 +14,7 @@ from koila.config import get
 from koila.reports import ProgramReport, count, size
 
 #: Of what ran whole, the lines that are told.
-_MOST_WHOLE = 5
+_MOST_WHOLE = 4
 #: Less of the whole batch is not told: labels, masks, single numbers.
 _LEAST_WHOLE = 2**16
 
@@ -34,6 +34,7 @@ class Summary(reports.Observer):
         self.bytes_allowed: float | None = None
         self.bytes_measured: int | None = None
         self.whole: dict[tuple[str, str, str], list[int]] = {}  # how often, and bytes at most
+        self.plain: collections.Counter[str] = collections.Counter()  # lines of a plain backward
         self.last: collections.deque[ProgramReport] = collections.deque(maxlen=64)
 
     def end(self) -> None:
@@ -43,6 +44,10 @@ class Summary(reports.Observer):
 
     def note_step(self) -> None:
         self.n_steps += 1
+
+    def note_plain(self, line: str) -> None:
+        """A backward of plain tensors is about to run."""
+        self.plain[line] += 1
 
     def note_program(self, ran: ProgramReport) -> None:
         self.last.append(ran)
@@ -79,6 +84,15 @@ class Summary(reports.Observer):
         lines.append(self._memory())
         if self.n_failed:
             lines.append(f"{count(self.n_failed, 'pass')} failed; see the errors above")
+        if self.plain:
+            (line, n), *others = self.plain.most_common()
+            where = f"{line}, {count(n, 'time')}" + (
+                f", and {len(others)} others" if others else ""
+            )
+            lines.append(
+                f"whole batch: a backward ({where}): nothing in it is lazy, as it is not of what a "
+                "data loader handed out; call koila.lazy() on what it is of"
+            )
         if self.n_in_chunks:
             most_first = sorted(self.whole.items(), key=lambda item: -item[1][1])
             for (call, line, why), (n, n_bytes) in most_first[:_MOST_WHOLE]:
@@ -136,6 +150,7 @@ class Summary(reports.Observer):
             "bytes_predicted": self.bytes_predicted,
             "bytes_allowed": self.bytes_allowed,
             "bytes_measured": self.bytes_measured,
+            "plain_backwards": dict(self.plain),
             "memory_limit": get("memory_limit"),
             "whole": whole,
             "last_programs": [str(ran) for ran in self.last],
