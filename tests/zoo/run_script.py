@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import json
 import random
@@ -119,7 +120,10 @@ def _run(
             noted.noting(is_nudged),
         ):
             start = time.perf_counter()
+            gc.collect()
+            gc.freeze()
             with memory:
+                gc.enable()  # there is no garbage but the script's own
                 if words is None:
                     sys.argv = [str(path)]
                     sys.path[0] = str(path.parent)
