@@ -360,6 +360,7 @@ def of_draw(noise: torch.Tensor) -> torch.Tensor:
     is_like_batch = (
         n_rows > 1
         and _can_be_lazy(noise)
+        and not noise.is_meta
         and noise.dim() > 0
         and noise.size(0) == n_rows
         and not noise.requires_grad

@@ -14,7 +14,7 @@ class Net(nn.Module):
         self.conv1 = nn.Conv2d(1, 32, 3, 1)
         self.conv2 = nn.Conv2d(32, 48, 3, 1)
         self.dropout1 = nn.Dropout2d(0.25)
-        self.fc1 = nn.Linear(192, 48)
+        self.fc1 = nn.Linear(1728, 48)
 
     def forward(self, x):
         x = F.relu(self.conv1(x))
@@ -55,10 +55,11 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=torch.get_default_dtype()).unsqueeze(1)
+    images = F.interpolate(images[:600], scale_factor=2, mode="bilinear")
     labels = torch.tensor(digits.target)
-    train_set = TensorDataset(images[:500], labels[:500])
+    train_set = TensorDataset(images[:320], labels[:320])
     test_set = TensorDataset(images[500:600], labels[500:600])
-    train_loader = DataLoader(train_set, batch_size=128, shuffle=True)
+    train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
     model = Net().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     distance = distances.CosineSimilarity()
@@ -67,7 +68,7 @@ def main():
     mining_func = miners.TripletMarginMiner(
         margin=0.2, distance=distance, type_of_triplets="semihard"
     )
-    for epoch in range(1, 3):
+    for epoch in range(1, 2):
         train(model, loss_func, mining_func, device, train_loader, optimizer, epoch)
     train_embeddings, train_labels = get_all_embeddings(train_set, model, device)
     test_embeddings, test_labels = get_all_embeddings(test_set, model, device)
