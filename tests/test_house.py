@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import house_map
+
 ROOT = Path(__file__).parent.parent
 KOILA_C = ROOT / "koila_c"
 C_FILES = sorted(KOILA_C.glob("*/*.[ch]"))
@@ -243,3 +245,9 @@ def test_no_file_has(pattern: str) -> None:
         if re.search(pattern, line)
     ]
     assert found == []
+
+
+def test_the_map_is_of_this_house() -> None:
+    """python tests/house_map.py writes it anew."""
+    assert (ROOT / "CONTRIBUTING.md").read_text() == house_map.text()
+    assert all(len(line.partition(": ")[2]) > 3 for line in house_map.lines() if "`" in line)
