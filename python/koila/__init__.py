@@ -8,6 +8,7 @@ with versions.told():
     from koila.config import config, read_environment
     from koila.errors import KoilaError, MemoryLimitError, StaleError
     from koila.explain import Explanation, explain
+    from koila.largest import LargestBatch, largest_batch
     from koila.lazy import is_lazy, lazy, off
     from koila.notebook import load_ipython_extension, unload_ipython_extension
     from koila.reports import Report, report
@@ -26,6 +27,7 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "Explanation",
     "KoilaError",
+    "LargestBatch",
     "LazyTensor",
     "MemoryLimitError",
     "Report",
@@ -33,6 +35,7 @@ __all__ = [
     "config",
     "explain",
     "is_lazy",
+    "largest_batch",
     "lazy",
     "load_ipython_extension",
     "off",

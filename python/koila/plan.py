@@ -206,6 +206,15 @@ def _limits(program: Program, is_graph: bool) -> str:
     return f"{best} (for {_FEW_CHUNKS} chunks; {least} is the least, for {n_chunks})"
 
 
+def needs(program: Program, n_chunks: int) -> tuple[float, float, float]:
+    """What a program that is differentiated needs whole, and in so many chunks at most; and what of
+    memory is planned with."""
+    estimates = [way.estimate for way in _ways(program, True)]
+    few = min(one.peak(-(-one.rows // n_chunks))[0] for one in estimates)
+    share = min(WHOLE_SHARE, CHUNK_SHARE)
+    return estimates[0].whole, few, share * max(0.0, _allowed(program))
+
+
 def outlook(program: Program, is_graph: bool) -> list[str]:
     """What a program needs, what it may have, and under which limit it could run at all."""
     whole, left = memory.estimate(program, is_graph).whole, max(0.0, _allowed(program))

@@ -120,7 +120,7 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
     return Verification(n_chunks, tuple(differences), first)
 
 
-def _named_by(step: Callable[[], Any]) -> Iterator[Any]:
+def _named_by(step: Callable[..., Any]) -> Iterator[Any]:
     """The modules and optimizers that a function can reach by name."""
     if isinstance(step, functools.partial):
         yield from _kept([*step.args, *step.keywords.values()])
@@ -132,6 +132,14 @@ def _named_by(step: Callable[[], Any]) -> Iterator[Any]:
     if inspect.isfunction(function):
         known = inspect.getclosurevars(function)
         yield from _kept([*known.nonlocals.values(), *known.globals.values()])
+
+
+@contextlib.contextmanager
+def restored_buffers(step: Callable[..., Any]) -> Iterator[None]:
+    """A block after which the buffers of the modules that a function names are as before."""
+    modules = [one for one in _named_by(step) if isinstance(one, nn.Module)]
+    with _restored(modules, [], is_all=False):
+        yield
 
 
 def _kept(values: list[Any]) -> Iterator[Any]:
@@ -203,9 +211,12 @@ def _outputs_of(modules: list[nn.Module], outputs: dict[str, Any]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def _restored(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """A block after which all is as it was before it."""
-    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+def _restored(
+    modules: list[nn.Module], optimizers: list[torch.optim.Optimizer], is_all: bool = True
+) -> Iterator[None]:
+    """A block after which all is as it was before it; or buffers alone."""
+    tensors = [buffer for module in modules for buffer in module.buffers()]
+    tensors += [p for module in modules for p in module.parameters()] if is_all else []
     values = [tensor.detach().clone() for tensor in tensors]
     grads = [None if t.grad is None else t.grad.detach().clone() for t in tensors]
     held = [tensor.grad for tensor in tensors]

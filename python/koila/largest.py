@@ -1,0 +1,164 @@
+"""largest_batch(): how many rows fit, from the plan of a step that is recorded and never run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from koila import _core, plan
+from koila.config import config, settings
+from koila.lazy import lazy
+from koila.program import Program
+from koila.reports import size
+from koila.verify import restored_buffers
+
+#: In more chunks than this a step takes long.
+_FEW_CHUNKS = 16
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """How many rows of a batch fit into memory. Printed, it says so.
+
+    Attributes:
+        whole: rows with which the step runs whole, as without koila; 0: not two.
+        in_chunks: rows with which it runs in 16 chunks at most.
+        most: rows that were tried at most: of a number as large there may fit more.
+        bytes_allowed: what a step may take, batch and all, beyond what is there now.
+    """
+
+    whole: int
+    in_chunks: int
+    most: int
+    bytes_allowed: float
+
+    def __str__(self) -> str:
+        def rows(n: int) -> str:
+            return f"{n} rows" + (" and more" if n == self.most else "")
+
+        return (
+            f"with {size(self.bytes_allowed)}: {rows(self.whole)} whole, {rows(self.in_chunks)} in "
+            f"{_FEW_CHUNKS} chunks at most"
+        )
+
+    __repr__ = __str__
+
+
+def largest_batch(
+    step: Callable[..., Tensor],
+    *batch: Tensor,
+    memory_limit: int | float | str | None = None,
+    most: int = 2**16,
+) -> LargestBatch:
+    """How many rows a batch may have, whole and in chunks. The step is recorded, and never run.
+
+    What it counts on plain tensors, such as a norm's batches, is as before afterwards, for modules
+    that `step` names.
+
+    Args:
+        step: takes the tensors of a batch and returns the loss, without backward(). It must not
+            read a number on the way.
+        batch: the tensors of a batch of any number of rows, rows in dim 0.
+        memory_limit: as for `config`; None: what holds now.
+        most: more rows are not tried.
+
+    Raises:
+        ValueError: the batch has no rows, or the step reads a number or gives no lazy loss.
+
+    Example:
+        >>> import torch, koila
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 1))
+        >>> found = koila.largest_batch(
+        ...     lambda x: model(x).mean(), torch.ones(8, 64), memory_limit="16MiB"
+        ... )
+        >>> 1000 < found.whole < found.in_chunks
+        True
+    """
+    if not batch or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in batch):
+        raise ValueError("largest_batch: give the tensors of a batch, each with rows in dim 0")
+    changes: dict[str, Any] = settings()._asdict()
+    if memory_limit is not None:
+        changes = {"memory_limit": memory_limit, "chunks": None}
+    found: list[LargestBatch | BaseException] = []
+
+    def search() -> None:
+        try:
+            with config(**changes), torch.random.fork_rng(), restored_buffers(step):
+                found.append(_search(step, batch, most))
+        except BaseException as error:
+            found.append(error.with_traceback(None))
+
+    # A thread has a program of its own: what the user has recorded is not looked at.
+    thread = threading.Thread(target=search, name="koila: largest batch")
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _search(step: Callable[..., Tensor], batch: tuple[Tensor, ...], most: int) -> LargestBatch:
+    needs: dict[int, tuple[float, float, float]] = {}
+
+    def needs_of(n_rows: int) -> tuple[float, float, float]:
+        if n_rows not in needs:
+            needs[n_rows] = _needs(step, batch, n_rows)
+        return needs[n_rows]
+
+    def largest(fits: Callable[[int], bool]) -> int:
+        if not fits(2):  # a normalization over the batch has no statistics of one row
+            return 0
+        low, high = 2, 4
+        while high <= most and fits(high):
+            low, high = high, 2 * high
+        if high > most:
+            return most if fits(most) else _between(low, most, fits)
+        return _between(low, high, fits)
+
+    def fits_whole(n_rows: int) -> bool:
+        whole, _, left = needs_of(n_rows)
+        return whole <= left
+
+    def fits_in_chunks(n_rows: int) -> bool:
+        whole, few, left = needs_of(n_rows)
+        return min(whole, few) <= left
+
+    whole = largest(fits_whole)
+    return LargestBatch(whole, max(whole, largest(fits_in_chunks)), most, needs_of(2)[2])
+
+
+def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, where `low` does and `high` does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _needs(
+    step: Callable[..., Tensor], batch: tuple[Tensor, ...], n_rows: int
+) -> tuple[float, float, float]:
+    """What a batch of so many rows needs whole and in a few chunks, itself included, and what is
+    left for that."""
+    rows = [tensor.detach()[:1].expand(n_rows, *tensor.shape[1:]) for tensor in batch]
+    given = lazy(*rows)
+    n_bytes = sum(n_rows * tensor[0].numel() * tensor.element_size() for tensor in batch)
+    try:
+        loss = step(*(given if len(rows) > 1 else (given,)))
+        if type(loss) is not _core.LazyTensor or _core.real(loss) is not None:
+            raise ValueError(
+                "largest_batch: the step must return the loss that it has recorded: it returns "
+                f"{type(loss).__name__}, or reads a number on the way"
+            )
+        whole, few, left = plan.needs(Program([loss]), _FEW_CHUNKS)
+        return whole + n_bytes, few + n_bytes, left
+    finally:
+        with contextlib.suppress(UnboundLocalError):
+            del loss
+        _core.forget()

@@ -1,0 +1,65 @@
+"""largest_batch(): the number it says fits, and not many more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from limits import there
+
+N_MORE = 1.15  # of what fits, by the plan's share that is kept back
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
+        for _ in range(4)
+    ]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+def test_it_fits() -> None:
+    """Nothing runs: buffers, gradients, generator and what is recorded stay as they are."""
+    model, x, y = make(), torch.randn(8, 64), torch.randint(10, (8,))
+    waiting = model[4](koila.lazy(torch.ones(3, 64))).sum()
+    buffers = [b.clone() for b in model.buffers()]
+    generator = torch.get_rng_state()
+    limit = there() + 6 * 2**20
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    found = koila.largest_batch(step, x, y, memory_limit=limit)
+    assert 500 < found.whole < found.in_chunks < found.most
+    assert f"{found.whole} rows whole, {found.in_chunks} rows in 16 chunks at most" in str(found)
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(p.grad is None for p in model.parameters())
+    assert waiting.item() == pytest.approx(model[4](torch.ones(3, 64)).sum().item(), rel=1e-5)
+
+    def n_chunks(n_rows: int) -> int:
+        model.zero_grad()
+        with koila.config(memory_limit=limit):
+            step(*koila.lazy(torch.randn(n_rows, 64), torch.randint(10, (n_rows,)))).backward()
+            return koila.report().n_chunks
+
+    assert n_chunks(found.whole) == 1
+    assert n_chunks(int(N_MORE * found.whole)) > 1
+    assert 1 < n_chunks(found.in_chunks) <= 20
+
+
+def test_what_it_cannot_say() -> None:
+    model, x = make(), torch.randn(8, 64)
+    with pytest.raises(ValueError, match="reads a number on the way"):
+        koila.largest_batch(lambda x: torch.tensor(model(x).sum().item()), x)
+    with pytest.raises(ValueError, match="give the tensors of a batch"):
+        koila.largest_batch(lambda: torch.ones(()))
+    found = koila.largest_batch(lambda x: model[0](x).sum(), x, memory_limit=there() + 100, most=64)
+    assert found.whole == found.in_chunks == 0
+    found = koila.largest_batch(lambda x: model[0](x).sum(), x, most=64)
+    assert found.whole == found.in_chunks == 64
+    assert "64 rows and more whole" in str(found)
