@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import house_map
+import koila
 
 ROOT = Path(__file__).parent.parent
 KOILA_C = ROOT / "koila_c"
@@ -251,3 +252,7 @@ def test_the_map_is_of_this_house() -> None:
     """python tests/house_map.py writes it anew."""
     assert (ROOT / "CONTRIBUTING.md").read_text() == house_map.text()
     assert all(len(line.partition(": ")[2]) > 3 for line in house_map.lines() if "`" in line)
+
+
+def test_few_names_are_public() -> None:
+    assert len(koila.__all__) <= 16

@@ -8,7 +8,7 @@ with versions.told():
     from koila.config import config, read_environment
     from koila.errors import KoilaError, MemoryLimitError, StaleError
     from koila.explain import Explanation, explain
-    from koila.largest import LargestBatch, largest_batch
+    from koila.largest import largest_batch
     from koila.lazy import is_lazy, lazy, off
     from koila.notebook import load_ipython_extension, unload_ipython_extension
     from koila.reports import Report, report
@@ -27,7 +27,6 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "Explanation",
     "KoilaError",
-    "LargestBatch",
     "LazyTensor",
     "MemoryLimitError",
     "Report",
