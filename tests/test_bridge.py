@@ -770,6 +770,21 @@ def test_a_part_that_was_used_up_behind_another(chunks: int) -> None:
 
 
 @each_split
+def test_a_hook_of_several_tensors_of_a_part(chunks: int) -> None:
+    """What was made of one of them was handed out with it: that is refused."""
+    w, x = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True), koila.lazy(random_rows())
+    with koila.config(chunks=chunks):
+        h = x @ w
+        made = h * 2
+        held = Square.apply(made)
+        if chunks > 1:
+            with pytest.raises(koila.KoilaError, match="only a part of its gradient"):
+                torch.autograd.graph.register_multi_grad_hook([h], print)
+        held.sum().backward()
+    assert w.grad is not None
+
+
+@each_split
 def test_hooks_of_what_is_not_differentiated(chunks: int) -> None:
     """They are not called, in eager: those of a module on what has no call in common with the loss,
     and those of a tensor."""

@@ -492,6 +492,20 @@ def hook_of_several_tensors(model: Model, x: Tensor, y: Tensor) -> Any:
     return finish(model, made.tanh(), y), seen
 
 
+@story()
+def hooks_of_several_tensors_that_are_read_already(model: Model, x: Tensor, y: Tensor) -> Any:
+    seen: dict[str, list[Any]] = {"all": [], "any": []}
+    h = model.body(x)
+    made = model.middle(h)
+    loss = F.cross_entropy(model.last(made.tanh()), y)
+    register = torch.autograd.graph.register_multi_grad_hook
+    register((h, made), seen["all"].append)
+    register((h, made), seen["any"].append, mode="any")
+    loss.backward()
+    assert [len(calls) for calls in seen.values()] == [1, 1]
+    return loss, seen
+
+
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, N_ROWS])
 @pytest.mark.parametrize("name", STORIES)
 def test_equals_eager(name: str, chunks: int | None) -> None:

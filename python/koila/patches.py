@@ -427,6 +427,14 @@ def _patch_nodes() -> None:
     graph: Any = torch.autograd.graph
     name = "_get_grad_fn_or_grad_acc"  # of which is only asked whether a backward comes there
     _replace(graph, name, _live_if_lazy(getattr(graph, name), True, _core.live_with_all))
+    original = graph.register_multi_grad_hook  # it asks which backward calls it: the engine knows
+
+    @functools.wraps(original)
+    def register(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        bridge.refuse_inner(tensors, "register_multi_grad_hook")
+        return original(tensors, *args, **kwargs)
+
+    _replace(graph, original.__name__, _live_if_lazy(register, True))
     _replace(graph, "get_gradient_edge", _live_if_lazy(graph.get_gradient_edge, True))
 
 
