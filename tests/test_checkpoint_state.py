@@ -328,6 +328,23 @@ def test_a_mode_that_is_set_meanwhile(kind: Callable[[], nn.Module], is_reentran
             loss.backward()
 
 
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_that_is_set_meanwhile(kind: str, is_reentrant: bool) -> None:
+    """torch's second run calls it: one that halves a gradient would be left out."""
+    linear, body = nn.Linear(4, 4), nn.Linear(4, 4)
+    with koila.config(chunks=3):
+        h = linear(koila.lazy(torch.randn(N_ROWS, 4)))
+        loss = checkpoint(nn.Sequential(body, nn.Tanh()), h, use_reentrant=is_reentrant).sum()
+        handle = getattr(body, f"register_{kind}_hook")(lambda *args: None)
+        said = r"Linear in its body got or lost a hook .*test_checkpoint_state\.py"
+        with pytest.raises(koila.KoilaError, match=said):
+            loss.backward()
+        handle.remove()
+        loss.backward()
+        assert linear.weight.grad is not None
+
+
 @pytest.mark.parametrize("chunks", [None, 1, 3])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_reentrant_one_gives_all_or_nothing(chunks: int | None, is_asked: bool) -> None:

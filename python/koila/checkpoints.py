@@ -19,7 +19,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -260,11 +260,23 @@ def _has_modes(kind: type) -> bool:
     return isinstance(forward, types.FunctionType) and "training" in _names_in(forward.__code__)
 
 
+def _hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """The ids of the hooks that a call of a module calls."""
+    kinds: Any = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return tuple(key for hooks in kinds for key in hooks)
+
+
 def _note_modes(region: int, found: list[nn.Module]) -> None:
-    """Keep, with the tape, in which mode the modules of a body are."""
-    kinds: list[Any] = [type(module) for module in found]
-    pairs = zip(found, kinds, strict=True)
-    modes = [(module, module.training) for module, kind in pairs if _has_modes(kind)]
+    """Keep, with the tape, in which mode the modules of a body are, and which hooks they have."""
+    modes = [
+        (module, module.training if _has_modes(kind) else None, _hooks_of(module))
+        for module, kind in ((module, cast("Any", type(module))) for module in found)
+    ]
     _core.memo().setdefault("modes", {})[region] = modes
 
 
@@ -329,14 +341,18 @@ def check(program: Program, has_inputs: bool) -> None:
             "passing an `inputs` parameter to .backward(). Set use_reentrant=False, or call "
             ".backward() without passing the `inputs` argument."
         )
-    modes = _core.memo().get("modes", {}) if regions else {}
-    for module, was in (pair for region in regions for pair in modes.get(region, ())):
-        if module.training != was:
+    known = _core.memo().get("modes", {}) if regions else {}
+    for module, was, hooks in (one for region in regions for one in known.get(region, ())):
+        change = ""
+        if was is not None and module.training != was:
+            change = f"was set to {'training' if module.training else 'evaluation'}"
+        elif _hooks_of(module) != hooks:
+            change = "got or lost a hook"
+        if change:
             raise KoilaError(
-                f"checkpoint: {type(module).__name__} in its body was set to "
-                f"{'training' if module.training else 'evaluation'} between forward and backward "
-                f"({lines.user_line()}), where torch runs the body once more; koila runs it once. "
-                "Set it after backward, or run it whole: koila.config(chunks=1)"
+                f"checkpoint: {type(module).__name__} in its body {change} between forward and "
+                f"backward ({lines.user_line()}), where torch runs the body once more; koila runs "
+                "it once. Do that after backward, or run it whole: koila.config(chunks=1)"
             )
 
 
