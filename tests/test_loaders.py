@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import koila
-from koila import _core, loaders
+from koila import _core, launch, loaders
 from koila.lazy import of_loader
 from oracle import assert_close
 
@@ -158,6 +158,21 @@ def test_all_loaders_of_every_kind() -> None:
     )
     loaders.make_all_lazy(None)
     assert not any(koila.is_lazy(x) for x, _ in DataLoader(data(), batch_size=5))
+
+
+def test_a_block_in_another() -> None:
+    """As a framework's callback in a script of the launcher: both are told, and nothing is left."""
+    loader = DataLoader(data(), batch_size=11)
+    with launch.lazy_loaders() as outer:
+        train(loader, 2)
+        with launch.lazy_loaders() as inner:
+            train(loader, 2)
+        assert all(koila.is_lazy(x) for x, _ in loader)
+        assert koila.is_lazy(torch.randn(11, 3))
+    assert not any(koila.is_lazy(x) for x, _ in loader)
+    assert not koila.is_lazy(torch.randn(11, 3))
+    assert (inner.n_steps, inner.n_batches, inner.most_chunks) == (2, 2, 2)
+    assert (outer.n_steps, outer.n_batches) == (4, 6)
 
 
 class Words(Dataset[str]):

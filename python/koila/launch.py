@@ -79,25 +79,45 @@ def _noting_plain(run: Any, summary: Summary) -> Any:
     return noting
 
 
+_n_open = 0  # blocks of lazy loaders that are entered: the last that ends puts torch back
+
+
 @contextlib.contextmanager
-def lazy_loaders() -> Iterator[Summary]:
-    """A block in which the batches of all loaders are lazy, and so is noise of as many rows; what
-    runs is added up."""
-    summary = Summary()
-    reports.observe(summary)
+def _all_lazy() -> Iterator[None]:
+    global _n_open
+    _n_open += 1
     loaders.make_all_lazy(of_loader)
     plain.follow(of_draw)
+    try:
+        yield
+    finally:
+        _n_open -= 1
+        if _n_open == 0:
+            plain.follow(None)
+            loaders.make_all_lazy(None)
+
+
+@contextlib.contextmanager
+def _plain_noted_by(summary: Summary) -> Iterator[None]:
+    """A block in which a summary is told of backwards with nothing lazy in them."""
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
     autograd._engine_run_backward = _noting_plain(run, summary)
     try:
-        yield summary
+        yield
     finally:
         autograd._engine_run_backward = run
-        plain.follow(None)
-        reports.settle()
-        loaders.make_all_lazy(None)
-        reports.observe(None)
+
+
+@contextlib.contextmanager
+def lazy_loaders() -> Iterator[Summary]:
+    """A block in which the batches of all loaders are lazy, and so is noise of as many rows; what
+    runs is added up. One may be in another."""
+    summary = Summary()
+    try:
+        with _all_lazy(), _plain_noted_by(summary), reports.observed_by(summary):
+            yield summary
+    finally:
         summary.end()
 
 

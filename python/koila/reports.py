@@ -312,26 +312,26 @@ class Observer:
         """An optimizer steps."""
 
 
-_observer: Observer | None = None
+_observers: list[Observer] = []
 
 
-def observe(observer: Observer | None) -> None:
-    """Tell this one from now on; None: nobody."""
-    global _observer
-    _observer = observer
-
-
-def settle() -> None:
-    """Tell the observer of what ran in this thread's last step: it is over."""
-    _begin(0)
+@contextlib.contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """A block of which an observer is told; at its end a step of this thread is over."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _begin(0)
+        _observers.remove(observer)
 
 
 def _begin(n_kept: int) -> None:
     """Begin a step with the programs noted last."""
     while len(_state.programs) > n_kept:
         ran = _state.programs.popleft()
-        if _observer is not None:
-            _observer.note_program(ran)
+        for observer in _observers:
+            observer.note_program(ran)
     _state.is_over = False
     _state.n_at_backward = _state.n_at_step = -1
     _state.stepped.clear()
@@ -365,8 +365,8 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer is about to step, and what was pending has run."""
     if optimizer in _state.stepped:
         _begin(_state.n_noted - _state.n_at_step)
-    if _observer is not None:
-        _observer.note_step()
+    for observer in _observers:
+        observer.note_step()
     _state.optimizers.add(optimizer)
     _state.stepped.add(optimizer)
     _state.n_steps += 1
