@@ -417,8 +417,8 @@ MUTANTS = [
     Mutant(
         "bridge: eager's error about what was written is not raised",
         "python/koila/bridge.py",
-        "        if self.cut.written:\n            _core.held",
-        "        if self.cut.written is None:\n            _core.held",
+        "        if self.cut.written or self.watched:\n",
+        "        if self.cut.written is None:\n",
         BRIDGE,
     ),
     Mutant(

@@ -186,7 +186,8 @@ _FEW_CHUNKS = 16
 def _as_limit(program: Program, needed: float) -> str:
     """The memory_limit under which a program has so many bytes, as config() reads it."""
     held = _held(program)
-    taken = max(budget.taken(device, held) for device in _devices(program))
+    with storages.for_once():
+        taken = max(budget.taken(device, held) for device in _devices(program))
     tenths = math.ceil(10 * (taken + needed) / 2**20)
     return f"{tenths / 10:.1f} MiB"
 

@@ -10,9 +10,10 @@ counting at once.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -167,6 +168,17 @@ def _mapped_files() -> Iterable[tuple[int, int]]:
         if path and path[0].startswith("/") and not path[0].startswith(_NO_FILES):
             start, _, end = bounds.partition("-")
             yield int(start, 16), int(end, 16)
+
+
+@contextlib.contextmanager
+def for_once() -> Iterator[None]:
+    """A block that asks for a number of bytes where nobody else does: nothing is followed after."""
+    was_listening = _is_listening()
+    try:
+        yield
+    finally:
+        if not was_listening:
+            forget()
 
 
 def forget() -> None:
