@@ -10,8 +10,9 @@ import os
 import threading
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Seconds between two looks. Each takes some 20 microseconds, and the interpreter's lock for these.
-INTERVAL = 0.004
+#: Seconds between two looks, at first and at most. Each takes the interpreter's lock from what it
+#: looks at, some 100 microseconds: of a long step they are fewer.
+INTERVAL, LONGEST_INTERVAL = 0.004, 0.016
 #: What the sampling thread needs of a stack: the usual 8 MiB would count against a limit.
 _STACK = 2**18
 _starting = threading.Lock()
@@ -69,8 +70,10 @@ class Peak:
 
     def _look(self) -> None:
         assert self._statm is not None
-        while not self._running.acquire(timeout=INTERVAL):
+        interval = INTERVAL
+        while not self._running.acquire(timeout=interval):
             self._most = max(self._most, _anonymous(self._statm))
+            interval = min(1.25 * interval, LONGEST_INTERVAL)
 
     def stop(self) -> int | None:
         """End it: the bytes; None where the kernel does not say."""
