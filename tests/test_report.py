@@ -517,3 +517,16 @@ def test_a_change_of_chunks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     step()
     (text,) = [one.getMessage() for one in caplog.records if one.levelno == logging.DEBUG]
     assert re.match(r"step \d+: backward\(\) at .*whole", text)
+
+
+@pytest.mark.parametrize(
+    ("n", "noun", "text"),
+    [
+        (1, "call", "1 call"),
+        (2, "call", "2 calls"),
+        (3, "pass", "3 passes"),
+        (0, "batch", "0 batches"),
+    ],
+)
+def test_numbers_of_things(n: int, noun: str, text: str) -> None:
+    assert reports.count(n, noun) == text

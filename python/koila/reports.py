@@ -227,8 +227,9 @@ class Report:
 
 
 def count(n: int, noun: str) -> str:
-    """A number of things: "1 call", "2 calls"."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    """A number of things: "1 call", "2 calls", "2 batches"."""
+    ending = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{ending}"
 
 
 def size(n_bytes: float) -> str:

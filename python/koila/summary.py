@@ -72,13 +72,13 @@ class Summary(reports.Observer):
         """Ten at most, each a fact: steps, chunks, memory, what ran on the whole batch."""
         if self.n_programs == 0:
             return [self._why_nothing()]
-        batches = count(self.n_batches, "batch").replace("batchs", "batches")
+        batches = count(self.n_batches, "batch")
         steps = count(self.n_steps, "optimizer step")
         lines = [f"{batches} of data loaders, {steps}"]
         if self.n_in_chunks == 0:
             lines.append("everything fitted into memory and ran whole, as without koila")
         else:
-            passes = count(self.n_programs, "pass").replace("passs", "passes")
+            passes = count(self.n_programs, "pass")
             most = count(self.most_chunks, "chunk")
             lines.append(f"{self.n_in_chunks} of {passes} ran in chunks, in {most} at most")
         lines.append(self._memory())
