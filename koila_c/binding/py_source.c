@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-/* What is known of files, by file name object: few, met again and again. */
+/* A cache by the identity of a code object's file name: a program has few files, and asks for them often. */
 #define KL_N_FILES 256
 
 static struct {

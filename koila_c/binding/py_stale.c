@@ -301,9 +301,9 @@ kl_stale_is_enough(const Tape *tape, KlValueId value)
            kl_stale_version(entry->result) == entry->version;
 }
 
-/* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed, or is
- * what is left of a step before the one that is over. 0: there are some that have none; -1 on failure. Cutting: list those whose
- * number is enough for what reads them. */
+/* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed, or that
+ * were left by a step before the one that ends now. 0: some such lazy has no number; -1 on failure. Cutting: list
+ * those whose number is enough for what reads them. */
 static int
 find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool is_cutting)
 {

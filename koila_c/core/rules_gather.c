@@ -217,7 +217,7 @@ place_select_masked(const KlCall *call, KlInferred *result, KlError *error)
     return reason == NULL ? KL_OK : kl_rules_once(result, reason);
 }
 
-/* the mask; torch looks up the indices of what it chooses, forward and backward */
+/* Backward needs the mask. Forward and backward each allocate the indices of the chosen entries. */
 void
 saves_select_masked(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -195,8 +195,11 @@ class _Part:
         )
 
     def go_back(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """The gradients of its leaves, from those of what was handed out; none, where the engine
-        comes with none on its way through all inputs of another node: that uses nothing up."""
+        """Return the gradients of the leaves, given those of the outputs that were handed out.
+
+        Where the engine passes no gradient at all, it only walks through all inputs of another
+        node: no leaf gets a gradient, and the graph is not used up.
+        """
         if all(gradient is None for gradient in gradients):
             return [None] * self.n_leaves
         self._check()

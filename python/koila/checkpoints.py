@@ -43,7 +43,7 @@ _state = _State()
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes in some code, and in what it defines."""
+    """The names of globals and attributes that a code object uses, and those of functions in it."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_names_in, inner))
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-#: Makes a batch lazy: what was handed out, and how many rows a full batch has, if that is known.
+#: A function that makes a batch lazy: given the batch, and its number of rows if that is known.
 Make = Callable[[Any, int | None], Any]
 
 

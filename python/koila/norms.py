@@ -176,7 +176,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class Group:
     """The calls of one checkpoint: where a gradient goes to one, torch runs all of them again."""
 
-    index = 0  # the body that ended last goes back first; one inside of it after it
+    index = 0  # backward runs bodies in falling order of this: the body that ended last is first
 
     def __init__(self) -> None:
         self.regions: set[int] = set()  # of the tape, where its calls are
@@ -208,7 +208,7 @@ class Again(float):
     is_mean: bool  # of all of these
 
     def next(self) -> float:
-        """Count one more batch; the share that it has in what a norm tracks."""
+        """Count a batch, and return its weight in the running statistics (the momentum)."""
         if self.n_batches is not None:
             self.n_batches.add_(1)
         if self.is_mean and self.n_batches is not None:
