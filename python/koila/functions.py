@@ -202,6 +202,11 @@ def _blocked_halves() -> Iterator[torch.dtype]:
             yield dtype
 
 
+def _run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of koila's own that cannot be recorded after all runs at once."""
+    return _core.live(func, args, kwargs, False)
+
+
 def register_all() -> None:
     """Fill the C module's table; called once, when koila is imported."""
     _core.bind(
@@ -272,13 +277,13 @@ def register_all() -> None:
         _core.register(call, OP, name, meets.run_whole, False, False, False, name, tuple)
     for name, layer in packed.LAYERS.items():
         row = f"packed_{name}"
-        _core.register(layer, OP, name, packed.run_whole, False, False, False, row, tuple)
+        _core.register(layer, OP, name, _run_whole, False, False, False, row, tuple)
     _core.register(
         packed.select_index, OP, "index_select", None, False, False, False, "index_select", tuple
     )
     chosen = masks.select_masked
     _core.register(
-        chosen, OP, "__getitem__", masks.run_whole, False, False, False, "select_masked", tuple
+        chosen, OP, "__getitem__", _run_whole, False, False, False, "select_masked", tuple
     )
     for name, as_torch in packed.OWN.items():
         _register_op(as_torch, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +16,6 @@ from koila.lazy import lazy
 from koila.program import Program
 from koila.reports import size
 from koila.verify import restored_buffers
-
-#: In more chunks than this a step takes long.
-_FEW_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class LargestBatch:
 
         return (
             f"with {size(self.bytes_allowed)}: {rows(self.whole)} whole, {rows(self.in_chunks)} in "
-            f"{_FEW_CHUNKS} chunks at most"
+            f"{plan.FEW_CHUNKS} chunks at most"
         )
 
     __repr__ = __str__
@@ -149,6 +145,7 @@ def _needs(
     rows = [tensor.detach()[:1].expand(n_rows, *tensor.shape[1:]) for tensor in batch]
     given = lazy(*rows)
     n_bytes = sum(n_rows * tensor[0].numel() * tensor.element_size() for tensor in batch)
+    loss: Tensor | None = None
     try:
         loss = step(*(given if len(rows) > 1 else (given,)))
         if type(loss) is not _core.LazyTensor or _core.real(loss) is not None:
@@ -156,9 +153,8 @@ def _needs(
                 "largest_batch: the step must return the loss that it has recorded: it returns "
                 f"{type(loss).__name__}, or reads a number on the way"
             )
-        whole, few, left = plan.needs(Program([loss]), _FEW_CHUNKS)
+        whole, few, left = plan.needs(Program([loss]))
         return whole + n_bytes, few + n_bytes, left
     finally:
-        with contextlib.suppress(UnboundLocalError):
-            del loss
+        loss = None
         _core.forget()

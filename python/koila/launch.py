@@ -99,7 +99,7 @@ def _all_lazy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_noted_by(summary: Summary) -> Iterator[None]:
-    """A block in which a summary is told of backwards with nothing lazy in them."""
+    """A block in which a summary counts each call of backward() on plain tensors alone."""
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
     autograd._engine_run_backward = _noting_plain(run, summary)
@@ -128,14 +128,30 @@ def write(summary: Summary, path: Path) -> None:
     path.write_text(text + "\n")
 
 
+@contextlib.contextmanager
+def settings_kept() -> Iterator[None]:
+    """A block after which the settings of the process are as before."""
+    before = settings()
+    try:
+        yield
+    finally:
+        config(**before._asdict()).settle()
+
+
 class Session:
-    """Lazy loaders from `begin` to `end`, which a framework calls.
+    """Lazy loaders from `begin` to `end`: the part of a framework's callback that is koila's.
+
+    Args:
+        memory_limit: as for `koila.config`; None: what holds stays as it is.
+        chunks: likewise.
 
     Attributes:
         summary: what was done, of the last that has begun; None before.
     """
 
-    def __init__(self, memory_limit: int | float | str | None, chunks: int | None) -> None:
+    def __init__(
+        self, memory_limit: int | float | str | None = None, *, chunks: int | None = None
+    ) -> None:
         self.summary: Summary | None = None
         self._memory_limit, self._chunks = memory_limit, chunks
         self._stack = contextlib.ExitStack()
@@ -145,8 +161,7 @@ class Session:
         self._stack.close()
         with contextlib.ExitStack() as stack:
             if self._memory_limit is not None or self._chunks is not None:
-                before = settings()
-                stack.callback(lambda: config(**before._asdict()).settle())
+                stack.enter_context(settings_kept())
                 config(memory_limit=self._memory_limit, chunks=self._chunks).settle()
             self.summary = stack.enter_context(lazy_loaders())
             self._stack = stack.pop_all()

@@ -74,11 +74,6 @@ def select_masked(x: Tensor, mask: Tensor, n_each: int) -> Any:
     return x[mask]
 
 
-def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What cannot be recorded after all runs at once."""
-    return _core.live(func, args, kwargs, False)
-
-
 def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """masked_select(), likewise."""
     words = {**dict(zip(("input", "mask"), args, strict=False)), **kwargs}

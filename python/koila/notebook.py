@@ -8,7 +8,6 @@ import shlex
 from typing import Any, NoReturn
 
 from koila import launch
-from koila.config import config, settings
 from koila.summary import Summary
 
 _on: contextlib.ExitStack | None = None  # all cells are lazy
@@ -39,13 +38,10 @@ def _koila_cell(shell: Any, line: str, cell: str) -> None:
     The batches of every DataLoader are lazy, and below the cell stands what was done.
     """
     args = _parse("%%koila", line)
-    before = settings()
-    launch.configure(args)
-    try:
+    with launch.settings_kept():
+        launch.configure(args)
         with launch.lazy_loaders() as summary:
             shell.run_cell(cell)
-    finally:
-        config(**before._asdict())
     _tell(summary.lines())
     if args.report is not None:
         launch.write(summary, args.report)

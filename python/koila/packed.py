@@ -355,8 +355,3 @@ HANDLERS = {
     "_pad_packed_sequence": _or_else(pad, pad_now),
 }
 LAYERS = {name: _layer(name) for name in ("gru", "lstm", "rnn_relu", "rnn_tanh")}
-
-
-def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What cannot be recorded after all runs at once."""
-    return _core.live(func, args, kwargs, False)

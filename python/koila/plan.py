@@ -180,7 +180,12 @@ def _counted(program: Program) -> str:
 
 
 #: In more chunks than this a step takes long, on the CPU and on a GPU.
-_FEW_CHUNKS = 16
+FEW_CHUNKS = 16
+
+
+def _in_few_chunks(estimates: list[memory.Estimate]) -> float:
+    """The least bytes that a program needs in so many chunks at most."""
+    return min(one.peak(-(-one.rows // FEW_CHUNKS))[0] for one in estimates)
 
 
 def _as_limit(program: Program, needed: float) -> str:
@@ -198,22 +203,20 @@ def _limits(program: Program, is_graph: bool) -> str:
     rows, n_bytes, _ = min((one.least() for one in estimates), key=lambda entry: entry[1])
     n_chunks = -(-estimates[0].rows // rows)
     least = _as_limit(program, n_bytes)
-    if n_chunks <= _FEW_CHUNKS:
+    if n_chunks <= FEW_CHUNKS:
         return least
-    few = min(one.peak(-(-one.rows // _FEW_CHUNKS))[0] for one in estimates)
-    best = _as_limit(program, few)
+    best = _as_limit(program, _in_few_chunks(estimates))
     if best == least:
         return least
-    return f"{best} (for {_FEW_CHUNKS} chunks; {least} is the least, for {n_chunks})"
+    return f"{best} (for {FEW_CHUNKS} chunks; {least} is the least, for {n_chunks})"
 
 
-def needs(program: Program, n_chunks: int) -> tuple[float, float, float]:
-    """What a program that is differentiated needs whole, and in so many chunks at most; and what of
-    memory is planned with."""
+def needs(program: Program) -> tuple[float, float, float]:
+    """What a program that is differentiated needs whole, and in few chunks; and what of memory is
+    planned with."""
     estimates = [way.estimate for way in _ways(program, True)]
-    few = min(one.peak(-(-one.rows // n_chunks))[0] for one in estimates)
     share = min(WHOLE_SHARE, CHUNK_SHARE)
-    return estimates[0].whole, few, share * max(0.0, _allowed(program))
+    return estimates[0].whole, _in_few_chunks(estimates), share * max(0.0, _allowed(program))
 
 
 def outlook(program: Program, is_graph: bool) -> list[str]:

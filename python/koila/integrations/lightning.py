@@ -13,11 +13,10 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from koila import launch
-from koila.summary import Summary
+from koila.launch import Session
 
 
-class KoilaCallback(Callback):  # type: ignore[misc]
+class KoilaCallback(Session, Callback):  # type: ignore[misc]
     """The batches of fit(), validate(), test() and predict() are lazy.
 
     Args:
@@ -32,17 +31,8 @@ class KoilaCallback(Callback):  # type: ignore[misc]
         >>> Trainer(callbacks=[KoilaCallback(memory_limit="8GiB")])  # doctest: +SKIP
     """
 
-    def __init__(
-        self, memory_limit: int | float | str | None = None, *, chunks: int | None = None
-    ) -> None:
-        self._session = launch.Session(memory_limit, chunks)
-
-    @property
-    def summary(self) -> Summary | None:
-        return self._session.summary
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._session.begin()
+        self.begin()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._session.end()
+        self.end()

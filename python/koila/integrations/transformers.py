@@ -13,11 +13,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from koila import launch
-from koila.summary import Summary
+from koila.launch import Session
 
 
-class KoilaCallback(TrainerCallback):  # type: ignore[misc]
+class KoilaCallback(Session, TrainerCallback):  # type: ignore[misc]
     """The batches of a training, and of the evaluations in it, are lazy.
 
     Args:
@@ -32,17 +31,8 @@ class KoilaCallback(TrainerCallback):  # type: ignore[misc]
         >>> trainer.add_callback(KoilaCallback(memory_limit="8GiB"))  # doctest: +SKIP
     """
 
-    def __init__(
-        self, memory_limit: int | float | str | None = None, *, chunks: int | None = None
-    ) -> None:
-        self._session = launch.Session(memory_limit, chunks)
-
-    @property
-    def summary(self) -> Summary | None:
-        return self._session.summary
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._session.begin()
+        self.begin()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._session.end()
+        self.end()
