@@ -14,6 +14,7 @@
 #   make mutants     mistakes put into a copy of the tree, one at a time: do the tests see them?
 #                    (minutes; not part of make test; ARGS="..." chooses some by name)
 #   make demo        train a model whose batch does not fit; ARGS="..." is passed on
+#   make docs        the pages of docs/ as a site, in build/site; a broken link is an error
 #   make clean       remove all that was built, .venv too
 
 PYTHON3 ?= python3
@@ -26,6 +27,8 @@ READY := $(VENV)/ready
 ZOO_VENV := .venv-zoo
 ZOO_READY := $(ZOO_VENV)/ready
 ZOO := PYTHONPATH=python $(ZOO_VENV)/bin/python tests/zoo/run.py --jobs $(JOBS)
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/ready
 BUILT := build/dev/built
 SANITIZED := build/sanitize/built
 SANITIZED_LIB := $(CURDIR)/build/sanitize/lib
@@ -41,7 +44,7 @@ PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: test lint format build suite core-test sanitize zoo zoo-sample mutants demo clean
+.PHONY: test lint format build suite core-test sanitize zoo zoo-sample mutants demo docs clean
 
 # core-test is part of the suite, where it does not keep a core waiting.
 test: lint build suite sanitize zoo-sample
@@ -117,5 +120,14 @@ mutants: build
 demo: build
 	PYTHONPATH=python $(PYTHON) demo/demo.py $(ARGS)
 
+$(DOCS_READY): docs/requirements.txt
+	$(PYTHON3) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -r docs/requirements.txt
+	touch $@
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs --quiet build --strict
+	@echo "build/site/index.html"
+
 clean:
-	rm -rf $(VENV) $(ZOO_VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache
+	rm -rf $(VENV) $(ZOO_VENV) $(DOCS_VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache
