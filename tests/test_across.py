@@ -151,7 +151,7 @@ def check(
 def test_losses(name: str, n_rows: int) -> None:
     torch.manual_seed(0)
     ran = check(LM(), LOSSES[name], *words(n_rows), 0.2)
-    assert "pieces of a second axis (dim 1)" in ran.way
+    assert "pieces along dim 1" in ran.way
 
 
 @pytest.mark.parametrize("share", [0.5, 0.35, 0.25])
@@ -159,7 +159,7 @@ def test_tied_weights(share: float) -> None:
     """The gradient of one weight comes from the head's own program and from the body."""
     torch.manual_seed(0)
     ran = check(LM(is_tied=True), LOSSES["flat"], *words(3), share)
-    assert "second axis" in ran.way
+    assert "pieces along dim" in ran.way
 
 
 def test_rows_come_second() -> None:
@@ -178,7 +178,7 @@ def test_rows_come_second() -> None:
 
     x, y = (part.T.contiguous() for part in words(2))
     ran = check(Recurrent(), LOSSES["flat"], x, y, 0.3, batch=1)
-    assert "second axis (dim 0)" in ran.way
+    assert "pieces along dim 0" in ran.way
 
 
 def test_body_in_segments() -> None:
@@ -186,7 +186,7 @@ def test_body_in_segments() -> None:
     torch.manual_seed(0)
     model = LM(n_blocks=24)
     ran = check(model, LOSSES["flat"], *words(1), 0.12)
-    assert "segments" in ran.way and "the head in" in ran.way
+    assert "segments" in ran.way and "the last layers in" in ran.way
 
 
 def test_lines_of_images() -> None:
@@ -205,7 +205,7 @@ def test_lines_of_images() -> None:
 
     x, y = torch.randn(3, 3, 16, 20).double(), torch.randint(300, (3, 16, 20))
     ran = check(Pixels(), lambda out, y: F.cross_entropy(out.flatten(0, 2), y.flatten()), x, y, 0.3)
-    assert "second axis" in ran.way
+    assert "pieces along dim" in ran.way
 
 
 def test_no_second_axis() -> None:
@@ -234,7 +234,7 @@ def test_any_dim_gives_the_same(dim: int, monkeypatch: pytest.MonkeyPatch) -> No
     wanted, _ = step(model, lambda: LOSSES["two terms"](model(x), y), None)
     monkeypatch.setattr(plan, "_fit", lambda *words: plan.Plan(1, way=across_at(dim)))
     seen, _ = step(model, lambda: LOSSES["two terms"](model(koila.lazy(x)), y), 2**40)
-    assert f"second axis (dim {dim})" in koila.report().programs[-1].way
+    assert f"along dim {dim}" in koila.report().programs[-1].way
     for name, value in wanted.items():
         assert_close(seen[name], value, name)
 
@@ -286,7 +286,7 @@ def test_memory_runs_out(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             assert_close(parameter.grad, wanted[name], f"{name}, call {call}")
-    assert (2, "the head in 4 pieces of a second axis (dim 1)") in tried
+    assert (2, "the last layers in 4 pieces along dim 1") in tried
 
 
 def test_what_a_piece_needs() -> None:
@@ -319,7 +319,7 @@ def test_it_is_told() -> None:
         a, b = koila.lazy(x, y)
         loss = LOSSES["flat"](model(a), b)
         told = str(koila.explain(loss))
-        assert "in 1 chunk of at most 1 row, the head in" in told, told
+        assert "in 1 chunk of 1 sample" in told, told
         loss.backward()
     told = str(koila.report())
-    assert "in 1 chunk of at most 1 row, the head in" in told, told
+    assert "in 1 chunk of 1 sample" in told, told

@@ -89,7 +89,7 @@ def test_what_is_beside_a_tensor_passes_through() -> None:
 
 def test_batch_dim_of_numpy() -> None:
     x = torch.ones(2, 5)
-    assert koila.explain(koila.lazy(x, batch=np.int64(1)) * 2).count("5 rows") == 1
+    assert koila.explain(koila.lazy(x, batch=np.int64(1)) * 2, full=True).count("5 samples") == 1
     assert koila.is_lazy(koila.lazy([x, x], batch=[np.int32(1), 1])[1])
     for wrong in (True, torch.tensor(0), 0.0, np.float32(0)):
         with pytest.raises(ValueError, match="batch= for input must be an int or None"):
@@ -470,7 +470,7 @@ def test_limit_too_small_for_one_row(read: str) -> None:
     with koila.config(memory_limit="16KiB"), unchanged(model, tensors=(x, y)):
         a, b = koila.lazy(x, y)
         loss = F.cross_entropy(model(a), b)
-        words = r"\w+: one row at a time needs .* bytes"
+        words = r"\w+.*: one sample at a time needs .* bytes"
         with pytest.raises(torch.OutOfMemoryError, match=words) as caught:
             loss.backward() if read == "backward" else loss.item()
     assert isinstance(caught.value, koila.KoilaError)

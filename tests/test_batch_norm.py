@@ -327,7 +327,7 @@ def test_instances_are_rows(is_training: bool) -> None:
     norm = nn.InstanceNorm2d(3, affine=True, track_running_stats=True).double().train(is_training)
     with split(3, rows=["instance_norm"]):
         loss = norm(koila.lazy(pictures()[0])).square().mean()
-        assert "in 2 stages" in koila.explain(loss)  # a body and what follows
+        assert "in 2 parts" in koila.explain(loss)  # a body and what follows
         loss.backward()
 
 

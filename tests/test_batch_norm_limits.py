@@ -17,7 +17,7 @@ from limits import there
 from norm_networks import NETWORKS, SIZE, Network
 from oracle import assert_seen
 
-CROSSING = "of what crosses from body to body"
+CROSSING = "of activations between passes"
 
 
 class Outcome(NamedTuple):
@@ -102,8 +102,8 @@ def test_explain(share: float, is_offloaded: bool, monkeypatch: pytest.MonkeyPat
     limit = trial.n_gradients() + int(share * eager_of("2d").peak)
     with koila.config(memory_limit=int(there()) + limit):
         x, y = koila.lazy(*trial.batch)
-        text = koila.explain(nn.functional.cross_entropy(trial.model(x), y))
+        text = koila.explain(nn.functional.cross_entropy(trial.model(x), y), full=True)
     again = "offloaded meanwhile (a copy each way)"
-    again = again if is_offloaded else "made again (one more forward)"
+    again = again if is_offloaded else "recomputed (one more forward)"
     assert (f"{CROSSING} kept" in text) == (share == 0.5 or not is_offloaded)
     assert (f"{CROSSING} {again}" in text) == (share < 0.5)

@@ -190,7 +190,9 @@ def test_what_is_told() -> None:
     with koila.config(memory_limit=2**40):
         model = Blocks(4)
         loss = model(koila.lazy(torch.randn(ROWS, WIDTH)), False).sum()
-        text = "what the script's checkpoints cover made again before their backward"
+        text = (
+            "the activations that the script's checkpoints cover recomputed before their backward"
+        )
         assert text in koila.explain(loss)
         loss.backward()
         assert text in str(koila.report())

@@ -15,7 +15,7 @@ from limits import there
 
 
 def joint_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if " once " in line]
+    return [line for line in text.splitlines() if re.match(r" +\d+ .* whole ", line)]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -25,20 +25,20 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_one_pass() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
     x, y = batch()
-    text = koila.explain(F.cross_entropy(model(x), y))
+    text = koila.explain(F.cross_entropy(model(x), y), full=True)
     assert "1 forward, 1 backward" in text
     assert "2 forwards" not in text
-    assert "linear" in text and "[11, 5] float32 rows in dim 0" in text
+    assert "linear" in text and "[11, 5] float32 samples in dim 0" in text
     assert "cross_entropy_loss       reduce" in text
-    assert "combine the partials" in text
+    assert "add up the results of the chunks" in text
 
 
 def test_labels_are_a_stage_of_their_own() -> None:
     x, y = batch()
     weights = torch.rand(5)
-    text = koila.explain(F.cross_entropy(nn.Linear(6, 5)(x), y, weights, ignore_index=2))
-    assert "stage 1: body over 11 rows, 1 forward\n" in text
-    assert "stage 2: body over 11 rows, 1 forward, 1 backward" in text
+    text = koila.explain(F.cross_entropy(nn.Linear(6, 5)(x), y, weights, ignore_index=2), full=True)
+    assert "part 1, in chunks of 11 samples: 1 forward\n" in text
+    assert "part 2, in chunks of 11 samples: 1 forward, 1 backward" in text
 
 
 def test_a_joint_has_its_reason_and_the_users_line() -> None:
@@ -46,7 +46,7 @@ def test_a_joint_has_its_reason_and_the_users_line() -> None:
     model = nn.Linear(6, 5)
     spread = model(x).std(dim=0)
     ranks = torch.sort(model(x), dim=0).values
-    text = koila.explain((ranks * spread).mean().sqrt())
+    text = koila.explain((ranks * spread).mean().sqrt(), full=True)
     assert "two forwards" in text
     assert "2 forwards, 1 backward" in text
     (sort,) = [line for line in joint_lines(text) if " sort " in line]
@@ -64,7 +64,7 @@ def test_the_cause_of_two_forwards_is_named() -> None:
 
 def test_an_op_without_a_row_is_named() -> None:
     x, _ = batch()
-    text = koila.explain(torch.linalg.svdvals(nn.Linear(6, 5)(x)).sum())
+    text = koila.explain(torch.linalg.svdvals(nn.Linear(6, 5)(x)).sum(), full=True)
     (line,) = [line for line in joint_lines(text) if "svdvals" in line]
     assert "no row for" in line and __file__ in line
 
@@ -72,15 +72,15 @@ def test_an_op_without_a_row_is_named() -> None:
 def test_stages_are_numbered_as_they_run() -> None:
     x, y = batch()
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
-    text = koila.explain(F.cross_entropy(model(x), y).sqrt())
-    numbers = [int(n) for n in re.findall(r"^stage (\d+):", text, re.MULTILINE)]
+    text = koila.explain(F.cross_entropy(model(x), y).sqrt(), full=True)
+    numbers = [int(n) for n in re.findall(r"^part (\d+),", text, re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 3
 
 
 def test_a_call_has_the_users_line() -> None:
     """Not that of torch's own file, in which the module makes the call."""
     x, _ = batch()
-    text = koila.explain(nn.Sequential(nn.Linear(6, 8), nn.ReLU())(x))
+    text = koila.explain(nn.Sequential(nn.Linear(6, 8), nn.ReLU())(x), full=True)
     (linear,) = [line for line in text.splitlines() if " linear " in line]
     (relu,) = [line for line in text.splitlines() if " relu " in line]
     assert __file__ in linear and __file__ in relu
@@ -91,12 +91,12 @@ def test_bytes_and_chunks_are_told() -> None:
     model = nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 5))
     x, y = koila.lazy(torch.randn(1000, 6), torch.randint(0, 5, (1000,)))
     loss = F.cross_entropy(model(x), y)
-    assert re.search(r"would run whole and take [2-9]\.\d MiB .* are allowed", koila.explain(loss))
+    assert re.search(r"so it runs whole and takes [2-9]\.\d MiB", koila.explain(loss))
     with koila.config(memory_limit=there() + 1800 * 2**10):
-        text = koila.explain(loss)
-    assert re.search(r"in \d+ chunks of at most \d+ rows and take .* MiB .* are allowed", text)
+        text = koila.explain(loss, full=True)
+    assert re.search(r"so it runs in \d+ chunks of \d+ samples and takes .* MiB", text)
     with koila.config(chunks=7):
-        assert "in 7 chunks of at most 143 rows and take" in koila.explain(loss)
+        assert "so it runs in 7 chunks of 143 samples and takes" in koila.explain(loss)
 
 
 def test_what_does_not_fit_is_told_and_not_raised() -> None:
@@ -119,7 +119,7 @@ def test_it_shows_as_it_is() -> None:
             self.shown += words
 
     x, _ = batch()
-    text = koila.explain(nn.Linear(6, 5)(x).sum())
+    text = koila.explain(nn.Linear(6, 5)(x).sum(), full=True)
     printer = Printer()
     text._repr_pretty_(printer, False)
     assert isinstance(text, str)
@@ -131,7 +131,7 @@ def test_of_what_has_run_the_last_step_is_told() -> None:
     loss = nn.Linear(6, 5)(x).sum()
     loss.backward()
     first, *rest = koila.explain(loss).splitlines()
-    assert first == "nothing is pending: the program has run"
+    assert first == "nothing is pending: all has run"
     assert "\n".join(rest) == str(koila.report()) and "backward() at " in rest[1]
 
 
@@ -143,10 +143,10 @@ def test_without_a_lazy_nothing_is_recorded() -> None:
 
 def test_several_losses() -> None:
     x, _ = batch()
-    assert koila.explain(x * 2).startswith("program of 1 call in 1 stage\n")
+    assert "\n1 call in 1 part; " in koila.explain(x * 2)
     first, second = x.sum(), (x * 2).sum()
-    assert koila.explain(first, second).startswith("program of 3 calls in 2 stages")
-    assert koila.explain([first, second]).startswith("program of 3 calls in 2 stages")
+    assert "3 calls in 2 parts" in koila.explain(first, second)
+    assert "3 calls in 2 parts" in koila.explain([first, second])
 
 
 def whole_step() -> None:
@@ -162,7 +162,7 @@ def test_a_bad_joint_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     text = record.getMessage()
     assert "sort needs the whole batch (every row depends on the others" in text
-    assert __file__ in text and "calls run whole" in text
+    assert __file__ in text and "calls run on the whole batch" in text
 
 
 def test_a_good_program_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,9 +213,9 @@ def test_the_limit_that_it_names_is_enough(is_refused: bool) -> None:
                 loss.backward()
             text = str(raised.value)
         else:
-            text = koila.explain(loss)
+            text = koila.explain(loss, full=True)
             assert re.search(
-                r"\nwhole it needs 15\.\d MiB .*, and 6\d\.\d KiB are left; memory_limit", text
+                r"^whole needs 15\.\d MiB .*, and 6\d\.\d KiB are left\nthe limit is", text
             )
     found = re.search(r"(\d+\.\d MiB) \(for 16 chunks; (\d+\.\d MiB) is the least, for \d+\)", text)
     assert found is not None, text

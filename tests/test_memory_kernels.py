@@ -186,7 +186,7 @@ PROGRAMS = [
 ]
 N_ROWS = {"convolutions_autocast": 192, "experts": 512, "gated": 192, "gram": 2048, "states": 512}
 # Gradients of weights, or what each chunk leaves, are more.
-REFUSED = {("scan", 0.4): "one row at a time needs"}
+REFUSED = {("scan", 0.4): "one sample at a time needs"}
 each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 single: dict[str, Any] = {"dtype": torch.float32, "rounded": torch.float32}
 

@@ -59,7 +59,7 @@ def test_cells() -> None:
         "import koila\nprint(type(next(iter(DataLoader(data)))[0]).__name__, koila.config())",
         "%koila --memory-limit 1G\n" + MODEL,
         TRAIN,
-        "x, y = koila.lazy(*data.tensors)\nprint(koila.explain(model(x).sum(1)))",
+        "x, y = koila.lazy(*data.tensors)\nprint(koila.explain(model(x).sum(1), full=True))",
         "%koila off",
         "print(type(next(iter(DataLoader(data)))[0]).__name__)",
         "%%koila --rows 3\n1",

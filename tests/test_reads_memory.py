@@ -109,7 +109,7 @@ def nothing(loss: Any) -> None:
 
 def is_recorded(loss: Any) -> None:
     """The program is still there to be cut."""
-    assert koila.explain(loss).startswith("program of")
+    assert koila.explain(loss).startswith("whole needs")
 
 
 def limit_of(step: Step, share: float) -> int:
@@ -185,7 +185,7 @@ def test_what_needs_no_model_runs_none(limit: int) -> None:
         seen: list[Any] = []
         assert flops_of(lambda: seen.append(read(lazy_x, lazy_y))) == 0
         assert seen == [want]
-        assert koila.explain(loss).startswith("program of")
+        assert koila.explain(loss).startswith("whole needs")
         loss.backward()
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila import replay, reports
+from koila import layers, replay, reports, words
 from limits import there
 from test_plan import Fails, limited_step, small
 
@@ -265,7 +265,7 @@ def test_a_call_that_raised_is_told_with_those_before_it() -> None:
     ],
 )
 def test_two_sizes_that_differ_look_it(left: float, right: float, texts: tuple[str, str]) -> None:
-    assert reports.sizes(left, right) == texts
+    assert words.sizes(left, right) == texts
 
 
 def test_joints_are_told_with_their_bytes() -> None:
@@ -461,16 +461,17 @@ def test_it_reads_well() -> None:
     with koila.config(memory_limit=there() + 40_000):
         loss(2048).backward()
     first, second, *rest = repr(koila.report()).splitlines()
-    assert first == "the last step ran 1 program"
+    assert first == "the last step ran 1 pass"
     assert second.startswith(f"backward() at {__file__}:")
-    chunks = r"\d+ chunks of at most \d+ rows"
+    chunks = r"\d+ chunks of \d+ samples"
     assert re.search(rf": 3 calls with 32.0 KiB of results, in {chunks}$", second)
     wanted = (
-        r"    predicted [\d.]+ KiB, allowed [\d.]+ KiB, measured: not measured",
-        rf"    stage 1: body, 3 calls, {chunks}, 1 forward, 1 backward",
-        "    stage 2: joint, 1 call, once",
+        r"    whole needs .*iB; predicted [\d.]+ KiB, allowed [\d.]+ KiB, measured: not measured",
+        rf"    part 1: 3 calls in {chunks}, 1 forward, 1 backward",
+        "    part 2: 1 call on the whole batch",
     )
-    for line, pattern in zip(rest, wanted, strict=True):
+    assert rest[3].startswith("layer ") and rest[4].startswith(__file__)
+    for line, pattern in zip(rest[:3], wanted, strict=True):
         assert re.fullmatch(pattern, line)
 
 
@@ -480,7 +481,7 @@ def test_no_tensor_is_kept(caplog: pytest.LogCaptureFixture) -> None:
         x, _ = batch()
         Double.apply(nn.Linear(6, 5)(x)).sum().backward()
     plain = (str, int, float, type(None))
-    told = (reports.ProgramReport, reports.Stage, reports.Whole)
+    told = (reports.ProgramReport, reports.Stage, reports.Whole, layers.Layer)
     seen: list[object] = [*koila.report().programs]
     while seen:
         one = seen.pop()
@@ -506,7 +507,7 @@ def test_a_change_of_chunks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     told = [one.getMessage() for one in caplog.records if one.levelno == logging.INFO]
     found = [
         re.fullmatch(
-            r"step \d+ \(.*\): (\d+) chunks? of \d+ rows.*, [\d.]+ .iB of [\d.]+ .iB", text
+            r"step \d+ \(.*\): (\d+) chunks? of \d+.*, [\d.]+ .iB of [\d.]+ .iB, 1 forward", text
         )
         for text in told
     ]
@@ -529,4 +530,4 @@ def test_a_change_of_chunks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_numbers_of_things(n: int, noun: str, text: str) -> None:
-    assert reports.count(n, noun) == text
+    assert words.count(n, noun) == text

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 import koila
 from allocations import Allocations
-from koila import _core, reports, storages
+from koila import _core, storages, words
 from limits import there
 from oracle import Lazy, assert_close, eager
 
@@ -227,9 +227,7 @@ def test_a_refusal_names_what_is_held_outside() -> None:
     held = torch.zeros(16 * MIB)
     with koila.config(memory_limit=limit), pytest.raises(koila.MemoryLimitError) as caught:
         step.run(koila.lazy)
-    found = re.search(
-        r", as ([\d.]+) MiB are held by tensors outside the program", str(caught.value)
-    )
+    found = re.search(r"; other tensors hold ([\d.]+) MiB", str(caught.value))
     assert found is not None, str(caught.value)
     own = sum(t.nbytes for t in (*step.model.parameters(), step.x, step.y))
     assert float(found[1]) == pytest.approx((there() - own) / MIB, abs=0.2)
@@ -357,9 +355,9 @@ def test_a_refusal_says_what_counts() -> None:
         ("parameters", size),
         ("gradients", size),
         ("optimizer state", 2 * size + 4 * len(list(model.parameters()))),
-        ("tensors in memory of numpy's or shared", data.nbytes),
+        ("tensors in NumPy's or shared memory", data.nbytes),
     ):
-        assert f"{name} ({reports.size(n_bytes)})" in text, text
-    found = re.search(r"tensors outside the program \(([\d.]+) MiB\)", text)
+        assert f"{name} {words.size(n_bytes)}" in text, text
+    found = re.search(r"other tensors ([\d.]+) MiB", text)
     assert found is not None and float(found[1]) >= held.nbytes / 2**20
-    assert f"memory_limit, {reports.size(before + data.nbytes + 2**10)}, counts" in text
+    assert f"the limit is {words.size(before + data.nbytes + 2**10)}, of which" in text

@@ -243,12 +243,18 @@ def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
 
 
 def counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple[str, int]]:
-    """What counts against `config(memory_limit=)`, in words, each with its bytes, none twice.
+    """What counts against `config(memory_limit=)`: kinds of tensors with their bytes, none twice.
 
     Args:
         device: where it is.
-        entered: the tensors that a program reads.
+        entered: the tensors that a program reads. Of subclasses of the user's, or koila's, none is
+            asked: they may run what waits.
     """
+    with torch._C.DisableTorchFunctionSubclass():
+        return _counted(device, entered)
+
+
+def _counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple[str, int]]:
     here = [t for t in entered if t.device == device and t.layout == torch.strided]
     leaves = [t for t in here if t.is_leaf and t.requires_grad]
     foreign = [t for t in here if t.numel() and not t.untyped_storage().resizable()]
@@ -256,8 +262,8 @@ def counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple
         ("parameters", leaves),
         ("gradients", [t.grad for t in leaves if t.grad is not None]),
         ("optimizer state", [t for t in optimizer_state() if t.device == device]),
-        ("tensors in memory of numpy's or shared", foreign),
-        ("batches and other tensors that the program reads", here),
+        ("tensors in NumPy's or shared memory", foreign),
+        ("the batch and other inputs", here),
     )
     found, before, all_before = [], 0, list[torch.Tensor]()
     for name, tensors in kinds:
@@ -266,7 +272,7 @@ def counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple
         found += [(name, total - before)] if total > before else []
         before = total
     others = taken(device, all_before) - before
-    return [*found, ("tensors outside the program", others)] if others > 0 else found
+    return [*found, ("other tensors", others)] if others > 0 else found
 
 
 def free_bytes(

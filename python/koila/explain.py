@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from koila import _core, draws, lines, memory, plan, reports
+from koila import _core, cards, config, draws, layers, lines, memory, plan, reports
 from koila.errors import MemoryLimitError
+from koila.layers import Layer
 from koila.program import (
     ONCE,
     REDUCE,
@@ -23,14 +24,15 @@ from koila.program import (
     name_of_node,
     where_of_node,
 )
-from koila.reports import Decision, ProgramReport, Stage, Whole, count, size
+from koila.reports import Decision, ProgramReport, Stage, Whole
 from koila.rows import Bounds, largest
 from koila.threads import in_turn
+from koila.words import count, size, sizes
 
 ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
 FITS_LATER = Decision("it fits, with the backward that may follow")
-_MODES = ("rows", "reduce", "once")
+_MODES = ("chunks", "reduce", "whole")
 _logger = logging.getLogger("koila")
 _logged: set[str] = set()
 
@@ -45,6 +47,24 @@ def cause_of_whole(program: Program) -> Decision:
     whole = plan.made_whole(program) if program.amounts.n_once > 0 else ()
     why = "no call of it keeps rows apart" if whole else "nothing in it has rows"
     return Decision(why, whole=whole)
+
+
+_N_KNOWN = 64
+#: By the line that asked and the number of calls: the layers of a program, which are looked for
+#: once, as that takes longer than to plan a small one.
+_known_layers: dict[tuple[str, int], tuple[Layer, ...]] = {}
+
+
+def layers_of(program: Program) -> tuple[Layer, ...]:
+    """What the layers of a program that is differentiated keep, as its first run of this kind."""
+    key = lines.user_line(), program.n_nodes
+    if not program.roots:
+        return ()
+    if key not in _known_layers:
+        _known_layers[key] = layers.of(program)
+        while len(_known_layers) > _N_KNOWN:
+            _known_layers.pop(next(iter(_known_layers)))
+    return _known_layers[key]
 
 
 class Scheduled(NamedTuple):
@@ -102,6 +122,8 @@ def told(
         stages=known.stages,
         whole=cause.whole,
         way=known.way,
+        bytes_whole=planned.whole or None,
+        layers=layers_of(program) if planned.predicted is not None else (),
     )
 
 
@@ -111,7 +133,7 @@ def log_whole(program: Program) -> None:
     if program.unstageable is not None:
         node, why = program.unstageable
         where = where_of_node(node)
-        _log(where, "%s makes the program run whole (%s): %s", name_of_node(node), where, why)
+        _log(where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why)
     elif 2 * amounts.once > max(amounts.entered, amounts.made):
         once = (n for n in program.once() if not program.takes_rows(n) and plan.why_once(n))
         joint = next(filter(program.joins_rows, once), None)
@@ -120,7 +142,7 @@ def log_whole(program: Program) -> None:
         where = where_of_node(joint)
         _log(
             where,
-            "%s needs the whole batch (%s; %s), and %d of %d calls run whole with it: "
+            "%s needs the whole batch (%s; %s), and %d of %d calls run on the whole batch with it: "
             "koila saves little memory here",
             name_of_node(joint),
             plan.why_once(joint),
@@ -203,10 +225,10 @@ def _describe(program: Program, value: int) -> str:
     info = program.info(value)
     dtype = str(info.dtype).removeprefix("torch.")
     if info.place is None:
-        return f"{list(info.shape)} {dtype} whole"
+        return f"{list(info.shape)} {dtype}"
     _, dim, outer, inner = info.place
-    digits = "" if outer == inner == 1 else f" of {outer} x rows x {inner}"
-    return f"{list(info.shape)} {dtype} rows in dim {dim}{digits}"
+    digits = "" if outer == inner == 1 else f" of {outer} x samples x {inner}"
+    return f"{list(info.shape)} {dtype} samples in dim {dim}{digits}"
 
 
 def _line(program: Program, node: Node) -> str:
@@ -253,10 +275,10 @@ def _passes(steps: Sequence[Step]) -> dict[int, _Passes]:
 
 def _head(program: Program, passes: Mapping[int, _Passes], run: Run, position: int) -> str:
     if not run.is_body:
-        return f"stage {position}: joint, runs once"
+        return f"part {position}, on the whole batch: once"
     rows, of = program.axes[run.axis], passes[run.index]
     part = f", segment {run.segment + 1} of {of.n_segments}" if of.n_segments > 1 else ""
-    return f"stage {position}: body over {rows} rows{part}, {of}"
+    return f"part {position}, in chunks of {rows} samples{part}: {of}"
 
 
 def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
@@ -269,15 +291,18 @@ def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
     """
     words = []
     if program.has_checkpoints:
-        how = "made again before their backward" if way.n_segments > 0 else "kept"
-        words.append(f"what the script's checkpoints cover {how}")
+        how = "recomputed before their backward" if way.n_segments > 0 else "kept"
+        words.append(f"the activations that the script's checkpoints cover {how}")
     if way.n_segments > 1:
         n_segments = max(len(step.runs) for step in steps)
-        words.append(f"bodies in up to {n_segments} segments (a second forward of all but one)")
+        words.append(
+            f"activations recomputed in up to {n_segments} segments (a second forward of all but "
+            "the last)"
+        )
     if way.n_across:
-        words.append(f"the head in {way.n_pieces} pieces of a second axis (dim {way.across})")
+        words.append(f"the last layers in {way.n_pieces} pieces along dim {way.across}")
     elif any(step.op == Op.PIECES for step in steps):
-        words.append(f"the head in {way.n_pieces} pieces of each chunk")
+        words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
     again = [step for step in steps if step.op == Op.AGAIN]
     offloaded = _offloaded(steps)
     emptied = [step for step in steps if step.op == Op.EMPTY]
@@ -285,17 +310,17 @@ def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
         kept = kept_in_words(program, steps)
         words += [kept] if kept else []
     if again:
-        words.append(f"{_n_bytes(program, again)} {_CROSSING} made again (one more forward)")
+        words.append(f"{_n_bytes(program, again)} {_CROSSING} recomputed (one more forward)")
     if emptied:
         n_bytes = _n_bytes(program, emptied)
-        words.append(f"{n_bytes} {_CROSSING} made again by light calls")
+        words.append(f"{n_bytes} {_CROSSING} recomputed by cheap calls")
     if offloaded:
         n_bytes = _n_bytes(program, offloaded)
         words.append(f"{n_bytes} {_CROSSING} offloaded meanwhile (a copy each way)")
     return ", ".join(words)
 
 
-_CROSSING = "of what crosses from body to body"
+_CROSSING = "of activations between passes"
 
 
 def _offloaded(steps: Sequence[Step]) -> list[Step]:
@@ -312,7 +337,7 @@ def _n_bytes(program: Program, steps: Iterable[Step], but: Iterable[Step] = ()) 
 
 
 def kept_in_words(program: Program, steps: Sequence[Step]) -> str:
-    """How much of what crosses from body to body is kept; empty: none, or nothing does."""
+    """How much of what one pass leaves for another is kept; empty: none, or nothing is left."""
     is_graph = any(step.op == Op.BACK for step in steps)
     crossing = _offloaded(program.schedule(is_graph, Way(1, 1, True)))
     others = [step for step in steps if step.op in (Op.AGAIN, Op.EMPTY)] + _offloaded(steps)
@@ -320,13 +345,20 @@ def kept_in_words(program: Program, steps: Sequence[Step]) -> str:
     return f"{kept} {_CROSSING} kept" if kept else ""
 
 
-def _forecast(program: Program, is_graph: bool) -> tuple[str, Program, list[Step]]:
-    """In how many chunks it would run now, and in how many bytes; the program as it would be cut,
-    and its schedule."""
+class _Forecast(NamedTuple):
+    """How a program would run now."""
+
+    text: str
+    program: Program  # cut as it would be
+    steps: list[Step]
+    n_chunks: int  # 0: it does not fit
+
+
+def _forecast(program: Program, is_graph: bool) -> _Forecast:
     try:
         planned = plan.plan(program, is_graph)
     except MemoryLimitError as error:
-        return f"it does not fit: {error}", program, program.schedule(is_graph)
+        return _Forecast(f"it does not fit: {error}", program, program.schedule(is_graph), 0)
     way = planned.way
     cut = program.cut_for(way)
     estimate = memory.estimate(cut, is_graph, way)
@@ -338,19 +370,54 @@ def _forecast(program: Program, is_graph: bool) -> tuple[str, Program, list[Step
     steps = cut.schedule(is_graph, way)
     how = way_in_words(cut, way, steps)
     is_whole = n_chunks == 1 and not how
-    chunked = f"in {count(n_chunks, 'chunk')} of at most {count(rows, 'row')}"
-    chunks = "whole" if is_whole else chunked
+    chunked = f"{count(n_chunks, 'chunk')} of {count(rows, 'sample')}"
+    text = f"so it runs whole and takes {size(needed)}"
+    if not is_whole:
+        text = f"so it runs in {chunked} and takes {size(needed)}"
     more = how or (kept_in_words(cut, steps) if n_chunks > 1 else "")
-    chunks += f", {more}," if more else ""
-    allowed = f"; {size(planned.allowed)} are allowed" if planned.allowed is not None else ""
-    text = f"run now, it would run {chunks} and take {size(needed)} at its worst moment{allowed}"
-    return text, cut, steps
+    return _Forecast(text + (f", with {more}" if more else ""), cut, steps, n_chunks)
+
+
+def _numbers(program: Program, is_graph: bool, forecast: _Forecast) -> list[str]:
+    """What a program needs and may have, how it would run, and under which limit it could."""
+    whole = memory.estimate(program, is_graph).whole
+    needs, has = sizes(whole, max(0.0, plan.left_for(program)))
+    limit = plan.limit_in_words(program)
+    asked = config.get("chunks")
+    found = [f"whole needs {needs} beside what is there, and {has} are left"]
+    if limit or asked is None:
+        found.append(limit or "no limit is set: what is free counts")
+    if asked is not None:
+        found.append(f"config(chunks={asked}) is set")
+    found.append(forecast.text)
+    if forecast.n_chunks:
+        found.append(f"least limit that works: {plan.limits_in_words(program, is_graph)}")
+    return found
 
 
 class Explanation(str):
-    """A text that a terminal or a notebook shows as it is, without print() too."""
+    """A text that a terminal or a notebook shows as it is, without print() too.
 
-    __slots__ = ()
+    Attributes:
+        lines: what it says first: memory, the limit, chunks, and what runs on the whole batch.
+        layers: what each layer keeps for backward.
+        calls: the recorded calls, one a line; explain(full=True) says them.
+    """
+
+    lines: tuple[str, ...]
+    layers: tuple[Layer, ...]
+    calls: tuple[str, ...]
+
+    def __new__(
+        cls,
+        lines: Iterable[str],
+        layers_: tuple[Layer, ...] = (),
+        calls: Iterable[str] = (),
+    ) -> Explanation:
+        lines, calls = tuple(lines), tuple(calls)
+        made = super().__new__(cls, "\n".join((*lines, *layers.table(layers_), *calls)))
+        made.lines, made.layers, made.calls = lines, layers_, calls
+        return made
 
     def __repr__(self) -> str:
         return str(self)
@@ -358,56 +425,89 @@ class Explanation(str):
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
         printer.text(str(self))
 
+    def _repr_html_(self) -> str:
+        return cards.html("koila.explain", self.lines, self.layers, self.calls)
+
+
+#: Of the calls that need the whole batch, so many are told with their reasons.
+_MOST_WHOLE = 5
+
 
 @in_turn
-def explain(*losses: Any) -> Explanation:
-    """Describe the program behind some losses, without running it.
+def explain(*losses: Any, full: bool = False) -> Explanation:
+    """Describe how some losses would be computed and differentiated, without running anything.
 
     Args:
         losses: lazy tensors that backward() would be called on, or lists of them.
+        full: every recorded call too, in the order they run: its shape, dtype, line, whether it
+            runs in chunks, and why not.
 
     Returns:
-        A text: in how many chunks and bytes it would run now; each stage, in the order they run,
-        with its calls (shape, place, mode, line), why one runs once, and how often each body is
-        run. Where all has run: what the last step ran.
+        A text: what the whole batch needs in memory, the limit and what takes of it, in how many
+        chunks and bytes it would run now, the least limit that works; the layers that keep most for
+        backward; and each call that needs the whole batch, with the reason and the line. Where all
+        has run: what the last step ran.
 
     Example:
         >>> import torch, koila
         >>> x = koila.lazy(torch.ones(4, 3))
-        >>> print(koila.explain((x * 2).sum()).splitlines()[0])
-        program of 2 calls in 2 stages
+        >>> koila.explain((x * 2).sum(), full=True).splitlines()[-1].strip()
+        '1 add up the results of the chunks'
     """
     listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
     roots = [loss for some in listed for loss in some if type(loss) is _core.LazyTensor]
     if not roots:
-        return Explanation("no lazy tensor was given: nothing is recorded for it")
+        return Explanation(["no lazy tensor was given: nothing is recorded for it"])
     if all(map(_core.is_input, roots)):
-        return Explanation("an input: nothing is recorded for it alone")
+        return Explanation(["an input: nothing is recorded for it alone"])
     if all(_core.real(root) is not None for root in roots):
-        return Explanation(f"nothing is pending: the program has run\n{reports.report()}")
+        return Explanation(["nothing is pending: all has run", str(reports.report())])
     program = Program(roots)
-    runs = _runs(program)
-    lines = [f"program of {count(program.n_nodes, 'call')} in {count(len(runs), 'stage')}"]
+    said: list[str] = []
     unstageable = program.unstageable
-    if unstageable is not None:
-        lines.append(f"it runs whole: {unstageable[1]}\n" + _line(program, unstageable[0]))
-    elif program.last_body is not None and not program.is_tail_linear:
-        tail = program.node(program.tail_node) if program.tail_node is not None else None
-        name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
-        lines.append(f"the gradient of the loss depends on values of the batch{name}: two forwards")
     if program.axes and unstageable is None:
         is_graph = any(root.requires_grad for root in roots)
-        lines += plan.outlook(program, is_graph)
-        forecast, program, steps = _forecast(program, is_graph)
-        lines.append(forecast)
+        forecast = _forecast(program, is_graph)
+        said += _numbers(program, is_graph, forecast)
+        cut, steps = forecast.program, forecast.steps
     else:
-        steps = program.schedule(False)
+        cut, steps = program, program.schedule(False)
+    said += _why(program)
+    found = layers.of(program)
+    runs = _runs(cut)
+    n_calls = f"{count(cut.n_nodes, 'call')} in {count(len(runs), 'part')}"
+    if not full:
+        return Explanation(said, found, [f"{n_calls}; explain(loss, full=True) lists them"])
+    calls = [n_calls]
     passes = _passes(steps)
-    for position, run in enumerate(_runs(program), 1):
-        lines.append(_head(program, passes, run, position))
-        lines += [f"    {n.id:4d} combine the partials" for n in run.combined if n.mode == REDUCE]
-        lines += [_line(program, program.node(i)) for i in run.nodes]
-    return Explanation("\n".join(lines))
+    for position, run in enumerate(runs, 1):
+        calls.append(_head(cut, passes, run, position))
+        combined = [n for n in run.combined if n.mode == REDUCE]
+        calls += [f"    {n.id:4d} add up the results of the chunks" for n in combined]
+        calls += [_line(cut, cut.node(i)) for i in run.nodes]
+    return Explanation(said, found, calls)
+
+
+def _why(program: Program) -> list[str]:
+    """What runs twice or on the whole batch, why, and what can be done about it."""
+    if program.unstageable is not None:
+        node, why = program.unstageable
+        where = f"{name_of_node(node)} ({where_of_node(node)})"
+        return [f"everything runs on the whole batch, for {where}: {why}"]
+    said = []
+    if program.last_body is not None and not program.is_tail_linear:
+        tail = program.node(program.tail_node) if program.tail_node is not None else None
+        name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
+        said.append(
+            f"two forwards: the gradient of the loss depends on values of the whole batch{name}, "
+            "so a chunk runs forward before the loss and again with its backward (about a third "
+            "more time); a loss that is a sum or a mean over samples needs one"
+        )
+    whole = [entry for entry in plan.made_whole(program) if entry.n_bytes > 0]
+    said += [f"whole batch: {entry}" for entry in whole[:_MOST_WHOLE]]
+    if len(whole) > _MOST_WHOLE:
+        said.append(f"whole batch: {count(len(whole) - _MOST_WHOLE, 'call')} more")
+    return said
 
 
 @in_turn

@@ -474,7 +474,8 @@ def repr_lazy(lazy: Any) -> str:
     shape = tuple(lazy.shape)
     grad_text = ", requires_grad=True" if description is not None and description[3] else ""
     return (
-        f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text})"
+        f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text}; "
+        "koila.explain() says how it will run)"
     )
 
 

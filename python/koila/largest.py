@@ -14,8 +14,8 @@ from koila import _core, plan
 from koila.config import config, settings
 from koila.lazy import lazy
 from koila.program import Program
-from koila.reports import size
 from koila.verify import restored_buffers
+from koila.words import size
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,19 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from koila import _core, across, budget, config, draws, memory, offload, reports, steps, storages
+from koila import (
+    _core,
+    across,
+    budget,
+    config,
+    draws,
+    layers,
+    memory,
+    offload,
+    reports,
+    steps,
+    storages,
+)
 from koila.errors import MemoryLimitError
 from koila.program import (
     AS_IT_IS,
@@ -23,8 +35,9 @@ from koila.program import (
     name_of_node,
     where_of_node,
 )
-from koila.reports import Whole, sizes
+from koila.reports import Whole
 from koila.rows import Bounds, largest
+from koila.words import size, sizes
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
 WHOLE_SHARE = 0.9
@@ -168,15 +181,20 @@ def _outside(program: Program) -> float:
     return float(max(budget.outside(device, held) for device in _devices(program)))
 
 
-def _counted(program: Program) -> str:
-    """What a refusal says of what counts against the limit."""
+def _sum_of(parts: list[tuple[str, int]]) -> int:
+    return sum(n_bytes for _, n_bytes in parts)
+
+
+def limit_in_words(program: Program) -> str:
+    """The limit, and what of it is taken already; empty: there is none."""
     limit = config.get("memory_limit")
     if limit is None:
-        is_process = budget.is_bound() and _devices(program)[0].type == "cpu"
-        return "; the limit of the process counts Python's objects and libraries too" * is_process
+        if budget.is_bound() and _devices(program)[0].type == "cpu":
+            return "the limit of the process counts Python's objects and libraries too"
+        return ""
     parts = max((budget.counted(d, program.entered) for d in _devices(program)), key=_sum_of)
-    texts = [f"{name} ({reports.size(n_bytes)})" for name, n_bytes in parts]
-    return f"; memory_limit, {reports.size(limit)}, counts {', '.join(texts)}" if texts else ""
+    taken = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in parts)
+    return f"the limit is {size(limit)}" + (f", of which {taken}" if taken else "")
 
 
 #: In more chunks than this a step takes long, on the CPU and on a GPU.
@@ -197,7 +215,7 @@ def _as_limit(program: Program, needed: float) -> str:
     return f"{tenths / 10:.1f} MiB"
 
 
-def _limits(program: Program, is_graph: bool) -> str:
+def limits_in_words(program: Program, is_graph: bool) -> str:
     """Which memory_limit to set for a program: one for few chunks, and the least of all."""
     estimates = [way.estimate for way in _ways(program, is_graph)]
     rows, n_bytes, _ = min((one.least() for one in estimates), key=lambda entry: entry[1])
@@ -216,23 +234,12 @@ def needs(program: Program) -> tuple[float, float, float]:
     planned with."""
     estimates = [way.estimate for way in _ways(program, True)]
     share = min(WHOLE_SHARE, CHUNK_SHARE)
-    return estimates[0].whole, _in_few_chunks(estimates), share * max(0.0, _allowed(program))
+    return estimates[0].whole, _in_few_chunks(estimates), share * max(0.0, left_for(program))
 
 
-def outlook(program: Program, is_graph: bool) -> list[str]:
-    """What a program needs, what it may have, and under which limit it could run at all."""
-    whole, left = memory.estimate(program, is_graph).whole, max(0.0, _allowed(program))
-    limit, counted = config.get("memory_limit"), _counted(program)
-    needs, has = sizes(whole, left)
-    says = counted or (f"; memory_limit is {reports.size(limit)}" if limit is not None else "")
-    return [
-        f"whole it needs {needs} beside what is there, and {has} are left{says}",
-        f"a memory_limit that is enough: {_limits(program, is_graph)}",
-    ]
-
-
-def _sum_of(parts: list[tuple[str, int]]) -> int:
-    return sum(n_bytes for _, n_bytes in parts)
+def left_for(program: Program) -> float:
+    """Bytes that a program may have now."""
+    return _allowed(program)
 
 
 @dataclass(frozen=True)
@@ -249,22 +256,28 @@ class Needs:
         """What is raised: the call that needs most, and why."""
         detail = _core.node(self.node)
         name = detail[1] or getattr(detail[0], "__name__", "a call")
+        layer = layers.name_of(program, self.node)
+        of_layer = f" of layer {layer!r}" if layer else ""
         is_one = self.rows == 1
-        at_a_time = "one row at a time" if is_one else f"{self.rows} rows at a time, the least,"
+        at_a_time = (
+            "one sample at a time" if is_one else f"{self.rows} samples at a time, the least,"
+        )
         needed, left = self.n_bytes, max(self.allowed, 0.0)
         ran_out = "" if needed > left else ", yet memory ran out"
         fixed = _held_whole(program, needed, self.fixed)
         outside, others, free = _outside(program), "", ""
         if outside >= 2**20 / 10:
-            others = f", as {outside / 2**20:.1f} MiB are held by tensors outside the program"
+            others = f"; other tensors hold {outside / 2**20:.1f} MiB"
             others += "".join(f"; {one}" for one in reports.ran_before()[:1])
             free = "free some of these, "
         needs, has = sizes(needed, left)
+        limit = limit_in_words(program)
         return MemoryLimitError(
-            f"{name}: {at_a_time} needs {needs} ({int(needed)} bytes) beside what is there{fixed}, "
-            f"and {has} ({int(left)} bytes) are left{ran_out} ({detail[3]}){others}"
-            f"{_counted(program)}; raise memory_limit to {_limits(program, bool(program.roots))}, "
-            f"{free}or make the model or the sequence smaller"
+            f"{name}{of_layer}: {at_a_time} needs {needs} ({int(needed)} bytes) beside what is "
+            f"there{fixed}, and {has} ({int(left)} bytes) are left{ran_out} ({detail[3]}){others}"
+            f"{limit and '; '}{limit}; set memory_limit to "
+            f"{limits_in_words(program, bool(program.roots))}, {free}or make the model or the "
+            "sequence smaller"
         )
 
 
@@ -317,12 +330,35 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
 
 
 def _held_whole(program: Program, needed: float, fixed: float) -> str:
-    """How much of a refused program's bytes smaller chunks do not make less, and for whom."""
+    """How much of a refused program's bytes smaller chunks do not make less, and the largest of
+    what takes it: a call that needs the whole batch, what one pass over the chunks leaves for
+    another, or the gradient of a parameter."""
     if 2 * fixed < needed:
         return ""
-    share = f", of which {fixed / 2**20:.1f} MiB do not depend on the rows of a chunk"
-    whole = made_whole(program)[:1]
-    return share + "".join(f": {one.made('makes')}" for one in whole if one.n_bytes > 0)
+    share = f", of which {fixed / 2**20:.1f} MiB do not shrink with the chunks"
+    for one in made_whole(program)[:1]:
+        if one.n_bytes > 0:
+            return f"{share}: {one.made('makes')}"
+    found: list[tuple[int, str]] = []
+    homes = Way(1, 1, True)
+    crossing = {
+        value
+        for step in program.schedule(bool(program.roots), homes)
+        if step.op in (Op.FORWARD, Op.FUSED, Op.PIECES)
+        for value in step.values
+    }
+    if crossing:
+        value = max(crossing, key=program.bytes_of)
+        n_bytes = program.bytes_of(value)
+        says = f"{layers.name_of_value(program, value)} takes {size(n_bytes)}, as it is kept from"
+        found.append((n_bytes, f"{says} one pass over the chunks for the next"))
+    leaves = [leaf for leaf in program.entered if leaf.is_leaf and leaf.requires_grad]
+    if leaves and program.roots:
+        leaf = max(leaves, key=lambda one: one.nbytes)
+        name = layers.name_of_parameter(leaf)
+        found.append((leaf.nbytes, f"the gradient of {name} takes {size(leaf.nbytes)}"))
+    n_bytes, says = max(found, default=(0, ""))
+    return share + (f": {says}" if n_bytes else "")
 
 
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
@@ -402,12 +438,13 @@ def check_whole(program: Program, is_graph: bool, decision: reports.Decision) ->
     if needed <= left() or (storages.look_again(True) and needed <= left()):
         return
     needs, has = sizes(needed, max(left(), 0.0))
+    limit = limit_in_words(program)
     cause = "".join(f": {one.made('makes')}" for one in decision.whole[:1] if one.n_bytes > 0)
     raise MemoryLimitError(
-        f"a program of {program.n_nodes} calls runs whole ({decision.why}), needs {needs} "
-        f"({int(needed)} bytes) beside what is there{cause}, and {has} are left"
-        f"{_counted(program)}; raise memory_limit to {_as_limit(program, needed)}, or make the "
-        "batch, the model or the sequence smaller"
+        f"{program.n_nodes} calls run on the whole batch ({decision.why}), need {needs} "
+        f"({int(needed)} bytes) beside what is there{cause}, and {has} are left{limit and '; '}"
+        f"{limit}; set memory_limit to {_as_limit(program, needed)}, or make the batch, the model "
+        "or the sequence smaller"
     )
 
 

@@ -345,10 +345,14 @@ class Program:
         infos = [self.info(v) for v in node.outs]
         return all(info.view is not None and info.place is not None for info in infos)
 
+    def bytes_of(self, value: int) -> int:
+        """Bytes of a value for all rows."""
+        info = self.info(value)
+        return math.prod(info.shape) * info.dtype.itemsize
+
     def bytes_made(self, node: Node) -> int:
         """Bytes of a call's results for all rows; views share theirs."""
-        infos = [self.info(v) for v in node.outs]
-        return sum(math.prod(i.shape) * i.dtype.itemsize for i in infos if i.view is None)
+        return sum(self.bytes_of(v) for v in node.outs if self.info(v).view is None)
 
     def is_hooked(self, value: int) -> bool:
         """Whether something looks at the whole gradient of a value."""

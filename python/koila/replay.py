@@ -789,7 +789,9 @@ def _stage(
         spent.check_program(program.handle)
         overwritten.check(program)
         return program.cut_for(planned.way), planned
-    reports.decide(reports.Decision(planned.why, planned.predicted, planned.allowed))
+    found = explain.layers_of(program) if planned.predicted is not None else ()
+    decision = reports.Decision(planned.why, planned.predicted, planned.allowed, layers=found)
+    reports.decide(decision)
     return None
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
+import os
 import re
 import threading
 import weakref
@@ -22,10 +24,16 @@ from typing import Any
 
 import torch
 
-from koila import budget, resident
+from koila import budget, cards, resident
+from koila.errors import KoilaError
+from koila.layers import Layer
+from koila.layers import table as layers_table
 from koila.lines import user_line
+from koila.words import count, size, sizes
 
 _logger = logging.getLogger("koila")
+#: For who works on koila: what it raises by itself has its own frames too.
+_SHOWS_FRAMES = os.environ.get("KOILA_FRAMES", "") not in ("", "0")
 
 #: A step that never ends keeps its last programs.
 MOST_PROGRAMS = 1000
@@ -72,13 +80,13 @@ class Whole:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a program that ran in chunks.
+    """A part of a program that ran in chunks, or between such parts on the whole batch.
 
     Attributes:
         number: in the order they run, from 1.
         n_calls: recorded calls in it.
-        n_chunks: in how many chunks it ran; a joint, which needs the whole batch, runs in 1.
-        n_rows: rows of the largest chunk; None for a joint.
+        n_chunks: in how many chunks it ran; what needs the whole batch runs in 1.
+        n_rows: samples of the largest chunk; None for what needs the whole batch.
         passes: how often it ran, in words.
     """
 
@@ -89,10 +97,11 @@ class Stage:
     passes: str
 
     def __str__(self) -> str:
+        calls = f"part {self.number}: {count(self.n_calls, 'call')}"
         if self.n_rows is None:
-            return f"stage {self.number}: joint, {count(self.n_calls, 'call')}, once"
-        chunks = f"{count(self.n_chunks, 'chunk')} of at most {count(self.n_rows, 'row')}"
-        return f"stage {self.number}: body, {count(self.n_calls, 'call')}, {chunks}, {self.passes}"
+            return f"{calls} on the whole batch"
+        chunks = f"{count(self.n_chunks, 'chunk')} of {count(self.n_rows, 'sample')}"
+        return f"{calls} in {chunks}, {self.passes}"
 
 
 @dataclass(frozen=True)
@@ -105,11 +114,12 @@ class ProgramReport:
         n_calls: recorded calls that ran; 0 where all it needs had run before.
         n_bytes: bytes of the values that they make, for all rows.
         n_chunks: in how many chunks; 1: whole, as it was written; 0: it failed.
-        n_rows: rows of the largest chunk; None where it ran whole.
+        n_rows: samples of the largest chunk; None where it ran whole.
         n_tries: more than 1 where memory ran out and smaller chunks were tried.
         bytes_predicted: what it was thought to need at its worst moment, beyond what was there.
             None where that was not asked: it certainly fits, or config(chunks=) decided.
         bytes_allowed: what it was allowed.
+        bytes_whole: what it was thought to need whole.
         bytes_measured: what it took at its worst moment, beyond what was there: on a GPU of
             tensors, on the CPU, under a limit, of the process's resident private memory. None where
             that was not measured: on the CPU without a limit, or of what takes less than 1 MiB, and
@@ -118,6 +128,7 @@ class ProgramReport:
         stages: its stages, where it ran in chunks.
         whole: the calls that made values of the whole batch, though they read rows of it.
         way: what was done beside chunks for it to fit, and what that costs; empty: nothing.
+        layers: what its layers keep for backward, where it was planned to fit into memory.
     """
 
     what: str
@@ -134,17 +145,26 @@ class ProgramReport:
     stages: tuple[Stage, ...] = ()
     whole: tuple[Whole, ...] = ()
     way: str = ""
+    bytes_whole: float | None = None
+    layers: tuple[Layer, ...] = ()
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.what} at {self.line}: {self._summary()}"
         if self.bytes_predicted is not None and self.bytes_allowed is not None:
-            measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
-            predicted, allowed = sizes(self.bytes_predicted, self.bytes_allowed)
-            yield f"    predicted {predicted}, allowed {allowed}, measured: {measured}"
+            yield f"    {self.memory()}"
         yield from (f"    {stage}" for stage in self.stages)
         yield from (f"    whole: {entry}" for entry in self.whole[:_MOST_LISTED])
         if len(self.whole) > _MOST_LISTED:
             yield f"    whole: {count(len(self.whole) - _MOST_LISTED, 'call')} more"
+
+    def memory(self) -> str:
+        """What it needed and had, in words; empty: that was not asked."""
+        if self.bytes_predicted is None or self.bytes_allowed is None:
+            return ""
+        measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
+        predicted, allowed = sizes(self.bytes_predicted, self.bytes_allowed)
+        whole = f"whole needs {size(self.bytes_whole)}; " if self.bytes_whole is not None else ""
+        return f"{whole}predicted {predicted}, allowed {allowed}, measured: {measured}"
 
     def _summary(self) -> str:
         if self.n_chunks == 0:
@@ -156,14 +176,18 @@ class ProgramReport:
         if self.n_chunks == 1 and self.n_rows is None:
             return f"{calls}, whole: {self.why}"
         tries = f", at try {self.n_tries}" if self.n_tries > 1 else ""
-        rows = count(self.n_rows or 0, "row")
+        samples = count(self.n_rows or 0, "sample")
         way = f", {self.way}" if self.way else ""
-        return f"{calls}, in {count(self.n_chunks, 'chunk')} of at most {rows}{way}{tries}"
+        return f"{calls}, in {count(self.n_chunks, 'chunk')} of {samples}{way}{tries}"
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     __repr__ = __str__
+
+
+#: What differentiates, as a program's report says it.
+_BACKWARDS = ("backward()", "autograd.grad()")
 
 
 @dataclass(frozen=True)
@@ -172,12 +196,16 @@ class Report:
 
     Attributes:
         programs: in the order they ran: reads, a teacher, backward(), a metric.
+        training: the last step before this one that had a backward; None: there was none.
+        evaluation: the last step before this one that had none; None: there was none.
 
     The rest is of its main program, the one whose calls make most bytes; see ProgramReport. Where
     nothing lazy was involved n_chunks is 0.
     """
 
     programs: tuple[ProgramReport, ...] = ()
+    training: Report | None = None
+    evaluation: Report | None = None
 
     @property
     def main(self) -> ProgramReport | None:
@@ -216,40 +244,38 @@ class Report:
         return self.main.bytes_measured if self.main is not None else None
 
     def __str__(self) -> str:
-        if not self.programs:
-            return "nothing lazy ran in the last step"
-        lines = [f"the last step ran {count(len(self.programs), 'program')}"]
-        if len(self.programs) > _MOST_PRINTED:
-            lines[0] += f"; the last {_MOST_PRINTED}:"
-        return "\n".join([*lines, *map(str, self.programs[-_MOST_PRINTED:])])
+        return "\n".join((*self.lines(), *layers_table(self.layers)))
 
     __repr__ = __str__
 
+    def lines(self) -> list[str]:
+        """What ran, pass by pass, and what the last step of the other kind was."""
+        if not self.programs:
+            lines = ["nothing lazy ran in the last step"]
+        else:
+            lines = [f"the last step ran {count(len(self.programs), 'pass')}"]
+        if len(self.programs) > _MOST_PRINTED:
+            lines[0] += f"; the last {_MOST_PRINTED}:"
+        lines += map(str, self.programs[-_MOST_PRINTED:])
+        before = self.training.main if self.training is not None else None
+        if self.programs and not self.is_training and before is not None:
+            lines.append(f"the last training step before it: {before}")
+        return lines
 
-def count(n: int, noun: str) -> str:
-    """A number of things: "1 call", "2 calls", "2 batches"."""
-    ending = "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}{ending}"
+    @property
+    def is_training(self) -> bool:
+        """Whether a backward ran in it."""
+        return any(ran.what in _BACKWARDS for ran in self.programs)
 
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer keeps for backward, of the main program of the last training step."""
+        steps = (self, self.training)
+        mains = (one.main for one in steps if one is not None)
+        return next((one.layers for one in mains if one is not None and one.layers), ())
 
-def size(n_bytes: float) -> str:
-    """Bytes as a text: "12.5 MiB"."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} {unit}" if unit == "bytes" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.2f} GiB"
-
-
-def sizes(left: float, right: float) -> tuple[str, str]:
-    """Two sizes as texts, that differ where they do."""
-    texts = size(left), size(right)
-    digits, unit = 2, 2**20 if max(left, right) >= 2**20 else 2**10
-    name = "MiB" if unit == 2**20 else "KiB"
-    while texts[0] == texts[1] and left != right and digits < 7:
-        texts = f"{left / unit:.{digits}f} {name}", f"{right / unit:.{digits}f} {name}"
-        digits += 1
-    return texts
+    def _repr_html_(self) -> str:
+        return cards.html("koila.report", self.lines(), self.layers)
 
 
 #: What a user does not know by its name.
@@ -280,6 +306,7 @@ class Decision:
     bytes_predicted: float | None = None
     bytes_allowed: float | None = None
     whole: tuple[Whole, ...] = ()
+    layers: tuple[Layer, ...] = ()
 
 
 class _State(threading.local):
@@ -297,6 +324,8 @@ class _State(threading.local):
         self.peak: resident.Peak | None = None  # of the process, while what was asked for runs
         self.decision: Decision | None = None
         self.reason = ""
+        self.training: Report | None = None  # the last step that had a backward
+        self.evaluation: Report | None = None  # the last that had none
 
 
 _state = _State()
@@ -329,6 +358,11 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def _begin(n_kept: int) -> None:
     """Begin a step with the programs noted last."""
+    over = tuple(itertools.islice(_state.programs, max(0, len(_state.programs) - n_kept)))
+    if over and Report(over).is_training:
+        _state.training = Report(over)
+    elif over:
+        _state.evaluation = Report(over)
     while len(_state.programs) > n_kept:
         ran = _state.programs.popleft()
         for observer in _observers:
@@ -396,10 +430,13 @@ def note(ran: ProgramReport) -> None:
     way = ran.n_chunks, ran.n_rows, ran.way
     if _ways.get(ran.line) != way and _logger.isEnabledFor(logging.INFO):
         _ways[ran.line] = way
-        many = f"{count(ran.n_chunks, 'chunk')} of {count(ran.n_rows or 0, 'row')}"
+        many = f"{count(ran.n_chunks, 'chunk')} of {ran.n_rows or 0}"
         how = many + (f", {ran.way}" if ran.way else "") if ran.stages else "whole"
         needs, has = sizes(ran.bytes_predicted, ran.bytes_allowed)
-        _logger.info("step %d (%s): %s, %s of %s", _state.n_steps + 1, ran.line, how, needs, has)
+        passes = max((stage.passes for stage in ran.stages), default="1 forward")
+        forwards = passes.partition(",")[0]
+        text = "step %d (%s): %s, %s of %s, %s"
+        _logger.info(text, _state.n_steps + 1, ran.line, how, needs, has, forwards)
 
 
 def note_left(what: str, line: str, made: str) -> None:
@@ -462,6 +499,7 @@ def note_whole(
                 bytes_allowed=decision.bytes_allowed,
                 why=decision.why,
                 whole=decision.whole,
+                layers=decision.layers,
             )
         )
 
@@ -575,6 +613,8 @@ class Asking:
             _state.asked = None
             _note_measured(_state.n_noted - self.n_before)
             is_told = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
+            if isinstance(error, KoilaError) and not _SHOWS_FRAMES:
+                error.__traceback__ = None  # of koila's own: the user's are added on the way out
             if error is not None and not is_told:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 note(ProgramReport(self.what, user_line(), n_chunks=0, why=why))
@@ -607,4 +647,4 @@ def report() -> Report:
         >>> koila.report().n_chunks, koila.report().n_rows
         (3, 3)
     """
-    return Report(tuple(_state.programs))
+    return Report(tuple(_state.programs), _state.training, _state.evaluation)

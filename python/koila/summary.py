@@ -11,7 +11,8 @@ import torch
 
 from koila import loaders, reports
 from koila.config import get
-from koila.reports import ProgramReport, count, size
+from koila.reports import ProgramReport
+from koila.words import count, size
 
 #: Of what ran whole, the lines that are told.
 _MOST_WHOLE = 4

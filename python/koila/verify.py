@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from koila import _core, reports
 from koila.config import config
+from koila.words import count
 
 #: Of a dtype's resolution: what sums of another order may differ by, over the largest entry of a
 #: tensor; and over that of all of its kind, for a gradient may be nothing but rounding: that of a
@@ -65,7 +66,7 @@ class Verification:
     def __str__(self) -> str:
         n = len(self.differences)
         verdict = "equal up to rounding" if self.is_equal else "NOT equal"
-        lines = [f"whole and in {reports.count(self.n_chunks, 'chunk')}: {verdict}, of {n} tensors"]
+        lines = [f"whole and in {count(self.n_chunks, 'chunk')}: {verdict}, of {n} tensors"]
         if self.first_module is not None:
             lines.append(f"the first module whose output differs: {self.first_module}")
         return "\n".join([*lines, *map(str, self.differences[:10])])

@@ -1,0 +1,105 @@
+"""What explain() and report() say, as an HTML card for notebooks: no script, light and dark."""
+
+from __future__ import annotations
+
+import html as escaping
+from collections.abc import Iterable, Sequence
+
+from koila.layers import Layer
+from koila.words import size
+
+_MOST_LAYERS = 20
+_MOST_LINES = 60
+#: A notebook shows long lines badly, and a card is not to be more than 50 KB.
+_MOST_CHARACTERS = 400
+
+#: Colours are those of the page around it, so that it is read on light and on dark.
+_STYLE = """
+<style>
+.koila-card {font: 13px/1.5 system-ui, sans-serif; color: inherit; max-width: 60em;
+  border: 1px solid rgba(127, 127, 127, .4); border-radius: 6px; padding: .6em 1em; margin: .4em 0}
+.koila-card h4 {margin: 0 0 .3em; font-size: 13px; opacity: .7}
+.koila-card p {margin: .15em 0}
+.koila-card p:first-of-type {font-weight: 600}
+.koila-card table {border-collapse: collapse; margin: .5em 0; width: 100%}
+.koila-card th, .koila-card td {text-align: left; padding: .1em .8em .1em 0; border: 0;
+  background: none; color: inherit}
+.koila-card th {font-weight: 600; opacity: .7}
+.koila-card td.n {text-align: right; white-space: nowrap}
+.koila-card td.bar {width: 30%}
+.koila-card i {display: block; height: .8em; border-radius: 2px; background: #4c8dd6}
+.koila-card i.whole {background: #d9822b}
+.koila-card pre {margin: .3em 0; overflow-x: auto; font-size: 12px; color: inherit;
+  background: none}
+.koila-card summary {cursor: pointer; opacity: .8}
+</style>
+"""
+
+
+def _shown(text: str) -> str:
+    """A text, escaped, and cut where it is too long."""
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]} ..."
+    return escaping.escape(text)
+
+
+def _table(layers: Sequence[Layer]) -> list[str]:
+    kept = sorted((one for one in layers if one.n_bytes), key=lambda one: -one.n_bytes)
+    if not kept:
+        return []
+    most, total = kept[0].n_bytes, sum(one.n_bytes for one in kept)
+    made = [
+        "<table><tr><th>layer</th><th>kept a sample</th><th>whole batch</th><th>share</th>"
+        "<th>runs</th><th></th></tr>"
+    ]
+    for one in kept[:_MOST_LAYERS]:
+        name = f"{one.name} ({one.kind})" if one.kind else one.name
+        kind = " class=whole" if one.is_whole else ""
+        made.append(
+            f"<tr><td>{_shown(name)}</td><td class=n>{size(one.per_sample)}</td>"
+            f"<td class=n>{size(one.n_bytes)}</td>"
+            f"<td class=n>{100 * one.n_bytes / total:.0f} %</td>"
+            f"<td>{'with the whole batch' if one.is_whole else 'in chunks'}</td>"
+            f"<td class=bar><i{kind} style='width:{100 * one.n_bytes / most:.0f}%'></i></td>"
+            "</tr>"
+        )
+    made.append("</table>")
+    if len(kept) > _MOST_LAYERS:
+        made.append(f"<p>{len(kept) - _MOST_LAYERS} more layers</p>")
+    return made
+
+
+def html(
+    title: str, lines: Iterable[str], layers: Sequence[Layer] = (), calls: Iterable[str] = ()
+) -> str:
+    """A card: lines that say a fact each, a table of layers, and calls to unfold.
+
+    Args:
+        title: what made it.
+        lines: the facts; one that is indented belongs to that before it.
+        layers: what each layer keeps for backward.
+        calls: one a line.
+
+    Returns:
+        HTML of at most 50 KB.
+    """
+    facts = [part for line in lines for part in line.splitlines()]
+    made = [_STYLE, f"<div class=koila-card><h4>{escaping.escape(title)}</h4>"]
+    for fact in facts[:_MOST_LINES]:
+        indent = " style='margin-left:1.5em;opacity:.85'" if fact.startswith(" ") else ""
+        made.append(f"<p{indent}>{_shown(fact.strip())}</p>")
+    if len(facts) > _MOST_LINES:
+        made.append(f"<p>{len(facts) - _MOST_LINES} more lines; print() shows them</p>")
+    made += _table(layers)
+    listed = list(calls)
+    if len(listed) > 1:
+        text = "\n".join(map(_shown, listed[1 : _MOST_LINES + 1]))
+        rest = (
+            f"\n... {len(listed) - 1 - _MOST_LINES} more" if len(listed) > _MOST_LINES + 1 else ""
+        )
+        made.append(
+            f"<details><summary>{_shown(listed[0])}</summary><pre>{text}{rest}</pre></details>"
+        )
+    elif listed:
+        made.append(f"<p style='opacity:.7'>{_shown(listed[0])}</p>")
+    return "\n".join([*made, "</div>"])

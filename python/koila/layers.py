@@ -1,0 +1,286 @@
+"""Which layer of the model each recorded call belongs to, and how much of it backward keeps.
+
+Recording notes nothing of modules. A call that reads a parameter belongs to the module that owns
+it. One that reads none belongs to the call before it if both come from one line of the script, or
+else to the module around its neighbours whose forward() that line is in.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from koila import _core, lines
+from koila.program import Node, Program, name_of_node, where_of_node
+from koila.words import count, size
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the calls of one layer keep for their backward.
+
+    Attributes:
+        name: the path of the module, as "encoder.layers.3.linear1"; the line of calls that are in
+            no module, as "train.py:40".
+        kind: the class of the module; empty: no module.
+        n_calls: recorded calls of it.
+        n_bytes: bytes that autograd keeps of their results for backward, of the whole batch.
+        per_sample: of these, for each sample of the batch.
+        is_whole: whether a call of it needs the whole batch at once.
+    """
+
+    name: str
+    kind: str
+    n_calls: int
+    n_bytes: int
+    per_sample: float
+    is_whole: bool = False
+
+
+class _Owner(NamedTuple):
+    """A module by its path from a root."""
+
+    root: int  # which of the roots
+    path: str
+
+
+class _Modules:
+    """The modules that are alive and own parameters of a program, by their paths."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        wanted = {id(parameter) for parameter in parameters}
+        found = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+        children = {id(child) for m in found for child in m.__dict__.get("_modules", {}).values()}
+        self.roots: list[nn.Module] = []
+        #: By parameter: the modules that own it, several where it is shared.
+        self.owners: dict[int, list[_Owner]] = {}
+        self.modules: dict[_Owner, nn.Module] = {}
+        for root in found:
+            if id(root) in children or "_parameters" not in root.__dict__:
+                continue
+            self._add(root, wanted)
+
+    def _add(self, root: nn.Module, wanted: set[int]) -> None:
+        """Add a root of which the program reads parameters that no other root has."""
+        number, paths = len(self.roots), dict[_Owner, nn.Module]()
+        owners: dict[int, list[_Owner]] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            paths[_Owner(number, path)] = module
+            for parameter in module.__dict__["_parameters"].values():
+                if id(parameter) in wanted and id(parameter) not in self.owners:
+                    owners.setdefault(id(parameter), []).append(_Owner(number, path))
+        if owners:
+            self.roots.append(root)
+            self.owners.update(owners)
+            self.modules.update(paths)
+
+    def owner(self, parameter: torch.Tensor, row: str) -> _Owner | None:
+        """The module that reads a parameter: of a shared one, that which makes such calls."""
+        owners = self.owners.get(id(parameter), [])
+        for owner in owners:
+            if isinstance(self.modules[owner], nn.Embedding) == (row == "embedding"):
+                return owner
+        return owners[0] if owners else None
+
+    def around(self, owner: _Owner) -> Iterator[_Owner]:
+        """A module, and those that it is in, from the inside."""
+        path = owner.path
+        while True:
+            yield _Owner(owner.root, path)
+            if not path:
+                return
+            path = path.rpartition(".")[0]
+
+    def name(self, owner: _Owner) -> str:
+        """Its path, below the class of its root where there are several roots."""
+        parts = [type(self.roots[owner.root]).__name__] if len(self.roots) > 1 else []
+        parts += [owner.path] if owner.path else []
+        return ".".join(parts) or type(self.roots[owner.root]).__name__
+
+    def kind(self, owner: _Owner) -> str:
+        return type(self.modules[owner]).__name__
+
+
+def _is_in(where: str, module: nn.Module) -> bool:
+    """Whether a line, as "model.py:40", is in the forward() of a module."""
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    if not isinstance(code, CodeType) or code.co_filename.startswith(lines.INSIDE):
+        return False
+    file, _, line = where.rpartition(":")
+    if file != lines.name_of_file(code.co_filename) or not line.isdigit():
+        return False
+    last = max((last for _, _, last in code.co_lines() if last), default=0)
+    return code.co_firstlineno <= int(line) <= last
+
+
+def _parameters(program: Program, node: Node) -> Iterator[torch.Tensor]:
+    """The parameters that a call reads itself."""
+    for import_id in node.imports:
+        if import_id >= 0:
+            real = program.info(program.imports[import_id].value).real
+            if isinstance(real, nn.Parameter):
+                yield real
+
+
+class _Place(NamedTuple):
+    """Where a call is: its line, and the module that owns what it reads."""
+
+    node: Node
+    where: str
+    owner: _Owner | None
+
+
+def _places(program: Program) -> tuple[_Modules, list[_Place]]:
+    """The modules of a program, and for each of its calls where it is."""
+    nodes = [node for _, node in sorted(program.nodes.items())]
+    modules = _Modules(tensor for node in nodes for tensor in _parameters(program, node))
+    found: list[_Place] = []
+    for node in nodes:
+        owners = (modules.owner(p, program.row_of(node)) for p in _parameters(program, node))
+        owner = next((owner for owner in owners if owner is not None), None)
+        found.append(_Place(node, where_of_node(node), owner))
+    following: list[_Owner | None] = []
+    for place in reversed(found):
+        last = following[-1] if following else None
+        following.append(place.owner if place.owner is not None else last)
+    following.reverse()
+    previous: _Place | None = None
+    for i, place in enumerate(found):
+        if place.owner is None:
+            found[i] = place = place._replace(
+                owner=_owner_of(modules, place, previous, following[i])
+            )
+        previous = place
+    return modules, found
+
+
+def _owner_of(
+    modules: _Modules, place: _Place, previous: _Place | None, following: _Owner | None
+) -> _Owner | None:
+    """The module of a call that reads no parameter."""
+    if place.node.is_for_chunks and following is not None:
+        return following  # it is a part of the call after it
+    before = previous.owner if previous is not None else None
+    if previous is not None and before is not None and previous.where == place.where:
+        return before
+    for near in (before, following):
+        for owner in modules.around(near) if near is not None else ():
+            if _is_in(place.where, modules.modules[owner]):
+                return owner
+    return None
+
+
+def _source(program: Program, value: int) -> int:
+    """The value whose memory a view shows; any other value itself."""
+    while (view := program.info(value).view) is not None:
+        value = view[2]
+    return value
+
+
+def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
+    """What autograd keeps for backward of a whole run, but for what was there before it.
+
+    Returns:
+        By the call that made it: bytes, and whether they grow with the samples.
+    """
+    kept: dict[int, list[tuple[int, bool]]] = {}
+    seen: set[int] = set()
+
+    def keep(value: int) -> None:
+        source = _source(program, value)
+        info, maker = program.info(source), program.node_of(source)
+        if maker is not None and info.storage not in seen:
+            seen.add(info.storage)
+            n_bytes = program.bytes_of(source)
+            kept.setdefault(maker.id, []).append((n_bytes, info.place is not None))
+
+    for node in program.nodes.values():
+        if node.is_for_chunks or not node.is_kept:
+            continue
+        inputs, saves = _core.node(node.id)[5:7]
+        in_bits, out_bits, extra, is_extra_rows, fixed, *_ = saves
+        read = (value for k, value in enumerate(inputs) if k >= 64 or in_bits >> k & 1)
+        made = (value for k, value in enumerate(node.outs) if k >= 64 or out_bits >> k & 1)
+        for value in (*read, *made):
+            if value >= 0:
+                keep(value)
+        kept.setdefault(node.id, []).extend([(extra, is_extra_rows), (fixed, False)])
+    return kept
+
+
+def of(program: Program) -> tuple[Layer, ...]:
+    """The layers of a program, in the order of their first calls."""
+    modules, places = _places(program)
+    kept = _kept(program)
+    rows = max(program.axes.values(), default=1)
+    calls: dict[_Owner | str, list[Node]] = {}
+    for node, where, owner in places:
+        calls.setdefault(where if owner is None else owner, []).append(node)
+    found = []
+    for key, nodes in calls.items():
+        name, kind = (key, "") if isinstance(key, str) else (modules.name(key), modules.kind(key))
+        amounts = [amount for node in nodes for amount in kept.get(node.id, [])]
+        n_bytes = sum(n for n, _ in amounts)
+        per_sample = sum(n for n, is_rows in amounts if is_rows) / rows
+        is_whole = any(map(program.joins_rows, nodes))
+        found.append(Layer(name, kind, len(nodes), n_bytes, per_sample, is_whole))
+    return tuple(found)
+
+
+def name_of(program: Program, node_id: int) -> str:
+    """The layer that a call belongs to; empty: it is in no module."""
+    modules, places = _places(program)
+    owner = next((place.owner for place in places if place.node.id == node_id), None)
+    return modules.name(owner) if owner is not None else ""
+
+
+def name_of_value(program: Program, value: int) -> str:
+    """What made a value: "the output of layer 'encoder.0' (conv2d, model.py:40)"."""
+    node = program.node_of(_source(program, value))
+    if node is None:
+        return "an input"
+    layer = name_of(program, node.id)
+    of = f"the output of layer {layer!r}" if layer else "the result"
+    return f"{of} ({name_of_node(node)}, {where_of_node(node)})"
+
+
+def name_of_parameter(parameter: torch.Tensor) -> str:
+    """The path of a parameter, as "fc.weight"; its shape where no module owns it."""
+    modules = _Modules([parameter])
+    for owner in modules.owners.get(id(parameter), []):
+        for name, one in modules.modules[owner].named_parameters(recurse=False):
+            if one is parameter:
+                return repr(f"{owner.path}.{name}" if owner.path else name)
+    return f"a parameter of shape {list(parameter.shape)}"
+
+
+def table(layers: tuple[Layer, ...], most: int = 10) -> list[str]:
+    """A table as lines: the layers that keep most for backward, the largest first."""
+    total = sum(layer.n_bytes for layer in layers)
+    kept = sorted((one for one in layers if one.n_bytes), key=lambda one: -one.n_bytes)
+    rows = [("layer", "kept a sample", "whole batch", "share", "runs")]
+    rows += [
+        (
+            f"{one.name} ({one.kind})" if one.kind else one.name,
+            size(one.per_sample),
+            size(one.n_bytes),
+            f"{100 * one.n_bytes / total:.0f} %",
+            "with the whole batch" if one.is_whole else "in chunks",
+        )
+        for one in kept[:most]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = [
+        "  ".join((row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]))
+        for row in rows
+    ]
+    if len(kept) > most:
+        rest = sum(one.n_bytes for one in kept[most:])
+        lines.append(f"{count(len(kept) - most, 'more layer')} with {size(rest)}")
+    return lines if kept else []

@@ -1,0 +1,29 @@
+"""Numbers as texts: bytes as "12.5 MiB", and things as "2 calls"."""
+
+from __future__ import annotations
+
+
+def count(n: int, noun: str) -> str:
+    """A number of things: "1 call", "2 calls", "2 batches"."""
+    ending = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{ending}"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes as a text: "12.5 MiB"."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} {unit}" if unit == "bytes" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.2f} GiB"
+
+
+def sizes(left: float, right: float) -> tuple[str, str]:
+    """Two sizes as texts, that differ where they do."""
+    texts = size(left), size(right)
+    digits, unit = 2, 2**20 if max(left, right) >= 2**20 else 2**10
+    name = "MiB" if unit == 2**20 else "KiB"
+    while texts[0] == texts[1] and left != right and digits < 7:
+        texts = f"{left / unit:.{digits}f} {name}", f"{right / unit:.{digits}f} {name}"
+        digits += 1
+    return texts

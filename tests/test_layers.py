@@ -1,0 +1,185 @@
+"""What each layer keeps for backward: as much as torch saves, under the names of the modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from koila import layers
+from koila.program import Program
+from limits import there
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.attention = nn.MultiheadAttention(size, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return x + self.drop(self.mlp(x))
+
+
+class Language(nn.Module):
+    """Its embedding and its head are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(Block(32) for _ in range(2))
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x: Tensor = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).flatten(0, 1)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        x = F.relu(self.second(x) + x)
+        return self.head(x.mean((2, 3)))
+
+
+Made = tuple[nn.Module, Tensor, Tensor]
+
+
+def language() -> Made:
+    return Language(), torch.randint(0, 50, (7, 16)), torch.randint(0, 50, (7 * 16,))
+
+
+def images() -> Made:
+    return Images(), torch.randn(7, 3, 8, 8), torch.randint(0, 50, (7,))
+
+
+def bytes_saved(loss: Callable[[], Tensor], given: Iterable[Tensor]) -> int:
+    """What torch saves for backward of tensors that were not there before."""
+    known = {tensor.untyped_storage()._cdata for tensor in given}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss()
+    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in known)
+
+
+@pytest.mark.parametrize("make", [language, images])
+def test_as_much_as_torch_saves(make: Callable[[], Made]) -> None:
+    model, x, y = make()
+    want = bytes_saved(lambda: F.cross_entropy(model(x), y), (*model.parameters(), x, y))
+    lazy_x, lazy_y = koila.lazy(x), koila.lazy(y) if len(y) == len(x) else y
+    found = layers.of(Program([F.cross_entropy(model(lazy_x), lazy_y)]))
+    assert sum(layer.n_bytes for layer in found) == pytest.approx(want, rel=0.01)
+
+
+def test_calls_are_under_the_names_of_their_modules() -> None:
+    model, x, _ = language()
+    found = {one.name: one for one in layers.of(Program([model(koila.lazy(x)).sum()]))}
+    names = [f"blocks.{i}.{part}" for i in (0, 1) for part in ("norm", "attention", "mlp.0")]
+    assert {"embedding", "head", *names} <= set(found), set(found)
+    assert found["embedding"].n_calls == 1 and found["embedding"].kind == "Embedding"
+    wide = 16 * 4 * 32 * 4  # of one sample: what the first linear makes, and GELU of it
+    assert found["blocks.1.mlp.0"].per_sample == 2 * wide
+
+
+def test_two_models_are_told_apart() -> None:
+    """And what reads no parameter and is in no module is told by its line."""
+    first, second = Images(), nn.Linear(50, 3)
+    loss = second(first(koila.lazy(torch.randn(7, 3, 8, 8)))).exp().sum()
+    names = [layer.name for layer in layers.of(Program([loss]))]
+    assert {"Images.first", "Images.norm", "Linear"} <= set(names), names
+
+
+def test_a_line_of_the_script_is_told() -> None:
+    x = koila.lazy(torch.randn(7, 3).requires_grad_())
+    (layer,) = layers.of(Program([x.exp().sum()]))
+    assert layer.name.startswith(f"{__file__}:") and not layer.kind
+    assert layer.n_bytes == 7 * 3 * 4
+
+
+def test_after_the_run_the_report_has_them() -> None:
+    """Of the last training step, though an evaluation came after it."""
+    model = Images()
+    x, y = torch.randn(64, 3, 8, 8), torch.randint(0, 50, (64,))
+    with koila.config(memory_limit=there() + 2**20):
+        lazy_x, lazy_y = koila.lazy(x, y)
+        F.cross_entropy(model(lazy_x), lazy_y).backward()
+        report = koila.report()
+        assert report.n_chunks > 1 and report.is_training
+        with torch.no_grad():
+            model(koila.lazy(x)).argmax(1).tolist()
+        after = koila.report()
+    assert [layer.name for layer in report.layers][:3] == ["first", "norm", "second"]
+    assert not after.is_training and after.training is not None
+    assert after.layers == report.layers
+    assert "the last training step before it: backward()" in str(after)
+    assert "second (Conv2d)" in str(after)
+
+
+def test_explain_runs_nothing() -> None:
+    """Not even where a norm's statistics wait to be written, which watch who reads them."""
+    model = Images()
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = koila.lazy(torch.randn(64, 3, 8, 8), torch.randint(0, 50, (64,)))
+    with koila.config(memory_limit=there() + 2**21):
+        for _ in range(3):
+            loss = F.cross_entropy(model(x), y)
+            before = koila.report()
+            assert "norm (BatchNorm2d)" in koila.explain(loss)
+            assert koila._core.real(loss) is None
+            assert str(koila.report()) == str(before)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_refusal_names_layers_and_hides_koilas_frames() -> None:
+    model = Images()
+    x, y = koila.lazy(torch.randn(64, 3, 8, 8), torch.randint(0, 50, (64,)))
+    with koila.config(memory_limit=there() + 2**16):
+        loss = F.cross_entropy(model(x), y)
+        with pytest.raises(
+            koila.MemoryLimitError, match=r"of layer '(first|norm|second)'"
+        ) as raised:
+            loss.backward()
+    text = str(raised.value)
+    assert "do not shrink with the chunks: the output of layer 'first' (conv2d, " in text
+    assert "the limit is" in text and "of which parameters" in text
+    assert not [frame for frame in raised.traceback if "/koila/" in str(frame.path)]
+
+
+@pytest.mark.parametrize("make", [language, images])
+def test_cards(make: Callable[[], Made]) -> None:
+    """HTML of at most 50 KB, without a script, in which nothing of the user's is markup."""
+    model, x, _ = make()
+    model.add_module("<b>", nn.Linear(50, 50))
+    loss = model.get_submodule("<b>")(model(koila.lazy(x))).exp().sum()
+    explained = koila.explain(loss, full=True)
+    loss.backward()
+    for card in (explained._repr_html_(), koila.report()._repr_html_()):
+        assert len(card.encode()) <= 50 * 2**10 and "koila" in card
+        assert "<script" not in card and "<b>" not in card
+    assert "head (Linear)" in explained._repr_html_()
+    assert "&lt;b&gt; (Linear)" in explained._repr_html_()
