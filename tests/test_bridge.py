@@ -645,7 +645,7 @@ def test_nothing_is_left() -> None:
         made = Square.apply(torch.tanh(h))
         assert koila.is_lazy(made)
         real = weakref.ref(koila._core.real(made))
-        part = weakref.ref(koila._core.real(h).grad_fn.part)
+        part = weakref.ref(koila._core.real(h).grad_fn.root)
         assert real() is not None and part() is not None
         del h, made
         gc.collect()
@@ -837,3 +837,31 @@ def test_a_norm_behind_a_cut_moves_its_statistics(chunks: int, is_trained: bool)
             story(koila.lazy)
         return
     assert_same_story(story, chunks, partly="backward is of a loss that was handed out")
+
+
+@each_split
+def test_values_lead_only_to_what_they_were_made_of(chunks: int) -> None:
+    """Of two values that share calls: the engine does not come to the leaves of one for the other's
+    sake. No hook is called there, no graph that was used up is gone through, and what was used up
+    for one goes on for weights of the other's own."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(1)
+        first, second = (nn.Linear(3, 3).double() for _ in range(2))
+        used = torch.ones(3, dtype=DOUBLE, requires_grad=True).exp() * 1.0
+        used.sum().backward()
+        h = first(lazy(random_rows())).tanh()
+        out = second(h) * used
+        held = Square.apply(out)
+        found: list[Any] = []
+        second.weight.register_hook(lambda gradient: found.append(gradient.sum().item()))
+        h.sum().backward()
+        asked = torch.autograd.grad(out.sum(), [second.bias], retain_graph=True)
+        unused = torch.autograd.grad(h.mean(), [second.bias], allow_unused=True)
+        assert not found and second.weight.grad is None
+        seen = [first.weight.grad, asked, unused[0] is None, held]
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+        return seen
+
+    assert_same_story(story, chunks)

@@ -282,8 +282,10 @@ static PyMethodDef functions[] = {
      "A backward goes through a program for good, or the last call of it where one did."},
     {"behind", kl_bridge_behind, METH_VARARGS,
      "behind($module, value, /)\n--\n\n"
-     "Pairs of a value and a tensor that needs a gradient: those that a value is made of, some "
-     "twice."},
+     "The tensors that need a gradient and that a value is made of, some twice."},
+    {"is_spent", core_is_spent, METH_O,
+     "is_spent($module, lazy, /)\n--\n\n"
+     "Whether a backward that kept nothing for another went through the call that made a lazy."},
     {"leaves_of", core_leaves_of, METH_O,
      "leaves_of($module, tensor, /)\n--\n\n"
      "[value] of the real tensors that pending calls read and that share a tensor's memory."},
@@ -342,10 +344,8 @@ static PyMethodDef functions[] = {
      "Bytes less that the graph of what waits keeps than a part which reads its leaves again."},
     {"reached", kl_bridge_reached, METH_NOARGS,
      "reached($module, /)\n--\n\n"
-     "The values with a number that the user can reach, as (value, number); the real tensors with "
-     "a "
-     "gradient that lead to them, the last first, as (value made of it, tensor); and of each value "
-     "the group that it is in. None where one cannot be given a tensor."},
+     "The values with a number that the user can reach, as (value, number). None where one cannot "
+     "be given a tensor."},
     {"hand_out", kl_bridge_hand_out, METH_VARARGS,
      "hand_out($module, roots, others, /)\n--\n\n"
      "Give the user's lazies of these values the tensors of pairs (value, tensor), and the thread "

@@ -358,11 +358,11 @@ PyObject *kl_bridge_can_cut(PyObject *module, PyObject *ignored);
 /* won_whole(): how many bytes less the graph of what waits keeps, and makes, than a part that is cut off;
  * less than 0: none. */
 PyObject *kl_bridge_won_whole(PyObject *module, PyObject *ignored);
-/* reached() -> ([(value, number)], [leaf]): what the user can reach and has a number, and the real tensors
- * with a gradient that lead to it; None where a lazy among them cannot be given a tensor. */
+/* reached() -> [(value, number)]: what the user can reach and has a number; None where a lazy among them
+ * cannot be given a tensor. */
 PyObject *kl_bridge_reached(PyObject *module, PyObject *ignored);
 
-/* The leaves behind a value, for whose gradient nothing is kept any more. */
+/* behind(value) -> the leaves with a gradient that it is made of, the last first, some twice. */
 PyObject *kl_bridge_behind(PyObject *module, PyObject *args);
 /* hand_out(roots, others) -> lazies that stand for the values of `roots` from now on. Both are lists of
  * (value, tensor): the user's lazies of these get the tensors, and what they record goes onto a new tape. */

@@ -51,70 +51,6 @@ append_pair(PyObject *list, KlValueId id, PyObject *number)
     return status;
 }
 
-/* The first value of the group that a value is in; the way there is shortened. */
-static KlValueId
-group_of(KlValueId *groups, KlValueId id)
-{
-    while (groups[id] != id) {
-        groups[id] = groups[groups[id]];
-        id = groups[id];
-    }
-    return id;
-}
-
-static void
-unite(KlValueId *groups, KlValueId one, KlValueId other)
-{
-    KlValueId a = group_of(groups, one), b = group_of(groups, other);
-    groups[a > b ? a : b] = a > b ? b : a;
-}
-
-/* List the real tensors that need a gradient and lead to what is handed out, the last first, each as often as it is
- * read and with a value made of it. Values that are made of one another, or of the same, are one group: what two
- * groups have in common is leaves. */
-static int
-list_leaves(const Tape *tape, PyObject *handed, bool *is_reached /* [n_values] */,
-            KlValueId *groups /* [n_values] */, PyObject *leaves)
-{
-    const KlTape *core = &tape->core;
-    int status = 0;
-    for (size_t i = 0; i < core->n_values; i++) {
-        groups[i] = (KlValueId)i;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(handed); i++) {
-        PyObject *id = PyTuple_GET_ITEM(PyList_GET_ITEM(handed, i), 0);
-        is_reached[PyLong_AsUnsignedLong(id)] = true;
-    }
-    for (size_t i = core->n_nodes; i-- > 0 && status == 0;) {
-        const KlNode *node = &core->nodes[i];
-        KlValueId made = KL_ID_NONE;
-        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
-            KlValueId out = node->first_out + k;
-            if (is_reached[out] && core->values[out].meta.requires_grad) {
-                made = made == KL_ID_NONE ? out : made;
-                unite(groups, made, out);
-            }
-        }
-        for (uint32_t k = node->n_inputs; k-- > 0 && made != KL_ID_NONE && status == 0;) {
-            KlValueId input = core->inputs[node->first_input + k].value;
-            if (input == KL_ID_NONE) {
-                continue;
-            }
-            PyObject *real = tape->values[input].real;
-            is_reached[input] = true;
-            if (real == NULL) {
-                unite(groups, made, input);
-            } else if (core->values[input].meta.requires_grad) {
-                status = append_pair(leaves, made, real);
-            }
-        }
-    }
-    for (size_t i = 0; i < core->n_values; i++) {
-        groups[i] = group_of(groups, (KlValueId)i);
-    }
-    return status;
-}
-
 PyObject *
 kl_bridge_behind(PyObject *module, PyObject *args)
 {
@@ -124,38 +60,43 @@ kl_bridge_behind(PyObject *module, PyObject *args)
     if (tape == NULL || !PyArg_ParseTuple(args, "O&:behind", kl_py_id, &id)) {
         return NULL;
     }
-    size_t n = tape->core.n_values;
-    PyObject *handed = id < n ? PyList_New(0) : PyErr_Format(PyExc_IndexError, "behind: %u", id);
+    const KlTape *core = &tape->core;
+    if (id >= core->n_values) {
+        return PyErr_Format(PyExc_IndexError, "behind: %u", id);
+    }
     PyObject *leaves = PyList_New(0);
-    bool *is_reached = kl_alloc_zeroed(n + 1, sizeof(*is_reached));
-    KlValueId *groups = kl_alloc_zeroed(n + 1, sizeof(*groups));
-    int status = handed != NULL && leaves != NULL ? append_pair(handed, id, Py_None) : -1;
-    if (status == 0 && (is_reached == NULL || groups == NULL)) {
-        (void)PyErr_NoMemory();
-        status = -1;
-    }
-    if (status < 0 || list_leaves(tape, handed, is_reached, groups, leaves) < 0) {
+    bool *is_reached = kl_alloc_zeroed(core->n_values, sizeof(*is_reached));
+    if (leaves == NULL || is_reached == NULL) {
         Py_CLEAR(leaves);
+        (void)PyErr_NoMemory();
+        goto done;
     }
-    kl_alloc_free(groups);
-    kl_alloc_free(is_reached);
-    Py_XDECREF(handed);
-    return leaves;
-}
-
-static PyObject *
-list_of_ids(const KlValueId *ids, size_t n)
-{
-    PyObject *list = PyList_New((Py_ssize_t)n);
-    for (size_t i = 0; i < n && list != NULL; i++) {
-        PyObject *id = PyLong_FromUnsignedLong(ids[i]);
-        if (id == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, id);
+    is_reached[id] = true;
+    for (size_t i = core->n_nodes; i-- > 0;) {
+        const KlNode *node = &core->nodes[i];
+        bool is_on_the_way = false;
+        for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
+            KlValueId out = node->first_out + k;
+            is_on_the_way =
+                is_on_the_way || (is_reached[out] && core->values[out].meta.requires_grad);
+        }
+        for (uint32_t k = node->n_inputs; k-- > 0 && is_on_the_way;) {
+            KlValueId input = core->inputs[node->first_input + k].value;
+            if (input == KL_ID_NONE) {
+                continue;
+            }
+            PyObject *real = tape->values[input].real;
+            is_reached[input] = true;
+            if (real != NULL && core->values[input].meta.requires_grad &&
+                PyList_Append(leaves, real) < 0) {
+                Py_CLEAR(leaves);
+                goto done;
+            }
         }
     }
-    return list;
+done:
+    kl_alloc_free(is_reached);
+    return leaves;
 }
 
 PyObject *
@@ -168,18 +109,9 @@ kl_bridge_reached(PyObject *module, PyObject *ignored)
         return NULL;
     }
     const KlTape *core = &tape->core;
-    PyObject *handed = PyList_New(0), *leaves = PyList_New(0), *in_groups = NULL, *result = NULL;
-    bool *is_reached = kl_alloc_zeroed(core->n_values + 1, sizeof(*is_reached));
-    KlValueId *groups = kl_alloc_zeroed(core->n_values + 1, sizeof(*groups));
     bool is_possible = !kl_tape_has_draw(core);
-    if (handed == NULL || leaves == NULL) {
-        goto error;
-    }
-    if (is_reached == NULL || groups == NULL) {
-        (void)PyErr_NoMemory();
-        goto error;
-    }
-    for (size_t i = 0; i < core->n_values && is_possible; i++) {
+    PyObject *handed = PyList_New(0);
+    for (size_t i = 0; handed != NULL && i < core->n_values && is_possible; i++) {
         KlValueId id = (KlValueId)i;
         if (!is_without_tensor(tape, id)) {
             continue;
@@ -187,22 +119,13 @@ kl_bridge_reached(PyObject *module, PyObject *ignored)
         is_possible = core->values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL &&
                       can_hand_out(core, id);
         if (is_possible && append_pair(handed, id, tape->values[i].result) < 0) {
-            goto error;
+            Py_CLEAR(handed);
         }
     }
-    if (!is_possible) {
-        result = Py_NewRef(Py_None);
-    } else if (list_leaves(tape, handed, is_reached, groups, leaves) == 0) {
-        in_groups = list_of_ids(groups, core->n_values);
-        result = in_groups != NULL ? PyTuple_Pack(3, handed, leaves, in_groups) : NULL;
+    if (handed != NULL && !is_possible) {
+        Py_SETREF(handed, Py_NewRef(Py_None));
     }
-error:
-    kl_alloc_free(groups);
-    kl_alloc_free(is_reached);
-    Py_XDECREF(in_groups);
-    Py_XDECREF(leaves);
-    Py_XDECREF(handed);
-    return result;
+    return handed;
 }
 
 /* Mark the storages that autograd would keep if the pending calls ran whole, and return the bytes that it keeps

@@ -636,6 +636,16 @@ core_id(PyObject *module, PyObject *object)
 }
 
 PyObject *
+core_is_spent(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const Value *value = value_argument(object);
+    const KlTape *core = value != NULL && value->tape != NULL ? &value->tape->core : NULL;
+    KlNodeId node = core != NULL ? core->values[value->id].node : KL_ID_NONE;
+    return value == NULL ? NULL : PyBool_FromLong(node != KL_ID_NONE && core->nodes[node].is_spent);
+}
+
+PyObject *
 core_note_drawn(PyObject *module, PyObject *id)
 {
     (void)module;

@@ -40,6 +40,7 @@ PyObject *core_waiting_draws(PyObject *module, PyObject *ignored);
 PyObject *core_hook(PyObject *module, PyObject *args);
 PyObject *core_retained(PyObject *module, PyObject *args);
 PyObject *core_id(PyObject *module, PyObject *object);
+PyObject *core_is_spent(PyObject *module, PyObject *object);
 PyObject *core_note_drawn(PyObject *module, PyObject *id);
 PyObject *core_set_type_attribute(PyObject *module, PyObject *args);
 PyObject *core_set_attribute_by(PyObject *module, PyObject *args);

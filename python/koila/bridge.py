@@ -2,14 +2,13 @@
 
 Such a call (a custom autograd function, compiled code, an op whose shape depends on numbers) wants
 real tensors, on a real graph. They are given their numbers, which a run in chunks without a graph
-has made, and the graph that they are on is one node: autograd's engine comes to it with the
-gradients of all that was handed out there, and it runs what was recorded up to there in chunks,
-forward and back. Its inputs are the parameters and the other tensors that the program began with,
-so whoever walks the graph finds them, and each gets one gradient.
+has made, each on a node of its own, which leads to nodes before the parameters and other tensors
+that it was made of. Autograd's engine comes to the first of these with the gradients of all that
+was handed out there, and it runs what was recorded up to there in chunks, forward and back. So
+whoever walks the graph finds the leaves of each value, and each gets one gradient.
 
 All that the user can reach is handed out at once: two cuts have no call in common, and none runs
-oftener than once more forward than it would have. What has no call in common with the rest is on a
-node of its own, that the engine passes by where it is sent no gradient.
+oftener than once more forward than it would have.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from koila import (
 from koila.errors import KoilaError
 from koila.numbers import as_new
 from koila.program import Info, Program
+from koila.rows import without_memory
 
 #: torch's own words.
 _AGAIN = (
@@ -53,6 +53,7 @@ _AGAIN = (
     "graph a second time or if you need to access saved tensors after calling backward."
 )
 _is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class _State(threading.local):
@@ -82,7 +83,9 @@ class _Cut:
     """What was recorded up to a cut, on a tape of its own."""
 
     def __init__(self) -> None:
-        self.parts: list[weakref.ref[_Part]] = []  # they hold this
+        self.handed: list[weakref.ref[_Root]] = []  # their nodes hold them
+        self.groups: list[_Group] = []
+        self.passes: dict[int, _Pass] = {}  # of autograd's engine, by its number
         self.early: dict[int, _Copy] = {}  # of buffers, which plain torch may write unseen
         self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
         self.written: set[int] = set()  # these leaves
@@ -90,10 +93,11 @@ class _Cut:
 
     @property
     def roots(self) -> tuple[Any, ...]:
-        """What stands for all that was handed out, and has still to go back; who asks holds it:
-        parts are dropped at any time."""
-        parts = (part() for part in self.parts)
-        return tuple(root for part in parts if part is not None for root in part.roots)
+        """What stands for all that was handed out, and has still to go back; who asks holds it: it
+        is dropped at any time."""
+        roots = (handed() for handed in self.handed)
+        lazies = (root.lazy for root in roots if root is not None)
+        return tuple(lazy for lazy in lazies if lazy is not None)
 
     def copy_what_it_reads(
         self, tensors: Sequence[torch.Tensor | None], n_bytes: float = math.inf
@@ -135,12 +139,134 @@ class _Cut:
         """The user's tensor, where a copy stands for it."""
         return self.originals.get(id(leaf), leaf)
 
-    def let_go(self, over: Sequence[Any]) -> None:
-        """A part is over: what only it needed goes."""
+    def go_back(self, group: _Group) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the leaves of a group. The first group that the engine comes to
+        makes those of all: by then it has been to all values that it sends a gradient to, as it
+        takes of what is ready the node that was made last.
+
+        Where the engine passes no gradient at all, it only walks through all inputs of another
+        node: no leaf gets a gradient, and the graph is not used up.
+        """
+        current = self.passes.get(_task())
+        if current is not None and current.given:
+            given, current.given = current.given, []
+            values = {root.value for root, _ in given}
+            ways = [one for one in self.groups if not values.isdisjoint(one.values)]
+            groups = [one for one in ways if one.is_reached()]
+            leaves = [leaf for one in groups for leaf in one.leaves]
+            found = iter(self._sent_to(leaves, given, len(groups) < len(ways)))
+            for one in groups:
+                current.add(one, list(itertools.islice(found, one.n_leaves)))
+        none = [None] * group.n_leaves
+        if current is None:
+            return none
+        gradients = current.found.pop(group, none)
+        if not current.found:
+            del self.passes[_task()]
+        return gradients
+
+    def _sent_to(
+        self,
+        leaves: Sequence[torch.Tensor],
+        given: Sequence[tuple[_Root, torch.Tensor]],
+        is_some: bool,
+    ) -> Sequence[torch.Tensor | None]:
+        if any(root.lazy is None for root, _ in given):
+            raise RuntimeError(_AGAIN)
+        self.keep_what_it_reads(self.early)
+        roots = [root for root, _ in given]
+        gradients = [gradient for _, gradient in given]
+        if torch.is_grad_enabled():  # create_graph: they are to have a graph too
+            twice: Sequence[torch.Tensor | None]
+            twice = _apply(_Gradient, self, roots, leaves, is_some, *gradients, *leaves)
+            return twice
+        is_retained = _is_retained()
+        found = self.gradients_of(roots, gradients, leaves, is_retained, is_some)
+        if not is_retained:
+            self._let_go(roots)
+        return found
+
+    def gradients_of(
+        self,
+        roots: Sequence[_Root],
+        gradients: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        is_retained: bool,
+        is_some: bool,
+    ) -> list[torch.Tensor | None]:
+        """The same, without a graph. Some: there are leaves that no gradient is asked for."""
+        lazies = [root.lazy for root in roots]
+        if self.written or any(root.watched for root in roots):
+            _core.held(lazies[0], self._check_written, (roots,), {})
+        found: Any = NotImplemented  # whole, where a mode sees each call
+        wanted = {id(leaf) for leaf in leaves}
+
+        def gets(leaf: torch.Tensor) -> bool:
+            return id(self.original(leaf)) in wanted
+
+        if not surroundings.of_backward():
+            found = replay.gradients_of(
+                lazies, list(gradients), is_retained, self.roots, gets if is_some else None
+            )
+        if found is NotImplemented:
+            with surroundings.outside():
+                outputs, inputs = self._whole(roots, leaves)
+            by_input = self._differentiate(outputs, gradients, inputs)
+            return [by_input.get(id(one)) for one in inputs]
+        by_leaf: dict[int, torch.Tensor] = {}
+        for leaf, gradient in found:
+            key = id(self.original(leaf))
+            by_leaf[key] = by_leaf[key] + gradient if key in by_leaf else gradient
+        return [by_leaf.get(id(leaf)) for leaf in leaves]
+
+    def _check_written(self, roots: Sequence[_Root]) -> None:
+        program = Program([root.lazy for root in roots], unwanted=self.roots)
+        moved = {
+            _core.id(root.lazy)
+            for root in roots
+            if root.watched is not None and meta.checksum(root.watched[0]) != root.watched[1]
+        }
+        uncounted = self.uncounted.union(value for value in moved if value is not None)
+        overwritten.check_leaves(program, uncounted.union(self.written), uncounted)
+
+    def go_back_twice(
+        self,
+        roots: Sequence[_Root],
+        leaves: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        seconds: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """The gradients of `gradients` and of the leaves, from those of what `go_back` gave."""
+        if any(root.lazy is None for root in roots):
+            raise RuntimeError(_AGAIN)
+        self.keep_what_it_reads(self.early)
+        if torch.is_grad_enabled():
+            raise KoilaError(
+                "a gradient is differentiated a third time, through a program that was cut for a "
+                "call that cannot be recorded; run it whole: koila.config(chunks=1)"
+            )
+        with surroundings.outside():
+            outputs, stand_ins = self._whole(roots, leaves)
+        # Of tensors of their own: what the gradients were made of is gone through by others.
+        given = [gradient.detach().requires_grad_() for gradient in gradients]
+        with torch.enable_grad():
+            first = self._differentiate(outputs, given, stand_ins, is_graph=True)
+        inputs = [*given, *stand_ins]
+        second = self._differentiate([first.get(id(leaf)) for leaf in stand_ins], seconds, inputs)
+        return [second.get(id(one)) for one in inputs]
+
+    def _let_go(self, over: Sequence[_Root]) -> None:
+        """What these and those that they were made of needed goes."""
         outputs, _ = self.__dict__.get("whole", ({}, {}))
-        for root in over:
-            outputs.pop(id(root), None)
-        if len(self.roots) == len(over):  # no other has still to go back
+        for root in filter(None, [handed() for handed in self.handed]):
+            if root in over or (root.lazy is not None and _core.is_spent(root.lazy)):
+                outputs.pop(id(root.lazy), None)
+                root.lazy = None
+        roots = (handed() for handed in self.handed)
+        values = {root.value for root in roots if root is not None and root.lazy is not None}
+        for group in self.groups:
+            group.leaves = () if values.isdisjoint(group.values) else group.leaves
+        if not values:  # no other has still to go back
             self.early = {}
             self.__dict__.pop("whole", None)
 
@@ -162,122 +288,14 @@ class _Cut:
         _core.replace_leaves(roots[0], stand_in)
         return {id(root): _core.force(root) for root in roots}, made
 
-
-class _Part:
-    """What of it is made of one another: of two parts none is gone through for the other's sake."""
-
-    def __init__(self, cut: _Cut, numbers: Iterable[Any], leaves: Sequence[torch.Tensor]) -> None:
-        self.cut = cut
-        self.numbers = tuple(numbers)
-        self.leaves = leaves
-        self.n_leaves = len(leaves)
-        self.roots: tuple[Any, ...] = ()
-        self.n_roots = len(self.numbers)
-        #: What it handed out and x.data was taken of, by number: its memory, and what it was then.
-        self.watched: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}
-        cut.parts.append(weakref.ref(self))
-
-    def is_inner(self, i: int) -> bool:
-        """Whether what else was handed out was made of this: what comes through that is no part of
-        the gradient of the tensor."""
-        inner: bool = _core.held(self.roots[0], self._is_inner, (i,), {})
-        return inner
-
-    def _is_inner(self, i: int) -> bool:
-        program = Program(list(self.roots), unwanted=self.cut.roots)
-        value = program.roots[i]
-        return any(
-            program.imports[k].value == value
-            for node in program.nodes.values()
-            if any(program.info(out).requires_grad for out in node.outs)
-            for k in node.imports
-            if k >= 0
-        )
-
-    def go_back(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of the leaves, given those of the outputs that were handed out.
-
-        Where the engine passes no gradient at all, it only walks through all inputs of another
-        node: no leaf gets a gradient, and the graph is not used up.
-        """
-        if all(gradient is None for gradient in gradients):
-            return [None] * self.n_leaves
-        self._check()
-        if torch.is_grad_enabled():  # create_graph: they are to have a graph too
-            twice: Sequence[torch.Tensor | None]
-            twice = _apply(_Gradient, self, len(gradients), *gradients, *self.leaves)
-            return twice
-        is_retained = _is_retained()
-        found = self.gradients_of(gradients, is_retained)
-        if not is_retained:
-            self.cut.let_go(self.roots)
-            self.roots, self.leaves = (), ()
-        return found
-
-    def gradients_of(
-        self, gradients: Sequence[torch.Tensor | None], is_retained: bool
-    ) -> list[torch.Tensor | None]:
-        """The same, without a graph."""
-        pairs = zip(self.roots, gradients, strict=True)
-        given = [(root, gradient) for root, gradient in pairs if gradient is not None]
-        roots, sent = map(list, zip(*given, strict=True))
-        if self.cut.written or self.watched:
-            _core.held(roots[0], self._check_written, (roots,), {})
-        found: Any = NotImplemented  # whole, where a mode sees each call
-        if not surroundings.of_backward():
-            found = replay.gradients_of(roots, sent, is_retained, self.cut.roots)
-        if found is NotImplemented:
-            with surroundings.outside():
-                outputs, leaves = self._whole()
-            found = self._differentiate(outputs, gradients, leaves)
-            return [found.get(id(leaf)) for leaf in leaves]
-        by_leaf: dict[int, torch.Tensor] = {}
-        for leaf, gradient in found:
-            key = id(self.cut.original(leaf))
-            by_leaf[key] = by_leaf[key] + gradient if key in by_leaf else gradient
-        return [by_leaf.get(id(leaf)) for leaf in self.leaves]
-
-    def _check_written(self, roots: list[Any]) -> None:
-        program = Program(roots, unwanted=self.cut.roots)
-        moved = {
-            _core.id(self.roots[i])
-            for i, (memory, before) in self.watched.items()
-            if meta.checksum(memory) != before
-        }
-        uncounted = self.cut.uncounted.union(value for value in moved if value is not None)
-        overwritten.check_leaves(program, uncounted.union(self.cut.written), uncounted)
-
-    def go_back_twice(
-        self, gradients: Sequence[torch.Tensor | None], seconds: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """The gradients of `gradients` and of the leaves, from those of what `go_back` gave."""
-        self._check()
-        if torch.is_grad_enabled():
-            raise KoilaError(
-                "a gradient is differentiated a third time, through a program that was cut for a "
-                "call that cannot be recorded; run it whole: koila.config(chunks=1)"
-            )
-        with surroundings.outside():
-            outputs, leaves = self._whole()
-        # Of tensors of their own: what the gradients were made of is gone through by others.
-        given = [None if g is None else g.detach().requires_grad_() for g in gradients]
-        with torch.enable_grad():
-            first = self._differentiate(outputs, given, leaves, is_graph=True)
-        inputs = [*given, *leaves]
-        second = self._differentiate([first.get(id(leaf)) for leaf in leaves], seconds, inputs)
-        return [second.get(id(one)) for one in inputs]
-
-    def _check(self) -> None:
-        if not self.roots:
-            raise RuntimeError(_AGAIN)
-        self.cut.keep_what_it_reads(self.cut.early)
-
-    def _whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What was handed out of it on the whole batch, and what stands for its leaves there."""
-        outputs, made = self.cut.whole
+    def _whole(
+        self, roots: Sequence[_Root], leaves: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Some of what was handed out on the whole batch, and what stands for leaves there."""
+        outputs, made = self.whole
         return (
-            [outputs[id(root)] for root in self.roots],
-            [made.get(id(leaf), leaf) for leaf in self.leaves],
+            [outputs[id(root.lazy)] for root in roots],
+            [made.get(id(leaf), leaf) for leaf in leaves],
         )
 
     @staticmethod
@@ -308,6 +326,69 @@ class _Part:
         return {id(one): gradient for one, gradient in by_input if gradient is not None}
 
 
+class _Root:
+    """A value that was handed out."""
+
+    def __init__(self, cut: _Cut, value: int, number: torch.Tensor | None) -> None:
+        self.cut = cut
+        self.value = value
+        self.number = number
+        self.lazy: Any = None  # what stands for it, until it went back
+        #: Where x.data was taken of it: its memory, and what it was then.
+        self.watched: tuple[torch.Tensor, tuple[int, int]] | None = None
+        cut.handed.append(weakref.ref(self))
+
+    def is_inner(self) -> bool:
+        """Whether what else was handed out was made of this: what comes through that is no part of
+        the gradient of the tensor."""
+        inner: bool = _core.held(self.lazy, self._is_inner, (), {})
+        return inner
+
+    def _is_inner(self) -> bool:
+        roots = self.cut.roots
+        program, value = Program(list(roots), unwanted=roots), _core.id(self.lazy)
+        return any(
+            program.imports[k].value == value
+            for node in program.nodes.values()
+            if any(program.info(out).requires_grad for out in node.outs)
+            for k in node.imports
+            if k >= 0
+        )
+
+
+class _Group:
+    """Leaves that gradients of the same values go to. Autograd's engine goes on through all leaves
+    of a node, also where no gradient comes: hooks there are called, and a graph that is used up
+    raises. So no value leads to a leaf that it was not made of."""
+
+    def __init__(self, values: Iterable[int], leaves: Sequence[torch.Tensor]) -> None:
+        self.values = frozenset(values)
+        self.leaves = leaves
+        self.n_leaves = len(leaves)
+        self.node: Callable[[], Any] = lambda: None
+
+    def is_reached(self) -> bool:
+        """Whether the engine, which goes through a graph, comes to the leaves."""
+        node = self.node()
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+
+
+class _Pass:
+    """What one pass of autograd's engine has brought to values of a cut, and made of that."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[_Root, torch.Tensor]] = []
+        self.found: dict[_Group, list[torch.Tensor | None]] = {}
+
+    def add(self, group: _Group, gradients: list[torch.Tensor | None]) -> None:
+        """Note gradients of the leaves of a group."""
+        known = self.found.get(group, [None] * len(gradients))
+        self.found[group] = [
+            one if other is None else other if one is None else one + other
+            for one, other in zip(known, gradients, strict=True)
+        ]
+
+
 def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
@@ -325,38 +406,67 @@ class _Same(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradients of a part, which can be differentiated."""
+    """The gradients of leaves, which can be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, part: _Part, n: int, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.part = part
+    def forward(
+        ctx: Any,
+        cut: _Cut,
+        roots: Sequence[_Root],
+        leaves: Sequence[torch.Tensor],
+        is_some: bool,
+        *tensors: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        ctx.cut, ctx.roots, ctx.leaves = cut, roots, leaves
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[:n])
-        return tuple(part.gradients_of(tensors[:n], True))
+        gradients = tensors[: len(roots)]
+        ctx.save_for_backward(*gradients)
+        return tuple(cut.gradients_of(roots, gradients, leaves, True, is_some))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        return None, None, *ctx.part.go_back_twice(ctx.saved_tensors, gradients)
+    def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
+        found = ctx.cut.go_back_twice(ctx.roots, ctx.leaves, ctx.saved_tensors, seconds)
+        return None, None, None, None, *found
 
 
 _state = _State()
 
 
-class _HandedOut(torch.autograd.Function):
-    """The node that stands for the graph of a part."""
+class _Leaves(torch.autograd.Function):
+    """The node before the leaves of a group: it gives a stand-in for each value made of them."""
 
     runs_program = True
 
     @staticmethod
-    def forward(ctx: Any, part: _Part, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.part = part
+    def forward(
+        ctx: Any, cut: _Cut, group: _Group, like: Sequence[torch.Tensor], *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.cut, ctx.group, group.node = cut, group, weakref.ref(ctx)
         ctx.set_materialize_grads(False)
-        numbers, part.numbers = part.numbers, ()
-        return tuple(map(as_new, numbers))
+        return tuple(without_memory(one.shape, one.dtype, one.device) for one in like)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        return None, *ctx.part.go_back(gradients)
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, *ctx.cut.go_back(ctx.group)
+
+
+class _HandedOut(torch.autograd.Function):
+    """The node of a value that was handed out, which takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, root: _Root, *stand_ins: torch.Tensor) -> torch.Tensor:
+        ctx.root, ctx.n = root, len(stand_ins)
+        ctx.set_materialize_grads(False)
+        number, root.number = root.number, None
+        assert number is not None
+        return as_new(number)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        if gradient is not None:
+            passes = ctx.root.cut.passes
+            passes.setdefault(_task(), _Pass()).given.append((ctx.root, gradient))
+        return None, *[gradient] * ctx.n
 
 
 def runs_at_once(func: Callable[..., Any]) -> bool:
@@ -370,7 +480,7 @@ def runs_at_once(func: Callable[..., Any]) -> bool:
 
 
 def _refuse_hook(node: Any, hook: Any) -> None:
-    """A hook of the node that stands for the graph of a part."""
+    """A hook of a node that stands for the graph of a part."""
     raise KoilaError(
         f"{hook!r} cannot be registered on this grad_fn: the program was cut after the call that "
         "made the tensor, and the node stands for all calls before; register it on the tensor "
@@ -379,7 +489,8 @@ def _refuse_hook(node: Any, hook: Any) -> None:
 
 
 for _name in ("register_hook", "register_prehook"):
-    setattr(_HandedOut._backward_cls, _name, _refuse_hook)
+    for _function in (_HandedOut, _Leaves):
+        setattr(_function._backward_cls, _name, _refuse_hook)
 
 
 def call(
@@ -435,17 +546,16 @@ def after_write(kept: list[tuple[_Cut, dict[int, _Copy]]]) -> None:
         cut.keep_what_it_reads(copies)
 
 
-def is_handed_out(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the node of a part, which may go back without a gradient for it."""
-    return isinstance(getattr(tensor.grad_fn, "part", None), _Part)
+def _root_of(tensor: torch.Tensor) -> _Root | None:
+    """What a tensor stands for, where it is one that was handed out."""
+    root = getattr(tensor.grad_fn, "root", None)
+    return root if isinstance(root, _Root) else None
 
 
 def whole_gradient_of(tensor: torch.Tensor) -> Any:
     """The lazy of a part whose gradient is that of a tensor; None: it is the tensor's own."""
-    part: Any = getattr(tensor.grad_fn, "part", None)
-    if not is_handed_out(tensor) or not part.roots or not part.is_inner(tensor.output_nr):
-        return None
-    return part.roots[tensor.output_nr]
+    root = _root_of(tensor)
+    return root.lazy if root is not None and root.lazy is not None and root.is_inner() else None
 
 
 def refuse_inner(tensors: Iterable[Any], what: str) -> None:
@@ -467,9 +577,9 @@ def watch_handed_out(lazy: _core.LazyTensor) -> None:
     if value is not None and tensor is None:
         tensor = _info(_info(value).base).real
     whole = tensor if tensor is None or tensor._base is None else tensor._base
-    if whole is not None and is_handed_out(whole):
-        part: Any = getattr(whole.grad_fn, "part")  # noqa: B009  torch's stubs do not know it
-        part.watched.setdefault(whole.output_nr, (as_new(whole), meta.checksum(whole)))
+    root = _root_of(whole) if whole is not None else None
+    if whole is not None and root is not None and root.watched is None:
+        root.watched = as_new(whole), meta.checksum(whole)
 
 
 def watch(tensor: torch.Tensor) -> None:
@@ -499,7 +609,7 @@ def _cut(func: Any) -> bool:
     reached = _core.reached()
     if reached is None:
         return False
-    numbers = dict(reached[0])
+    numbers = dict(reached)
     sharing: dict[int, list[int]] = defaultdict(list)
     for value in numbers:
         sharing[_info(value).storage].append(value)
@@ -516,14 +626,8 @@ def _cut(func: Any) -> bool:
     if any(number is None for number in roots.values()):
         return False
     cut = _Cut()
-    parts: list[_Part] = []
-    handed: dict[int, torch.Tensor] = {}
-    for values, leaves in _apart(roots, *reached[1:]):
-        parts.append(_Part(cut, [roots[value] for value in values], leaves))
-        hooks.leave_where_given(leaves)
-        with torch.enable_grad(), engine.as_recorded(leaves):
-            tensors = _apply(_HandedOut, parts[-1], *leaves)
-        handed.update(zip(values, tensors, strict=True))
+    made = {value: _Root(cut, value, number) for value, number in roots.items()}
+    handed = _handed_out(cut, made)
     others = {value: numbers[value] for value, whole in wholes.items() if whole not in roots}
     program = Program([]) if len(roots) + len(others) < len(wholes) else None
     for value, whole in wholes.items():
@@ -533,31 +637,38 @@ def _cut(func: Any) -> bool:
     if any(others[value].requires_grad != _info(value).requires_grad for value in others):
         return False
     with steps.cutting():
-        lazies = iter(_core.hand_out(list(handed.items()), list(others.items())))
-    for part in parts:
-        part.roots = tuple(itertools.islice(lazies, part.n_roots))
+        lazies = _core.hand_out(list(handed.items()), list(others.items()))
+    for root, lazy in zip(made.values(), lazies, strict=True):
+        root.lazy = lazy
     n_bytes = sum(tensor.nbytes for tensor in handed.values())
     reports.note_handed_out(func, n_bytes)
-    if parts:
+    if made:
         cut.early = cut.copy_what_it_reads([None], max(_SMALL, n_bytes // _SHARE))
         _state.cuts.add(cut)
     return True
 
 
-def _apart(
-    roots: Iterable[int], leaves: Sequence[tuple[int, torch.Tensor]], groups: Sequence[int]
-) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-    """Values that are made of one another, and the leaves that gradients of them go to. Autograd's
-    engine goes on through all leaves of a node, also where no gradient comes: hooks there are
-    called, and a graph that is used up raises."""
-    values: dict[int, list[int]] = defaultdict(list)
+def _handed_out(cut: _Cut, roots: dict[int, _Root]) -> dict[int, torch.Tensor]:
+    """The tensors of values, on nodes that lead to the leaves that each was made of."""
+    leaves: dict[int, torch.Tensor] = {}
+    made_of: dict[int, list[int]] = defaultdict(list)  # values, by ids of leaves
     for value in roots:
-        values[groups[value]].append(value)
-    read: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-    for value, leaf in reversed(leaves):
-        read[groups[value]].setdefault(id(leaf), leaf)
-    for group, together in values.items():
-        yield together, list(read[group].values())
+        behind = {id(leaf): leaf for leaf in reversed(_core.behind(value))}
+        leaves.update(behind)
+        for leaf in behind:
+            made_of[leaf].append(value)
+    together: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+    for key, values in made_of.items():
+        together[tuple(values)].append(leaves[key])
+    stand_ins: dict[int, list[torch.Tensor]] = {value: [] for value in roots}
+    with torch.enable_grad(), engine.as_recorded(leaves.values()):
+        for behind_of, group in together.items():
+            cut.groups.append(_Group(behind_of, group))
+            like = [roots[value].number for value in behind_of]
+            made = _apply(_Leaves, cut, cut.groups[-1], like, *group)
+            for value, stand_in in zip(behind_of, made, strict=True):
+                stand_ins[value].append(stand_in)
+        return {value: _apply(_HandedOut, root, *stand_ins[value]) for value, root in roots.items()}
 
 
 def _tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:

@@ -340,8 +340,6 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     cut off, where the hook is called."""
     real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
     whole = bridge.whole_gradient_of(real) if real is not None else None
-    if whole is None and real is not None and bridge.is_handed_out(real) and len(args) == 2:
-        args = args[0], hooks.where_given(args[1])
     if whole is None:
         return hooks.register(func, args, kwargs)
     return _core.held(whole, hooks.register, (func, (whole, *args[1:]), kwargs), {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,29 +106,6 @@ def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
             made = hook(gradient)
         gradient = gradient if made is None else made
     return gradient
-
-
-def where_given(hook: Hook) -> Hook:
-    """A hook of a tensor on a node of several: torch calls it also where no gradient comes. Eager,
-    whose tensor is on a node of its own, does not."""
-
-    if getattr(hook, "_is_where_given", False):
-        return hook
-
-    @functools.wraps(hook)
-    def call(gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return None if gradient is None else hook(gradient)
-
-    call._is_where_given = True  # type: ignore[attr-defined]
-    return call
-
-
-def leave_where_given(leaves: Iterable[torch.Tensor]) -> None:
-    """Likewise for the hooks of leaves, to which such a node hands gradients."""
-    for leaf in leaves:
-        registered = leaf._backward_hooks or {}
-        for key, hook in registered.items():
-            registered[key] = where_given(hook)
 
 
 def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:

@@ -842,7 +842,8 @@ def differentiate(
     def take(found: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         return deliver.deliver(found, finish)
 
-    return _held(roots, gradients, is_retained, inputs, take)
+    gets = engine.getters(inputs) if inputs else None
+    return _held(roots, gradients, is_retained, gets, take)
 
 
 def gradients_of(
@@ -850,6 +851,7 @@ def gradients_of(
     gradients: list[torch.Tensor | None],
     is_retained: bool,
     unwanted: tuple[_core.LazyTensor, ...],
+    gets: Callable[[torch.Tensor], bool] | None,
 ) -> Any:
     """Differentiate the roots in chunks.
 
@@ -858,11 +860,12 @@ def gradients_of(
         gradients: of the roots.
         is_retained: whether they can be differentiated again.
         unwanted: lazies of that tape whose numbers nobody is to get.
+        gets: whether a real tensor is to get a gradient; None: all are.
 
     Returns:
         Pairs of a real tensor and its gradient; NotImplemented where the program has to run whole.
     """
-    return _held(roots, gradients, is_retained, None, list, unwanted)
+    return _held(roots, gradients, is_retained, gets, list, unwanted)
 
 
 @surroundings.in_outside
@@ -875,7 +878,7 @@ def _differentiate(
     roots: list[torch.Tensor],
     gradients: list[torch.Tensor | None],
     is_retained: bool,
-    inputs: Sequence[torch.Tensor] | None,
+    gets: Callable[[torch.Tensor], bool] | None,
     take: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], Any],
     unwanted: tuple[_core.LazyTensor, ...] = (),
 ) -> Any:
@@ -912,7 +915,7 @@ def _differentiate(
     for root in roots:
         _core.describe(root)  # what a tensor was changed for has no value: it says so
     _core.forget_left()
-    staged = _stage(roots, False, engine.getters(inputs) if inputs else None, unwanted)
+    staged = _stage(roots, False, gets, unwanted)
     if staged is None:
         return NotImplemented
 

@@ -75,11 +75,9 @@ class _Outdated(_Refusing):
         )
 
 
-def _hung_on(
-    function: Any, number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]
-) -> torch.Tensor:
+def _hung_on(function: Any, number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
     with torch._C._InferenceMode(False), torch.enable_grad():
-        inputs = list({id(leaf): leaf for _, leaf in leaves}.values())
+        inputs = list({id(leaf): leaf for leaf in leaves}.values())
         if not inputs:
             inputs.append(torch.ones((), device="cpu").requires_grad_())
         with engine.as_recorded(inputs):
@@ -91,13 +89,13 @@ def _hung_on(
     return hung
 
 
-def spent(number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+def spent(number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
     """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
     through it again. Whoever keeps that graph keeps none of the memory, as with eager's.
 
     Args:
         number: what is left.
-        leaves: pairs of which the second are the tensors that it was made of.
+        leaves: the tensors that it was made of.
 
     Example:
         >>> import torch
@@ -108,7 +106,7 @@ def spent(number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]) -> t
     return _hung_on(_Spent, number, leaves)
 
 
-def outdated(number: torch.Tensor, leaves: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+def outdated(number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
     """Likewise, with a graph behind it that raises: what it was computed with is another now."""
     return _hung_on(_Outdated, number, leaves)
 

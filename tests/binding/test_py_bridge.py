@@ -28,8 +28,9 @@ def known() -> tuple[Any, torch.Tensor]:
 def test_what_is_reached() -> None:
     h, w = known()
     assert core.can_cut()
-    ((value, number),), ((made, leaf),), groups = core.reached()
-    assert leaf is w and value == made == core.id(h) and groups[made] == made
+    ((value, number),) = core.reached()
+    (leaf,) = core.behind(value)
+    assert leaf is w and value == core.id(h) and not core.is_spent(h)
     torch.testing.assert_close(number, batch() @ w.detach())
 
 
@@ -45,7 +46,7 @@ def test_what_cannot_be_cut() -> None:
 
 def test_handed_out() -> None:
     h, w = known()
-    ((value, number),), *_ = core.reached()
+    ((value, number),) = core.reached()
     given = number.clone().requires_grad_() * 1
     (root,) = core.hand_out([(value, given)], [])
     assert core.real(h) is given and koila.is_lazy(root)
@@ -68,7 +69,7 @@ def test_handed_out() -> None:
 
 def test_another_leaf() -> None:
     h, w = known()
-    ((value, number),), *_ = core.reached()
+    ((value, number),) = core.reached()
     leaf = core.leaves_of(w)[0]
     (root,) = core.hand_out([(value, number)], [])
     with torch.no_grad():
