@@ -517,3 +517,26 @@ def test_collectives_see_them_written(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert_seen(seen_by[1], seen_by[0], "sent", exact_bits=True)
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+class _Doubling:
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return _twice(x)
+
+
+def test_a_scripted_class_finds_the_names_around_it() -> None:
+    """Which torch looks up in the frame that calls script(), counted from its own."""
+    doubling = torch.jit.script(_Doubling)
+    assert doubling().double(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def _plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor(1.0)
+
+
+def test_a_script_calls_what_koila_has_patched() -> None:
+    assert torch.jit.script(_plus_one)(torch.ones(2)).tolist() == [2.0, 2.0]

@@ -47,6 +47,7 @@ GONE = [
     "torch._C._create_graph_by_tracing",
     "torch._C._get_sdp_priority_order",
     "torch._C._jit_get_schemas_for_operator",
+    "torch.jit._builtins._register_builtin",
     "torch.nn.modules.batchnorm._NormBase",
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     "torch.autograd.function._SingleLevelFunction",

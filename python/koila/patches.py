@@ -15,6 +15,7 @@ import torch.fx.experimental.proxy_tensor
 import torch.nn.parallel.distributed
 import torch.utils._device
 import torch.utils.checkpoint
+from torch.jit import _builtins
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -40,6 +41,7 @@ from koila.threads import in_turn
 _undo: list[tuple[Any, str, Any, bool]] = []
 _hooks: list[Any] = []
 _descriptors: list[Any] = []
+_operators: list[Any] = []  # what TorchScript knows by its id: another object must not get that
 
 
 def _holds_lazy(obj: Any) -> bool:
@@ -62,6 +64,11 @@ def _assign(owner: Any, name: str, value: Any) -> None:
 def _replace(owner: Any, name: str, replacement: Any) -> None:
     is_own = name in vars(owner)
     _undo.append((owner, name, vars(owner).get(name), is_own))
+    # TorchScript knows its own operators by the id of what Python calls them by.
+    op = _builtins._find_builtin(getattr(owner, name, None))
+    if op is not None:
+        _operators.append(replacement)
+        _builtins._register_builtin(replacement, op)
     _assign(owner, name, replacement)
 
 

@@ -217,12 +217,17 @@ _READ_OTHERS = ("script", "load_state_dict", "_apply", "_sync_buffers")
 def written_first(original: Callable[..., Any]) -> Callable[..., Any]:
     """`original`, before which the tensors that it reads or writes are written."""
     reads_others = getattr(original, "__name__", "") in _READ_OTHERS
+    # torch.jit.script looks up the names of a class in the frame of its caller, so many frames up.
+    code = getattr(original, "__code__", None)
+    has_frames = code is not None and "_frames_up" in code.co_varnames
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if _n_writes and not _is_own():
             found = set(map(id, _among((args, kwargs))))
             _make([write for write in _writes if reads_others or write.writes(found)])
+        if has_frames:
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
         return original(*args, **kwargs)
 
     return patched
