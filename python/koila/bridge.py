@@ -582,6 +582,14 @@ def watch_handed_out(lazy: _core.LazyTensor) -> None:
         root.watched = as_new(whole), meta.checksum(whole)
 
 
+def is_read(tensor: torch.Tensor) -> bool:
+    """Whether calls wait that read this memory, or parts that have still to go back."""
+    all_roots = [cut.roots for cut in _state.cuts]
+    return bool(_core.leaves_of(tensor)) or any(
+        _core.held(roots[0], _core.leaves_of, (tensor,), {}) for roots in all_roots if roots
+    )
+
+
 def watch(tensor: torch.Tensor) -> None:
     """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
     trace but the numbers."""

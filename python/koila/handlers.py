@@ -28,6 +28,7 @@ from koila import (
     replay,
     reports,
     scans,
+    sharded,
     spent,
     surroundings,
 )
@@ -230,6 +231,7 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     reports.note_backward()
     with reports.Asking("backward()", _HAD_RUN):
         _backward(func, args, kwargs)
+    sharded.let_go()
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

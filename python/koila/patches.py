@@ -32,6 +32,7 @@ from koila import (
     numbers,
     plain,
     reports,
+    sharded,
     surroundings,
     switches,
     unwritten,
@@ -220,6 +221,7 @@ def _patch_grad_modes() -> None:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
                 flush.flush_known("the end of a block without gradients")
+                sharded.let_go()
             return result
 
         _replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -501,11 +503,14 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    sharded.let_go()
     numbers.settle_outdated(is_over=True)
 
 
 def refresh() -> None:
-    """Tell dynamo, once it is there, not to trace lazies: they are recorded instead."""
+    """What waits until a module of torch's is imported: FSDP is patched, and dynamo is told not to
+    trace lazies, which are recorded instead."""
+    sharded.patch(_replace, _holds_lazy)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         classes = getattr(dynamo.config, "nontraceable_tensor_subclasses", None)
@@ -566,3 +571,4 @@ def uninstall() -> None:
         _hooks.pop().remove()
     plain.unwatch_all()
     unwritten.end()
+    sharded.end()

@@ -1,0 +1,365 @@
+"""Training in several processes: what each rank makes lazy runs in chunks of its own number, and
+the processes meet in the same collectives as without koila, or fewer.
+
+All ranks of a case train the same model plainly and then with lazy batches, on rows of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
+import torch.distributed.nn.functional
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import koila
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch renames its functions
+
+DOUBLE = torch.float64
+Lazy = Callable[..., Any]
+Story = Callable[[Lazy, int], list[Tensor]]
+
+
+def lazily(x: Tensor, y: Tensor) -> Any:
+    return koila.lazy(x, y, batch=0)
+
+
+def plainly(x: Tensor, y: Tensor) -> Any:
+    return x, y
+
+
+class Net(nn.Module):
+    """With statistics of a batch, and a layer that is used in every other step if it spares one."""
+
+    def __init__(self, is_sparing: bool = False) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.rare, self.c = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.is_sparing, self.n = is_sparing, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        h = torch.tanh(self.norm(self.a(x)))
+        h = h + torch.relu(self.b(h))
+        return self.c(h if self.is_sparing and self.n % 2 else h + self.rare(h))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(self.norm(x))))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 4)).to(DOUBLE)
+
+
+def rows(generator: torch.Generator, n: int = 17, dtype: torch.dtype = DOUBLE) -> Any:
+    x = torch.randn(n, 6, generator=generator, dtype=DOUBLE).to(dtype)
+    return x, torch.randint(4, (n,), generator=generator)
+
+
+def own_generator(rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 + rank)
+
+
+def _work(rank: int, world: int, folder: str, case: Any) -> None:
+    signal.alarm(50)  # processes that wait for each other
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    code = 0
+    try:
+        case(rank)
+        dist.barrier()
+    except BaseException:
+        code = 1
+        Path(f"{folder}/error{rank}").write_text(traceback.format_exc())
+    os._exit(code)  # threads of a group may wait for the interpreter for ever when it is taken down
+
+
+def in_processes(case: Callable[[int], None], folder: Path, world: int = 2) -> None:
+    """Run `case(rank)` in as many processes, which are in one group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads: torch's, idle
+        children = [_fork(rank, world, str(folder), case) for rank in range(world)]
+    codes = []
+    while children:
+        child, status = os.wait()
+        if child in children:
+            children.remove(child)
+            codes.append(os.waitstatus_to_exitcode(status))
+        if any(codes):  # the others wait for it
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+    errors = "\n".join(path.read_text() for path in sorted(folder.glob("error*")))
+    assert not any(codes), errors or codes
+
+
+def _fork(rank: int, world: int, folder: str, case: Any) -> int:
+    child = os.fork()
+    if child == 0:
+        _work(rank, world, folder, case)
+    return child
+
+
+def assert_same(story: Story, rank: int, chunks: tuple[int, ...], within: float = 1e-10) -> None:
+    """Parameters, statistics and losses are those of plain torch; of ranks each has its number of
+    chunks."""
+    want = story(plainly, rank)
+    with koila.config(chunks=chunks[rank % len(chunks)]):
+        got = story(lazily, rank)
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        scale = max(b.abs().max().item(), 1e-4)  # of a bias before a normalization: nothing
+        assert (a - b).abs().max().item() <= within * scale, i
+
+
+# DistributedDataParallel --------------------------------------------------------------------------
+
+
+def ddp(words: dict[str, Any], n_backwards: int = 1) -> Story:
+    def story(lazy: Lazy, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        m = Net("find_unused_parameters" in words).to(DOUBLE)
+        wrapped = nn.parallel.DistributedDataParallel(m, **words)
+        n_reduced, n_hooks = torch.zeros(()), torch.zeros(())
+
+        def reduce(bucket: Any) -> Any:
+            n_reduced.add_(1)
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+        if not words:  # torch wants no other annotations than its own
+            wrapped.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(lambda _: n_hooks.add_(1) and None)
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+        generator, losses = own_generator(rank), []
+        for _ in range(5):
+            optimizer.zero_grad()
+            for i in range(n_backwards):
+                x, y = lazy(*rows(generator, 17 + 3 * rank))
+                is_last = i == n_backwards - 1
+                with contextlib.nullcontext() if is_last else wrapped.no_sync():
+                    loss = F.cross_entropy(wrapped(x), y)
+                    loss.backward()
+                losses.append(loss.detach().item())
+            optimizer.step()
+        m.eval()
+        with torch.no_grad():
+            x, y = lazy(*rows(generator))
+            losses.append(F.cross_entropy(wrapped(x), y).item())
+        tensors = [t.detach() for t in (*m.parameters(), *m.buffers())]
+        return [*tensors, torch.tensor(losses, dtype=DOUBLE), n_reduced, n_hooks]
+
+    return story
+
+
+DDP = [
+    ({}, 1),
+    ({}, 2),
+    ({"find_unused_parameters": True}, 2),
+    ({"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}, 1),
+    ({"static_graph": True}, 1),
+]
+
+
+def test_ddp(tmp_path: Path) -> None:
+    """Each gradient is reduced once a step, also where ranks run in other numbers of chunks."""
+
+    def case(rank: int) -> None:
+        for words, n_backwards in DDP:
+            assert_same(ddp(words, n_backwards), rank, (3,))
+        assert_same(ddp({}), rank, (1, 7))
+
+    in_processes(case, tmp_path)
+
+
+def test_collectives(tmp_path: Path) -> None:
+    """A loss over the rows of all processes, and a metric that is summed over them."""
+
+    def story(lazy: Lazy, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        m = nn.parallel.DistributedDataParallel(Net().to(DOUBLE))
+        x, y = lazy(*rows(own_generator(rank)))
+        h = m(x)
+        everybodys = torch.cat(list(torch.distributed.nn.functional.all_gather(h)))
+        pairs = h @ everybodys.T
+        loss = pairs.logsumexp(1).mean() + F.cross_entropy(h, y)
+        shown = loss.detach()
+        dist.all_reduce(shown)
+        loss.backward()
+        return [shown.clone(), *(p.grad for p in m.parameters() if p.grad is not None)]
+
+    in_processes(lambda rank: assert_same(story, rank, (3,)), tmp_path)
+
+
+# fully_shard --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Counts how often torch gathers parameters and reduces gradients."""
+    made = dict.fromkeys(("foreach_all_gather", "foreach_reduce"), 0)
+    before = {name: getattr(groups, name) for name in made}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made[name] += 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in made:
+        setattr(groups, name, counting(name))
+    yield made
+    for name in made:
+        setattr(groups, name, before[name])
+
+
+def sharded(policy: MixedPrecisionPolicy | None = None, **words: Any) -> Any:
+    m: Any = blocks()
+    if policy is not None:
+        m, words["mp_policy"] = m.float(), policy
+    for block in m[1:3]:
+        fully_shard(block, **words)
+    return fully_shard(m, **words)
+
+
+def n_bytes_gathered(m: Any) -> int:
+    states = [module._get_fsdp_state() for module in (m, m[1], m[2])]
+    parameters = [p for s in states for g in s._fsdp_param_groups for p in g.fsdp_params]
+    return sum(p._unsharded_param.untyped_storage().nbytes() for p in parameters)
+
+
+def fsdp(made: dict[str, int], n_chunks: int = 1, **words: Any) -> Story:
+    """Steps with a batch each, and with one batch of which each chunk has a backward of its own."""
+
+    def story(lazy: Lazy, rank: int) -> list[Tensor]:
+        m = sharded(**words)
+        dtype = next(m.parameters()).dtype
+        # AdamW steps by the sign of a gradient, which rounding may turn where it is tiny.
+        kind = torch.optim.AdamW if dtype == DOUBLE else torch.optim.SGD
+        optimizer = kind(m.parameters(), lr=0.01)
+        generator, losses = own_generator(rank), []
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = lazy(*rows(generator, 18, dtype))
+            for a, b in zip(x.chunk(n_chunks), y.chunk(n_chunks), strict=True):
+                made.update(dict.fromkeys(made, 0) if not step else {})
+                loss = F.cross_entropy(m(a).to(dtype), b) / n_chunks
+                if step == 1:
+                    losses.append(loss.item())  # before its backward
+                loss.backward()
+                losses.append(loss.detach().item())
+            assert n_bytes_gathered(m) == 0
+            optimizer.step()
+        parameters = [p.detach().full_tensor() for p in m.parameters()]
+        with torch.no_grad():
+            x, y = lazy(*rows(generator, 18, dtype))
+            losses.append(F.cross_entropy(m(x), y).item())
+        return [*parameters, torch.tensor(losses, dtype=DOUBLE)]
+
+    return story
+
+
+def test_fully_shard(tmp_path: Path) -> None:
+    """Parameters are gathered once for a forward, and nothing stays gathered; ranks need not agree
+    on a number of chunks."""
+
+    def case(rank: int) -> None:
+        with counted() as made:
+            by_hand = fsdp(made, n_chunks=3)
+            by_hand(plainly, rank)
+            of_loop = dict(made)
+            for words in ({}, {"reshard_after_forward": False}):
+                assert_same(fsdp(made, **words), rank, (3,))
+                assert koila.report().n_chunks == 3
+                assert made["foreach_all_gather"] <= of_loop["foreach_all_gather"]
+                assert made["foreach_reduce"] <= of_loop["foreach_reduce"]
+            assert_same(fsdp(made), rank, (1, 3))
+
+    in_processes(case, tmp_path)
+
+
+def test_fully_shard_in_half_precision(tmp_path: Path) -> None:
+    """On four ranks: bit for bit where it runs whole, else within the rounding of bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def case(rank: int) -> None:
+        with counted() as made:
+            assert_same(fsdp(made, policy=policy), rank, (1,), within=0)
+            assert_same(fsdp(made, policy=policy), rank, (3,), within=0.02)
+
+    in_processes(case, tmp_path, world=4)
+
+
+def test_fully_shard_twice_before_a_backward(tmp_path: Path) -> None:
+    """Two forwards of one model, and a backward of each: what the second reads stays gathered. The
+    state of the model is taken between forward and backward."""
+
+    def story(lazy: Lazy, rank: int) -> list[Tensor]:
+        m, generator = sharded(), own_generator(rank)
+        losses = []
+        for _ in range(2):
+            x, y = lazy(*rows(generator))
+            losses.append(F.cross_entropy(m(x), y))
+        state = [t.full_tensor().clone() for t in m.state_dict().values()]
+        for loss in losses:
+            loss.backward()
+        gradients = [p.grad.full_tensor() for p in m.parameters()]
+        return [*gradients, *state, *(loss.detach() + 0 for loss in losses)]
+
+    in_processes(lambda rank: assert_same(story, rank, (3,)), tmp_path)
+
+
+def test_the_older_fsdp_is_refused(tmp_path: Path) -> None:
+    def case(rank: int) -> None:
+        m = FullyShardedDataParallel(blocks(), device_id=torch.device("cpu"))
+        x, _ = koila.lazy(*rows(own_generator(rank)))
+        with pytest.raises(
+            koila.KoilaError, match=r"FullyShardedDataParallel \(.*test_proc.*:\d+\)"
+        ):
+            m(x)
+
+    in_processes(case, tmp_path)
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Layers that are split over processes run whole, where they stand."""
+
+    def story(lazy: Lazy, rank: int) -> list[Tensor]:
+        m = blocks()
+        plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
+        parallelize_module(m[1], init_device_mesh("cpu", (2,)), plan)
+        x, y = lazy(*rows(own_generator(0)))
+        loss = F.cross_entropy(m(x), y)
+        loss.backward()
+        found: list[Any] = [p.grad for p in m.parameters()]
+        return [loss.detach() + 0, *(getattr(g, "full_tensor", lambda g=g: g)() for g in found)]
+
+    in_processes(lambda rank: assert_same(story, rank, (3,)), tmp_path)
