@@ -37,8 +37,8 @@ def test_labels_are_a_stage_of_their_own() -> None:
     x, y = batch()
     weights = torch.rand(5)
     text = koila.explain(F.cross_entropy(nn.Linear(6, 5)(x), y, weights, ignore_index=2), full=True)
-    assert "part 1, in chunks of 11 samples: 1 forward\n" in text
-    assert "part 2, in chunks of 11 samples: 1 forward, 1 backward" in text
+    assert "part 1, in chunks over 11 samples: 1 forward\n" in text
+    assert "part 2, in chunks over 11 samples: 1 forward, 1 backward" in text
 
 
 def test_a_joint_has_its_reason_and_the_users_line() -> None:

@@ -368,7 +368,7 @@ def test_a_linear_end_costs_no_pass(end: Callable[[Tensor, Tensor], Tensor]) -> 
     x, y = koila.lazy(torch.randn(N_ROWS, 6).double(), torch.randint(5, (N_ROWS,)), batch=0)
     with koila.config(chunks=3):
         text = koila.explain(step(network(False, False), x, y), full=True)
-    assert f"in chunks of {N_ROWS} samples: 1 forward, 1 backward" in text
+    assert f"in chunks over {N_ROWS} samples: 1 forward, 1 backward" in text
     assert_same_story(told(differentiated, False, True, True), 3)
 
 
@@ -382,7 +382,7 @@ def test_several_last_bodies_run_once() -> None:
         parts = zip(x.split(size), y.split(size), strict=True)
         loss = torch.stack([F.cross_entropy(model(a), b) for a, b in parts]).sum()
         lines = koila.explain(loss, full=True).splitlines()
-        return [line for line in lines if "in chunks of" in line and "backward" in line]
+        return [line for line in lines if "in chunks over" in line and "backward" in line]
 
     with koila.config(chunks=3):
         few, many = passes(8), passes(1)

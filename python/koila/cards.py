@@ -21,11 +21,12 @@ _STYLE = """
 .koila-card h4 {margin: 0 0 .3em; font-size: 13px; opacity: .7}
 .koila-card p {margin: .15em 0}
 .koila-card p:first-of-type {font-weight: 600}
-.koila-card table {border-collapse: collapse; margin: .5em 0; width: 100%}
+.koila-card table {border-collapse: collapse; margin: .5em 0; width: 100%; font-size: inherit}
 .koila-card th, .koila-card td {text-align: left; padding: .1em .8em .1em 0; border: 0;
-  background: none; color: inherit}
+  background: none; color: inherit; font-size: inherit}
 .koila-card th {font-weight: 600; opacity: .7}
-.koila-card td.n {text-align: right; white-space: nowrap}
+.koila-card td {white-space: nowrap}
+.koila-card td.n {text-align: right}
 .koila-card td.bar {width: 30%}
 .koila-card i {display: block; height: .8em; border-radius: 2px; background: #4c8dd6}
 .koila-card i.whole {background: #d9822b}

@@ -278,7 +278,7 @@ def _head(program: Program, passes: Mapping[int, _Passes], run: Run, position: i
         return f"part {position}, on the whole batch: once"
     rows, of = program.axes[run.axis], passes[run.index]
     part = f", segment {run.segment + 1} of {of.n_segments}" if of.n_segments > 1 else ""
-    return f"part {position}, in chunks of {rows} samples{part}: {of}"
+    return f"part {position}, in chunks over {rows} samples{part}: {of}"
 
 
 def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:

@@ -38,6 +38,7 @@ _SHOWS_FRAMES = os.environ.get("KOILA_FRAMES", "") not in ("", "0")
 #: A step that never ends keeps its last programs.
 MOST_PROGRAMS = 1000
 _MOST_LISTED = 5
+_MOST_STAGES = 10
 _MOST_PRINTED = 12
 _DUNDER = re.compile(r"^__(\w+)__$")
 _N_WATCHED = 4  # parameters of each group
@@ -152,7 +153,9 @@ class ProgramReport:
         yield f"{self.what} at {self.line}: {self._summary()}"
         if self.bytes_predicted is not None and self.bytes_allowed is not None:
             yield f"    {self.memory()}"
-        yield from (f"    {stage}" for stage in self.stages)
+        yield from (f"    {stage}" for stage in self.stages[:_MOST_STAGES])
+        if len(self.stages) > _MOST_STAGES:
+            yield f"    and {count(len(self.stages) - _MOST_STAGES, 'more part')}"
         yield from (f"    whole: {entry}" for entry in self.whole[:_MOST_LISTED])
         if len(self.whole) > _MOST_LISTED:
             yield f"    whole: {count(len(self.whole) - _MOST_LISTED, 'call')} more"
