@@ -108,6 +108,16 @@ def test_how_it_ends(folder: Path) -> None:
         assert "python -m koila: error:" in asked.stderr
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_of_several_processes_tells(folder: Path, rank: str) -> None:
+    """torchrun numbers its processes: all run in chunks, and the first says so."""
+    words = ("-m", "koila", "--chunks", "3", "--report", "report.json", "train.py")
+    ended = run(folder, *words, RANK=rank)
+    assert ended.returncode == 0
+    assert ended.stdout
+    assert ("koila:" in ended.stderr) == (folder / "report.json").exists() == (rank == "0")
+
+
 def test_a_script_without_a_loader_is_told_so(folder: Path) -> None:
     (folder / "other.py").write_text("import torch; print(torch.ones(3).sum().item())")
     ran = run(folder, "-m", "koila", "other.py")

@@ -7,6 +7,7 @@ At the end koila says what it did, in ten lines at most.
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 import traceback
@@ -90,10 +91,11 @@ def main(words: list[str] | None = None) -> int:
             error = error.with_traceback(_without_launcher(error.__traceback__))
             traceback.print_exception(error)
             status = 130 if isinstance(error, KeyboardInterrupt) else 1
-    lines = summary.lines()
-    print(*(f"koila: {line}" for line in lines), sep="\n", file=sys.stderr)
-    if args.report is not None:
-        launch.write(summary, args.report)
+    if os.environ.get("RANK", "0") == "0":  # of the processes of a torchrun the first tells it
+        lines = summary.lines()
+        print(*(f"koila: {line}" for line in lines), sep="\n", file=sys.stderr)
+        if args.report is not None:
+            launch.write(summary, args.report)
     if isinstance(status, str):
         print(status, file=sys.stderr)
         status = 1
