@@ -32,6 +32,7 @@ class Settings(NamedTuple):
 
     chunks: int | None = None
     memory_limit: int | None = None
+    progress: bool | None = None
 
     def written(self) -> str:
         """As a call of config() that sets just this."""
@@ -146,6 +147,11 @@ def get(name: str) -> int | None:
     return value
 
 
+def shows_progress() -> bool:
+    """Whether what runs in chunks for long shows a progress bar."""
+    return bool(settings().progress)
+
+
 def _check_together(before: Settings, after: Settings) -> None:
     if after.chunks is None or after.memory_limit is None:
         return
@@ -175,6 +181,7 @@ def config(
     *,
     chunks: int | None = _UNCHANGED,
     memory_limit: int | float | str | None = _UNCHANGED,
+    progress: bool | None = _UNCHANGED,
 ) -> _Config:
     """Change settings, for the process, or (in a `with` statement) for a block.
 
@@ -190,6 +197,8 @@ def config(
             has free. On the CPU, where no allocator counts, tensors are found by their Python
             objects: what only an autograd graph or C++ holds is not among them, nor are mapped
             files. The environment variable KOILA_MEMORY_LIMIT says what holds from the start.
+        progress: show a progress bar for what runs in chunks for more than three seconds: tqdm's
+            where it is installed, else a line on stderr.
 
     Raises:
         TypeError, ValueError: a value that is none, or both settings: one replaces the other where
@@ -207,6 +216,10 @@ def config(
         after = after._replace(chunks=_check_chunks(chunks))
     if memory_limit is not _UNCHANGED:
         after = after._replace(memory_limit=parse_bytes(memory_limit))
+    if progress is not _UNCHANGED:
+        if progress is not None and not isinstance(progress, bool):
+            raise TypeError(f"config: progress must be True, False or None, not {progress!r}")
+        after = after._replace(progress=progress)
     _check_together(before, after)
     block = _block.get()
     made = _Config(block, after)

@@ -33,6 +33,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chunks", type=int, metavar="N", help="run in exactly N chunks")
     parser.add_argument(
+        "--progress",
+        action="store_true",
+        help="show a progress bar for what runs in chunks for long",
+    )
+    parser.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
@@ -55,6 +60,8 @@ def configure(args: argparse.Namespace) -> None:
         config(chunks=args.chunks, memory_limit=None)
     if args.memory_limit is not None:
         config(chunks=None, memory_limit=args.memory_limit)
+    if args.progress:
+        config(progress=True)
 
 
 def _is_of_koila() -> bool:

@@ -31,6 +31,7 @@ from koila import (
     norms,
     overwritten,
     plan,
+    progress,
     reductions,
     reports,
     spent,
@@ -87,6 +88,7 @@ class Replay:
         self.draws = draws.Draws(program, self.grids)
         self.waiting: dict[int, list[waiting.Chunk]] = {}  # by run, the graphs of its chunks
         self.lights: dict[int, Light] = {}  # of values that are emptied
+        self.bar: progress.Bar | None = None
         self.filled: set[int] = set()  # of these, those of which a chunk is there
 
     @functools.cached_property
@@ -231,6 +233,8 @@ class Replay:
         for value, tensor in (again or {}).items():
             env[value] = tensor
         imports = self.given_to(run, chunk, is_graph, stand_ins)
+        if self.bar is not None and run.is_body:
+            self.bar.tick()
         if not run.is_body:
             self._combine(run, env, is_graph, stand_ins)
         bounds = self.grid_of(run)[chunk] if run.is_body else None
@@ -619,11 +623,16 @@ class Replay:
 
     def _go(self) -> None:
         self.draws.prepare()
+        if config.shows_progress():
+            n_chunks = max(map(len, self.grids.values()), default=1)
+            self.bar = progress.Bar(progress.n_ticks(self.steps, n_chunks))
         try:
             for step in self.steps:
                 self._DO[step.op](self, step)
                 self.reads.clear()
         finally:
+            if self.bar is not None:
+                self.bar.close()
             self.fresh.clear()  # whoever is in it has it too: they would keep each other
 
     def differentiate(
