@@ -2,75 +2,47 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import nbformat
 import pytest
-import torch
 from nbclient import NotebookClient
 
-import koila
-from koila import reports
-from koila.summary import Summary
+import example_scripts
+from example_scripts import FOLDER
 
-FOLDER = Path(__file__).parent.parent / "examples"
 PAGE = FOLDER.parent / "docs/examples.md"
-#: How each script is made small.
-SMALL = {
-    "contrastive": "--batch-size 14",
-    "distillation": "--batch-size 14",
-    "gan": "--batch-size 14",
-    "image_classifier": "--batch-size 14",
-    "language_model": "--batch-size 7 --length 12",
-    "lstm": "--batch-size 10 --words 50",
-}
 
 
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    """With no limit that a script sets left behind."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-    koila.config(chunks=None, memory_limit=None)
-
-
-def imported(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_each_script_is_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == SMALL.keys()
-
-
-def test_the_page_lists_them() -> None:
+def test_each_is_tested_and_listed() -> None:
+    """The scripts that need more than torch are tested by tests/zoo/test_examples.py."""
+    scripts = {path.stem for path in FOLDER.glob("*.py")}
+    assert scripts == example_scripts.OF_TORCH.keys() | example_scripts.OF_THE_ZOO.keys()
     listed = re.findall(r"^\| `(\w+\.\w+)` \|", PAGE.read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.*"))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", example_scripts.OF_TORCH)
 def test_equals_plain_torch(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last loss of three steps, on which the gradients of all before it tell."""
-    main = imported(name).main
-    argv = ["--steps", "3", "--memory-limit", "", *SMALL[name].split()]
-    with koila.off():
-        want = main(argv)
-    capsys.readouterr()
-    summary = Summary()
-    with reports.observed_by(summary), koila.config(chunks=3):
-        got = main(argv)
-    assert summary.most_chunks == 3
-    assert summary.n_failed == 0
-    assert got == pytest.approx(want, rel=1e-9, abs=0)
+    """And what it prints in the end says what was done."""
+    example_scripts.assert_equals_plain_torch(name, example_scripts.OF_TORCH[name])
     assert "in 3 chunks of" in capsys.readouterr().out
+
+
+def test_the_limits_that_they_have_make_chunks() -> None:
+    """As their users run them: in float32, in a process that has no other tensors."""
+    script = f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n"
+    for name in example_scripts.OF_TORCH:
+        script += f"import {name}; print({name!r}); {name}.main(['--steps', '2'])\n"
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = re.split(rf"^({'|'.join(example_scripts.OF_TORCH)})$", ran.stdout, flags=re.MULTILINE)
+    printed = dict(zip(said[1::2], said[2::2], strict=True))
+    assert printed.keys() == example_scripts.OF_TORCH.keys()
+    assert [name for name, text in printed.items() if "chunks of" not in text] == []
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
