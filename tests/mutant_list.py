@@ -417,8 +417,8 @@ MUTANTS = [
     Mutant(
         "bridge: eager's error about what was written is not raised",
         "python/koila/bridge.py",
-        "        if self.cut.written or self.watched:\n",
-        "        if self.cut.written is None:\n",
+        "        if self.written or any(root.watched for root in roots):\n",
+        "        if self.written is None:\n",
         BRIDGE,
     ),
     Mutant(
@@ -445,17 +445,15 @@ MUTANTS = [
     Mutant(
         "bridge: a second gradient goes through the first's graph",
         "python/koila/bridge.py",
-        "given = [None if g is None else g.detach().requires_grad_() for g in gradients]",
-        "given = [None if g is None else g * 1 for g in gradients]",
+        "given = [gradient.detach().requires_grad_() for gradient in gradients]",
+        "given = [gradient * 1 for gradient in gradients]",
         BRIDGE,
     ),
     Mutant(
-        "bridge: every part that was cut off is on one node",
+        "bridge: every value that is handed out leads to all leaves",
         "python/koila/bridge.py",
-        "    for group, together in values.items():\n"
-        "        yield together, list(read[group].values())",
-        "    every = {i: leaf for group in values for i, leaf in read[group].items()}\n"
-        "    yield [value for group in values.values() for value in group], list(every.values())",
+        "            made_of[leaf].append(value)\n",
+        "            made_of[leaf] = list(roots)\n",
         BRIDGE,
     ),
     Mutant(
