@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import koila
+
 ROOT = Path(__file__).parent.parent
 
 # Of processor time, whoever else uses the cores. It takes some 25; a minute would be a mistake.
@@ -115,3 +117,19 @@ def test_wheel_works_when_installed(wheel: Path, tmp_path: Path) -> None:
         text=True,
     )
     assert Path(result.stdout.strip()).parent == tmp_path / "koila"
+
+
+def test_beside_the_older_koila_it_is_not_imported(tmp_path: Path) -> None:
+    """Both are imported by one name, and lie in one folder: files of one replace the other's."""
+    folder = Path(koila.__file__).parent
+    shutil.copytree(folder, tmp_path / "koila", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "koila" / "prepasses.py").touch()
+    ran = subprocess.run(
+        [sys.executable, "-c", "import koila"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert ran.returncode != 0
+    assert "ImportError" in ran.stderr and "pip uninstall koila koila-c" in ran.stderr

@@ -3,7 +3,7 @@
 from koila import versions
 
 with versions.told():
-    from koila import budget, functions, patches
+    from koila import alone, budget, functions, patches
     from koila._core import LazyTensor
     from koila.config import config, read_environment
     from koila.errors import KoilaError, MemoryLimitError, StaleError
@@ -14,6 +14,7 @@ with versions.told():
     from koila.reports import Report, report
     from koila.verify import verify
 
+    alone.check(__file__)
     versions.check()
     read_environment()
     budget.keep_fewer_kernels()

@@ -39,8 +39,8 @@ class LargestBatch:
             return f"{n} rows" + (" and more" if n == self.most else "")
 
         return (
-            f"with {size(self.bytes_allowed)}: {rows(self.whole)} whole, {rows(self.in_chunks)} in "
-            f"{plan.FEW_CHUNKS} chunks at most"
+            f"with {size(self.bytes_allowed)} left for it: {rows(self.whole)} whole, "
+            f"{rows(self.in_chunks)} in {plan.FEW_CHUNKS} chunks at most"
         )
 
     __repr__ = __str__
