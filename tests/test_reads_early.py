@@ -218,5 +218,5 @@ def test_what_draws_by_chunks_keeps_its_chunks(monkeypatch: pytest.MonkeyPatch) 
     report = koila.report()
     assert report is not None
     assert [ran.n_chunks for ran in report.programs] == [2, 2]
-    with pytest.raises(koila.MemoryLimitError, match="128 rows at a time"):
+    with pytest.raises(koila.MemoryLimitError, match="128 samples at a time"):
         early(2**17)
