@@ -206,7 +206,7 @@ def says(error: BaseException) -> str:
 
 def whole(report: Any) -> list[str]:
     """What a report says ran whole."""
-    return [line.strip()[:160] for line in str(report).splitlines() if "whole" in line][:5]
+    return [line.strip()[:160] for line in str(report).splitlines() if "whole:" in line][:5]
 
 
 def attempt(line: dict[str, Any], run: Callable[[], None]) -> None:
