@@ -29,7 +29,7 @@ MODELS = ("GPT", "BatchNorm", "contrastive")
 
 
 class Checkpointed(nn.Module):
-    """A layer whose inner values are made again in backward."""
+    """A layer whose activations torch recomputes in backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ def test_calls_are_under_the_names_of_their_modules() -> None:
 
 
 def test_two_models_are_told_apart() -> None:
-    """And what reads no parameter and is in no module is told by its line."""
+    """Where a program reads several models, the name of a layer begins with its model's class."""
     first, second = Images(), nn.Linear(50, 3)
     loss = second(first(koila.lazy(torch.randn(7, 3, 8, 8)))).exp().sum()
     names = [layer.name for layer in layers.of(Program([loss]))]

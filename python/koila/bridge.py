@@ -272,9 +272,13 @@ class _Cut:
 
     @functools.cached_property
     def whole(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """What was handed out, on a graph of its own that nobody else goes through, of the whole
-        batch; and what stands for the leaves there, as these may be on graphs that share leaves.
-        By ids."""
+        """Run the part on the whole batch, with an autograd graph that no other tensor shares.
+
+        Returns:
+            What was handed out, by the ids of the lazies; and the tensors that stand for the leaves
+            in that graph, by the ids of the leaves: the leaves themselves may have graphs that
+            other backwards go through.
+        """
         made: dict[int, torch.Tensor] = {}
 
         def stand_in(leaf: torch.Tensor) -> torch.Tensor:
@@ -291,7 +295,7 @@ class _Cut:
     def _whole(
         self, roots: Sequence[_Root], leaves: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Some of what was handed out on the whole batch, and what stands for leaves there."""
+        """From `whole`: the tensors of some values, and those that stand for some leaves."""
         outputs, made = self.whole
         return (
             [outputs[id(root.lazy)] for root in roots],

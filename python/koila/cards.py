@@ -5,8 +5,7 @@ from __future__ import annotations
 import html as escaping
 from collections.abc import Iterable, Sequence
 
-from koila.layers import Layer
-from koila.words import size
+from koila.layers import HEADS, Layer, cells
 
 _MOST_LAYERS = 20
 _MOST_LINES = 60
@@ -45,29 +44,22 @@ def _shown(text: str) -> str:
 
 
 def _table(layers: Sequence[Layer]) -> list[str]:
-    kept = sorted((one for one in layers if one.n_bytes), key=lambda one: -one.n_bytes)
-    if not kept:
+    rows, left_out = cells(layers, _MOST_LAYERS)
+    if not rows:
         return []
-    most, total = kept[0].n_bytes, sum(one.n_bytes for one in kept)
-    made = [
-        "<table><tr><th>layer</th><th>kept a sample</th><th>whole batch</th><th>share</th>"
-        "<th>runs</th><th></th></tr>"
-    ]
-    for one in kept[:_MOST_LAYERS]:
-        name = f"{one.name} ({one.kind})" if one.kind else one.name
-        kind = " class=whole" if one.is_whole else ""
+    heads = "".join(f"<th>{head}</th>" for head in (*HEADS, ""))
+    made = [f"<table><tr>{heads}</tr>"]
+    most = rows[0][0].n_bytes
+    for layer, (name, per_sample, whole, share, runs) in rows:
+        kind = " class=whole" if layer.is_whole else ""
         made.append(
-            f"<tr><td>{_shown(name)}</td><td class=n>{size(one.per_sample)}</td>"
-            f"<td class=n>{size(one.n_bytes)}</td>"
-            f"<td class=n>{100 * one.n_bytes / total:.0f} %</td>"
-            f"<td>{'with the whole batch' if one.is_whole else 'in chunks'}</td>"
-            f"<td class=bar><i{kind} style='width:{100 * one.n_bytes / most:.0f}%'></i></td>"
+            f"<tr><td>{_shown(name)}</td><td class=n>{per_sample}</td><td class=n>{whole}</td>"
+            f"<td class=n>{share}</td><td>{runs}</td>"
+            f"<td class=bar><i{kind} style='width:{100 * layer.n_bytes / most:.0f}%'></i></td>"
             "</tr>"
         )
     made.append("</table>")
-    if len(kept) > _MOST_LAYERS:
-        made.append(f"<p>{len(kept) - _MOST_LAYERS} more layers</p>")
-    return made
+    return [*made, f"<p>{left_out}</p>"] if left_out else made
 
 
 def html(

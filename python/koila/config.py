@@ -147,11 +147,6 @@ def get(name: str) -> int | None:
     return value
 
 
-def shows_progress() -> bool:
-    """Whether what runs in chunks for long shows a progress bar."""
-    return bool(settings().progress)
-
-
 def _check_together(before: Settings, after: Settings) -> None:
     if after.chunks is None or after.memory_limit is None:
         return

@@ -337,7 +337,7 @@ def _n_bytes(program: Program, steps: Iterable[Step], but: Iterable[Step] = ()) 
 
 
 def kept_in_words(program: Program, steps: Sequence[Step]) -> str:
-    """How much of what one pass leaves for another is kept; empty: none, or nothing is left."""
+    """Say how many bytes one pass over the chunks keeps for a later one; empty: none."""
     is_graph = any(step.op == Op.BACK for step in steps)
     crossing = _offloaded(program.schedule(is_graph, Way(1, 1, True)))
     others = [step for step in steps if step.op in (Op.AGAIN, Op.EMPTY)] + _offloaded(steps)

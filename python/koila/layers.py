@@ -233,21 +233,27 @@ def of(program: Program) -> tuple[Layer, ...]:
     return tuple(found)
 
 
-def name_of(program: Program, node_id: int) -> str:
-    """The layer that a call belongs to; empty: it is in no module."""
-    modules, places = _places(program)
-    owner = next((place.owner for place in places if place.node.id == node_id), None)
-    return modules.name(owner) if owner is not None else ""
+class Names:
+    """The layers of a program's calls by name, for a message that names several."""
 
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        modules, places = _places(program)
+        owners = {place.node.id: place.owner for place in places}
+        self._names = {i: modules.name(o) for i, o in owners.items() if o is not None}
 
-def name_of_value(program: Program, value: int) -> str:
-    """What made a value: "the output of layer 'encoder.0' (conv2d, model.py:40)"."""
-    node = program.node_of(_source(program, value))
-    if node is None:
-        return "an input"
-    layer = name_of(program, node.id)
-    of = f"the output of layer {layer!r}" if layer else "the result"
-    return f"{of} ({name_of_node(node)}, {where_of_node(node)})"
+    def of_call(self, node_id: int) -> str:
+        """The layer that a call belongs to; empty: it is in no module."""
+        return self._names.get(node_id, "")
+
+    def of_value(self, value: int) -> str:
+        """A value by what made it: "the output of layer 'encoder.0' (conv2d, model.py:40)"."""
+        node = self._program.node_of(_source(self._program, value))
+        if node is None:
+            return "an input"
+        layer = self.of_call(node.id)
+        made = f"the output of layer {layer!r}" if layer else "the result"
+        return f"{made} ({name_of_node(node)}, {where_of_node(node)})"
 
 
 def name_of_parameter(parameter: torch.Tensor) -> str:
@@ -260,27 +266,50 @@ def name_of_parameter(parameter: torch.Tensor) -> str:
     return f"a parameter of shape {list(parameter.shape)}"
 
 
-def table(layers: tuple[Layer, ...], most: int = 10) -> list[str]:
-    """A table as lines: the layers that keep most for backward, the largest first."""
-    total = sum(layer.n_bytes for layer in layers)
+def cells(layers: Iterable[Layer], most: int) -> tuple[list[tuple[Layer, tuple[str, ...]]], str]:
+    """The table of the layers that keep most for backward, the largest first.
+
+    Args:
+        layers: those of a program.
+        most: how many rows it has at most.
+
+    Returns:
+        Each layer with the texts of its row, in the order of `HEADS`; and what is left out, as
+        "3 more layers with 1.0 MiB": empty where nothing is.
+    """
     kept = sorted((one for one in layers if one.n_bytes), key=lambda one: -one.n_bytes)
-    rows = [("layer", "kept a sample", "whole batch", "share", "runs")]
-    rows += [
+    total = sum(one.n_bytes for one in kept)
+    rows: list[tuple[Layer, tuple[str, ...]]] = [
         (
-            f"{one.name} ({one.kind})" if one.kind else one.name,
-            size(one.per_sample),
-            size(one.n_bytes),
-            f"{100 * one.n_bytes / total:.0f} %",
-            "with the whole batch" if one.is_whole else "in chunks",
+            one,
+            (
+                f"{one.name} ({one.kind})" if one.kind else one.name,
+                size(one.per_sample),
+                size(one.n_bytes),
+                f"{100 * one.n_bytes / total:.0f} %",
+                "with the whole batch" if one.is_whole else "in chunks",
+            ),
         )
         for one in kept[:most]
     ]
+    rest = sum(one.n_bytes for one in kept[most:])
+    left_out = f"{count(len(kept) - most, 'more layer')} with {size(rest)}" if rest else ""
+    return rows, left_out
+
+
+#: Of the columns of `cells`.
+HEADS = ("layer", "kept a sample", "whole batch", "share", "runs")
+
+
+def table(layers: Iterable[Layer], most: int = 10) -> list[str]:
+    """The table of `cells` as lines; none where nothing is kept."""
+    found, left_out = cells(layers, most)
+    if not found:
+        return []
+    rows = [HEADS, *(row for _, row in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = [
         "  ".join((row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]))
         for row in rows
     ]
-    if len(kept) > most:
-        rest = sum(one.n_bytes for one in kept[most:])
-        lines.append(f"{count(len(kept) - most, 'more layer')} with {size(rest)}")
-    return lines if kept else []
+    return [*lines, left_out] if left_out else lines

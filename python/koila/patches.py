@@ -65,7 +65,7 @@ def _assign(owner: Any, name: str, value: Any) -> None:
 def _replace(owner: Any, name: str, replacement: Any) -> None:
     is_own = name in vars(owner)
     _undo.append((owner, name, vars(owner).get(name), is_own))
-    # TorchScript knows its own operators by the id of what Python calls them by.
+    # TorchScript looks up the operator of a Python function by the function's id().
     op = _builtins._find_builtin(getattr(owner, name, None))
     if op is not None:
         _operators.append(replacement)
@@ -508,8 +508,8 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def refresh() -> None:
-    """What waits until a module of torch's is imported: FSDP is patched, and dynamo is told not to
-    trace lazies, which are recorded instead."""
+    """Patch FSDP, and tell dynamo not to trace lazies, as soon as the script has imported these
+    modules of torch's."""
     sharded.patch(_replace, _holds_lazy)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:

@@ -256,7 +256,8 @@ class Needs:
         """What is raised: the call that needs most, and why."""
         detail = _core.node(self.node)
         name = detail[1] or getattr(detail[0], "__name__", "a call")
-        layer = layers.name_of(program, self.node)
+        names = layers.Names(program)
+        layer = names.of_call(self.node)
         of_layer = f" of layer {layer!r}" if layer else ""
         is_one = self.rows == 1
         at_a_time = (
@@ -264,7 +265,7 @@ class Needs:
         )
         needed, left = self.n_bytes, max(self.allowed, 0.0)
         ran_out = "" if needed > left else ", yet memory ran out"
-        fixed = _held_whole(program, needed, self.fixed)
+        fixed = _held_whole(program, names, needed, self.fixed)
         outside, others, free = _outside(program), "", ""
         if outside >= 2**20 / 10:
             others = f"; other tensors hold {outside / 2**20:.1f} MiB"
@@ -329,7 +330,7 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
     return tuple(sorted(found, key=lambda one: -one.n_bytes))
 
 
-def _held_whole(program: Program, needed: float, fixed: float) -> str:
+def _held_whole(program: Program, names: layers.Names, needed: float, fixed: float) -> str:
     """How much of a refused program's bytes smaller chunks do not make less, and the largest of
     what takes it: a call that needs the whole batch, what one pass over the chunks leaves for
     another, or the gradient of a parameter."""
@@ -350,7 +351,7 @@ def _held_whole(program: Program, needed: float, fixed: float) -> str:
     if crossing:
         value = max(crossing, key=program.bytes_of)
         n_bytes = program.bytes_of(value)
-        says = f"{layers.name_of_value(program, value)} takes {size(n_bytes)}, as it is kept from"
+        says = f"{names.of_value(value)} takes {size(n_bytes)}, as it is kept from"
         found.append((n_bytes, f"{says} one pass over the chunks for the next"))
     leaves = [leaf for leaf in program.entered if leaf.is_leaf and leaf.requires_grad]
     if leaves and program.roots:
@@ -413,7 +414,8 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     if isinstance(made, Needs) and is_final and _is_measured():
         made = _fit(program, estimate, is_graph, made)
     if isinstance(made, Needs):
-        raise made.refusal(program)
+        # To look for names and limits takes long, and who goes on another way reads neither.
+        raise made.refusal(program) if is_final else MemoryLimitError
     return made
 
 

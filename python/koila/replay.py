@@ -623,7 +623,7 @@ class Replay:
 
     def _go(self) -> None:
         self.draws.prepare()
-        if config.shows_progress():
+        if config.get("progress"):
             n_chunks = max(map(len, self.grids.values()), default=1)
             self.bar = progress.Bar(progress.n_ticks(self.steps, n_chunks))
         try:
