@@ -104,6 +104,33 @@ def test_calls_are_under_the_names_of_their_modules() -> None:
     assert found["blocks.1.mlp.0"].per_sample == 2 * wide
 
 
+def gated(x: Tensor) -> Tensor:
+    return x.sigmoid() * x
+
+
+class Feed(nn.Module):
+    """Its forward() is decorated, and calls a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h = gated(h)
+        h = self.down(h)
+        return h.exp()
+
+
+def test_what_a_layers_functions_keep_is_the_layers() -> None:
+    """Of each layer apart, though all call one function, on one line."""
+    model = nn.Sequential(Feed(), Feed())
+    found = {one.name: one for one in layers.of(Program([model(koila.lazy(torch.ones(7, 6)))]))}
+    assert set(found) == {f"{i}{part}" for i in (0, 1) for part in ("", ".up", ".down")}, set(found)
+    assert found["0"].per_sample == found["1"].per_sample == 4 * (8 + 6)  # of sigmoid, and of exp
+
+
 def test_two_models_are_told_apart() -> None:
     """Where a program reads several models, the name of a layer begins with its model's class."""
     first, second = Images(), nn.Linear(50, 3)

@@ -2,12 +2,15 @@
 
 Recording notes nothing of modules. A call that reads a parameter belongs to the module that owns
 it. One that reads none belongs to the call before it if both come from one line of the script, or
-else to the module around its neighbours whose forward() that line is in.
+else to the module around its neighbours whose forward() that line is in, or to the innermost module
+that both neighbours are in.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -109,7 +112,8 @@ class _Modules:
 
 def _is_in(where: str, module: nn.Module) -> bool:
     """Whether a line, as "model.py:40", is in the forward() of a module."""
-    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    forward = getattr(type(module), "forward", None)
+    code = getattr(inspect.unwrap(forward) if forward is not None else None, "__code__", None)
     if not isinstance(code, CodeType) or code.co_filename.startswith(lines.INSIDE):
         return False
     file, _, line = where.rpartition(":")
@@ -173,7 +177,18 @@ def _owner_of(
         for owner in modules.around(near) if near is not None else ():
             if _is_in(place.where, modules.modules[owner]):
                 return owner
-    return None
+    return _around_both(before, following)
+
+
+def _around_both(before: _Owner | None, following: _Owner | None) -> _Owner | None:
+    """The innermost module that two are in, below the root: its forward() calls functions of other
+    files, as an activation's."""
+    if before is None or following is None or before.root != following.root:
+        return None
+    pairs = zip(before.path.split("."), following.path.split("."), strict=False)
+    common = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    path = ".".join(common)
+    return _Owner(before.root, path) if path else None
 
 
 def _source(program: Program, value: int) -> int:
