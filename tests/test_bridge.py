@@ -785,6 +785,28 @@ def test_a_hook_of_several_tensors_of_a_part(chunks: int) -> None:
 
 
 @each_split
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_gradient_of_a_value_that_went_back(chunks: int, is_held: bool) -> None:
+    """What was made of it was handed out with it, and does not lead to it: asking is refused, not
+    answered by None. Once that is gone the gradient is whole."""
+    w, x = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True), koila.lazy(random_rows())
+    with koila.config(chunks=chunks):
+        h = (x @ w).exp()
+        made = (h * 2).sin()
+        seen = Square.apply(made).sum().detach()
+        (h * 3).sum().backward()
+        loss = made.sum() if is_held else h.pow(2).sum()
+        del made
+        if is_held and chunks > 1:
+            with pytest.raises(koila.KoilaError, match="only a part of its gradient"):
+                torch.autograd.grad(loss, h, allow_unused=True)
+        else:
+            (found,) = torch.autograd.grad(loss, h, allow_unused=True)
+            assert torch.equal(found, 2 * (h * 2).cos() if is_held else 2 * h)
+    assert not seen.requires_grad
+
+
+@each_split
 def test_hooks_of_what_is_not_differentiated(chunks: int) -> None:
     """They are not called, in eager: those of a module on what has no call in common with the loss,
     and those of a tensor."""
