@@ -69,7 +69,7 @@ TESTS_OF_MANY = {"no_memory", "threads"}
 # A file is one idea: its length is a hint, so this only catches what has plainly outgrown one.
 N_LINES_OF_A_FILE = 1000
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 33_650
+N_LINES_OF_KOILA_C = 33_641
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 

@@ -47,8 +47,7 @@ place_embedding(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* input (n, d), indices, max_norm, norm_type: rows of the table that are looked up are shrunk in
- * place */
+/* input (n, d), indices, max_norm, norm_type: rows of the table that are looked up are shrunk in place */
 KlStatus
 shape_embedding_renorm(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -21,8 +21,7 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
     return KL_OK;
 }
 
-/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature
- * kinds. */
+/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature kinds. */
 static KlMeta
 shape_noise(const KlMeta *input, bool is_feature)
 {

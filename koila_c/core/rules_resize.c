@@ -1,5 +1,4 @@
-/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches,
- * grids. */
+/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches, grids. */
 #include "rules.h"
 
 #include <math.h>
