@@ -1,4 +1,4 @@
-"""docs/recipes: the script of each page trains in chunks to the weights that it has without koila."""
+"""docs/recipes: each page's script trains in chunks to the weights that it has without koila."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def float64() -> Iterator[None]:
 
 
 def trained(name: str) -> dict[str, Tensor]:
-    """What the script of a page has trained: the parameters and buffers of its modules. Its limit is
-    twice as high, for numbers that are twice as large."""
+    """What a page's script has trained: the parameters and buffers of its modules.
+
+    Its limit is twice as high, for numbers that are twice as large.
+    """
     names: dict[str, Any] = {}
     first = pages.blocks((FOLDER / f"{name}.md").read_text())[0]
     code = re.sub(r"(\d+)MiB", lambda match: f"{2 * int(match[1])}MiB", first.code)

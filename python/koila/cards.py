@@ -12,7 +12,8 @@ _MOST_LINES = 60
 #: A notebook shows long lines badly, and a card is not to be more than 50 KB.
 _MOST_CHARACTERS = 400
 
-#: Colours are those of the page around it, so that it is read on light and on dark.
+#: Colours are those of the page around it, so that it is read on light and on dark. A notebook has
+#: rules of its own for tables, over which those with more words go.
 _STYLE = """
 <style>
 .koila-card {font: 13px/1.5 system-ui, sans-serif; color: inherit; max-width: 60em;
@@ -21,12 +22,13 @@ _STYLE = """
 .koila-card p {margin: .15em 0}
 .koila-card p:first-of-type {font-weight: 600}
 .koila-card table {border-collapse: collapse; margin: .5em 0; width: 100%; font-size: inherit}
-.koila-card th, .koila-card td {text-align: left; padding: .1em .8em .1em 0; border: 0;
-  background: none; color: inherit; font-size: inherit}
-.koila-card th {font-weight: 600; opacity: .7}
-.koila-card td {white-space: nowrap}
-.koila-card td.n {text-align: right}
-.koila-card td.bar {width: 30%}
+div.koila-card table tr {background: none}
+div.koila-card table th, div.koila-card table td {text-align: left; padding: .1em .8em .1em 0;
+  border: 0; background: none; color: inherit; font-size: inherit}
+div.koila-card table th {font-weight: 600; opacity: .7}
+div.koila-card table td {white-space: nowrap}
+div.koila-card table .n {text-align: right}
+div.koila-card table td.bar {width: 30%}
 .koila-card i {display: block; height: .8em; border-radius: 2px; background: #4c8dd6}
 .koila-card i.whole {background: #d9822b}
 .koila-card pre {margin: .3em 0; overflow-x: auto; font-size: 12px; color: inherit;
@@ -47,7 +49,9 @@ def _table(layers: Sequence[Layer]) -> list[str]:
     rows, left_out = cells(layers, _MOST_LAYERS)
     if not rows:
         return []
-    heads = "".join(f"<th>{head}</th>" for head in (*HEADS, ""))
+    kinds = ("", " class=n", " class=n", " class=n", "", "")
+    named = zip((*HEADS, ""), kinds, strict=True)
+    heads = "".join(f"<th{kind}>{head}</th>" for head, kind in named)
     made = [f"<table><tr>{heads}</tr>"]
     most = rows[0][0].n_bytes
     for layer, (name, per_sample, whole, share, runs) in rows:
