@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the recipes of docs/recipes cost: the peak and the time of a step, over those without koila.
 
     python -m benchmarks.recipes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mistakes of `make mutants`, and which tests should see each."""
 
 from __future__ import annotations

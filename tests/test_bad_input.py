@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong says what, where and with which sizes, and leaves everything as it was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that cannot be recorded: what was recorded before them goes by rows all the same, forward
 without a graph and, when autograd comes to it, forward and back."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step is said to need against what torch's allocator hands out, whole and in chunks.
 
 Rows are so many that eager's peak is some MiB: one tensor too many, or too few, shows.
@@ -133,8 +134,8 @@ def test_writes(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(said.n_bytes - memory.peak) <= 0.01 * memory.peak
 
 
-#: What reads the gradient of a sum, or of a mean in chunks: one number, expanded, which kernels that
-#: do not go element by element copy.
+#: What reads the gradient of a sum, or of a mean in chunks: one number, expanded, which kernels
+#: that do not go element by element copy.
 SUMMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "convolution": lambda x, w: F.conv1d(x, w[:, :, None]),
     "written convolution": lambda x, w: F.conv1d(F.conv1d(x, w[:, :, None]).relu_(), w[:, :, None]),

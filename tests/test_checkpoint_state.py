@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies of checkpoints that write what outlives them: torch runs them once more in backward, so it
 moves statistics twice, and differentiates what the second run makes of what the first one left."""
 

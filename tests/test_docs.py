@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of docs/: links lead somewhere, their Python runs, and every refusal is explained."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rows hold in flight, against torch's allocator, for every row of the op table.
 
 A row that has no last cell is said to hold nothing. Samples are of some bytes: they

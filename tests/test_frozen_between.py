@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that are frozen between forward and backward, or need a gradient again: the graph is what
 it was when calls were made, and torch asks a leaf whether it needs a gradient when that comes."""
 

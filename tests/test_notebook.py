@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In a notebook: %load_ext koila, %%koila and %koila, run by a kernel as a browser would."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed sequences by rows: a recurrent layer over them is a layer over padded rows and lengths."""
 
 from __future__ import annotations

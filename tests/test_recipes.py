@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/recipes: each page's script trains in chunks to the weights that it has without koila."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The types that users see: mypy --strict over the package, stubtest of the C module's stub, and
 what mypy and pyright infer in a user's script."""
 

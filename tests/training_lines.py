@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lines of random training scripts: models, and templates by kind.
 
 Places in a template: {f}, {g}: features, one row of four for each row of the batch; {s}: such that

@@ -1,5 +1,6 @@
-"""A script as users write it: mypy --strict and pyright have nothing against it, and infer the types
-that it says."""
+# SPDX-License-Identifier: Apache-2.0
+"""A script as users write it: mypy --strict and pyright have nothing against it, and infer the
+types that it says."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* ops.c - expands ops.def into ids, rows and aliases. It adds nothing but this: a row is heavy (not to be
  * run again lightly) when it is made of products, and light otherwise; and what reductions hold. */
 #include "ops.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* ops.h - turns ops.def into an enum, rows and a look-up by name; adds no knowledge of its own.
  *
  * A *call* is a row with bound arguments: args[i] belongs to the i-th word of the row's call signature.

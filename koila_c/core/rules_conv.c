@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_conv.c - convolutions, plain and transposed, of one to three spatial dims, batched or not. */
 #include "rules.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_embedding.c - look-ups in a table: embedding, embedding_bag, one_hot. */
 #include "rules.h"
 

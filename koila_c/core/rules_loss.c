@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_loss.c - losses whose terms are elements or rows, summed or averaged over all of them.
  *
  * A mean over the rows is combined from the sum of each chunk and the number of terms, see

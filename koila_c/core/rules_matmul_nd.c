@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_matmul_nd.c - torch.matmul, which is a dot product, mv, mm, bmm or a folded mm by the
  * number of dims, and what the products keep for backward. The cases follow _matmul_impl in
  * ATen's LinearAlgebra.cpp, because copies made on the way are what is kept. */

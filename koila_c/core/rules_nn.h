@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_nn.h - the words of the sections in ops_nn.def: products, layers, losses, attention, draws. */
 #ifndef KL_RULES_NN_H
 #define KL_RULES_NN_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_norm.c - normalisation over the features of a row (layer, rms, group, instance) and over
  * the rows themselves (batch_norm in training, which couples them). */
 #include "rules.h"

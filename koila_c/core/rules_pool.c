@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_pool.c - pooling by windows and to a given size. Channels are pooled one by one, so all
  * but the spatial dims keep their rows. */
 #include "rules.h"

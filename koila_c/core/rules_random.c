@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_random.c - ops that draw: dropouts and fills. A call that draws nothing (dropout in
  * evaluation) says so. A generator of the user's own is declined: it would have to be set back
  * with ours. */

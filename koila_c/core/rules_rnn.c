@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or
  * 0, batch_first) of the input and dim 1 of every state. A layer over packed sequences is recorded as
  * one over padded rows and their lengths (packed.py); as torch calls it, it is declined. */

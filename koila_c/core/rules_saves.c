@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_saves.c - what torch keeps for backward: the words that a row names, and the cells of the column that
  * say more. torch keeps an input only where the gradient that needs it is wanted (derivatives.yaml). */
 #include "rules.h"

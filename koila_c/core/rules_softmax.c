@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu,
  * prelu. */
 #include "rules.h"

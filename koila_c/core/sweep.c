@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* sweep.c - goes through one run as it goes through memory: what each call makes, keeps and lets go. */
 #include "sweep.h"
 

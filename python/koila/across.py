@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last segment of a chunk as a program of its own, over a second axis: the positions of a text,
 the lines of an image.
 

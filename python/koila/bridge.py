@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a call comes that cannot be recorded, the program is cut, and goes on behind it.
 
 Such a call (a custom autograd function, compiled code, an op whose shape depends on numbers) wants

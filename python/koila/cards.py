@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What explain() and report() say, as an HTML card for notebooks: no script, light and dark."""
 
 from __future__ import annotations

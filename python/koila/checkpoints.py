@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.utils.checkpoint: its body is recorded once, as a region of the program, whose calls run
 again before their backward.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients of a run in chunks reach the user's tensors: all of them, or none.
 
 Torch's own backward hands them out. What can fail there are calls of the user's, hooks of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notebooks: %load_ext koila, then %%koila on top of a cell, or %koila for all cells to come."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a staged program in chunks: forward through the stages, back through them, one commit at
 the end.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """report(): what the last step ran, program by program, and what of it ran whole and why.
 
 A step begins with lazy(): but not while gradients gather for an optimizer that has yet to step, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that torch shards over processes, and gathers before a module runs.
 
 fully_shard (FSDP2) lets go of gathered parameters after a module's forward. Recorded calls run

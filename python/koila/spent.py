@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The number of a value whose backward ran: it still says that it requires a gradient."""
 
 from __future__ import annotations
