@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A training step with koila, beside the same step without it.
 
     python -m benchmarks.bench_step

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A character-level GPT in plain PyTorch: nothing here knows of koila."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The bytes that torch's allocator hands out during a step, buffers inside kernels too."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What every test gets: seeded generators, one thread, and hypothesis without luck or clocks."""
 
 import gc

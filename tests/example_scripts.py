@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Runs a script of examples/ without koila and in three chunks: the losses are the same."""
 
 from __future__ import annotations

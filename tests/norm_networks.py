@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Networks that are held together by batch normalization, and a step of each."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Programs with a step of their own that need values of the whole batch: each says why."""
 
 from __future__ import annotations

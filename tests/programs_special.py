@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Programs whose step is more than a model and a loss, all of one pass."""
 
 from __future__ import annotations

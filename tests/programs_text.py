@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Models of sequences, written as people write them."""
 
 from __future__ import annotations

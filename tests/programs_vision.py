@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Models of vectors and images, written as people write them."""
 
 from __future__ import annotations

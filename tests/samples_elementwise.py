@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Calls for the elementwise rows; see samples.py."""
 
 from __future__ import annotations

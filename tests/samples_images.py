@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Calls for the rows that know images: convolutions, pooling, resizing, patches, grids."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Calls for the losses of ops_nn.def, with every reduction."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Calls for the rows of ops_move.def; see samples.py."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Calls for the reductions and the ops along a dim; see samples.py."""
 
 from __future__ import annotations

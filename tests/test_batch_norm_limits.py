@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Networks of batch normalizations under limits on memory: eager's numbers, and half its memory."""
 
 from __future__ import annotations

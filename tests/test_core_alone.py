@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The core is plain C11: it compiles without Python, without a warning and past -fanalyzer."""
 
 import os

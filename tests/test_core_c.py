@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Run the C tests of the core, tests/core/test_*.c, under ASAN, UBSAN and leak detection."""
 
 import os

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Programs that break a naive recorder by state and aliases: one test for each."""
 
 from __future__ import annotations

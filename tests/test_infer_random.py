@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Random layouts and random views: shapes, strides, aliases and places against torch."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What is recorded outside inference mode is no inference tensor, wherever it is read or
 written."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C in the middle of a program is heard at once, and nothing of it is run again unasked."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """largest_batch(): the number it says fits, and not many more."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """python -m koila: a script as it is, with lazy batches."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Nothing grows: as many objects, blocks and bytes after 700 steps as after a hundred."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Calls over the batch in which all rows meet, and after which each goes on by itself."""
 
 from __future__ import annotations

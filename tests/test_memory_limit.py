@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Programs under a memory limit, in as many chunks as koila finds it needs."""
 
 from __future__ import annotations

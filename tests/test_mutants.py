@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Each mistake of `make mutants` can still be made: its text is once in the file."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Infinities, nan, zeros and ties in the data: reductions have eager's values and gradients."""
 
 from __future__ import annotations

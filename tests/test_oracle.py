@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The oracle notices: a naive splitter, and each kind of small wrong, is told from eager."""
 
 from __future__ import annotations

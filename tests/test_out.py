@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Calls that write to `out=` come out as in eager, in any number of chunks."""
 
 from __future__ import annotations

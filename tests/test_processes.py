@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Training in several processes: what each rank makes lazy runs in chunks of its own number, and
 the processes meet in the same collectives as without koila, or fewer.
 
@@ -8,6 +7,7 @@ All ranks of a case train the same model plainly and then with lazy batches, on 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import traceback
@@ -25,7 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -33,6 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import koila
+from allocations import Allocations
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch renames its functions
 
@@ -74,9 +80,30 @@ class Block(nn.Module):
         return x + self.b(torch.tanh(self.a(self.norm(x))))
 
 
-def blocks() -> nn.Sequential:
+class Noted(nn.Module):
+    """It returns a dict, and leaves a value behind that a loss may be made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.inner(x)
+        self.noted = h.square().mean()
+        return {"h": h}
+
+
+class Model(nn.Sequential):
+    def forward(self, h: Tensor) -> Tensor:
+        for layer in self:
+            out = layer(h)
+            h = out["h"] if isinstance(out, dict) else out
+        return h
+
+
+def blocks(block: Callable[[], nn.Module] = Block) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 4)).to(DOUBLE)
+    return Model(nn.Linear(6, 8), block(), block(), nn.Linear(8, 4)).to(DOUBLE)
 
 
 def rows(generator: torch.Generator, n: int = 17, dtype: torch.dtype = DOUBLE) -> Any:
@@ -243,18 +270,25 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def sharded(policy: MixedPrecisionPolicy | None = None, **words: Any) -> Any:
+    """The root module keeps its parameters gathered, and takes what it is given as it is."""
     m: Any = blocks()
+    of_root = {word: given for word, given in words.items() if word != "reshard_after_forward"}
     if policy is not None:
         m, words["mp_policy"] = m.float(), policy
+        of_root["mp_policy"] = dataclasses.replace(policy, output_dtype=torch.float32)
     for block in m[1:3]:
         fully_shard(block, **words)
-    return fully_shard(m, **words)
+    return fully_shard(m, **of_root)
+
+
+def parameters_of(m: Any) -> list[Any]:
+    states = [module._get_fsdp_state() for module in m.modules() if hasattr(module, "unshard")]
+    return [p for s in states for g in s._fsdp_param_groups for p in g.fsdp_params]
 
 
 def n_bytes_gathered(m: Any) -> int:
-    states = [module._get_fsdp_state() for module in (m, m[1], m[2])]
-    parameters = [p for s in states for g in s._fsdp_param_groups for p in g.fsdp_params]
-    return sum(p._unsharded_param.untyped_storage().nbytes() for p in parameters)
+    gathered = [getattr(p, "_unsharded_param", None) for p in parameters_of(m)]
+    return sum(p.untyped_storage().nbytes() for p in gathered if p is not None)
 
 
 def fsdp(made: dict[str, int], n_chunks: int = 1, **words: Any) -> Story:
@@ -267,9 +301,11 @@ def fsdp(made: dict[str, int], n_chunks: int = 1, **words: Any) -> Story:
         kind = torch.optim.AdamW if dtype == DOUBLE else torch.optim.SGD
         optimizer = kind(m.parameters(), lr=0.01)
         generator, losses = own_generator(rank), []
+        is_as_given = "policy" in words and not words["policy"].cast_forward_inputs
         for step in range(3):
             optimizer.zero_grad()
-            x, y = lazy(*rows(generator, 18, dtype))
+            x, y = rows(generator, 18, dtype)
+            x, y = lazy(x.to(words["policy"].param_dtype) if is_as_given else x, y)
             for a, b in zip(x.chunk(n_chunks), y.chunk(n_chunks), strict=True):
                 made.update(dict.fromkeys(made, 0) if not step else {})
                 loss = F.cross_entropy(m(a).to(dtype), b) / n_chunks
@@ -282,41 +318,146 @@ def fsdp(made: dict[str, int], n_chunks: int = 1, **words: Any) -> Story:
         parameters = [p.detach().full_tensor() for p in m.parameters()]
         with torch.no_grad():
             x, y = lazy(*rows(generator, 18, dtype))
-            losses.append(F.cross_entropy(m(x), y).item())
+            x = x.to(words["policy"].param_dtype) if is_as_given else x
+            losses.append(F.cross_entropy(m(x).to(dtype), y).item())
         return [*parameters, torch.tensor(losses, dtype=DOUBLE)]
 
     return story
 
 
 def test_fully_shard(tmp_path: Path) -> None:
-    """Parameters are gathered once for a forward, and nothing stays gathered; ranks need not agree
-    on a number of chunks."""
+    """Parameters are gathered as often as by torch for the whole batch, or once where they stay
+    gathered, and nothing stays gathered in the end; ranks need not agree on a number of chunks."""
 
     def case(rank: int) -> None:
         with counted() as made:
-            by_hand = fsdp(made, n_chunks=3)
-            by_hand(plainly, rank)
-            of_loop = dict(made)
             for words in ({}, {"reshard_after_forward": False}):
-                assert_same(fsdp(made, **words), rank, (3,))
-                assert koila.report().n_chunks == 3
-                assert made["foreach_all_gather"] <= of_loop["foreach_all_gather"]
-                assert made["foreach_reduce"] <= of_loop["foreach_reduce"]
-            assert_same(fsdp(made), rank, (1, 3))
+                fsdp(made, n_chunks=3, **words)(plainly, rank)
+                of_loop = dict(made)
+                fsdp(made, **words)(plainly, rank)
+                of_torch = dict(made)
+                for chunks in ((3,), (1, 3)):
+                    assert_same(fsdp(made, **words), rank, chunks)
+                    assert koila.report().n_chunks == chunks[rank % len(chunks)]
+                    assert made == of_torch
+                assert made["foreach_all_gather"] < of_loop["foreach_all_gather"]
+                assert made["foreach_reduce"] < of_loop["foreach_reduce"]
 
     in_processes(case, tmp_path)
 
 
+def test_fully_shard_on_four_ranks(tmp_path: Path) -> None:
+    """Replicated pairs of shards, fewer shards between forward and backward, and shards that are
+    offloaded."""
+
+    def case(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded"))
+        with counted() as made:
+            for words in (
+                {"mesh": mesh},
+                {"reshard_after_forward": 2},
+                {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            ):
+                assert_same(fsdp(made, **words), rank, (3, 1))
+
+    in_processes(case, tmp_path, world=4)
+
+
 def test_fully_shard_in_half_precision(tmp_path: Path) -> None:
-    """On four ranks: bit for bit where it runs whole, else within the rounding of bfloat16."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    """Bit for bit where it runs whole, else within the rounding of bfloat16."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def case(rank: int) -> None:
         with counted() as made:
-            assert_same(fsdp(made, policy=policy), rank, (1,), within=0)
-            assert_same(fsdp(made, policy=policy), rank, (3,), within=0.02)
+            for policy in (mixed, dataclasses.replace(mixed, cast_forward_inputs=False)):
+                assert_same(fsdp(made, policy=policy), rank, (1,), within=0)
+                assert_same(fsdp(made, policy=policy), rank, (3,), within=0.02)
 
     in_processes(case, tmp_path, world=4)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)).sin().cos())
+
+
+def test_fully_shard_memory(tmp_path: Path) -> None:
+    """Of the modules that let go of their parameters one has them at a time, and one its graph of a
+    chunk: less than in a loop over the chunks."""
+
+    def case(rank: int) -> None:
+        def peak(lazy: Lazy, n_chunks: int) -> tuple[int, int]:
+            torch.manual_seed(0)
+            m: Any = nn.Sequential(*(Wide() for _ in range(6)), nn.Linear(64, 4))
+            for block in m[:-1]:
+                fully_shard(block)
+            fully_shard(m)
+            most, memory = 0, Allocations()
+
+            def look(*_: Any) -> None:
+                nonlocal most
+                most = max(most, n_bytes_gathered(m))
+
+            for block in m[:-1]:
+                block.b.register_forward_hook(look)
+            for step in range(2):
+                x, y = lazy(torch.randn(600, 64), torch.randint(4, (600,)))
+                with memory if step else contextlib.nullcontext():
+                    pass
+                with memory if step else contextlib.nullcontext():
+                    for a, b in zip(x.chunk(n_chunks), y.chunk(n_chunks), strict=True):
+                        F.cross_entropy(m(a), b).backward()
+            return most, memory.peak
+
+        loop = peak(plainly, 3)
+        with koila.config(chunks=3):
+            chunks = peak(lazily, 1)
+        assert chunks[0] == loop[0] < 2 * sum(p.nbytes for p in Wide().parameters())
+        assert chunks[1] < 0.7 * loop[1], (chunks, loop)
+
+    in_processes(case, tmp_path)
+
+
+def test_fully_shard_of_what_modules_leave_behind(tmp_path: Path) -> None:
+    """Modules that return no tensor, in one of which another is sharded on its own, and a loss of a
+    value inside of one."""
+
+    def story(lazy: Lazy, rank: int) -> list[Tensor]:
+        found = []
+        for is_all in (True, False):
+            m: Any = blocks(Noted)
+            fully_shard(m[1])
+            fully_shard(m[2].inner.a)
+            fully_shard(m[2])
+            fully_shard(m)
+            x, y = lazy(*rows(own_generator(rank)))
+            loss = F.cross_entropy(m(x), y)
+            (loss + m[1].noted if is_all else m[1].noted).backward()
+            found += [p.grad.full_tensor() for p in m.parameters() if p.grad is not None]
+        return found
+
+    in_processes(lambda rank: assert_same(story, rank, (3,)), tmp_path)
+
+
+def test_fully_shard_written_before_its_backward(tmp_path: Path) -> None:
+    """Torch gathers the new numbers, of which nothing tells that they are others."""
+
+    def case(rank: int) -> None:
+        m = sharded()
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        with koila.config(chunks=3):
+            x, y = lazily(*rows(own_generator(rank)))
+            first, second = (F.cross_entropy(m(x), y) for _ in range(2))
+            first.backward()
+            optimizer.step()
+            with pytest.raises(koila.StaleError, match="changed in place"):
+                second.backward()
+
+    in_processes(case, tmp_path)
 
 
 def test_fully_shard_twice_before_a_backward(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The core's runs of every program are those of the model in Python."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What README.md shows runs: its Python in one script, and its commands."""
 
 from __future__ import annotations

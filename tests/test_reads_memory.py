@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Reading a number before backward() costs none of the memory that chunks save."""
 
 from __future__ import annotations

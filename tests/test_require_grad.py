@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """requires_grad_() of a lazy: what comes after it has a gradient, and nothing else runs for it."""
 
 from __future__ import annotations

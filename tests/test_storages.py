@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """memory_limit= on the CPU counts all tensors there are, whoever holds them."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A tail that is called linear and is not would give wrong gradients: that is told at once."""
 
 from __future__ import annotations

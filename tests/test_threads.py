@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Several threads record, read each other's values and run: no crash, no error, eager's numbers."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Steps of which not even one row fits as they are: cut into segments, made again, offloaded."""
 
 from __future__ import annotations

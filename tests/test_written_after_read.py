@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What was read, and is written then: the numbers of a run in chunks are tensors as eager's are."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* py_describe.c - what inference found, as Python objects. For infer() and its tests. */
 #include "py_describe.h"
 

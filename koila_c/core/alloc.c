@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* alloc.c - the one door to malloc; counts blocks and can fail the nth request for tests. */
 #include "alloc.h"
 

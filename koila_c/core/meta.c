@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* meta.c - plain facts about metas and dtypes: sizes, names, contiguity, equality of places. */
 #include "meta.h"
 

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* program.c - builds the runs of a staged program, stage by stage. */
 #include "program.h"
 

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_outline.c - reads an index expression, item by item, as torch does. */
 #include "rules_outline.h"
 

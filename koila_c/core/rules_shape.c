@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_shape.c - shapes of results that follow from their inputs' shapes alone: elementwise ops. */
 #include "rules.h"
 

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* twister.c - see twister.h. */
 #include "twister.h"
 

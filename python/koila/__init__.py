@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Lazy batches for PyTorch: the same numbers as a machine with unlimited memory."""
 
 from koila import versions

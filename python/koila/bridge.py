@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Where a call comes that cannot be recorded, the program is cut, and goes on behind it.
 
 Such a call (a custom autograd function, compiled code, an op whose shape depends on numbers) wants
@@ -36,7 +35,6 @@ from koila import (
     plan,
     replay,
     reports,
-    spent,
     steps,
     surroundings,
     unwritten,
@@ -47,6 +45,13 @@ from koila.numbers import as_new
 from koila.program import Info, Program
 from koila.rows import without_memory
 
+#: torch's own words.
+_AGAIN = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after "
+    "they have already been freed). Saved intermediate values of the graph are freed when you call "
+    ".backward() or autograd.grad(). Specify retain_graph=True if you need to backward through the "
+    "graph a second time or if you need to access saved tensors after calling backward."
+)
 _is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -85,6 +90,7 @@ class _Cut:
         self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
         self.written: set[int] = set()  # these leaves
         self.uncounted: set[int] = set()  # those of them that were written through .data
+        self.before: dict[int, Callable[[], None]] = {}  # by whom: called before it goes back
 
     @property
     def roots(self) -> tuple[Any, ...]:
@@ -112,6 +118,20 @@ class _Cut:
         if roots:
             _core.held(roots[0], copy, (), {})
         return copies
+
+    def take_again(self, tensor: torch.Tensor, is_same: bool) -> None:
+        """A tensor whose memory was freed has other memory. Same: with the numbers that it had."""
+
+        def take() -> None:
+            for leaf in _core.leaves_of(tensor):
+                if is_same:
+                    _core.refresh_leaf(leaf)
+                else:
+                    _core.memo().setdefault("watched", {})[leaf] = None
+
+        roots = self.roots
+        if roots:
+            _core.held(roots[0], take, (), {})
 
     def keep_what_it_reads(self, copies: dict[int, _Copy]) -> None:
         """The call is over: leaves that it wrote stay what they were."""
@@ -167,7 +187,9 @@ class _Cut:
         is_some: bool,
     ) -> Sequence[torch.Tensor | None]:
         if any(root.lazy is None for root, _ in given):
-            raise spent.used_up()
+            raise RuntimeError(_AGAIN)
+        for prepare in self.before.values():
+            prepare()
         self.keep_what_it_reads(self.early)
         roots = [root for root, _ in given]
         gradients = [gradient for _, gradient in given]
@@ -233,7 +255,7 @@ class _Cut:
     ) -> list[torch.Tensor | None]:
         """The gradients of `gradients` and of the leaves, from those of what `go_back` gave."""
         if any(root.lazy is None for root in roots):
-            raise spent.used_up()
+            raise RuntimeError(_AGAIN)
         self.keep_what_it_reads(self.early)
         if torch.is_grad_enabled():
             raise KoilaError(
@@ -250,29 +272,8 @@ class _Cut:
         second = self._differentiate([first.get(id(leaf)) for leaf in stand_ins], seconds, inputs)
         return [second.get(id(one)) for one in inputs]
 
-    @functools.cached_property
-    def inner(self) -> frozenset[int]:
-        """The values that were handed out and that calls of the part read: of their gradient one
-        share comes through what these calls made."""
-        roots = self.roots
-        found: frozenset[int] = _core.held(roots[0], self._inner, (roots,), {})
-        return found
-
-    @staticmethod
-    def _inner(roots: tuple[Any, ...]) -> frozenset[int]:
-        program = Program(list(roots), unwanted=roots)
-        differentiated = [
-            node
-            for node in program.nodes.values()
-            if any(program.info(out).requires_grad for out in node.outs)
-        ]
-        read = {program.imports[k].value for one in differentiated for k in one.imports if k >= 0}
-        return frozenset(read.intersection(map(_core.id, roots)))
-
     def _let_go(self, over: Sequence[_Root]) -> None:
         """What these and those that they were made of needed goes."""
-        if len(self.handed) > 1:
-            _ = self.inner  # it is asked for afterwards, too
         outputs, _ = self.__dict__.get("whole", ({}, {}))
         for root in filter(None, [handed() for handed in self.handed]):
             if root in over or (root.lazy is not None and _core.is_spent(root.lazy)):
@@ -283,7 +284,7 @@ class _Cut:
         for group in self.groups:
             group.leaves = () if values.isdisjoint(group.values) else group.leaves
         if not values:  # no other has still to go back
-            self.early = {}
+            self.early, self.before = {}, {}
             self.__dict__.pop("whole", None)
 
     @functools.cached_property
@@ -359,10 +360,21 @@ class _Root:
         cut.handed.append(weakref.ref(self))
 
     def is_inner(self) -> bool:
-        """Whether what else was handed out, and can still be differentiated or asked about, was
-        made of this: what comes through that is no part of the gradient of the tensor."""
-        others = (handed() for handed in self.cut.handed)
-        return any(one not in (None, self) for one in others) and self.value in self.cut.inner
+        """Whether what else was handed out was made of this: what comes through that is no part of
+        the gradient of the tensor."""
+        inner: bool = _core.held(self.lazy, self._is_inner, (), {})
+        return inner
+
+    def _is_inner(self) -> bool:
+        roots = self.cut.roots
+        program, value = Program(list(roots), unwanted=roots), _core.id(self.lazy)
+        return any(
+            program.imports[k].value == value
+            for node in program.nodes.values()
+            if any(program.info(out).requires_grad for out in node.outs)
+            for k in node.imports
+            if k >= 0
+        )
 
 
 class _Group:
@@ -567,16 +579,11 @@ def whole_gradient_of(tensor: torch.Tensor) -> Any:
     return root.lazy if root is not None and root.lazy is not None and root.is_inner() else None
 
 
-def _is_inner(tensor: torch.Tensor) -> bool:
-    root = _root_of(tensor)
-    return root is not None and root.is_inner()
-
-
 def refuse_inner(tensors: Iterable[Any], what: str) -> None:
     """Raise where the gradient of one of these is asked for, and is in a part that was cut off."""
     for tensor in tensors:
         real = _core.real(tensor) if type(tensor) is _core.LazyTensor else tensor
-        if isinstance(real, torch.Tensor) and _is_inner(real):
+        if isinstance(real, torch.Tensor) and whole_gradient_of(real) is not None:
             raise KoilaError(
                 f"{what}: the program was cut after this value was made and used, for a call that "
                 "cannot be recorded, and only a part of its gradient comes here; run it whole: "
@@ -598,9 +605,14 @@ def watch_handed_out(lazy: _core.LazyTensor) -> None:
 
 def is_read(tensor: torch.Tensor) -> bool:
     """Whether calls wait that read this memory, or parts that have still to go back."""
-    all_roots = [cut.roots for cut in _state.cuts]
-    return bool(_core.leaves_of(tensor)) or any(
-        _core.held(roots[0], _core.leaves_of, (tensor,), {}) for roots in all_roots if roots
+    return bool(_core.leaves_of(tensor)) or bool(parts_that_read(tensor))
+
+
+def parts_that_read(tensor: torch.Tensor) -> weakref.WeakSet[_Cut]:
+    """Those that have still to go back, and read this memory."""
+    cuts = [(cut, cut.roots) for cut in _state.cuts]
+    return weakref.WeakSet(
+        cut for cut, roots in cuts if roots and _core.held(roots[0], _core.leaves_of, (tensor,), {})
     )
 
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Random numbers of a program: eager's own, in eager's order, however late it runs and in however
 many chunks.
 

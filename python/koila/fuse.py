@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Each chunk of the last body goes forward and at once back, where the gradients of what it leaves
 are known before it runs (koila/tail.py)."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """largest_batch(): how many rows fit, from the plan of a step that is recorded and never run."""
 
 from __future__ import annotations

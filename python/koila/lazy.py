@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """lazy(): make the tensors of a batch lazy, in whatever containers they come."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What a step of a program needs in bytes, as the core measures it, and the chunks that allows."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The numbers that lazies are given when a program has run; those that share memory get such."""
 
 from __future__ import annotations

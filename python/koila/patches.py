@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Every patch of torch that koila makes: what torch does not dispatch. Reversible, each with
 its test."""
 
@@ -504,6 +503,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    sharded.note_step(optimizer)
     sharded.let_go()
     numbers.settle_outdated(is_over=True)
 

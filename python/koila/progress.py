@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A progress bar for what runs in chunks for more than three seconds: config(progress=True)."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """report(): what the last step ran, program by program, and what of it ran whole and why.
 
 A step begins with lazy(): but not while gradients gather for an optimizer that has yet to step, so
@@ -351,16 +350,12 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """A block of which an observer is told; at its end a step of this thread is over, and report()
-    is of it until another begins."""
-    _begin(0)
+    """A block of which an observer is told; at its end a step of this thread is over."""
     _observers.append(observer)
     try:
         yield
     finally:
-        for ran in _state.programs:
-            observer.note_program(ran)
-        _state.is_over = bool(_state.programs)
+        _begin(0)
         _observers.remove(observer)
 
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Lazy tensors given where torch takes a number: it would read them, so their numbers are read."""
 
 from __future__ import annotations

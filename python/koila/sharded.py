@@ -1,11 +1,16 @@
-# SPDX-License-Identifier: Apache-2.0
 """Parameters that torch shards over processes, and gathers before a module runs.
 
-fully_shard (FSDP2) lets go of gathered parameters after a module's forward. Recorded calls run
-later: what they read stays gathered until they ran. So each group of parameters is gathered once
-for a forward, however many chunks it runs in, and no process waits for another that needs more of
-them. Torch's own code reduces the gradients, at the end of the backward that delivers those of the
-whole batch.
+Collective calls are made where torch makes them, whatever the number of chunks: no process waits
+for another that needs more of them.
+
+Where fully_shard (FSDP2) lets go of a module's gathered parameters after its forward, recorded
+calls run before that, up to the end of the module, and the program is cut there (`bridge.py`).
+Torch's own hooks gather the parameters again when the gradient of its outputs comes, and reduce
+their gradients when that of its inputs is there.
+
+Where it keeps them gathered (`reshard_after_forward=False`, and the root module), recorded calls
+run later: what they read stays gathered until they ran. Torch's own code reduces the gradients, at
+the end of the backward that delivers those of the whole batch.
 
 FullyShardedDataParallel (FSDP1) frees the flat tensor that its parameters are views of, before
 recorded calls run: it is refused.
@@ -13,14 +18,17 @@ recorded calls run: it is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from koila import bridge
+from koila import _core, bridge
 from koila.errors import KoilaError
 from koila.lines import user_line
 
@@ -33,14 +41,40 @@ _patched: set[type] = set()
 _kept: dict[int, tuple[Any, Callable[[Any], None]]] = {}
 
 
+class _Freed:
+    """A parameter that was let go of, which parts read that have still to go back."""
+
+    def __init__(self) -> None:
+        self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.version = 0
+        self.is_stepped = False
+
+    def let_go(self, parameter: Any) -> None:
+        """It is about to be freed."""
+        self.parts |= bridge.parts_that_read(parameter._unsharded_param)
+        self.version = parameter.sharded_param._version
+
+    def take_again(self, parameter: Any) -> None:
+        """It is gathered: with the same numbers, unless it was written. An optimizer may write it
+        without a trace, so its steps are noted."""
+        is_same = not self.is_stepped and self.version == parameter.sharded_param._version
+        self.is_stepped = False
+        for part in self.parts:
+            part.take_again(parameter._unsharded_param, is_same)
+
+
+_freed: weakref.WeakKeyDictionary[Any, _Freed] = weakref.WeakKeyDictionary()
+
+
 def patch(replace: Replace, holds_lazy: Holds) -> None:
     """Patch the classes of those modules that are imported by now: to import them takes longer than
     to import torch."""
     module: Any = sys.modules.get(f"{_FSDP}._fully_shard._fsdp_state")
     if module is not None and module.FSDPState not in _patched:
         _patched.add(module.FSDPState)
-        _patch_states(module.FSDPState, replace, holds_lazy)
-        _patch_groups(module.FSDPParamGroup, replace, holds_lazy)
+        _patch_states(module.FSDPState, replace)
+        _patch_groups(module.FSDPParamGroup, replace)
+        _patch_parameters(sys.modules[module.FSDPParamGroup.__module__], replace)
     module = sys.modules.get(f"{_FSDP}.fully_sharded_data_parallel")
     if module is not None and module.FullyShardedDataParallel not in _patched:
         _patched.add(module.FullyShardedDataParallel)
@@ -55,23 +89,41 @@ def end() -> None:
 def let_go() -> None:
     """Free the gathered parameters that torch let go of, and no call waits to read any more."""
     for key, (parameter, free) in list(_kept.items()):
-        if not _is_read(parameter):
+        if not bridge.is_read(parameter._unsharded_param):
             del _kept[key]
             if parameter.sharded_state.name != "UNSHARDED":
                 free(parameter)
 
 
-def _is_read(parameter: Any) -> bool:
-    gathered = getattr(parameter, "_unsharded_param", None)
-    return gathered is not None and bridge.is_read(gathered)
+def note_step(optimizer: Any) -> None:
+    """An optimizer writes its parameters."""
+    if _freed:
+        written = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for parameter, freed in _freed.items():
+            freed.is_stepped |= id(parameter.sharded_param) in written
 
 
-def _gathered(state: Any) -> Iterator[torch.Tensor]:
-    for group in state._fsdp_param_groups:
-        yield from (parameter._unsharded_param for parameter in group.fsdp_params)
+def _is_let_go(group: Any) -> bool:
+    """Whether torch lets go of a group's parameters after a forward, and gathers them again for a
+    backward."""
+    is_let_go: bool = group._reshard_after_forward
+    return is_let_go
 
 
-def _patch_states(states: Any, replace: Replace, holds_lazy: Holds) -> None:
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    """Those in what a module is given, or returns."""
+    for one in tree_leaves(given):
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
+            yield from _tensors([getattr(one, field.name) for field in dataclasses.fields(one)])
+
+
+def _is_any_lazy(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(type(tensor) is _core.LazyTensor for tensor in tensors)
+
+
+def _patch_states(states: Any, replace: Replace) -> None:
     """Hooks on a module's outputs tell torch that gradients are coming. Of recorded calls the
     parameters' own gradients tell that."""
     register = states._register_pre_backward_hook
@@ -79,12 +131,18 @@ def _patch_states(states: Any, replace: Replace, holds_lazy: Holds) -> None:
 
     @functools.wraps(register)
     def registered(self: Any, output: Any) -> Any:
-        if not holds_lazy(output):
+        outputs = list(_tensors(output))
+        if not _is_any_lazy(outputs):
             return register(self, output)
+        if any(map(_is_let_go, self._fsdp_param_groups)):
+            _core.live_with_all(functools.partial(register, self), (outputs,), {}, True)
+            for parameter in _parameters(self, True):
+                for part in _freed[parameter].parts:
+                    part.before[id(self)] = functools.partial(_gather_again, self)
         if torch.is_grad_enabled():
-            for parameter in _gathered(self):
+            for parameter in (one._unsharded_param for one in _parameters(self, False)):
                 if parameter.requires_grad and not hasattr(parameter, "_koila_reduces"):
-                    parameter._koila_reduces = True  # type: ignore[attr-defined]
+                    parameter._koila_reduces = True
                     parameter.register_post_accumulate_grad_hook(_Reduce(self))
         return output
 
@@ -95,6 +153,20 @@ def _patch_states(states: Any, replace: Replace, holds_lazy: Holds) -> None:
 
     replace(states, register.__name__, registered)
     replace(states, finish.__name__, finished)
+
+
+def _parameters(state: Any, is_let_go: bool) -> Iterator[Any]:
+    """Those that are let go of after a forward, or those that stay gathered."""
+    for group in state._fsdp_param_groups:
+        if _is_let_go(group) == is_let_go:
+            yield from group.fsdp_params
+
+
+def _gather_again(state: Any) -> None:
+    """A part goes back. The gradient of another value than a module's output may have come first,
+    which torch is not told of."""
+    if any(one.sharded_state.name != "UNSHARDED" for one in _parameters(state, True)):
+        state._pre_backward(None)
 
 
 class _Reduce:
@@ -111,28 +183,65 @@ class _Reduce:
         self.state._register_root_post_backward_final_callback()
 
 
-def _patch_groups(groups: Any, replace: Replace, holds_lazy: Holds) -> None:
-    """What waits keeps its parameters, and is not cut for a function that tells torch when the
-    inputs of a module have their gradients."""
+def fully_shard(outputs: Any) -> None:
+    """The end of the forward of a module whose parameters are let go of; reports name it so."""
+
+
+def _patch_groups(groups: Any, replace: Replace) -> None:
+    """What waits runs before its parameters are let go of. What keeps its parameters is not cut for
+    a function that tells torch when the inputs of a module have their gradients."""
     register = groups._register_post_backward_hook
-    parameters: Any = sys.modules[groups.__module__].FSDPParam
-    free = parameters.free_unsharded_param
+    leave = groups.post_forward
 
     @functools.wraps(register)
     def registered(self: Any, args: Any, kwargs: Any) -> Any:
-        if holds_lazy(args) or holds_lazy(kwargs):
+        if not _is_let_go(self) and _is_any_lazy(_tensors((args, kwargs))):
             return args, kwargs
         return register(self, args, kwargs)
 
-    @functools.wraps(free)
-    def freed(self: Any) -> None:
-        if _is_read(self):
-            _kept[id(self)] = self, free
-        else:
-            free(self)
+    @functools.wraps(leave)
+    def left(self: Any, module: Any, given: Any, output: Any) -> Any:
+        outputs = list(_tensors(output))
+        if not _is_any_lazy(outputs):
+            return leave(self, module, given, output)
+        if _is_let_go(self):
+            _core.live_with_all(fully_shard, (outputs,), {}, True)
+        for parameter in self.fsdp_params:
+            if _is_let_go(self):
+                _freed.setdefault(parameter, _Freed())
+            else:
+                _freed.pop(parameter, None)
+        return leave(self, module, given, output)
 
     replace(groups, register.__name__, registered)
-    replace(parameters, free.__name__, freed)
+    replace(groups, leave.__name__, left)
+
+
+def _patch_parameters(module: Any, replace: Replace) -> None:
+    """What is read stays gathered, where torch does not gather it again."""
+    parameters = module.FSDPParam
+    free, gather = parameters.free_unsharded_param, parameters.to_unsharded
+
+    @functools.wraps(free)
+    def let_go_of(self: Any) -> None:
+        gathered, freed = getattr(self, "_unsharded_param", None), _freed.get(self)
+        if gathered is not None:
+            is_kept = _core.leaves_of(gathered) if freed is not None else bridge.is_read(gathered)
+            if is_kept:
+                _kept[id(self)] = self, free
+                return
+            if freed is not None:
+                freed.let_go(self)
+        free(self)
+
+    @functools.wraps(gather)
+    def gathered(self: Any) -> None:
+        gather(self)
+        if self in _freed:
+            _freed[self].take_again(self)
+
+    replace(parameters, free.__name__, let_go_of)
+    replace(parameters, gather.__name__, gathered)
 
 
 def _refuse(kind: Any, replace: Replace, holds_lazy: Holds) -> None:

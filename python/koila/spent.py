@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The number of a value whose backward ran: it still says that it requires a gradient."""
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from koila import _core, engine
-from koila.errors import KoilaError, StaleError
+from koila.errors import StaleError
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
@@ -27,15 +26,6 @@ def _second_time() -> str:
         except RuntimeError as error:
             return str(error)
     raise AssertionError("a graph that was used up can be used again")
-
-
-def used_up() -> KoilaError:
-    """The error for who differentiates again what a backward went through. Torch raises it only
-    where a call of that graph had saved something; koila keeps no graph in either case."""
-    return KoilaError(
-        f"{_second_time()} koila keeps no graph behind a value whose backward ran, also where the "
-        "calls saved nothing for it."
-    )
 
 
 class _Refusing(engine.Function):
@@ -70,7 +60,7 @@ class _Spent(_Refusing):
 
     @staticmethod
     def refuse() -> NoReturn:
-        raise used_up()
+        raise RuntimeError(_second_time())
 
 
 class _Outdated(_Refusing):

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What a run did, in ten lines: for the launcher and for notebooks."""
 
 from __future__ import annotations

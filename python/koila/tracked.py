@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Running statistics of normalizations: what a step in chunks moves them by, written at its commit.
 
 Until then what a program writes are copies; a call on a chunk leaves its share here.

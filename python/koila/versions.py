@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The versions of torch that koila was tried with, and what it needs of torch that is private."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The module koila._core: loaded once, with a signature and a text for each function."""
 
 from __future__ import annotations

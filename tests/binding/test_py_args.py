@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Binding: the ways Python lets one write a call, and where each argument is found again."""
 
 from __future__ import annotations

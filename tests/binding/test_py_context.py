@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Grad mode, inference mode and autocast: a call runs in those it was made in, wherever it runs."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """LazyTensor and the Value it holds: metadata without computing, and who keeps what alive."""
 
 from __future__ import annotations

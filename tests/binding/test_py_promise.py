@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What inference promised, held against what torch gives: whole, by rows, and combined of parts."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The function in C that sets an attribute of tensors is replaced, and nothing else of it."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The tape: leaves by identity, any number of values, one for each thread, and how it ends."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* check.h - CHECK says where it failed and goes on; main() returns check_result(). */
 #ifndef CHECK_H
 #define CHECK_H

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* test_measure_whole.c - the bytes of a live run, by hand. */
 #include "measure.h"
 

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* test_meta.c - facts of dtypes, sizes, row-major strides as torch counts them, equality of places. */
 #include "meta.h"
 

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* test_twister.c - skipped words leave the generator where words that are drawn leave it. */
 #include "twister.h"
 

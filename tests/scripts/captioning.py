@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Image captioning: a convolutional encoder, a recurrent decoder over packed captions."""
 
 import argparse

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A DCGAN on small pictures, after the example of PyTorch."""
 
 import argparse

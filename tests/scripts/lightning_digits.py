@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Digits with Lightning: a validation loop, metrics, a monitored checkpoint, early stopping."""
 
 import logging

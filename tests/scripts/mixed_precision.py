@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A vision transformer with bfloat16 autocast, accumulated gradients, clipping, and warmup."""
 
 import argparse

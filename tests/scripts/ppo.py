@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Proximal policy optimization on a small world, with minibatches from a DataLoader."""
 
 import argparse

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Sentiment of sentences of unequal length: a bidirectional LSTM over packed sequences."""
 
 import argparse

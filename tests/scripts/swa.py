@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Stochastic weight averaging: the averaged model gets new statistics with update_bn."""
 
 import argparse

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Tabular data: embeddings of categories beside numbers, AUC, early stopping, the best weights."""
 
 import argparse

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Train a network of timm: mixup, soft targets, an average of the weights, a cosine schedule."""
 
 import argparse

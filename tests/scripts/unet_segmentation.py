@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A U-Net for masks of cells: cross entropy and dice, RMSprop, a plateau schedule, a dice score."""
 
 import argparse

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A variational autoencoder on small pictures, after the example of PyTorch."""
 
 import argparse

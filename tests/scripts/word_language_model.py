@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A recurrent word language model: the hidden state goes on from batch to batch."""
 
 import argparse

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A training script for `torchrun` and `accelerate launch`: it trains with libraries, whose models
 are replicated (ddp) and sharded (fsdp).
 
@@ -116,7 +115,8 @@ def with_trainer(sharding: str, mode: str, folder: Path) -> Made:
             for ran in callback.summary.last
             if ran.what == "backward()" and ran.n_chunks == N_CHUNKS
         ]
-        assert (len(of_steps), callback.summary.n_steps) == (N_STEPS, N_STEPS)
+        assert callback.summary.n_steps == N_STEPS
+        assert len(of_steps) == N_STEPS * PASSES[sharding]
     assert type(trainer.model_wrapped).__name__ == WRAPPED[sharding]
     log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     assert len(log) == N_STEPS
@@ -165,6 +165,8 @@ def with_accelerate(sharding: str, mode: str, folder: Path) -> Made:
     return numbers(net, loss=losses, share=shares, grad_norm=norms)
 
 
+#: A sharded block, and what is before and behind the blocks, each go back on their own.
+PASSES = {"ddp": 1, "fsdp": 4}
 #: What a model becomes.
 WRAPPED = {"ddp": "DistributedDataParallel", "fsdp": "FSDPNet"}
 WITH: dict[str, Callable[[str, str, Path], Made]] = {

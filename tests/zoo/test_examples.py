@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """examples/: scripts with a framework's trainer give in chunks what they give without koila."""
 
 from __future__ import annotations

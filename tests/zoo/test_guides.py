@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """docs/guides: the code of each page, in chunks, gives what the framework gives without koila."""
 
 from __future__ import annotations

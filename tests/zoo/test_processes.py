@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Libraries that train in several processes: five steps in three chunks equal the library's own, in
 less memory."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Models of transformers, a head at a time, in tiny configurations and with their own losses."""
 
 from __future__ import annotations

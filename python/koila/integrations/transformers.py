@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A callback for the Trainer of transformers.
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[KoilaCallback("8GiB")])
