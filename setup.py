@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build koila._core; all else is in pyproject.toml. Needs a C compiler and setuptools, never torch.
 
 KOILA_DEV=1       warnings are errors and asserts are on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the benchmarks: interleaved rounds, medians, tables that say where they were made."""
 
 from __future__ import annotations

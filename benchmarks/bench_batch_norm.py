@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch normalization in training by rows: time and memory of a step in chunks.
 
     python -m benchmarks.bench_batch_norm

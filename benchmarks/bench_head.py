@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One text, of which a model's scores take more than all else: plain, by hand, and with koila.
 
     python -m benchmarks.bench_head

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training under limits: which programs finish with eager's numbers, in a share of eager's memory.
 
     python -m benchmarks.bench_limits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peaks of steps whose largest tensors are not the model's, beside eager's.
 
     python -m benchmarks.bench_peaks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long planning takes as programs grow: from a thousand calls to a million.
 
     python -m benchmarks.bench_plan

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What recording one call costs, beside running it eagerly and beside torch's own dispatch.
 
     python -m benchmarks.bench_record

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training step with koila, beside the same step without it.
 
     python -m benchmarks.bench_step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a limit costs a step that fits in it: resident memory is sampled, and tensors are counted.
 
     python -m benchmarks.bench_watch

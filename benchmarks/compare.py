@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to take a step on a batch that does not fit, beside the plain step: gradients, peak, time.
 
     python -m benchmarks.compare

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training steps that are timed: models, batches, and the loops one would write by hand."""
 
 from __future__ import annotations

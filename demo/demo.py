@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a model whose batch does not fit, three times from the same seed:
 
     plain            all the memory there is

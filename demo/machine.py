@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine with less memory than this one has, and how much of it a run used at most.
 
 On the CPU the limit is the operating system's (RLIMIT_DATA), for private memory beyond what the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A character-level GPT in plain PyTorch: nothing here knows of koila."""
 
 from __future__ import annotations

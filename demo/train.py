@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a character-level GPT for a few steps: an ordinary script. Prints one line of JSON a step.
 
 With --koila one line more runs: the one that makes the batch lazy.

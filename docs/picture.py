@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw docs/memory.svg: the bytes that tensors take during a step, plain and with koila.
 
     PYTHONPATH=python:. python docs/picture.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A contrastive loss in which each sample is compared with all others of the batch, as in SimCLR.
 
     python examples/contrastive.py --memory-limit 20MiB --steps 15

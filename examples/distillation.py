@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small network learns from a large one that gets no gradient.
 
     python examples/distillation.py --memory-limit 24MiB --steps 15

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Trainer of transformers, with a callback: a text classifier whose batch does not fit.
 
     python examples/finetune_transformers.py --memory-limit 48MiB --steps 20

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A generator and a discriminator that train each other, with batch normalization in the generator.
 
     python examples/gan.py --memory-limit 16MiB --steps 10

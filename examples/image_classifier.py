@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convolutions with batch normalization on generated images: one line makes the loader lazy.
 
     python examples/image_classifier.py --memory-limit 20MiB --steps 12

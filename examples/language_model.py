@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GPT on the characters of Python's help texts: one line makes its batches lazy.
 
     python examples/language_model.py --memory-limit 48MiB --steps 20

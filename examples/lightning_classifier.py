@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer, with a callback: an image classifier whose batch does not fit.
 
     python examples/lightning_classifier.py --memory-limit 16MiB --steps 12

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An LSTM on sentences of different lengths, as packed sequences: it predicts the next word.
 
     python examples/lstm.py --memory-limit 48MiB --steps 10

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The samples of every row of the op table."""
 
 from __future__ import annotations

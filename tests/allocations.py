@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes that torch's allocator hands out during a step, buffers inside kernels too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of tests/binding share: a batch, lazies that wait, and ops of their own."""
 
 from __future__ import annotations

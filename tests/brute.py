@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens when the inputs of an op are cut: the oracle for place rules, made without rules.
 
 Inputs are cut along given dims, torch runs on every part, and the results are held against the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold koila's place rules against brute force: `python tests/brute_rules.py [name ...]`.
 
 Prints the calls that torch could run in parts and the rules run whole. Each op runs in a child of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ran while a test asked for chunks, and the assertion that it was cut.
 
 A comparison with eager holds as well where nothing is cut, and then says nothing of chunks. So who

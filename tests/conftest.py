@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every test gets: seeded generators, one thread, and hypothesis without luck or clocks."""
 
 import gc

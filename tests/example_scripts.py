@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a script of examples/ without koila and in three chunks: the losses are the same."""
 
 from __future__ import annotations

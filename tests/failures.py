@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps in which memory runs out at a call of one's choice, forward or backward.
 
 `python tests/failures.py` lets every call of every case fail (some 20 minutes).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the op table says that torch holds while a call runs, forward and back, as KlHeld has it."""
 
 from __future__ import annotations

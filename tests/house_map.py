@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The map of the house in CONTRIBUTING.md: one line a file, taken from the file's own first lines.
 
 python tests/house_map.py    writes it anew
@@ -20,7 +21,7 @@ def first_sentence(path: Path) -> str:
     if path.suffix == ".py":
         said = ast.get_docstring(ast.parse(text)) or ""
     else:
-        text = text.removeprefix("/* clang-format off */\n").lstrip()
+        text = re.sub(r"^(/\* (SPDX-|clang-format off).*\n)+", "", text).lstrip()
         said = text[2 : text.find("*/")].replace("\n *", " ") if text.startswith("/*") else ""
         said = re.sub(rf"^\s*{re.escape(path.name)}\s*-\s*", "", said)
     said = " ".join(said.partition("\n\n")[0].split())

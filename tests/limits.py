@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of a step's own, in a process in which other tests have left tensors behind; and needs
 that are made up."""
 

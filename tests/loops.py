@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops with more than one loss, pass or optimizer to a batch, as scripts write them.
 
 Each is made of a size: small ones are compared with eager, large ones are measured.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do the tests see it? One mistake at a time is put into a copy of the tree, and tests must fail.
 
 `make mutants` runs all of `mutant_list.py`, `make mutants ARGS="live saves"` those of these names.

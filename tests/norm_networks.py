@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks that are held together by batch normalization, and a step of each."""
 
 from __future__ import annotations

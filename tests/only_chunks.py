@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plugin of pytest (`-p only_chunks --only-chunks`): what of the suite asks for chunks.
 
 It leaves the tests that ask for more than one, and notes which of them say that nothing of what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check what the rows say of real calls: shape, dtype, strides, alias, and places by brute force.
 
 The oracle is torch itself. A place is checked without any rule: the inputs are cut as the row says,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls in chunks by brute force: cut the inputs as a row says, run torch, join what comes out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every op of torch's own `op_db`, through torch and through koila: the same, bit for bit.
 
 An op is run on each of its CPU samples as function, method, operator and in-place variants; in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every op of torch's own `op_db` with its rows cut in chunks: the numbers are the whole's.
 
 Whatever koila makes of a batch dim (split it, or run the op once on the whole) must not show. Each

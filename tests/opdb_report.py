@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Print what koila makes of torch's `op_db`.
 
     PYTHONPATH=python python tests/opdb_report.py [name ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entries of op_db that are never cut, by the reason: all others are, in one of their samples."""
 
 from __future__ import annotations

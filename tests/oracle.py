@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle of whole programs: PyTorch itself, unsplit, from the same seed.
 
 A `Program` (see `programs.py`) is run as it stands and again with its batch made lazy, and what the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a program does, as far as its user can see, and the assertion that two runs did the same.
 
 `observe` runs a `Program` once, plain or through koila, and keeps copies of all it left behind: an

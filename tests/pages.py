@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python of pages: a page's blocks are one script, and what it shows them print they print.
 
     python tests/pages.py docs/quickstart.md ...

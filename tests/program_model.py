@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the nodes of a program make runs, in Python: what the core's program.c is held to.
 
 It looks everything up anew, and knows no arrays: slow, and short enough to be read in one go.

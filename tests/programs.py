@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole programs: a model, a batch and a step, as people write them, for `oracle.py` to run.
 
 `ONE_PASS` are the programs whose loss is linear in its reductions: each chunk needs one forward and

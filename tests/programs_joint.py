@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs with a step of their own that need values of the whole batch: each says why."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a program is, and the batches that programs are run on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses, written as people write them, and the targets they are computed from.
 
 Each loss takes `(model, output, *targets)` and returns a scalar. The kinds are those of the outputs

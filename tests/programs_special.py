@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs whose step is more than a model and a loss, all of one pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lines of random programs: templates by kind, and calls of torch's own list of ops.
 
 Places in a template: {f}, {g}, {e}, {h}: values; {s}: one whose last dims are alike; {m}: a mask;

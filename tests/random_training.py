@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random training scripts as text: models, hooks, contexts, losses, optimizers, state read and
 written between, several steps. A script that eager can run must give eager's numbers.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random programs as text: factories, writes of every kind, views before and after, masks, reads in
 the middle, several batches, draws. A program that eager can run must give eager's numbers.
 

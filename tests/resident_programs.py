@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain training scripts, and what a process has resident while it runs one.
 
     python tests/resident_programs.py gpt none            # eager: the bytes of its tensors

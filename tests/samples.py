@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls for every row, small enough to be cut in every way. A row without one fails test_ops.
 
 The first dim is the batch: 4 rows, a number that no other size shares where it matters, and more

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls for the rows that know images: convolutions, pooling, resizing, patches, grids."""
 
 from __future__ import annotations

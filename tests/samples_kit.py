@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How samples are written: a call, and tensors in a few words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls for the losses of ops_nn.def, with every reduction."""
 
 from __future__ import annotations

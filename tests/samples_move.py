@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls for the rows of ops_move.def; see samples.py."""
 
 from __future__ import annotations

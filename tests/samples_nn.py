@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls for the rows of ops_nn.def, as samples.py has them for the others.
 
 Every tensor that needs a gradient is tried with and without, because torch keeps an input only for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls for the reductions and the ops along a dim; see samples.py."""
 
 from __future__ import annotations

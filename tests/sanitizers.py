@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether this run is `make sanitize`, and how much of a test is left in it.
 
 Sanitizers watch the C code, and every call is slow under them: a test that goes through many

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small programs that are run twice, plain and with lazy inputs, and must leave the same behind.
 
 A program is a function of some of `x`, `z` (4 x 3, float64) and `labels` (4); what it returns is

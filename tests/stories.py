@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the stories of `test_step*.py` share: a small model, a batch, and the splits to try."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads that record, read each other's values and run, for as long as they are told to.
 
 python tests/stress_threads.py 60 4     # seconds, threads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a large weight is made in what gathers: no chunk makes one of its own."""
 
 from __future__ import annotations

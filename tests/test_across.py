@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads that are larger than all else, of which not one row fits: in pieces of a second axis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random heads, along every dim of what they are handed: a wrong guess costs memory, no number."""
 
 from __future__ import annotations

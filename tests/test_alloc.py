@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that runs out in the recorder, at any request: MemoryError, and nothing else has changed.
 
 The core's nth request is made to fail, for n = 0, 1, 2 ... until the program runs through. Then the

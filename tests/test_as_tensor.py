@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.as_tensor and torch.asarray of a lazy: the lazy itself, or what its method `to` makes."""
 
 from __future__ import annotations

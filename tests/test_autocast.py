@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under autocast a call is recorded with the dtypes that torch's casts give it, and is split."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong says what, where and with which sizes, and leaves everything as it was."""
 
 from __future__ import annotations
@@ -396,6 +397,21 @@ def test_backward_twice(chunks: int | None) -> None:
         other = out.pow(2).mean()
         with unchanged(model), pytest.raises(RuntimeError, match="second time"):
             other.backward()
+
+
+@each_split
+def test_backward_twice_through_calls_that_save_nothing(chunks: int | None) -> None:
+    """Torch goes through such a graph again; koila, in chunks, says that it keeps none."""
+    model, x, _ = make()
+    with koila.config(chunks=chunks):
+        first = model(koila.lazy(x)).sum()
+        loss = first + first
+        loss.backward()
+        if chunks is None or chunks == 1:
+            assert torch.autograd.grad(loss, first)[0] == 2
+        else:
+            with unchanged(model), pytest.raises(koila.KoilaError, match="calls saved nothing"):
+                torch.autograd.grad(loss, first)
 
 
 # Between record and replay ----------------------------------------------------------------------

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch normalization in training by rows: eager's numbers, statistics once, half the memory."""
 
 from __future__ import annotations

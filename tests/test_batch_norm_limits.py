@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks of batch normalizations under limits on memory: eager's numbers, and half its memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that cannot be recorded: what was recorded before them goes by rows all the same, forward
 without a graph and, when autograd comes to it, forward and back."""
 
@@ -782,6 +783,28 @@ def test_a_hook_of_several_tensors_of_a_part(chunks: int) -> None:
                 torch.autograd.graph.register_multi_grad_hook([h], print)
         held.sum().backward()
     assert w.grad is not None
+
+
+@each_split
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_gradient_of_a_value_that_went_back(chunks: int, is_held: bool) -> None:
+    """What was made of it was handed out with it, and does not lead to it: asking is refused, not
+    answered by None. Once that is gone the gradient is whole."""
+    w, x = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True), koila.lazy(random_rows())
+    with koila.config(chunks=chunks):
+        h = (x @ w).exp()
+        made = (h * 2).sin()
+        seen = Square.apply(made).sum().detach()
+        (h * 3).sum().backward()
+        loss = made.sum() if is_held else h.pow(2).sum()
+        del made
+        if is_held and chunks > 1:
+            with pytest.raises(koila.KoilaError, match="only a part of its gradient"):
+                torch.autograd.grad(loss, h, allow_unused=True)
+        else:
+            (found,) = torch.autograd.grad(loss, h, allow_unused=True)
+            assert torch.equal(found, 2 * (h * 2).cos() if is_held else 2 * h)
+    assert not seen.requires_grad
 
 
 @each_split

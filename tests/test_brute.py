@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brute force tells what cutting an op's inputs does; the place rules say the same."""
 
 from __future__ import annotations

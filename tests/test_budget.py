@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory koila believes there is: the system's, its groups', the process's, the GPU's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The extension: it is there, exports one symbol, and a sanitized run is really sanitized."""
 
 import importlib.util

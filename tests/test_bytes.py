@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step is said to need against what torch's allocator hands out, whole and in chunks.
 
 Rows are so many that eager's peak is some MiB: one tensor too many, or too few, shows.
@@ -108,6 +109,7 @@ def set_column(h: Tensor, v: Tensor) -> Tensor:
 WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a product": lambda x, w, v: (x @ w).sigmoid_(),
     "rows of two dims": lambda x, w, v: F.linear(x[:, 0], w, v).relu_(),
+    "no view inside of linear": lambda x, w, v: F.linear(x, w).relu_(),
     "a view inside of linear": lambda x, w, v: F.linear(x, w, v).relu_(),
     "a view inside of a norm": lambda x, w, v: F.leaky_relu_(F.instance_norm(x @ w)),
     "a view": lambda x, w, v: (x @ w).view(-1, 6).relu_(),
@@ -129,4 +131,38 @@ def test_writes(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
             pass
         with memory:
             WRITES[write](koila.lazy(x), w, v).sum().backward()
+    assert abs(said.n_bytes - memory.peak) <= 0.01 * memory.peak
+
+
+#: What reads the gradient of a sum, or of a mean in chunks: one number, expanded, which kernels
+#: that do not go element by element copy.
+SUMMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "convolution": lambda x, w: F.conv1d(x, w[:, :, None]),
+    "written convolution": lambda x, w: F.conv1d(F.conv1d(x, w[:, :, None]).relu_(), w[:, :, None]),
+    "product": F.linear,
+    "viewed product": lambda x, w: (x @ w).flatten(1),
+    "softmax": lambda x, w: (x * w[0]).softmax(-1),
+    "layer_norm": lambda x, w: F.layer_norm(x, (6,), w[0]),
+    "pooling": lambda x, w: F.max_pool1d(x * w[0], 2),
+    "interpolation": lambda x, w: F.interpolate(x * w[0], scale_factor=2.0),
+    "element by element": lambda x, w: (x @ w).sigmoid(),
+    "square": lambda x, w: (x @ w).pow(2),
+    "bilinear": lambda x, w: F.bilinear(x @ w, x, torch.stack([w, w])),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("call", SUMMED)
+def test_expanded_gradients(call: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1 %."""
+    w, x = torch.randn(6, 6, requires_grad=True), torch.randn(4096, 6, 6)
+    memory = Allocations()
+    said = Prediction(memory, monkeypatch, is_whole=chunks == 1)
+    memory.count(x, w)
+    with koila.config(memory_limit=2**40) if chunks == 1 else split(chunks):
+        with memory:
+            pass
+        with memory:
+            out = SUMMED[call](koila.lazy(x), w)
+            (out.sum() if chunks == 1 else out.mean()).backward()
     assert abs(said.n_bytes - memory.peak) <= 0.01 * memory.peak

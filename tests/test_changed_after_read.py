@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A value that was read keeps its number where the weights it came from are changed by hand later,
 and new calls go on from that number."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies of checkpoints that read, branch or run code of the user's, after calls that are recorded:
 what waits is no part of what torch's hooks see, so torch's recomputation finds what it saved."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies of checkpoints that write what outlives them: torch runs them once more in backward, so it
 moves statistics twice, and differentiates what the second run makes of what the first one left."""
 
@@ -359,3 +360,17 @@ def test_a_reentrant_one_gives_all_or_nothing(chunks: int | None, is_asked: bool
                 torch.autograd.grad(loss, parameters)
             else:
                 loss.backward(inputs=parameters)
+
+
+def test_gradients_of_some_inputs_only() -> None:
+    """Torch gives a weight that only the body of a reentrant checkpoint reads no gradient, without
+    a word, and raises where it is to go through the checkpoint; koila raises in both cases."""
+    for inner in (True, False):
+        first, last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        with koila.config(chunks=2):
+            h = first(koila.lazy(torch.randn(N_ROWS, 4, dtype=torch.float64)))
+            loss = checkpoint(last, h, use_reentrant=True).pow(2).mean()
+            inputs = list((last if inner else first).parameters())
+            with pytest.raises(koila.KoilaError, match="only its body reads gets no gradient"):
+                loss.backward(inputs=inputs)
+        assert all(one.grad is None for one in inputs)

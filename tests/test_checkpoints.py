@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.utils.checkpoint is honoured: what a script would have made again is, in chunks and under a
 limit, and no step takes more memory than eager's.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """config() and off(): of the process by a call, of a context in a block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core is plain C11: it compiles without Python, without a warning and past -fanalyzer."""
 
 import os

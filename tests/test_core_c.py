@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the C tests of the core, tests/core/test_*.c, under ASAN, UBSAN and leak detection."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that break a naive splitter by how rows are split and joined again: one test each.
 
 Those about where the rows are in memory and beside what are in `test_counterexamples_rows.py`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that break a naive splitter by where the rows are: beside what, and in which order.
 
 The other counterexamples of splitting are in `test_counterexamples.py`.

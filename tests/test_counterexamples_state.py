@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that break a naive recorder by state and aliases: one test for each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that break a naive recorder by what happens out of its sight: one test for each.
 
 Weights that change between record and replay, flags, and calls that are no torch functions.

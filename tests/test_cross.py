@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that cross from stage to stage are added up in memory that nothing else reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only a GPU can tell, in one command: `pytest tests/test_cuda.py`. Skipped without one.
 
 Everything else that concerns GPUs is tried with fakes, in test_devices.py and test_budget.py.

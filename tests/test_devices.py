@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs that are not there, and what of them can be seen without: fakes in place of torch.cuda."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of docs/: links lead somewhere, their Python runs, and every refusal is explained."""
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def name_of(path: Path) -> str:
 
 def test_every_page_is_in_the_navigation_and_exists() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == sorted(map(name_of, PAGES))
+    assert sorted(re.findall(r"[:-] (\S+\.md)$", nav, re.MULTILINE)) == sorted(map(name_of, PAGES))
 
 
 def anchors(path: Path) -> set[str]:

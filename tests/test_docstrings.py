@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples in docstrings run, and give what they say."""
 
 from __future__ import annotations

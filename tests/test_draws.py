@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers: no two chunks draw the same, and what was drawn once is drawn again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain draws between the record of a random call and its run come after it, as in eager; where
 koila cannot see one, that is an error."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program in chunks draws eager's numbers, wherever the rows are in memory and whatever draws."""
 
 from __future__ import annotations

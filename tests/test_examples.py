@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/: each script trains in chunks to the loss that it has whole, and the notebooks run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """explain() says what runs how often, where a joint is and why; a bad one is logged once."""
 
 from __future__ import annotations

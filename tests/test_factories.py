@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New values that take their sizes from the batch, and rows that are written into them.
 
 A factory makes the same for every chunk until rows are written into it, and has rows from then on.

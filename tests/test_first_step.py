@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first step under a limit runs as later ones do: where a number is read in the midst of a
 model, nobody knows yet what follows, and what ran must leave room for it."""
 

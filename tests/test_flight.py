@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rows hold in flight, against torch's allocator, for every row of the op table.
 
 A row that has no last cell is said to hold nothing. Samples are of some bytes: they
@@ -41,7 +42,6 @@ SLACK = 0.03
 #: larger of result and first operand, and which ways.
 MORE = {
     "__getitem__": (0.5, "one index after another"),
-    "bilinear": (3.5, "the products of all features of both sides"),
     "cosine_embedding_loss": (1.5, "composed of other calls"),
     "cosine_similarity": (10.0, "two operands that are both broadcast"),
     "cross_entropy_loss": (0.5, "chances for labels, of which some are smoothed"),

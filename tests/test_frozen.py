@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that goes on from what another made without gradients: by rows, as from a batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What has a backward or a schema of its own comes out as in eager: its backward is the one used.
 
 `autograd.Function`, module backward hooks, checkpoints, custom ops and the dispatcher's own ops.

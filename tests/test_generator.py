@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers: who asks the generator finds it where eager has it, and what drew stays drawn."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients come out as in eager however they are asked for, and so do hooks and modes."""
 
 from __future__ import annotations

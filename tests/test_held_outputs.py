@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a script still holds when its weights change: numbers stay, and the next step goes on."""
 
 from __future__ import annotations

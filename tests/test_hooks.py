@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks inside a step see the gradient of all rows once, and the step is split all the same."""
 
 from __future__ import annotations

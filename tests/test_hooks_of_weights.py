@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of weights to which no gradient comes, though the node of a part that was cut off leads
 there: torch's engine goes through all inputs of a node."""
 

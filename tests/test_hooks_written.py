@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks and kept gradients of tensors that are written in place: a hook stays with the value it was
 registered on, retain_grad() goes with the tensor to its new graph."""
 

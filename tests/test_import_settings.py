@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """koila finds torch as it is laid out, whatever a script has set before it imports koila.
 
 Self-tests at import look at tensors of their own. A default dtype, device or grad mode of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What inference must say of calls that real models make: what stays in chunks, what must not."""
 
 from __future__ import annotations

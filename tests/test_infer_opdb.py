@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the rows say of every call that the samples of op_db make, against torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random layouts and random views: shapes, strides, aliases and places against torch."""
 
 from __future__ import annotations

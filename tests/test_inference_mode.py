@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is recorded outside inference mode is no inference tensor, wherever it is read or
 written."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that make a tensor another view of its memory, in place, come out as in eager."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C in the middle of a program is heard at once, and nothing of it is run again unasked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Labels that are written before the loss: how many of them count is known before the model runs,
 which then runs once."""
 

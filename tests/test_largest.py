@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """largest_batch(): the number it says fits, and not many more."""
 
 from __future__ import annotations

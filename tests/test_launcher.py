@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m koila: a script as it is, with lazy batches."""
 
 from __future__ import annotations

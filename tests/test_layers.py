@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each layer keeps for backward: as much as torch saves, under the names of the modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lazy() of what is lazy already: as it is, or as is asked for, or an error that says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing grows: as many objects, blocks and bytes after 700 steps as after a hundred."""
 
 from __future__ import annotations

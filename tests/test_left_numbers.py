@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A value that one loss's backward went through, and another loss still reads: its gradient may be
 asked for, its hooks are called, and nothing goes back through it a second time."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What leaves koila is told: a large plain tensor that is made or written of lazy ones is named by
 report(), and logged once with its line."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps under limits of the system, in processes of their own: nothing else takes memory there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data loaders whose batches are lazy: of one that lazy() is given, and of all there are."""
 
 from __future__ import annotations

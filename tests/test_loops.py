@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops with more than one loss, pass or optimizer to a batch: what is lazy stays lazy after a
 backward, a read, a detach and an optimizer's step, though what came before fitted and ran whole."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`x[index] = value` where the rows of the index are not those of what it indexes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a mask chooses is written: by rows, with the mask's numbers known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is contiguous() or reshape() of a value whose strides nobody knows: a view or a copy.
 
 A write to one shows in the other as in eager, or is refused; a number lies in memory as in eager.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls over the batch in which all rows meet, and after which each goes on by itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of bytes in float32 and narrower, where kernels work in memory of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs under a memory limit, in as many chunks as koila finds it needs."""
 
 from __future__ import annotations

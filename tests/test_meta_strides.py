@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How results of calls without a row lie in memory: what meta kernels say of it is what runs."""
 
 from __future__ import annotations

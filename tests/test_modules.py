@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every module of torch's own `module_db` through koila in one chunk equals torch, bit for bit.
 
 Each tensor that a module's forward is given enters by a `lazy` call of its own; outputs, gradients

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each mistake of `make mutants` can still be made: its text is once in the file."""
 
 from __future__ import annotations

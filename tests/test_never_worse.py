@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No step takes more memory than eager's, in any number of chunks, nor leaves more behind.
 
 What is counted is what torch's allocator hands out, with Python's cyclic collector off. Batches are

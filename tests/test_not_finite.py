@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Infinities, nan, zeros and ties in the data: reductions have eager's values and gradients."""
 
 from __future__ import annotations

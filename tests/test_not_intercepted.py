@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch does not hand to a tensor subclass comes out as in eager, or fails loudly; never else.
 
 Here: whatever takes a tensor's memory, or its place in a transform, without asking. Functions with

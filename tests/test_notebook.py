@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In a notebook: %load_ext koila, %%koila and %koila, run by a kernel as a browser would."""
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import nbformat
 from nbclient import NotebookClient
 
 PYTHON = Path(__file__).parent.parent / "python"
+RECIPE = PYTHON.parent / "docs/recipes/notebooks.md"
 
 SETUP = """
 import sys; sys.path.insert(0, {path!r})
@@ -48,6 +50,11 @@ def _text(cell: Any) -> str:
     )
 
 
+def plain(text: str) -> str:
+    """A text without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 def test_cells() -> None:
     """One cell is lazy, then all; a cell that fails leaves nothing behind; lines name cells."""
     texts = run(
@@ -69,7 +76,7 @@ def test_cells() -> None:
     assert texts[2].splitlines()[0] == loss
     assert "koila: 2 batches of data loaders, 2 optimizer steps" in texts[2]
     assert "in 3 chunks at most" in texts[2]
-    assert "ZeroDivisionError" in texts[4]
+    assert "ZeroDivisionError" in texts[4] and "In[5], line 8" in plain(texts[4])
     assert texts[5] == "Tensor koila.config()\n"
     assert texts[7].strip() == loss
     assert re.search(r"Cell In\[\d+\]:\d", texts[8])
@@ -86,6 +93,27 @@ def test_an_error_names_the_cell_that_recorded_the_call() -> None:
         "found = nn.functional.embedding(ids, torch.ones(3, 4))",
         "found.sum().item()",
     )
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", texts[2])
-    assert "index out of range" in plain
-    assert "Cell In[2]:4" in plain.splitlines()[-1]
+    assert "index out of range" in texts[2]
+    assert "Cell In[2]:4" in plain(texts[2]).splitlines()[-1]
+
+
+def cards(cell: Any) -> list[str]:
+    """What of a cell's results a notebook shows as HTML."""
+    shown = [output.data.get("text/html") for output in cell.outputs if "data" in output]
+    return [html for html in shown if html is not None]
+
+
+def test_the_cells_of_the_recipe_show_cards(tmp_path: Path) -> None:
+    """docs/recipes/notebooks.md: the cards have no script, and stay in an exported notebook."""
+    cells = re.findall(r"^```ipython\n(.*?)^```$", RECIPE.read_text(), re.DOTALL | re.MULTILINE)
+    book = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
+    cells = [f"import sys; sys.path.insert(0, {str(PYTHON)!r})", *cells]
+    book.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]  # type: ignore[no-untyped-call]
+    NotebookClient(book, timeout=60, kernel_name="python3").execute()
+    assert "chunks at most" in _text(book.cells[2])
+    (report,), (explained,) = cards(book.cells[-2]), cards(book.cells[-1])
+    assert "BatchNorm1d" in report and "backward() at Cell In[3]:5: 6 calls" in report
+    assert "least limit that works" in explained and "BatchNorm1d" in explained
+    for card in (report, explained):
+        assert len(card.encode()) <= 50 * 1024
+        assert not re.search(r"<script|\bon\w+=|javascript:|https?:", card, re.IGNORECASE)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call that was not recorded made a whole program run at once: each, between two layers, is.
 
 A case is a function of a step `h` (12 rows) on the way from the batch to the loss. It gives eager's

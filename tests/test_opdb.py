@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every entry of torch's `op_db` through koila in one chunk equals torch, bit for bit."""
 
 from __future__ import annotations

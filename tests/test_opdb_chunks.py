@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every op of torch's `op_db` in chunks leaves the whole's numbers behind, to 1e-10.
 
 Each op runs in a child of its own: some of torch's kernels crash on parts that do not fit together,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The op table: every row has samples, and says of each what torch does, whole and in chunks."""
 
 from __future__ import annotations

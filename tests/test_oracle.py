@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle notices: a naive splitter, and each kind of small wrong, is told from eager."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts: what is sorted, worked on and put back goes by rows, each chunk in an order of its own;
 whatever else looks at it makes it whole, and sees what eager sees."""
 

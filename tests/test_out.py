@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that write to `out=` come out as in eager, in any number of chunks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that runs out at any call, forward or backward: the step comes through, or is as if it had
 not been asked for."""
 

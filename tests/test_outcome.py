@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison behind `test_opdb` sees each way in which a program can come out different."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch's own backward takes through a graph that was there before the program."""
 
 from __future__ import annotations

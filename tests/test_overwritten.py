@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call kept for backward and a later call wrote: a step raises where eager does, and nowhere
 else; and who asks for some gradients goes only where these come from."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users install: the sdist is complete, and its wheel builds without torch or network."""
 
 import os

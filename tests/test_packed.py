@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed sequences by rows: a recurrent layer over them is a layer over padded rows and lengths."""
 
 from __future__ import annotations
@@ -241,3 +242,34 @@ def test_memory(kind: str, share: float) -> None:
         peak = run(koila.lazy(x))
     assert re.search(r"in \d+ chunks of \d+ samples", str(koila.report()))
     assert peak <= 1.02 * allowed + 2**16, (peak, allowed, plain)
+
+
+def test_where_pieces_of_a_sample_are_looked_for_the_lengths_are_not_read() -> None:
+    """Under limits that are too low for whole samples the numbers are right, or it is refused."""
+    torch.manual_seed(0)
+    embed, lstm, out = nn.Embedding(500, 32), nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 500)
+    net = nn.ModuleList([embed, lstm, out]).double()
+    x, lengths = torch.randint(500, (6, 24)), torch.tensor([24, 3, 9, 24, 7, 2])
+
+    def loss(x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(embed(x), lengths, True, enforce_sorted=False)
+        y, _ = pad_packed_sequence(lstm(packed)[0], True)
+        return F.cross_entropy(out(y).flatten(0, 1), x.flatten())
+
+    net.zero_grad()
+    loss(x).backward()
+    wanted = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    storages.look_again(True)
+    there = budget.taken(torch.device("cpu"), [])
+    n_refused = 0
+    for n_kib in (1600, 1200, 1000, 900, 800, 700, 600, 500):
+        net.zero_grad(set_to_none=False)
+        with koila.config(memory_limit=there + n_kib * 1024):
+            try:
+                loss(koila.lazy(x)).backward()
+            except koila.MemoryLimitError:
+                n_refused += 1
+                continue
+        for p, gradient in zip(net.parameters(), wanted, strict=True):
+            assert_close(p.grad, gradient, rtol=1e-10, atol=1e-12)
+    assert 0 < n_refused < 8

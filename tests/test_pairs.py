@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All pairs of rows: a call goes along the rows of one operand, and has all those of the others."""
 
 from __future__ import annotations

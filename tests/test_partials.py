@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """partials.py: what chunks compute and how it is joined, against torch on the whole batch.
 
 Values and gradients, for one chunk, for uneven chunks and for chunks of one row. In float64 they

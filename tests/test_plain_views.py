@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views of plain tensors in the sizes of a lazy show what plain torch writes into the memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many chunks: the fewest that fit, of whole eights where that is free, or a refusal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a plan grows as the program does. Counted are the lines of koila's that run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In half precision the chunks are as near to the truth as eager is, and as one chunk is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training in several processes: what each rank makes lazy runs in chunks of its own number, and
 the processes meet in the same collectives as without koila, or fewer.
 

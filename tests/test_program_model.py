@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core's runs of every program are those of the model in Python."""
 
 from __future__ import annotations

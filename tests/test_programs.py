@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every program, in one chunk and in several, gives eager's loss, gradients, buffers and draws."""
 
 from __future__ import annotations

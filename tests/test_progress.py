@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """config(progress=True): a bar for what runs in chunks for long."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random small programs: whatever is written, in any number of chunks, gives eager's numbers."""
 
 from __future__ import annotations

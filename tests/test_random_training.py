@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random training scripts: in any number of chunks, and by default, they give eager's numbers."""
 
 from __future__ import annotations

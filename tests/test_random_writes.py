@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random programs of factories, writes, views, masks, draws and reads in the middle are eager's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What README.md shows runs: its Python in one script, and its commands."""
 
 from __future__ import annotations

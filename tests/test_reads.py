@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each way to read a lazy tensor gives what eager gives; `repr` computes nothing."""
 
 from __future__ import annotations

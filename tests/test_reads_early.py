@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A number read before the rest of a step is recorded costs nothing of what chunks save: its graph
 is not held, and the rest has the chunks that it needs, with eager's draws in them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a number before backward() costs none of the memory that chunks save."""
 
 from __future__ import annotations

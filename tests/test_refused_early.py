@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch refuses for its sizes and dtypes alone is refused before the model runs, in torch's
 words, and koila says nothing before."""
 

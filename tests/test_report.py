@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """report(): what the last step ran, program by program, as a user is told it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """requires_grad_() of a lazy: what comes after it has a gradient, and nothing else runs for it."""
 
 from __future__ import annotations

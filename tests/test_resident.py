@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A limit on the CPU holds as the kernel counts it: what plain scripts have resident under one.
 
 Each runs in a process of its own, without a variable of the environment for malloc.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that cannot be recorded as they are: what else waits is cut all the same."""
 
 from __future__ import annotations

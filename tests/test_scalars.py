@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where torch takes a tensor of no dims for a number, it takes a lazy for one: it is read.
 
 torch's argument parser never asks the class of such a tensor. The program goes on waiting.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training scripts as their authors write them, run with python -m koila.
 
 Those that need torch alone; `make zoo` runs the others too.

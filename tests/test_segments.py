@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A body in segments, and what crosses from body to body made again, give eager's numbers too."""
 
 from __future__ import annotations

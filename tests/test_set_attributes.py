@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attributes of plain tensors that are set to a lazy: torch asks the class of the tensor alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In-place calls and views in programs that are cut: who shares memory in eager sees each write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slices of a batch: what is taken of its rows, or joined of several, is a batch of its own."""
 
 from __future__ import annotations

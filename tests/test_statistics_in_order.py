@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running statistics move in the order of the calls, also where a later call runs before an earlier
 one that waits: at the end of a block without gradients, say."""
 

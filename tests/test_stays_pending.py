@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be recorded is: a model that runs while it is recorded cannot be cut any more."""
 
 from __future__ import annotations

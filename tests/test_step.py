@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step as people write it: reads, optimizers, accumulation, evaluation, in chunks or not."""
 
 from __future__ import annotations

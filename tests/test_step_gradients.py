@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where gradients go, and who looks at them on the way: leaves, cuts, hooks, autograd.grad."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes into a step and what is written in it: containers, views, in-place, modes, draws."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """memory_limit= on the CPU counts all tensors there are, whoever holds them."""
 
 from __future__ import annotations

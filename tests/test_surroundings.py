@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user puts around calls sees what it sees in eager, once, and nothing of koila's own work.
 
 Each story changes numbers by what is around its calls, and returns how often that was asked, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that torch lets a user put around calls, or set before them, and how it is treated.
 
 A torch that brings something new fails here until somebody says, and tests, what becomes of it.

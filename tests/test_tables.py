@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of callables that are not recorded: torch itself is asked what each of them returns.
 
 A name in a list says what is done with a call; what the call can return is torch's to say. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tail that is called linear and is not would give wrong gradients: that is told at once."""
 
 from __future__ import annotations

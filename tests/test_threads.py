@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several threads record, read each other's values and run: no crash, no error, eager's numbers."""
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""The types that users see: mypy --strict over the package, and stubtest of the C module's stub."""
+# SPDX-License-Identifier: Apache-2.0
+"""The types that users see: mypy --strict over the package, stubtest of the C module's stub, and
+what mypy and pyright infer in a user's script."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +28,20 @@ def test_mypy_strict() -> None:
 
 def test_code_of_users() -> None:
     run("mypy", "--strict", "tests/typed_user_code.py")
+
+
+def test_code_of_users_by_pyright(tmp_path: Path) -> None:
+    """In its strict mode, as editors show it; basedpyright brings the Node.js that it needs."""
+    settings = {
+        "include": [str(ROOT / "tests/typed_user_code.py")],
+        "extraPaths": [str(ROOT / "python")],
+        "typeCheckingMode": "strict",
+        # Torch's own functions leave some types open.
+        "reportUnknownMemberType": False,
+        "reportUnknownArgumentType": False,
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    run("basedpyright", "--project", str(tmp_path), "--pythonpath", sys.executable)
 
 
 @pytest.mark.skipif(not STUB.is_file(), reason="there is no _core.pyi yet")

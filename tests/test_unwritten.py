@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running statistics that a recorded call is still to write: whoever asks for them sees them
 written, in eager's order.
 

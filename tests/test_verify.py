@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verify(): what differs between a step that is whole and the same in chunks."""
 
 from __future__ import annotations

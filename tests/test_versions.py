@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A torch that koila was not tried with is told of once, when koila is imported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views of what is written later, or through them: each sees what it sees in eager."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs of chunks that wait: what is heavy runs once, nothing is kept but what crosses, and the
 numbers are eager's."""
 

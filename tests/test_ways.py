@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of which not even one row fits as they are: cut into segments, made again, offloaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes come out as in eager, wherever they go: into plain tensors, lazy ones, modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was read, and is written then: the numbers of a run in chunks are tensors as eager's are."""
 
 from __future__ import annotations

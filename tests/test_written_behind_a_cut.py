@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written between forward and backward, and was read before a call that cuts the program:
 codebooks and queues, moving averages kept by hand. It stays what it was for what reads it again."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes of what has its number because something was read meanwhile, as in a mixture of experts:
 they stay recorded where nobody else has that memory, and show where somebody has."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lines of random training scripts: models, and templates by kind.
 
 Places in a template: {f}, {g}: features, one row of four for each row of the batch; {s}: such that
@@ -787,4 +788,8 @@ REFUSALS = [
     r"which was written through \.data before its backward; write it after backward\(\)",
     # A part of a program that was cut off was asked for what only the whole knows.
     r"run it whole: koila\.config\(chunks=1\)",
+    # A second backward through calls that save nothing, which torch allows.
+    r"koila keeps no graph behind a value whose backward ran",
+    # Torch gives what only the body of a reentrant checkpoint reads no gradient, without a word.
+    r"only its body reads gets no gradient",
 ]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of writes share: small functions of a batch and two parameters, plain and lazy.
 
 A program is a function of some of `x`, `z` (rows of 4), `labels` (0 to 3), `ids` (rows of 5 ints),

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* module.c - the module koila._core: its state, types and functions. Nothing else. */
 #include "py.h"
 

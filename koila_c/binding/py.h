@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py.h - shared by the binding: the types, the one state struct, and KlError -> exception.
  *
  * LazyTensor ──▶ Value ──▶ Tape ──▶ the Python call of each node, the real tensor of each value.

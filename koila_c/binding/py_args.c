@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_args.c - binds the arguments of a Python call to the words of a signature. It knows no op: it tells
  * ints from floats from tensors and leaves the meaning to the rules. */
 #include "py_args.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_args.h - binds a Python call to a row's signature: PyObjects in, KlArgs out.
  *
  *     KlPySignature *signature = kl_py_signature_new(row->call);            once per row

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_call.c - calls as slots. A recorded call keeps no container of the user's: lists, tuples and dicts
  * are flattened when recorded and built anew for each run, so that a list that goes on growing, or a
  * slice of a chunk in place of a whole tensor, changes nothing else. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_context.c - what a call depends on besides its arguments.
  * Grad mode, inference mode, autocast and torch's switches are interned to a small id, kept with a node, and put
  * in force again at replay. Hooks and modes that run code of the user's at each call cannot be: such a call

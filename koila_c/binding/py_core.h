@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_core.h - the small functions of koila._core, for the table of module.c, which says what each does. */
 #ifndef KL_PY_CORE_H
 #define KL_PY_CORE_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_describe.c - what inference found, as Python objects. For infer() and its tests. */
 #include "py_describe.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_describe.h - what inference found, as Python objects. */
 #ifndef KL_PY_DESCRIBE_H
 #define KL_PY_DESCRIBE_H

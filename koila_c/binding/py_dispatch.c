@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_dispatch.c - what torch's dispatch finds on a lazy: its __torch_function__. torch looks that up twice
  * for each call, and its __self__ once, by strings it makes anew and that no cache knows: each time every
  * dict on the way is searched. So both are answered before anything is searched. */

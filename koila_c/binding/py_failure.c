@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_failure.c - why a value has no number: what the call that makes it raised. Whoever asks for the value
  * later is told the same again. */
 #include "py.h"

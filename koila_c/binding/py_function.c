@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_function.c - what is known of torch's callables: a dict from the callable itself, filled at import. */
 #include "py.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_gradient.c - who gets a gradient, and which calls cannot give theirs. */
 #include "py.h"
 

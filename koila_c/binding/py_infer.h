@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_infer.h - the rules as Python functions, for tests and for whoever wants to look at them. */
 #ifndef KL_PY_INFER_H
 #define KL_PY_INFER_H

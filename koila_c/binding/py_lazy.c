@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_lazy.c - LazyTensor, the type users hold, and Value, what it holds.
  *
  * LazyTensor is made by calling torch's metaclass: a torch.Tensor subclass with one slot. What torch sees

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_live.c - one-chunk replay: the recorded calls run in order with torch, as the user wrote them, on
  * real tensors with real autograd. It is also how a call runs that cannot be recorded. */
 #include "py.h"

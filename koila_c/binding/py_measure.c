@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_measure.c - asks the core for the bytes of a program, and torch for what only tensors tell of them. */
 #include "py.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_meta.c - what real tensors say of themselves: dtype, sizes and strides through torch's C ABI where
  * a self-test at import shows that it can be used, else through attributes. */
 #include "py.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_promise.c - what inference promised of a value when its call was recorded, held against what torch
  * gives when the call runs: sizes and dtype, of every output in every run, and strides that a meta kernel
  * told. What differs is a mistake of ours, and raises: from wrong sizes follow wrong numbers. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_record.c - what happens when torch hands us a call with a lazy in it: it is recorded, entered, run
  * at once, or given to a handler. Nothing is guessed: a call that is not understood runs at once. */
 #include "py.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_recycle.c - dead LazyTensors are kept and used again: making one through torch costs 350 ns, taking
  * one from here 8. Only where a self-test at import finds torch's object laid out as expected. */
 #include "py.h"

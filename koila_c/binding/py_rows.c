@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_rows.c - calls that have a row: bind the arguments, infer, append. It knows no op: what a call means
  * is in the row. */
 #include "py.h"

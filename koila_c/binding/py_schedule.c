@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_schedule.c - tells koila.replay what to run, step by step: the schedule comes from the core. */
 #include "py.h"
 

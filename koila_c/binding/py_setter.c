@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_setter.c - attributes of tensors that are set to a lazy (`p.grad = lazy`). torch asks the class of the
  * tensor, never that of the value, and would take the placeholder. So the function that sets the attribute is
  * replaced, in the structure that CPython keeps for it: to get the attribute costs what it did, and for all

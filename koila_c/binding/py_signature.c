@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_signature.c - reads the `call` text of a row into words, and looks up the torch objects binding must
  * recognise. Both happen once. */
 #include "py_args.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_slots.c - calls on a lazy that go straight to the recorder: methods, and the operators + - * / @ and
  * unary minus. torch's own way there (parse the arguments, find who overrides, call back) is most of what
  * a record costs. It is only taken round where it would lead here anyway: no torch-function mode is

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_source.c - where in the user's program a call was recorded. Two words are kept of a frame, its code
  * and the instruction; they become a file and a line only when a message needs them. */
 #include "py.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_storage.c - the memory that tensors hold on the CPU, where torch's allocator counts nothing: each storage
  * that was met, by a weak reference, and the bytes of those that are still there.
  *

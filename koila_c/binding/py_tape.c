@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_tape.c - Tape: a KlTape, the Python call of each of its nodes and the real tensor of each value.
  *
  * A thread has one tape. It owns the leaves and whatever its nodes need; of the user's lazies it knows

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_turn.c - turns: a tape is used by one thread at a time.
  *
  * All of this runs under the GIL, which every call of Python or torch may give up: a thread that is in the

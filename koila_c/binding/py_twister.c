@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_twister.c - states of torch's generator on the CPU, a Mersenne Twister, moved past draws. How a state lies
  * in memory is torch's affair: what does not look like one is refused, and who relies on this compares first. */
 #include "py.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* py_view.c - takes views again after a write, so that no node reads an old version: staging could not
  * order such a read and the write. */
 #include "py.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* alloc.c - the one door to malloc; counts blocks and can fail the nth request for tests. */
 #include "alloc.h"
 

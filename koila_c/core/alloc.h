@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* alloc.h - the one door to malloc. In test builds (KL_TEST_ALLOC) the nth request can be made to fail. */
 #ifndef KL_ALLOC_H
 #define KL_ALLOC_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* autocast.c - torch's lists of ops under autocast, and casting metas by them. An op that is on no list
  * runs on what it is given. Composite ops are listed by what their parts do. */
 #include "autocast.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* autocast.h - what torch's autocast does to a call's inputs before it runs: in which dtype the op sees
  * them. The lists are torch's own (ATen/autocast_mode.h and autocast_mode.cpp), by device type. */
 #ifndef KL_AUTOCAST_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* base.h - limits, status codes and errors shared by the whole core.
  *
  * The core is pure C: numbers in, numbers out. A function that can fail returns a KlStatus, leaves its

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* error.c - the one place where a failure gets its words. */
 #include "base.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* infer.c - applies a row's rules to a call, in order: shape, dtype, what follows from them (in-place
  * targets, device, requires_grad), place. It knows no op; it adds the op's name to an error. */
 #include "infer.h"

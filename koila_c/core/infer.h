@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* infer.h - apply a row's rules to a call: shapes, dtypes, requires_grad, places and mode of a node. */
 #ifndef KL_INFER_H
 #define KL_INFER_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* measure.c - walks the schedule of a step and lists what it needs at each moment. */
 #include "measure.h"
 

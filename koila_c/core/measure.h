@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* measure.h - the bytes of a staged program: what it needs at each moment of a step in chunks, and how many
  * chunks that lets it run in.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* measure_chunks.c - what moments need in chunks of some size, and the largest chunks that fit. */
 #include "measure.h"
 

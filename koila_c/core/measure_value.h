@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* measure_value.h - what measure.c knows of each value, and of each memory, at a moment of its walk. */
 #ifndef KL_MEASURE_VALUE_H
 #define KL_MEASURE_VALUE_H

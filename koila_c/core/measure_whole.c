@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* measure_whole.c - the bytes of a program that runs live, in the order of the calls. */
 #include "measure.h"
 

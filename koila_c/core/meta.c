@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* meta.c - plain facts about metas and dtypes: sizes, names, contiguity, equality of places. */
 #include "meta.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* meta.h - what is known of a value without running it: dtype, shape, strides, and where the rows are. */
 #ifndef KL_META_H
 #define KL_META_H

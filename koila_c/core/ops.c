@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* ops.c - expands ops.def into ids, rows and aliases. It adds nothing but this: a row is heavy (not to be
  * run again lightly) when it is made of products, and light otherwise; and what reductions hold. */
 #include "ops.h"
@@ -125,20 +126,37 @@ static const struct {
 #include "ops.def"
 };
 
+/* Whether a row's place is found by one of some rules; the last of them is NULL. */
+static bool
+is_placed(const KlRow *row, const KlPlaceRule *rules)
+{
+    while (*rules != NULL && *rules != row->place) {
+        rules++;
+    }
+    return *rules != NULL;
+}
+
 bool
 kl_ops_is_light(const KlRow *row)
 {
-    static KlStatus (*const heavy[])(const KlCall *, KlInferred *, KlError *) = {
-        place_attention, place_baddbmm, place_bilinear, place_bmm,      place_cdist,
-        place_conv,      place_einsum,  place_linear,   place_matmul,   place_mm,
-        place_mv,        place_outer,   place_rnn,      place_rnn_cell, place_grouped,
+    static const KlPlaceRule heavy[] = {
+        place_attention, place_baddbmm,  place_bilinear, place_bmm, place_cdist, place_conv,
+        place_einsum,    place_linear,   place_matmul,   place_mm,  place_mv,    place_outer,
+        place_rnn,       place_rnn_cell, place_grouped,  NULL,
     };
-    for (size_t i = 0; i < sizeof(heavy) / sizeof(heavy[0]); i++) {
-        if (row->place == heavy[i]) {
-            return false;
-        }
-    }
-    return true;
+    return !is_placed(row, heavy);
+}
+
+bool
+kl_ops_copies_expanded(const KlRow *row)
+{
+    static const KlPlaceRule copying[] = {
+        place_addbmm,     place_addmm,  place_addr,       place_channel_shuffle, place_col2im,
+        place_conv,       place_einsum, place_embedding,  place_embedding_bag,   place_grid_sampler,
+        place_group_norm, place_im2col, place_layer_norm, place_linear,          place_matmul,
+        place_mm,         place_rnn,    place_softmax,    place_spatial,         NULL,
+    };
+    return is_placed(row, copying);
 }
 
 KlTie

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* ops.h - turns ops.def into an enum, rows and a look-up by name; adds no knowledge of its own.
  *
  * A *call* is a row with bound arguments: args[i] belongs to the i-th word of the row's call signature.
@@ -119,6 +120,7 @@ typedef struct KlSaves {
     int64_t bytes_backward;  /* needed only while its backward runs, beside gradients */
     int64_t bytes_row;       /* of one row, needed while either runs, however many rows there are */
     int64_t bytes_steps;     /* needed while the op runs without a graph: results of steps */
+    bool gives_view;         /* as KlHeld's, for this call */
 } KlSaves;
 
 typedef struct KlRow KlRow;
@@ -305,6 +307,9 @@ const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
 
 /* Cheap enough to run again rather than keep: not made of products. */
 bool kl_ops_is_light(const KlRow *row);
+
+/* Whether its formula copies the gradient of the result where that is a smaller one, expanded. */
+bool kl_ops_copies_expanded(const KlRow *row);
 KlTie kl_ops_tie(const KlRow *row);
 
 /* The operand whose gradient is a sum over rows that its call can make in what gathers; KL_ID_NONE: none. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* program.c - builds the runs of a staged program, stage by stage. */
 #include "program.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* program.h - a staged program as runs: which nodes run together, what they read from outside, what leaves
  * them, and when their values die.
  *

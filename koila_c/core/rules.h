@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules.h - every word that a cell of ops.def can say, and the tools that rules share.
  *
  * For ops.c, infer.c and rules_*.c only. A rule is a function of one call: shape rules make the outputs

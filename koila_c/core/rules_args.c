@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_args.c - fetches the arguments of a call. An argument of a kind that a rule did not expect declines
  * the call: it may be legal, the rule just cannot describe it. */
 #include "rules.h"

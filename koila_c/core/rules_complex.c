@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_complex.c - complex numbers as pairs of real ones: views of the pairs, and of their parts. */
 #include "rules.h"
 

@@ -1,5 +1,5 @@
-/* rules_conv.c - convolutions, plain and transposed, of one to three spatial dims, batched or
- * not. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* rules_conv.c - convolutions, plain and transposed, of one to three spatial dims, batched or not. */
 #include "rules.h"
 
 #include <string.h>
@@ -83,9 +83,7 @@ read_conv(const KlCall *call, bool is_transposed, int32_t n, Conv *conv)
     if (status == KL_OK) {
         status = kl_rules_spatial(call, is_transposed ? 7 : 5, n, ones, conv->dilation);
     }
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 6, 1, &conv->groups);
-    }
+    status = status == KL_OK ? kl_rules_int(call, 6, 1, &conv->groups) : status;
     for (int32_t i = 0; i < n && status == KL_OK; i++) {
         int64_t widest = conv->stride[i] > conv->dilation[i] ? conv->stride[i] : conv->dilation[i];
         bool is_declined = conv->stride[i] <= 0 || conv->dilation[i] <= 0 || conv->padding[i] < 0 ||
@@ -144,9 +142,7 @@ convolve(const KlCall *call, bool is_transposed, KlInferred *result, KlError *er
     Conv conv;
     const int32_t n = call->row->n_spatial;
     KlStatus status = read_conv(call, is_transposed, n, &conv);
-    if (status == KL_OK) {
-        status = check_operands(call, is_transposed, &conv, error);
-    }
+    status = status == KL_OK ? check_operands(call, is_transposed, &conv, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -312,8 +308,7 @@ work(const KlCall *call, const KlInferred *result, const Conv *conv, bool is_tra
     }
 }
 
-/* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is
- * kept. */
+/* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is kept. */
 void
 saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_digits.c - where the rows are, as arithmetic.
  *
  * NOTE [digits]: write the index of an element, in row-major order, as a number of mixed radix. The batch

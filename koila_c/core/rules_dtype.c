@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_dtype.c - dtypes of results, one function for each word of the column. A dtype that torch refuses
  * for an op is declined: torch raises its own error. */
 #include "rules.h"

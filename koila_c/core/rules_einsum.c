@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_einsum.c - torch.einsum: the equation is read once, and is already in the language of NOTE
  * [labels].
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_embedding.c - look-ups in a table: embedding, embedding_bag, one_hot. */
 #include "rules.h"
 
@@ -47,8 +48,7 @@ place_embedding(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* input (n, d), indices, max_norm, norm_type: rows of the table that are looked up are shrunk in
- * place */
+/* input (n, d), indices, max_norm, norm_type: rows of the table that are looked up are shrunk in place */
 KlStatus
 shape_embedding_renorm(const KlCall *call, KlInferred *result, KlError *error)
 {

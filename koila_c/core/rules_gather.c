@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_gather.c - ops that read or write along a dim where an index tensor says. Nothing broadcasts here:
  * an index that is shorter than the value is legal, and means other rows than it would in a chunk. So an
  * input that has the rows must have all of them. */

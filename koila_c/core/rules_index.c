@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_index.c - x[...] and x[...] = v: shapes and places from the outline of the index. */
 #include "rules_outline.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_join.c - ops that put values together or take them apart along a dim: cat, stack, split, repeat,
  * flip. Along the batch they add to the digit's left or right (see NOTE [digits]). */
 #include "rules.h"

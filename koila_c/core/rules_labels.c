@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_labels.c - rows of ops that are more than elementwise, and small tools of the layer rules.
  *
  * NOTE [labels]: write an op as einsum does, with a letter for each dim that runs through it on

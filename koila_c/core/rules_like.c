@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_like.c - copies, casts, and new values that take only a shape or a dtype from another. */
 #include "rules.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_loss.c - losses whose terms are elements or rows, summed or averaged over all of them.
  *
  * A mean over the rows is combined from the sum of each chunk and the number of terms, see
@@ -51,8 +52,7 @@ kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms, 
     return status;
 }
 
-/* Wire inputs of `terms`' shape, aligned from the right; `is_term` says which dims are dims of
- * the loss. */
+/* Wire inputs of `terms`' shape, aligned from the right; `is_term` says which dims are dims of the loss. */
 static KlStatus
 wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims_terms)
 {
@@ -93,8 +93,7 @@ shape_loss(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
-/* The targets, args[1], must not need a gradient: torch refuses, or keeps things no rule
- * describes. */
+/* The targets, args[1], must not need a gradient: torch refuses, or keeps things no rule describes. */
 KlStatus
 shape_loss_plain_target(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -151,8 +150,7 @@ place_loss(const KlCall *call, KlInferred *result, KlError *error)
     if (terms.shape[dim] != kl_rules_span(place, kl_rules_rows(call, result))) {
         return kl_rules_once(result, "a batch of one row is broadcast");
     }
-    /* mse_loss and its kin divide the gradient of a mean by the size of the operand, broadcast
-     * or not. */
+    /* mse_loss and its kin divide the gradient of a mean by the size of the operand, broadcast or not. */
     for (uint32_t i = 0; i < 2 && is_reduced; i++) {
         if (kl_meta_n_elements(call->inputs[i]) != kl_meta_n_elements(&terms)) {
             return kl_rules_once(result, "a loss broadcasts its operands");
@@ -232,8 +230,7 @@ is_same_shape(const KlMeta *left, const KlMeta *right, int32_t n_dims)
            memcmp(left->shape, right->shape, (size_t)n_dims * sizeof(left->shape[0])) == 0;
 }
 
-/* Vectors (n, d) or (d); the first `n_vectors` inputs are of that shape, the others of (n) or
- * (). */
+/* Vectors (n, d) or (d); the first `n_vectors` inputs are of that shape, the others of (n) or (). */
 static KlStatus
 shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlError *error)
 {

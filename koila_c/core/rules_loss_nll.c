@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_loss_nll.c - cross-entropy and negative log-likelihood.
  *
  * NOTE [weighted mean]: the mean of these losses divides by the sum of the weights of the labels

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_matmul.c - products of vectors, matrices and batches of matrices, except einsum. */
 #include "rules.h"
 

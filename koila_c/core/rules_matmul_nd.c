@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_matmul_nd.c - torch.matmul, which is a dot product, mv, mm, bmm or a folded mm by the
  * number of dims, and what the products keep for backward. The cases follow _matmul_impl in
  * ATen's LinearAlgebra.cpp, because copies made on the way are what is kept. */
@@ -42,8 +43,7 @@ swap_last(const KlMeta *meta)
     return swapped;
 }
 
-/* Two batches of one dim that differ: torch drops the one of size 1 if that side needs a
- * gradient. */
+/* Two batches of one dim that differ: torch drops the one of size 1 if that side needs a gradient. */
 static void
 squeeze_pair(KlMeta *left, KlMeta *right)
 {
@@ -124,9 +124,7 @@ shape_matmul(const KlCall *call, KlInferred *result, KlError *error)
         batch_right.shape[dim] = right->shape[dim];
     }
     KlStatus status = kl_rules_broadcast(&out, &batch_left, error);
-    if (status == KL_OK) {
-        status = kl_rules_broadcast(&out, &batch_right, error);
-    }
+    status = status == KL_OK ? kl_rules_broadcast(&out, &batch_right, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -288,11 +286,21 @@ saves_linear(const KlCall *call, const KlInferred *result, KlSaves *saves)
     if (kl_rules_needs_grad(call, 0)) {
         kl_rules_save(call, saves, 1);
     }
+    saves->gives_view = call->inputs[0]->n_dims > 2 && kl_rules_input(call, 2) != NULL &&
+                        kl_meta_is_contiguous(call->inputs[0]);
 }
 
 void
 saves_bilinear(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
+    const int64_t *sizes = call->inputs[2]->shape; /* of the result, and of both sides */
+    int64_t n_second = kl_rules_needs_grad(call, 1) ? sizes[2] : 0;
+    int64_t n_each =
+        kl_rules_needs_grad(call, 0) /* products of both sides, before the second's gradient */
+            ? sizes[1] * sizes[2] + sizes[1] - n_second
+            : (n_second > 0 ? 2 * n_second : sizes[1]);
+    saves->bytes_backward =
+        kl_meta_n_bytes(&result->outs[0]) / (sizes[0] > 0 ? sizes[0] : 1) * n_each;
     for (uint32_t arg = 0; arg < 3; arg++) {
         bool is_needed = false;
         for (uint32_t other = 0; other < 3; other++) {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_move.c - views that reorder, drop, add or repeat whole dims. A shape rule says in dim_map where
  * each dim of the input went; place_moved sends the rows along. */
 #include "rules.h"

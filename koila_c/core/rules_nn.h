@@ -1,12 +1,11 @@
-/* rules_nn.h - the words of the sections in ops_nn.def: products, layers, losses, attention,
- * draws. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* rules_nn.h - the words of the sections in ops_nn.def: products, layers, losses, attention, draws. */
 #ifndef KL_RULES_NN_H
 #define KL_RULES_NN_H
 
 /* --- labels (rules_labels.c): see NOTE [labels] there ----------------------------------------- */
 
-/* One letter for each dim of a value. Dims with the same letter run together; 0: a dim of its
- * own. */
+/* One letter for each dim of a value. Dims with the same letter run together; 0: a dim of its own. */
 typedef struct KlLabels {
     uint8_t of[KL_DIMS_MAX]; /* [n_dims] */
 } KlLabels;
@@ -26,8 +25,7 @@ KlStatus kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *w
 
 /* Letters 1 .. n_dims from the left for a value of the full shape. */
 KlLabels kl_rules_letters(int32_t n_dims);
-/* The letters of an operand with `n_dims` that broadcasts from the right to `full`, of
- * n_dims_full. */
+/* The letters of an operand with `n_dims` that broadcasts from the right to `full`, of n_dims_full. */
 KlLabels kl_rules_letters_right(KlLabels full, int32_t n_dims_full, int32_t n_dims);
 
 /* --- small tools (rules_labels.c) ------------------------------------------------------------- */
@@ -54,8 +52,7 @@ bool kl_rules_needs_grad(const KlCall *call, uint32_t arg);
 void kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDtype dtype);
 /* The other dims of `meta` can be merged into dim 0 without a copy: view(-1, shape[-1]). */
 bool kl_rules_is_foldable(const KlMeta *meta);
-/* args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the
- * fallback. */
+/* args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the fallback. */
 KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
                           int64_t *values); /* rules_conv.c */
 /* The same where a tuple needs `n` entries and the word must be given. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_norm.c - normalisation over the features of a row (layer, rms, group, instance) and over
  * the rows themselves (batch_norm in training, which couples them). */
 #include "rules.h"
@@ -9,8 +10,7 @@ has_batch_statistics(const KlCall *call)
     return call->n_args > 10 && kl_rules_is_given(call, 9) && kl_rules_is_given(call, 10);
 }
 
-/* Input 0 is real floating point; weights and statistics have its dtype, or float32 beside a
- * half type. */
+/* Input 0 is real floating point; weights and statistics have its dtype, or float32 beside a half type. */
 KlStatus
 dtype_norm(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_order.c - rows in an order of the chunk's own.
  *
  * NOTE [orders] Experts sort what they are given by expert, do their work, and put it back. Sorted as a whole no

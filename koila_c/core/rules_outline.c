@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_outline.c - reads an index expression, item by item, as torch does. */
 #include "rules_outline.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_outline.h - what an index expression does to dims, read once: which input dim stands where, what a
  * slice kept, which dims the index tensors take. For rules_index.c. */
 #ifndef KL_RULES_OUTLINE_H

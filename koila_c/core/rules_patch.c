@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_patch.c - patches as columns (im2col, col2im) and sampling by a grid. */
 #include "rules.h"
 

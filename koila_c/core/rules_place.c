@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_place.c - how nodes are split that work row by row, or along whole dims. */
 #include "rules.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_pool.c - pooling by windows and to a given size. Channels are pooled one by one, so all
  * but the spatial dims keep their rows. */
 #include "rules.h"
@@ -22,12 +23,8 @@ read_pool(const KlCall *call, Pool *pool)
     static const int64_t zeros[SPATIAL_MAX] = {0};
     int32_t n = pool->n;
     KlStatus status = kl_rules_spatial(call, 1, n, ones, pool->kernel);
-    if (status == KL_OK) {
-        status = kl_rules_spatial(call, 2, n, pool->kernel, pool->stride);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_spatial(call, 3, n, zeros, pool->padding);
-    }
+    status = status == KL_OK ? kl_rules_spatial(call, 2, n, pool->kernel, pool->stride) : status;
+    status = status == KL_OK ? kl_rules_spatial(call, 3, n, zeros, pool->padding) : status;
     if (status == KL_OK && pool->has_dilation) {
         status = kl_rules_spatial(call, 4, n, ones, pool->dilation);
     }
@@ -93,9 +90,7 @@ pool_windows(const KlCall *call, bool has_dilation, KlInferred *result, KlError 
     const int32_t n = call->row->n_spatial;
     Pool pool = {.n = n, .has_dilation = has_dilation};
     KlStatus status = read_pool(call, &pool);
-    if (status == KL_OK) {
-        status = get_input(call, n, &input);
-    }
+    status = status == KL_OK ? get_input(call, n, &input) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -121,9 +116,7 @@ shape_adaptive_pool(const KlCall *call, KlInferred *result, KlError *error)
     const int32_t n = call->row->n_spatial;
     int64_t sizes[SPATIAL_MAX] = {0};
     KlStatus status = kl_rules_spatial_each(call, 1, n, sizes);
-    if (status == KL_OK) {
-        status = get_input(call, n, &input);
-    }
+    status = status == KL_OK ? get_input(call, n, &input) : status;
     if (status != KL_OK) {
         return status;
     }

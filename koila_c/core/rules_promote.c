@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_promote.c - torch's type promotion: tensors, 0-dim tensors and numbers, in that order of weight. */
 #include "rules.h"
 

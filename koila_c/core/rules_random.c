@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_random.c - ops that draw: dropouts and fills. A call that draws nothing (dropout in
  * evaluation) says so. A generator of the user's own is declined: it would have to be set back
  * with ours. */
@@ -21,8 +22,7 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
     return KL_OK;
 }
 
-/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature
- * kinds. */
+/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature kinds. */
 static KlMeta
 shape_noise(const KlMeta *input, bool is_feature)
 {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_reduce.c - shapes of reductions, and of ops that work along a dim: sort, cumsum, topk. Their place
  * rules (rules_place.c) follow from dim_map: a dim that is reduced or mixed has -1 there. */
 #include "rules.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_repeat.c - ops that copy entries to other indices of their dim: repeat, tile, repeat_interleave,
  * roll, flip; and triangles. */
 #include "rules.h"

@@ -1,5 +1,5 @@
-/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches,
- * grids. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches, grids. */
 #include "rules.h"
 
 #include <math.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or
  * 0, batch_first) of the input and dim 1 of every state. A layer over packed sequences is recorded as
  * one over padded rows and their lengths (packed.py); as torch calls it, it is declined. */
@@ -53,9 +54,7 @@ read_options(const KlCall *call, Layer *layer)
     bool has_biases = false;
     bool is_both = false;
     KlStatus status = kl_rules_bool(call, word(call, BIASES), false, &has_biases);
-    if (status == KL_OK) {
-        status = kl_rules_int(call, word(call, LAYERS), 1, &layer->n_layers);
-    }
+    status = status == KL_OK ? kl_rules_int(call, word(call, LAYERS), 1, &layer->n_layers) : status;
     if (status == KL_OK) {
         status = kl_rules_float(call, word(call, DROPOUT), 0.0, &layer->dropout);
     }
@@ -161,9 +160,7 @@ read_layer(const KlCall *call, Layer *layer)
     *layer = (Layer){.input = kl_rules_input(call, INPUT)};
     layer->n_gates = is_lstm ? 4 : strcmp(name, "gru") == 0 ? 3 : 1;
     KlStatus status = read_options(call, layer);
-    if (status == KL_OK) {
-        status = read_states(call, is_lstm, layer);
-    }
+    status = status == KL_OK ? read_states(call, is_lstm, layer) : status;
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
@@ -190,9 +187,7 @@ shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
 {
     Layer layer;
     KlStatus status = read_layer(call, &layer);
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, 1 + layer.n_states, error);
-    }
+    status = status == KL_OK ? kl_infer_reserve_outs(result, 1 + layer.n_states, error) : status;
     if (status != KL_OK) {
         return status;
     }

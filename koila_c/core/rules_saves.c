@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_saves.c - what torch keeps for backward: the words that a row names, and the cells of the column that
  * say more. torch keeps an input only where the gradient that needs it is wanted (derivatives.yaml). */
 #include "rules.h"
@@ -60,10 +61,10 @@ saves_pow(const KlCall *call, const KlInferred *result, KlSaves *saves)
     keep(call, 0, saves);
     keep(call, 1, saves);
     if (kl_rules_input(call, 1) != NULL) {
-        saves->outputs = 1;
-        if (call->row->kind != KL_ROW_INPLACE) { /* where the exponent is 0 */
-            saves->bytes_backward = 2 * kl_meta_n_bytes(&result->outs[0]);
-        }
+        bool is_new = call->row->kind != KL_ROW_INPLACE;
+        saves->outputs = 1; /* masks, and results, where the exponent is 0 */
+        saves->bytes_backward = 2 * (kl_meta_n_elements(&result->outs[0]) +
+                                     (is_new ? kl_meta_n_bytes(&result->outs[0]) : 0));
     }
 }
 

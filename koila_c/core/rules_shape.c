@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_shape.c - shapes of results that follow from their inputs' shapes alone: elementwise ops. */
 #include "rules.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu,
  * prelu. */
 #include "rules.h"
@@ -15,9 +16,7 @@ shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &dim, error);
-    if (status == KL_OK) {
-        status = kl_rules_out_contiguous(result, input, error);
-    }
+    status = status == KL_OK ? kl_rules_out_contiguous(result, input, error) : status;
     return status;
 }
 
@@ -71,9 +70,7 @@ read_pair(const KlCall *call, int64_t fallback, KlMeta *full, int32_t *dim, KlEr
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_broadcast(full, left, error);
-    if (status == KL_OK) {
-        status = kl_rules_broadcast(full, right, error);
-    }
+    status = status == KL_OK ? kl_rules_broadcast(full, right, error) : status;
     if (status == KL_OK && (full->n_dims == 0 || kl_meta_n_elements(full) == 0)) {
         status = KL_DECLINED;
     }
@@ -202,9 +199,7 @@ shape_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
     int32_t dim = 0;
     bool is_kept = false;
     KlStatus status = read_pair(call, -1, &full, &dim, error);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, 4, false, &is_kept);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, 4, false, &is_kept) : status;
     return status == KL_OK ? make_reduced(call, result, &full, dim, is_kept, error) : status;
 }
 
@@ -215,9 +210,7 @@ place_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
     int32_t dim = 0;
     bool is_kept = false;
     KlStatus status = read_pair(call, -1, &full, &dim, error);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, 4, false, &is_kept);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, 4, false, &is_kept) : status;
     return status == KL_OK ? wire_pair(call, result, &full, dim, is_kept) : status;
 }
 
@@ -256,9 +249,7 @@ shape_cdist(const KlCall *call, KlInferred *result, KlError *error)
     lead.n_dims -= 2;
     other.n_dims -= 2;
     KlStatus status = kl_rules_broadcast(&out, &lead, error);
-    if (status == KL_OK) {
-        status = kl_rules_broadcast(&out, &other, error);
-    }
+    status = status == KL_OK ? kl_rules_broadcast(&out, &other, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -319,9 +310,7 @@ shape_glu(const KlCall *call, KlInferred *result, KlError *error)
         status = kl_error_set(error, KL_ERROR_SHAPE, "dim %d of size %lld is not even", (int)dim,
                               (long long)input->shape[dim]);
     }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
     if (status == KL_OK) {
         KlMeta half = *input;
         const KlMeta *halves[2] = {&half, &half};

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_strides.c - the strides torch gives to new values, and when a view needs no copy. It follows
  * TensorIterator step by step, because a stride that is claimed must be exact; else it says unknown. */
 #include "rules.h"

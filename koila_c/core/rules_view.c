@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* rules_view.c - views that keep the elements in order and give them another shape. The batch digit is
  * found again by factoring; a size that was written out and holds it is reported for rewriting. */
 #include "rules.h"

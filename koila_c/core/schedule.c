@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* schedule.c - forward through the bodies and joints in their order, and back. */
 #include "schedule.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* schedule.h - a step as data: what is run, forward and back, in which order, and when a value is let go.
  *
  * A step of the schedule runs a whole body, all its chunks, or a joint. What leaves a body by rows has a home:

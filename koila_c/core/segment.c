@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* segment.c - cuts are looked for around the places that would halve what is kept, third it, and so on. */
 #include "segment.h"
 

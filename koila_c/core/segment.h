@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* segment.h - where a body is cut into segments, so that the graph of one of them is there at a time.
  *
  * A chunk goes through a body's segments without a graph, and keeps what one hands to the next; on the way

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* stage.c - one forward sweep says in which stage each node runs; one backward sweep before it says which
  * nodes are needed, and one after it whether the tail is linear. All are linear in nodes and inputs. */
 #include "stage.h"

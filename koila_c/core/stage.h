@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* stage.h - cut a recorded program into bodies, which run chunk by chunk, and joints, which run once.
  *
  * Stages are numbered in the order they run: even ones are joints, odd ones bodies.

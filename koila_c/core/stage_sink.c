@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* stage_sink.c - light calls run in the body that reads them, not in the first that they can be in.
  *
  * What a body leaves for a later one is kept meanwhile. A normalization's result that a later sum alone reads

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* stage_tail.c - what ends a program after a part of a body's rows was taken stays whole.
  *
  * The mean of some rows' losses is taken of a joint's result that has rows again. By rows it would be a body, and

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* sweep.c - goes through one run as it goes through memory: what each call makes, keeps and lets go. */
 #include "sweep.h"
 
@@ -25,6 +26,7 @@ struct KlSweepValue {
     bool is_second;    /* its gradient was there when another came */
     bool
         is_expanded; /* its gradient takes no memory that counts: a smaller one, expanded, or a seed */
+    bool is_broadcast; /* its gradient is a smaller one, expanded, or a view of such */
 };
 
 static const KlBytes zero = {0};
@@ -634,9 +636,9 @@ behind_view(const KlSweep *sweep, const KlSweepNode *node)
     if (written == NULL || !is_wanted(sweep, value)) {
         return zero;
     }
-    const KlSweepNode *maker = written->node != KL_ID_NONE ? &sweep->nodes[written->node] : NULL;
-    bool is_hidden =
-        maker != NULL && maker->held != NULL && maker->held->gives_view && written->meta.n_dims > 2;
+    const KlNode *maker = written->node != KL_ID_NONE ? &sweep->tape->nodes[written->node] : NULL;
+    bool is_hidden = maker != NULL && maker->row != NULL && written->meta.n_dims > 2 &&
+                     (kl_ops_held(maker->row)->gives_view || maker->saves.gives_view);
     double n = written->view_of != KL_ID_NONE                  ? 1
                : !is_hidden                                    ? 0
                : state_of(sweep, node->first_out)->is_expanded ? 3
@@ -684,6 +686,8 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
     state->is_second = state->buffer != KL_ID_NONE;
     if (!state->is_second) {
         state->is_expanded = is_expanded;
+        state->is_broadcast =
+            is_expanded || (shared != KL_ID_NONE && state_of(sweep, shared)->is_broadcast);
         (void)put(sweep, value, is_expanded && !is_part ? node->first_out : shared);
         return zero;
     }
@@ -714,7 +718,7 @@ add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
             continue;
         }
         take(sweep, value);
-        state->is_expanded = false;
+        state->is_expanded = state->is_broadcast = false;
         (void)put(sweep, value, KL_ID_NONE);
     }
     return sums;
@@ -769,6 +773,11 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
         (void)put(sweep, node->first_out + k, KL_ID_NONE);
     }
     KlBytes more = held != NULL ? in_flight(sweep, node, held) : zero, second = zero;
+    const KlRow *row = sweep->tape->nodes[id].row;
+    if (state_of(sweep, node->first_out)->is_broadcast && row != NULL &&
+        kl_ops_copies_expanded(row)) {
+        more = plus(more, size_of(sweep, node->first_out));
+    }
     if (node->has_bytes) {
         const KlNode *told = &sweep->tape->nodes[id];
         more = plus(more, by_rows(sweep, told, told->saves.bytes_backward));

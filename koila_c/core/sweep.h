@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* sweep.h - the bytes that are live in one run, a body on a chunk or a joint, forward and back.
  *
  * Call order: init; then for each run open, forward, live, and where it has a graph seed and back. What is

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* sweep_known.c - what a sweep looks up of values and nodes, put close together before it goes through them. */
 #include "sweep.h"
 

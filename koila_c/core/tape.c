@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* tape.c - owns the recorded program. Appending is constant time; nothing is ever moved, ids stay good
  * until kl_tape_clear. */
 #include "tape.h"

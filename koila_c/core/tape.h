@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* tape.h - the recorded program: nodes in call order, addressed by index, and the values they make.
  *
  * Call order: init; leaf and append while recording; write for in-place calls; then stage.h reads it.

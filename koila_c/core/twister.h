@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* twister.h - the state of a Mersenne Twister, MT19937, moved past numbers that nobody wants.
  *
  * Such a generator makes 624 words at once from the 624 before (M. Matsumoto, T. Nishimura: Mersenne Twister,

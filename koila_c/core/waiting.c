@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* waiting.c - whether all that autograd saves of a run is there anyway, or light to make again. */
 #include "waiting.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* waiting.h - the graph of a chunk that waits from forward to backward, and what of it is made again meanwhile.
  *
  * A body whose backward comes later is run twice, for the graph of all its chunks would keep all that autograd

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy batches for PyTorch: the same numbers as a machine with unlimited memory."""
 
 from koila import versions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a training script with lazy batches: python -m koila [options] train.py [arguments].
 
 The batches of every DataLoader that the script makes are lazy; nothing in it has to be changed.

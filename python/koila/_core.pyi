@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recorder, planner and replayer behind koila: the types of the C module."""
 
 from collections.abc import Callable, Iterable, Sequence

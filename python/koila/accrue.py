@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a large weight, made in what gathers.
 
 torch makes the gradient of each chunk, as large as the weight, and adds it to what gathers: a step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last segment of a chunk as a program of its own, over a second axis: the positions of a text,
 the lines of an image.
 
@@ -17,7 +18,7 @@ import torch
 
 from koila import _core, config, memory, reductions, reports
 from koila.cross import alias_of
-from koila.program import Program, Run
+from koila.program import Program, Run, name_of_node
 from koila.rows import chunk_shape, cut, without_memory
 
 #: Pieces take their share of what a segment takes whole, and this much more; beside gradients that
@@ -43,9 +44,12 @@ class Recorded(NamedTuple):
 
 
 def can_run(program: Program, run: Run) -> bool:
-    """Whether the calls of a segment may be recorded again: they draw and write nothing."""
-    nodes = map(program.node, run.nodes)
-    return not any(node.is_random or node.writes or node.leaf_writes for node in nodes)
+    """Whether the calls of a segment may be recorded again: they draw and write nothing, and do not
+    read the lengths of sequences, of which there are none while an axis is looked for."""
+    nodes = list(map(program.node, run.nodes))
+    if any(node.is_random or node.writes or node.leaf_writes for node in nodes):
+        return False
+    return not any(name_of_node(node).startswith("packed_") for node in nodes)
 
 
 def _along(program: Program, run: Run, imports: Sequence[Any], dim: int) -> Iterator[int]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether another package called koila is installed in this folder: PyPI's koila 0.1 is one."""
 
 from __future__ import annotations

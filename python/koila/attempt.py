@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run in chunks that meets the end of memory is undone, and tried again with more of them."""
 
 from __future__ import annotations

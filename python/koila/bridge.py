@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a call comes that cannot be recorded, the program is cut, and goes on behind it.
 
 Such a call (a custom autograd function, compiled code, an op whose shape depends on numbers) wants
@@ -35,6 +36,7 @@ from koila import (
     plan,
     replay,
     reports,
+    spent,
     steps,
     surroundings,
     unwritten,
@@ -45,13 +47,6 @@ from koila.numbers import as_new
 from koila.program import Info, Program
 from koila.rows import without_memory
 
-#: torch's own words.
-_AGAIN = (
-    "Trying to backward through the graph a second time (or directly access saved tensors after "
-    "they have already been freed). Saved intermediate values of the graph are freed when you call "
-    ".backward() or autograd.grad(). Specify retain_graph=True if you need to backward through the "
-    "graph a second time or if you need to access saved tensors after calling backward."
-)
 _is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -187,7 +182,7 @@ class _Cut:
         is_some: bool,
     ) -> Sequence[torch.Tensor | None]:
         if any(root.lazy is None for root, _ in given):
-            raise RuntimeError(_AGAIN)
+            raise spent.used_up()
         for prepare in self.before.values():
             prepare()
         self.keep_what_it_reads(self.early)
@@ -255,7 +250,7 @@ class _Cut:
     ) -> list[torch.Tensor | None]:
         """The gradients of `gradients` and of the leaves, from those of what `go_back` gave."""
         if any(root.lazy is None for root in roots):
-            raise RuntimeError(_AGAIN)
+            raise spent.used_up()
         self.keep_what_it_reads(self.early)
         if torch.is_grad_enabled():
             raise KoilaError(
@@ -272,8 +267,29 @@ class _Cut:
         second = self._differentiate([first.get(id(leaf)) for leaf in stand_ins], seconds, inputs)
         return [second.get(id(one)) for one in inputs]
 
+    @functools.cached_property
+    def inner(self) -> frozenset[int]:
+        """The values that were handed out and that calls of the part read: of their gradient one
+        share comes through what these calls made."""
+        roots = self.roots
+        found: frozenset[int] = _core.held(roots[0], self._inner, (roots,), {})
+        return found
+
+    @staticmethod
+    def _inner(roots: tuple[Any, ...]) -> frozenset[int]:
+        program = Program(list(roots), unwanted=roots)
+        differentiated = [
+            node
+            for node in program.nodes.values()
+            if any(program.info(out).requires_grad for out in node.outs)
+        ]
+        read = {program.imports[k].value for one in differentiated for k in one.imports if k >= 0}
+        return frozenset(read.intersection(map(_core.id, roots)))
+
     def _let_go(self, over: Sequence[_Root]) -> None:
         """What these and those that they were made of needed goes."""
+        if len(self.handed) > 1:
+            _ = self.inner  # it is asked for afterwards, too
         outputs, _ = self.__dict__.get("whole", ({}, {}))
         for root in filter(None, [handed() for handed in self.handed]):
             if root in over or (root.lazy is not None and _core.is_spent(root.lazy)):
@@ -360,21 +376,10 @@ class _Root:
         cut.handed.append(weakref.ref(self))
 
     def is_inner(self) -> bool:
-        """Whether what else was handed out was made of this: what comes through that is no part of
-        the gradient of the tensor."""
-        inner: bool = _core.held(self.lazy, self._is_inner, (), {})
-        return inner
-
-    def _is_inner(self) -> bool:
-        roots = self.cut.roots
-        program, value = Program(list(roots), unwanted=roots), _core.id(self.lazy)
-        return any(
-            program.imports[k].value == value
-            for node in program.nodes.values()
-            if any(program.info(out).requires_grad for out in node.outs)
-            for k in node.imports
-            if k >= 0
-        )
+        """Whether what else was handed out, and can still be differentiated or asked about, was
+        made of this: what comes through that is no part of the gradient of the tensor."""
+        others = (handed() for handed in self.cut.handed)
+        return any(one not in (None, self) for one in others) and self.value in self.cut.inner
 
 
 class _Group:
@@ -579,11 +584,16 @@ def whole_gradient_of(tensor: torch.Tensor) -> Any:
     return root.lazy if root is not None and root.lazy is not None and root.is_inner() else None
 
 
+def _is_inner(tensor: torch.Tensor) -> bool:
+    root = _root_of(tensor)
+    return root is not None and root.is_inner()
+
+
 def refuse_inner(tensors: Iterable[Any], what: str) -> None:
     """Raise where the gradient of one of these is asked for, and is in a part that was cut off."""
     for tensor in tensors:
         real = _core.real(tensor) if type(tensor) is _core.LazyTensor else tensor
-        if isinstance(real, torch.Tensor) and whole_gradient_of(real) is not None:
+        if isinstance(real, torch.Tensor) and _is_inner(real):
             raise KoilaError(
                 f"{what}: the program was cut after this value was made and used, for a call that "
                 "cannot be recorded, and only a part of its gradient comes here; run it whole: "

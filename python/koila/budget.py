@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes a step may use: what the user allows, or what the device has free."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What explain() and report() say, as an HTML card for notebooks: no script, light and dark."""
 
 from __future__ import annotations
@@ -12,28 +13,30 @@ _MOST_LINES = 60
 #: A notebook shows long lines badly, and a card is not to be more than 50 KB.
 _MOST_CHARACTERS = 400
 
-#: Colours are those of the page around it, so that it is read on light and on dark.
+#: Colours are those of the page around it, so that it is read on light and on dark. A notebook has
+#: rules of its own for tables: a class said three times goes before them.
 _STYLE = """
 <style>
-.koila-card {font: 13px/1.5 system-ui, sans-serif; color: inherit; max-width: 60em;
+CARD {font: 13px/1.5 system-ui, sans-serif; color: inherit; max-width: 60em;
   border: 1px solid rgba(127, 127, 127, .4); border-radius: 6px; padding: .6em 1em; margin: .4em 0}
-.koila-card h4 {margin: 0 0 .3em; font-size: 13px; opacity: .7}
-.koila-card p {margin: .15em 0}
-.koila-card p:first-of-type {font-weight: 600}
-.koila-card table {border-collapse: collapse; margin: .5em 0; width: 100%; font-size: inherit}
-.koila-card th, .koila-card td {text-align: left; padding: .1em .8em .1em 0; border: 0;
+CARD h4 {margin: 0 0 .3em; font-size: 13px; opacity: .7}
+CARD p {margin: .15em 0}
+CARD p:first-of-type {font-weight: 600}
+CARD table {border-collapse: collapse; margin: .5em 0; width: 100%; font-size: inherit}
+CARD tr {background: none}
+CARD th, CARD td {text-align: left; padding: .1em .8em .1em 0; border: 0;
   background: none; color: inherit; font-size: inherit}
-.koila-card th {font-weight: 600; opacity: .7}
-.koila-card td {white-space: nowrap}
-.koila-card td.n {text-align: right}
-.koila-card td.bar {width: 30%}
-.koila-card i {display: block; height: .8em; border-radius: 2px; background: #4c8dd6}
-.koila-card i.whole {background: #d9822b}
-.koila-card pre {margin: .3em 0; overflow-x: auto; font-size: 12px; color: inherit;
-  background: none}
-.koila-card summary {cursor: pointer; opacity: .8}
+CARD th {font-weight: 600; opacity: .7}
+CARD td {white-space: nowrap}
+CARD .n {text-align: right}
+CARD .bar {width: 30%}
+CARD i {display: block; height: .8em; border-radius: 2px; background: #4c8dd6}
+CARD i.whole {background: #d9822b}
+CARD pre {margin: .3em 0; overflow-x: auto; color: inherit; background: none;
+  font: 12px/1.5 ui-monospace, monospace}
+CARD summary {cursor: pointer; opacity: .8}
 </style>
-"""
+""".replace("CARD", 3 * ".koila-card")
 
 
 def _shown(text: str) -> str:
@@ -47,7 +50,9 @@ def _table(layers: Sequence[Layer]) -> list[str]:
     rows, left_out = cells(layers, _MOST_LAYERS)
     if not rows:
         return []
-    heads = "".join(f"<th>{head}</th>" for head in (*HEADS, ""))
+    kinds = ("", " class=n", " class=n", " class=n", "", "")
+    named = zip((*HEADS, ""), kinds, strict=True)
+    heads = "".join(f"<th{kind}>{head}</th>" for head, kind in named)
     made = [f"<table><tr>{heads}</tr>"]
     most = rows[0][0].n_bytes
     for layer, (name, per_sample, whole, share, runs) in rows:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.utils.checkpoint: its body is recorded once, as a region of the program, whose calls run
 again before their backward.
 
@@ -336,10 +337,11 @@ def check(program: Program, has_inputs: bool) -> None:
     """Raise where a program is to be differentiated otherwise than torch's checkpoints allow."""
     regions = reached(program) if program.has_checkpoints else set()
     if has_inputs and any(region % 2 for region in regions):
-        raise RuntimeError(
+        raise KoilaError(  # torch, too, says so, where it comes to the checkpoint
             "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
-            "passing an `inputs` parameter to .backward(). Set use_reentrant=False, or call "
-            ".backward() without passing the `inputs` argument."
+            "passing an `inputs` parameter to .backward(): a tensor that only its body reads gets "
+            "no gradient. Set use_reentrant=False, or call .backward() without passing the "
+            "`inputs` argument."
         )
     known = _core.memo().get("modes", {}) if regions else {}
     for module, was, hooks in (one for region in regions for one in known.get(region, ())):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that torch itself makes of others: without a row of its own, such a call is those others.
 
 Each does what ATen's own function does, call by call, so that one chunk is eager's bit for bit.

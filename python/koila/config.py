@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """config(): how many chunks, how much memory; as a call, or for a block.
 
 A call sets what holds for the process, on all threads. A block sets what holds in it, for the

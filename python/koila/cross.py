@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A value that crosses from stage to stage: a detached alias on each side that reads it, so
 that its gradient gathers there, and is sent back when the stage that made it runs backward.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients of a run in chunks reach the user's tensors: all of them, or none.
 
 Torch's own backward hands them out. What can fail there are calls of the user's, hooks of
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from koila import surroundings
-from koila.engine import ACCUMULATE_GRAD
+from koila.engine import ACCUMULATE_GRAD, as_recorded
 from koila.rows import without_memory
 
 
@@ -117,7 +118,7 @@ def deliver(
         What `finish` returns.
     """
     undo = Undo([real for real, _ in found], [gradient for _, gradient in found])
-    with torch.enable_grad():
+    with torch.enable_grad(), as_recorded([real for real, _ in found]):  # hooks of frozen ones, too
         shared = {id(leaf) for real, _ in found if not real.is_leaf for leaf in _behind(real)}
         entries = [_entry(real, gradient, id(real) in shared) for real, gradient in found]
     found.clear()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerators: which one a call means, and when its numbers are there."""
 
 from __future__ import annotations

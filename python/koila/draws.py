@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers of a program: eager's own, in eager's order, however late it runs and in however
 many chunks.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's autograd engine, called as `torch.autograd.backward` and `grad` call it.
 
 Those two compare the sizes of given gradients symbolically first, and import sympy for it: some

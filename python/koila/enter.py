@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Enter a Python-level torch function: it runs, and the C-level calls it makes are recorded."""
 
 from __future__ import annotations

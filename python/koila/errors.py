@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exceptions koila raises by itself; torch's own pass through unchanged."""
 
 import traceback

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """explain(): a recorded program as text, its stages, and for each joint the reason and the line."""
 
 from __future__ import annotations

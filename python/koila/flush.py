@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is pending runs before what it must not see: an optimizer's step, another batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is done with each of torch's callables when a lazy tensor is among its arguments."""
 
 from __future__ import annotations

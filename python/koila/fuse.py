@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each chunk of the last body goes forward and at once back, where the gradients of what it leaves
 are known before it runs (koila/tail.py)."""
 

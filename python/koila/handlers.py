@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that are neither recorded nor simply run on real tensors: one function each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on lazy values: each is called once a backward, with the gradient of all rows.
 
 A hook belongs to the value that it was registered on, and to its graph; a gradient that is to be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that change what view of its memory a tensor is, in place: `x.unsqueeze_(0)`, `x.t_()`.
 
 torch counts them as writes, and the tensor keeps its memory and its name. Recorded they are a

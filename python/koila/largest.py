@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """largest_batch(): how many rows fit, from the plan of a step that is recorded and never run."""
 
 from __future__ import annotations

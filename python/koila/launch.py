@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block in which the batches of all data loaders are lazy: for the launcher and for notebooks."""
 
 from __future__ import annotations

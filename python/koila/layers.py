@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layer of the model each recorded call belongs to, and how much of it backward keeps.
 
 Recording notes nothing of modules. A call that reads a parameter belongs to the module that owns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lazy(): make the tensors of a batch lazy, in whatever containers they come."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What crosses from body to body and light calls make again (KlLight): it is emptied when it was
 read for the last time going forward, and filled a chunk at a time for the graphs that need it.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where in the user's program something was: "train.py:40", or "Cell In[14]:3" in a notebook."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data loaders whose batches are lazy: one that `koila.lazy` is given, or all that there are.
 
 A loader itself stays what it is: its workers, its sampler, its pinned memory, its length. What it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What memory this machine, and the control groups that this process is in, have: for Linux."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls with a mask, whose numbers are read: with these known what is chosen, and where it goes, is
 known, and what the mask is for can still be cut."""
 

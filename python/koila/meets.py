@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax over the batch by rows: all rows meet in their largest, and in the logarithm of a sum of
 exponentials of what lies below it; each chunk goes on with those.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step of a program needs in bytes, as the core measures it, and the chunks that allows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask torch itself, on meta tensors, for the shapes and dtypes of a call that has no row."""
 
 from __future__ import annotations

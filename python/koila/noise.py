@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What random calls draw on the CPU: with which kernel, on what tensor, in which order of memory.
 
 Such a kernel goes through a tensor in the order of its memory and takes number after number from

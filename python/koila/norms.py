@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch normalization in training by rows: the statistics of the batch are put together from
 chunks, and each chunk is normalized with them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notebooks: %load_ext koila, then %%koila on top of a cell, or %koila for all cells to come."""
 
 from __future__ import annotations
@@ -32,6 +33,28 @@ def _tell(lines: list[str]) -> None:
     print(*(f"koila: {line}" for line in lines), sep="\n")
 
 
+def _run(shell: Any, cell: str) -> None:
+    """Run what stands below the first line of a cell.
+
+    Messages name it by the number that the user sees, where IPython has counted the cell already,
+    and its lines as they are seen.
+    """
+    if not cell.lstrip().startswith("%%"):
+        cell = f"# %%koila\n{cell}"
+    compiler = shell.compile
+    cache = compiler.cache
+
+    def named(code: str, number: int = 0, raw_code: str | None = None) -> str:
+        name: str = cache(code, shell.displayhook.prompt_count, raw_code)
+        return name
+
+    compiler.cache = named
+    try:
+        shell.run_cell(cell)
+    finally:
+        del compiler.cache
+
+
 def _koila_cell(shell: Any, line: str, cell: str) -> None:
     """%%koila [--memory-limit SIZE | --chunks N] [--report FILE]: run the cell with lazy loaders.
 
@@ -41,7 +64,7 @@ def _koila_cell(shell: Any, line: str, cell: str) -> None:
     with launch.settings_kept():
         launch.configure(args)
         with launch.lazy_loaders() as summary:
-            shell.run_cell(cell)
+            _run(shell, cell)
     _tell(summary.lines())
     if args.report is not None:
         launch.write(summary, args.report)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers that lazies are given when a program has run; those that share memory get such."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another home for what crosses from body to body: on the CPU a mapped file, whose pages the system
 may write out and take back; for a GPU the host's memory."""
 

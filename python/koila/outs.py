@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that write to `out=`: recorded as the call without it, and a copy of its result.
 
 That is what torch does where the memory that is given has the result's shape, dtype and layout;

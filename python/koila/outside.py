@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch's own backward takes through a graph that was made outside of the program: by plain
 calls, or by what had to run at once (a custom autograd.Function, a gradient inside the program)."""
 

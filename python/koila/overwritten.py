@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call kept for its backward, and a later call wrote in place: eager's backward refuses it.
 
 Chunks may well have what was kept, for a write of what another stage made writes a clone. The table

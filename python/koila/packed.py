@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed sequences by rows.
 
 `pack_padded_sequence` lays the steps of all rows one after the other, so that nothing of a packed

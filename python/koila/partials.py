@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions over the batch, split: what each chunk computes, and how the results become one.
 
 A node in mode REDUCE runs on every chunk as `partial`, once for each of its parts, and `combine`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every patch of torch that koila makes: what torch does not dispatch. Reversible, each with
 its test."""
 

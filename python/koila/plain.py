@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch's own random calls on plain tensors, while recorded ones wait: they come after those.
 
 Only then do wrappers stand in their places, which let what waits draw first; or while the launcher

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many chunks a program is run in: as many as config() asks for, else as few as fit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A staged program: which nodes run in which stage, what they read from outside, what leaves it."""
 
 from __future__ import annotations

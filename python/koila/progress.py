@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A progress bar for what runs in chunks for more than three seconds: config(progress=True)."""
 
 from __future__ import annotations

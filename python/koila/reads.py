@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the chunks of a body are given of tensors that entered the program."""
 
 from __future__ import annotations

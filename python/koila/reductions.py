@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions of a program: partials on a chunk, combined at the joint, by partials.py's table."""
 
 from __future__ import annotations

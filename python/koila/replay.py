@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a staged program in chunks: forward through the stages, back through them, one commit at
 the end.
 
@@ -649,7 +650,7 @@ class Replay:
             if not self.program.is_leaf(value) or not self.program.needs_gradient(value):
                 continue
             gradient = cross.take_total_gradient()
-            if gradient is not None and info.real is not None and info.real.requires_grad:
+            if gradient is not None and info.real is not None:
                 found.append((value, info.real, gradient.to(info.real.dtype)))
         if any(real._post_accumulate_grad_hooks or real._backward_hooks for _, real, _ in found):
             order = self._order_of_leaves()

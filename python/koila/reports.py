@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """report(): what the last step ran, program by program, and what of it ran whole and why.
 
 A step begins with lazy(): but not while gradients gather for an optimizer that has yet to step, so
@@ -350,12 +351,16 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """A block of which an observer is told; at its end a step of this thread is over."""
+    """A block of which an observer is told; at its end a step of this thread is over, and report()
+    is of it until another begins."""
+    _begin(0)
     _observers.append(observer)
     try:
         yield
     finally:
-        _begin(0)
+        for ran in _state.programs:
+            observer.note_program(ran)
+        _state.is_over = bool(_state.programs)
         _observers.remove(observer)
 
 

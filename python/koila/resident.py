@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The private memory that this process has resident, as the kernel counts it.
 
 Pages of files do not count: libraries touch more of theirs in every first step, and the system can

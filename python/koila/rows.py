@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a value: cutting a chunk out of it, and putting chunks together again.
 
 A place is (axis, dim, outer, inner): dim `dim` has outer * rows * inner entries, and entry

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy tensors given where torch takes a number: it would read them, so their numbers are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running sums and their kin along the batch by rows: each chunk goes on where the last one ended.
 
 Recorded are two calls, as for batch normalization (norms.py): what chunks start from, a reduction

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that torch shards over processes, and gathers before a module runs.
 
 Collective calls are made where torch makes them, whatever the number of chunks: no process waits

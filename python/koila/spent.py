@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The number of a value whose backward ran: it still says that it requires a gradient."""
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from koila import _core, engine
-from koila.errors import StaleError
+from koila.errors import KoilaError, StaleError
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
@@ -26,6 +27,15 @@ def _second_time() -> str:
         except RuntimeError as error:
             return str(error)
     raise AssertionError("a graph that was used up can be used again")
+
+
+def used_up() -> KoilaError:
+    """The error for who differentiates again what a backward went through. Torch raises it only
+    where a call of that graph had saved something; koila keeps no graph in either case."""
+    return KoilaError(
+        f"{_second_time()} koila keeps no graph behind a value whose backward ran, also where the "
+        "calls saved nothing for it."
+    )
 
 
 class _Refusing(engine.Function):
@@ -60,7 +70,7 @@ class _Spent(_Refusing):
 
     @staticmethod
     def refuse() -> NoReturn:
-        raise RuntimeError(_second_time())
+        raise used_up()
 
 
 class _Outdated(_Refusing):

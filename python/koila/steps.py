@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much a step takes whose numbers are read on the way, as its first time told.
 
 A read comes before the rest of its step is recorded. Run with its graph, what was recorded so far

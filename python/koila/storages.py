@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes that all tensors on the CPU take, also those that no program and no optimizer holds.
 
 torch's CPU allocator counts nothing, but the garbage collector knows every tensor that Python has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run did, in ten lines: for the launcher and for notebooks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user puts around calls that runs code at each of them: hooks on saved tensors, dispatch
 modes, forward-mode AD.
 

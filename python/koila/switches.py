@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's switches: settings of the process that say how calls compute. A recorded call runs later
 with those that were on when it was made.
 

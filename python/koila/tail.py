@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The joints after the last body, where their gradients do not depend on values: they are run on
 stand-ins, so that the gradients of what the body leaves are known before it runs.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns in Python: what looks at a tape more than once, or runs its program, does so alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running statistics of normalizations: what a step in chunks moves them by, written at its commit.
 
 Until then what a program writes are copies; a call on a chunk leaves its share here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that a recorded call is still to write: the running statistics of a normalization.
 
 Plain torch would read such a tensor as it was before the call. So from the record of the call to

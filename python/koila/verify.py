@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verify(): one step whole and in chunks, and what is different afterwards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The versions of torch that koila was tried with, and what it needs of torch that is private."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views, taken again: by the calls that took them first, of other memory."""
 
 from __future__ import annotations

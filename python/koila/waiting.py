@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs of chunks that wait from a body's forward to its backward.
 
 What autograd saves for it is seen as it is saved. What came into the body from outside is there

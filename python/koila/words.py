@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers as texts: bytes as "12.5 MiB", and things as "2 calls"."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A write in place of what was made by the program, and has its number because something was read
 meanwhile: `out = torch.zeros_like(h); ...nonzero(); out.index_add_(0, index, h)`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module koila._core: loaded once, with a signature and a text for each function."""
 
 from __future__ import annotations

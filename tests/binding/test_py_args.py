@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Binding: the ways Python lets one write a call, and where each argument is found again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program that is cut: its lazies get tensors, and what waits stays on a tape of its own."""
 
 from __future__ import annotations

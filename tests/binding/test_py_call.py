@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls as slots: a recorded call keeps no container of the user's, and gets equal ones again."""
 
 from __future__ import annotations

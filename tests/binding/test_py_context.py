@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grad mode, inference mode and autocast: a call runs in those it was made in, wherever it runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small functions of koila._core: what each answers, and that each looks at its arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What infer() answers: each key says what inference found, in Python's words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch finds when it asks a lazy for its __torch_function__."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call that raised has no number, nor has what reads it: each who asks is told what it raised."""
 
 from __future__ import annotations

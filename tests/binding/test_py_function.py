@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of torch's callables: found by identity, attributes by their descriptor."""
 
 from __future__ import annotations

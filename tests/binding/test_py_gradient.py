@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who gets a gradient, and which calls cannot give theirs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """infer() and op_table(): the rules asked from Python, about any call and any batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LazyTensor and the Value it holds: metadata without computing, and who keeps what alive."""
 
 from __future__ import annotations

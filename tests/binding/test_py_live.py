@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One-chunk replay, and calls that run at once: in order, once, held to what was promised."""
 
 from __future__ import annotations

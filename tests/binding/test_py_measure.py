@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the core is told of tensors when it measures a program, and what it gives back."""
 
 from __future__ import annotations

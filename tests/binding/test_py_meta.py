@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real tensors say of themselves: through torch's C ABI the same as through attributes."""
 
 from __future__ import annotations

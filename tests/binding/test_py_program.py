@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tape holds, told in numbers: the staged program, a value, a node. It changes nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What inference promised, held against what torch gives: whole, by rows, and combined of parts."""
 
 from __future__ import annotations

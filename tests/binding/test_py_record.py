@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is done with a call that torch hands over: recorded, entered, run at once, or handled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dead lazies are used again: with nothing of what they were, and only if nobody holds them."""
 
 from __future__ import annotations

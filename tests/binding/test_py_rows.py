@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that have a row: what the recorder makes of what the row infers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step does, as the core says it: in order, with the runs and values it is done to."""
 
 from __future__ import annotations

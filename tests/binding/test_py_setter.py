@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The function in C that sets an attribute of tensors is replaced, and nothing else of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `call` text of a row, read into words: the file compiled alone, and asked by ctypes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods and operators of a lazy go straight to the recorder, but not past who overrides them."""
 
 from __future__ import annotations

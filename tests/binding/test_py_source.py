@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a call was recorded: two words of a frame, which become a file and a line in messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes run on a chunk: its rows where the call said the batch's, and values as it made them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A leaf that was changed between a call and its run is an error that names both, never read."""
 
 from __future__ import annotations

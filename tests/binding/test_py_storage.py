@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storages that are noted weakly: which, how many bytes, and that nothing of them stays behind."""
 
 from __future__ import annotations

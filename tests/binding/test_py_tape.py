@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tape: leaves by identity, any number of values, one for each thread, and how it ends."""
 
 from __future__ import annotations

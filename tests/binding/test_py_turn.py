@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One thread at a time uses a tape; who waits can be interrupted, and never waits for itself."""
 
 from __future__ import annotations

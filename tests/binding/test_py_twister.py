@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The generator of the CPU is moved past draws as the draws themselves would move it."""
 
 from __future__ import annotations

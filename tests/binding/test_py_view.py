@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views after a write: each read sees the memory as it then was, in chunks too."""
 
 from __future__ import annotations

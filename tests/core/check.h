@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* check.h - CHECK says where it failed and goes on; main() returns check_result(). */
 #ifndef CHECK_H
 #define CHECK_H

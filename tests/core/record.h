@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* record.h - record a program as the binding does: infer a call, find what it saves, append it.
  *
  * Every request for memory may be refused once (kl_alloc_fail_after): then nothing of the tape may have

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_alloc.c - blocks are counted, growth keeps what was there, and the nth request can fail. */
 #include "alloc.h"
 

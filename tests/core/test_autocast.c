@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_autocast.c - in which dtype autocast lets an op see its inputs, and what is saved of the copies. */
 #include "autocast.h"
 

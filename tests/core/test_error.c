@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_error.c - a failure's words: formatted, cut to their room, and not needed. */
 #include "base.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_infer.c - what inference adds to a row's rules: refusals, in-place targets, gradients, places. */
 #include "infer.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_measure.c - the bytes of a step, by hand, and the chunks that fit. */
 #include "measure.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_measure_chunks.c - the chunks that fit, and what they need. */
 #include "measure.h"
 

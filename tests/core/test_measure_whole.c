@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_measure_whole.c - the bytes of a live run, by hand. */
 #include "measure.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_meta.c - facts of dtypes, sizes, row-major strides as torch counts them, equality of places. */
 #include "meta.h"
 

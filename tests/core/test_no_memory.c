@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_no_memory.c - each request for memory refused in turn, over a whole record, inference and staging:
  * an error of memory, a tape that can still be used, the same result after, nothing left over. */
 #include "record.h"

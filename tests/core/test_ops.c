@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_ops.c - the table: every row is whole and found by its names, and only products are heavy. */
 #include "ops.h"
 

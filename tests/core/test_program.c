@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_program.c - which nodes run together, what they read, what leaves them, when their values die. */
 #include "program.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_schedule.c - what a step does, in which order, and when values are let go and made again. */
 #include "schedule.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_segment.c - a body is cut where little is handed on, into parts that keep about the same. */
 #include "segment.h"
 

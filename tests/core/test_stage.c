@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_stage.c - where each node runs, whether the tail is linear, and who reads what from where. */
 #include "stage.h"
 

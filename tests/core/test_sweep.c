@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_sweep.c - what is live as a run goes forward and back, by hand: 8 rows of 3 numbers are 96 bytes. */
 #include "sweep.h"
 

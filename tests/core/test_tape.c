@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_tape.c - values and their memory, versions and views, axes that become one, and what is left to do. */
 #include "tape.h"
 

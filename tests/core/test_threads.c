@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_threads.c - two tapes on two threads have nothing in common: run under ThreadSanitizer too. */
 #include <pthread.h>
 

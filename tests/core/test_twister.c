@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_twister.c - skipped words leave the generator where words that are drawn leave it. */
 #include "twister.h"
 

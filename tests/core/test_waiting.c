@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* test_waiting.c - which graphs may wait for their backward, and what of them is made again. */
 #include "waiting.h"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT-2 with accelerate: accumulation, clipping, a schedule, gathered metrics."""
 
 import argparse

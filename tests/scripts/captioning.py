@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image captioning: a convolutional encoder, a recurrent decoder over packed captions."""
 
 import argparse

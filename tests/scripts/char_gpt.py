@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small character-level GPT on the help texts of Python."""
 
 import argparse

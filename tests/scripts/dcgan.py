@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DCGAN on small pictures, after the example of PyTorch."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A diffusion model with diffusers: UNet2DModel predicts the noise that DDPMScheduler added."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Knowledge distillation: a teacher is trained, then a student learns from its soft targets."""
 
 import argparse

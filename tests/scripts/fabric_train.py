@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain loop with Lightning Fabric: a mixer network, clipping, a step schedule, a checkpoint."""
 
 import argparse

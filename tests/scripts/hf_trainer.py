@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tune a text classifier with the Trainer of transformers: metrics, evaluation, a schedule."""
 
 import tempfile

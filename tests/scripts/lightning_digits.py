@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digits with Lightning: a validation loop, metrics, a monitored checkpoint, early stopping."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embeddings with pytorch-metric-learning: a miner, a triplet loss, nearest neighbours."""
 
 import torch

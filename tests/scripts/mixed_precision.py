@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vision transformer with bfloat16 autocast, accumulated gradients, clipping, and warmup."""
 
 import argparse

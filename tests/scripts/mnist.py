@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A convolutional network on images of digits, after the example of PyTorch."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on a frozen language model with peft, in a loop of its own; the adapters are merged."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proximal policy optimization on a small world, with minibatches from a DataLoader."""
 
 import argparse

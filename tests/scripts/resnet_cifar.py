@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ResNet for CIFAR-sized pictures: momentum, milestones, top-k accuracy, the best checkpoint."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tune a sentence encoder: pairs in a DataLoader, in-batch negatives, an evaluation."""
 
 import tempfile

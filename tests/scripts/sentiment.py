@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sentiment of sentences of unequal length: a bidirectional LSTM over packed sequences."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translation with nn.Transformer: time-major batches, masks, greedy decoding."""
 
 import math

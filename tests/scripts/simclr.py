@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contrastive learning of pictures after SimCLR: two views of each, NT-Xent, cosine schedule."""
 
 import argparse

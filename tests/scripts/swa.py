@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stochastic weight averaging: the averaged model gets new statistics with update_bn."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tabular data: embeddings of categories beside numbers, AUC, early stopping, the best weights."""
 
 import argparse

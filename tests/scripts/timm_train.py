@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a network of timm: mixup, soft targets, an average of the weights, a cosine schedule."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A U-Net for masks of cells: cross entropy and dice, RMSprop, a plateau schedule, a dice score."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A variational autoencoder on small pictures, after the example of PyTorch."""
 
 import argparse

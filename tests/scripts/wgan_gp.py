@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Wasserstein GAN with gradient penalty: a gradient of a gradient."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recurrent word language model: the hidden state goes on from batch to batch."""
 
 import argparse

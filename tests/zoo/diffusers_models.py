@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Denoisers and autoencoders of diffusers. The library's scheduler adds the noise to predict."""
 
 from __future__ import annotations

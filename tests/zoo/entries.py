@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the zoo holds: for each name a training step of a library's own model, a whole loop, or a
 script.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training script for `torchrun` and `accelerate launch`: it trains with libraries, whose models
 are replicated (ddp) and sharded (fsdp).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the zoo's libraries importable beside a CPU build of torch, and keep them offline and quiet.
 
 Import this before any of them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops as their authors write them: libraries' trainers, optimizers that call a closure,
 loops with several losses, and what is read on the way.
 

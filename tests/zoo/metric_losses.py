@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The losses of pytorch-metric-learning on a small network, and its miners with their losses."""
 
 from __future__ import annotations

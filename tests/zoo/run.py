@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the zoo: each entry in a process of its own, a line of JSON for each, and a table at the end.
 
     make zoo                                    all of it: an hour and more on two cores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a training loop of the zoo: plain, in one chunk, in six chunks, and under half of the memory
 that the plain loop takes.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run an entry of the zoo and print a line of JSON: plain, in one chunk, in six, and under a limit.
 
     python tests/zoo/run_one.py NAME

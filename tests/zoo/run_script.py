@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a training script of the zoo: plain, and with `python -m koila`: as it is, in four chunks,
 and with half of the memory that its tensors take in the plain run.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training scripts of `tests/scripts`, which know nothing of koila.
 
 Each is a file as its author would write it, with its own arguments, losses and metrics; none has a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/: scripts with a framework's trainer give in chunks what they give without koila."""
 
 from __future__ import annotations

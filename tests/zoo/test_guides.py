@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/guides: the code of each page, in chunks, gives what the framework gives without koila."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """koila inside frameworks: five steps with chunks forced equal the framework's own."""
 
 from __future__ import annotations

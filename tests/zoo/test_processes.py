@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Libraries that train in several processes: five steps in three chunks equal the library's own, in
 less memory."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image classifiers of timm, narrow and on small images, with the library's own losses."""
 
 from __future__ import annotations

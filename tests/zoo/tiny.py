@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny configurations of the models of transformers, found by the names of their settings.
 
 `tiny(config_class)` starts from the library's defaults and makes small what decides on size:

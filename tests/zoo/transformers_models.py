@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of transformers, a head at a time, in tiny configurations and with their own losses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """koila inside frameworks that make their loops, or their data loaders, themselves.
 
 `koila.integrations.transformers` has a callback for the Trainer, `koila.integrations.lightning` one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A callback for Lightning's Trainer.
 
     trainer = Trainer(max_epochs=3, callbacks=[KoilaCallback("8GiB")])

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A callback for the Trainer of transformers.
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[KoilaCallback("8GiB")])
