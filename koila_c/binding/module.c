@@ -103,16 +103,22 @@ core_bind(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* set_blocked_halves(dtypes): see KlCall. */
+/* set_blocks(width, dtypes): see KlCall. */
 static PyObject *
-core_set_blocked_halves(PyObject *module, PyObject *dtypes)
+core_set_blocks(PyObject *module, PyObject *args)
 {
     (void)module;
     uint32_t bits = 0;
+    long long width = 0;
+    PyObject *dtypes = NULL;
+    if (!PyArg_ParseTuple(args, "LO:set_blocks", &width, &dtypes)) {
+        return NULL;
+    }
     for (Py_ssize_t i = 0; PyTuple_Check(dtypes) && i < PyTuple_GET_SIZE(dtypes); i++) {
         bits |= UINT32_C(1) << kl_meta_dtype_from(PyTuple_GET_ITEM(dtypes, i));
     }
     kl_py.blocked_halves = bits;
+    kl_py.block_width = width;
     return Py_NewRef(Py_None);
 }
 
@@ -365,9 +371,9 @@ static PyMethodDef functions[] = {
      "known($module, lazy, /)\n--\n\nThe number of a lazy, or None while it is pending."},
     {"pending_bytes", core_pending_bytes, METH_NOARGS,
      "pending_bytes($module, /)\n--\n\nBytes that the pending calls would make, by a quick sum."},
-    {"set_blocked_halves", core_set_blocked_halves, METH_O,
-     "set_blocked_halves($module, dtypes, /)\n--\n\n"
-     "Say which dtypes of 16 bits oneDNN convolves on this CPU."},
+    {"set_blocks", core_set_blocks, METH_VARARGS,
+     "set_blocks($module, width, dtypes, /)\n--\n\nSay how many channels oneDNN lays side by side "
+     "on this CPU, and which dtypes of 16 bits it convolves."},
     {"fix_malloc", core_fix_malloc, METH_O,
      "fix_malloc($module, size, /)\n--\n\nLet glibc give blocks of `size` bytes and more back to "
      "the "

@@ -210,6 +210,7 @@ typedef struct KlPyState {
     int64_t n_cut_off;       /* tapes that were cut off, and are there */
     uint32_t reductions;     /* bit i: KlReduce i can be split */
     uint32_t blocked_halves; /* as KlCall's */
+    int64_t block_width;     /* as KlCall's */
     bool is_flash_allowed;   /* likewise */
     bool is_looking;         /* at a tensor's version or address: nobody reads its numbers */
 } KlPyState;

@@ -157,6 +157,7 @@ typedef struct KlCall {
     KlDtype default_dtype;
     uint32_t
         blocked_halves; /* dtypes of 16 bits, as bits, whose convolutions oneDNN runs on this CPU */
+    int64_t block_width; /* channels that it lays side by side */
     bool is_grad_enabled;
     bool is_flash_allowed;    /* attention may use its fused kernel on the CPU */
     const int64_t *axis_rows; /* [n_axes] rows of each axis */

@@ -13,12 +13,8 @@ static KlStatus
 read_options(const KlCall *call, double *dropout, bool *is_causal, bool *is_grouped)
 {
     KlStatus status = kl_rules_float(call, DROPOUT, 0.0, dropout);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, CAUSAL, false, is_causal);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, GROUPED, false, is_grouped);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, CAUSAL, false, is_causal) : status;
+    status = status == KL_OK ? kl_rules_bool(call, GROUPED, false, is_grouped) : status;
     bool is_declined =
         kl_rules_is_given(call, MASK) && (kl_rules_input(call, MASK) == NULL || *is_causal);
     return status == KL_OK && is_declined ? KL_DECLINED : status;
@@ -107,9 +103,7 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
     bool is_grouped = false;
     KlMeta out;
     KlStatus status = read_options(call, &dropout, &is_causal, &is_grouped);
-    if (status == KL_OK) {
-        status = broadcast_lead(call, is_grouped, &out, error);
-    }
+    status = status == KL_OK ? broadcast_lead(call, is_grouped, &out, error) : status;
     if (status != KL_OK) {
         return status;
     }

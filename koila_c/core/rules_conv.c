@@ -211,38 +211,130 @@ is_taken_as_it_lies(const KlCall *call, bool is_in_blocks)
                                                       : kl_rules_is_like_channels_last(input));
 }
 
-/* Bytes of a tensor as oneDNN lays it out, its channels in blocks of 16. */
-static int64_t
-count_blocked(const KlMeta *meta, int64_t n_channels)
-{
-    return n_channels > 0 ? kl_meta_n_bytes(meta) / n_channels * ((n_channels + 15) / 16 * 16) : 0;
-}
-
-/* oneDNN copies operands and results into its own layout and back, weights too: measured. Few channels it
- * takes as they are, but for a gradient; channels last are its own layout. */
-static void
-work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves *saves)
-{
-    const KlMeta *input = call->inputs[0];
-    int64_t n_weight = kl_meta_n_bytes(call->inputs[1]);
-    int64_t n_channels = input->shape[input->n_dims - conv->n - 1];
-    int64_t n_in = count_blocked(input, n_channels);
-    int64_t n_out = count_blocked(out, out->shape[out->n_dims - conv->n - 1]);
-    int64_t n_given = n_channels > 4 ? n_in : 0;
-    int64_t n_before = n_given + n_out - kl_meta_n_bytes(out);
-    int64_t n_to_input = kl_rules_needs_grad(call, 0) ? n_in - kl_meta_n_bytes(input) : 0;
-    if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
-        saves->bytes_workspace = saves->bytes_backward = n_weight;
-        return;
-    }
-    saves->bytes_workspace = (n_before > n_out ? n_before : n_out) + n_weight;
-    saves->bytes_backward = (n_to_input > n_given ? n_to_input : n_given) + n_out + n_weight;
-}
-
 static int64_t
 larger(int64_t left, int64_t right)
 {
     return left > right ? left : right;
+}
+
+/* What oneDNN's kernels work on: a convolution goes from one side to the other, a transposed one back. */
+typedef struct {
+    const KlMeta *from, *to, *weight;
+    const Conv *conv;
+    int64_t width; /* channels that lie side by side */
+    bool is_few;   /* so few channels are taken as they lie, but for gradients */
+} Sides;
+
+static int64_t
+channels_of(const Sides *sides, const KlMeta *meta)
+{
+    return meta->shape[meta->n_dims - sides->conv->n - 1];
+}
+
+static bool
+is_depthwise(const Sides *sides)
+{
+    return sides->conv->groups > 1 && sides->conv->groups == channels_of(sides, sides->from);
+}
+
+static int64_t
+fill(int64_t n, int64_t width)
+{
+    return (n + width - 1) / width * width;
+}
+
+/* Bytes of one side as oneDNN lays it out, its channels in blocks; groups are not filled up. */
+static int64_t
+count_blocked(const Sides *sides, const KlMeta *meta, int64_t width)
+{
+    int64_t n = channels_of(sides, meta), n_bytes = kl_meta_n_bytes(meta);
+    bool is_filled = n > 0 && (sides->conv->groups == 1 || is_depthwise(sides));
+    return is_filled ? n_bytes / n * fill(n, width) : n_bytes;
+}
+
+/* Bytes of the weight in blocks on one side or on both. */
+static int64_t
+count_weight(const Sides *sides, int64_t width, bool is_from_filled)
+{
+    int64_t n_from = channels_of(sides, sides->from), n_to = channels_of(sides, sides->to);
+    int64_t n_bytes = kl_meta_n_bytes(sides->weight);
+    return sides->conv->groups > 1 || n_from * n_to == 0
+               ? n_bytes
+               : n_bytes / (n_from * n_to) * (is_from_filled ? fill(n_from, width) : n_from) *
+                     fill(n_to, width);
+}
+
+/* The passes as measured, with what they make: operands are copied into blocks, and the result back out of them. */
+static int64_t
+pass_forward(const Sides *sides)
+{
+    int64_t n_from = sides->is_few ? 0 : count_blocked(sides, sides->from, sides->width);
+    int64_t n_to = count_blocked(sides, sides->to, sides->width);
+    int64_t n_weight = count_weight(sides, sides->width, !sides->is_few);
+    return n_to + larger(n_from + n_weight, kl_meta_n_bytes(sides->to));
+}
+
+/* With strides the gradient comes with channels last, is copied as it is, and then made contiguous. */
+static int64_t
+pass_back(const Sides *sides)
+{
+    int64_t n_from = count_blocked(sides, sides->from, sides->width), most = 0;
+    int64_t n_to = count_blocked(sides, sides->to, sides->width), n = kl_meta_n_bytes(sides->from);
+    int64_t n_weight = count_weight(sides, sides->width, true);
+    bool is_strided = false;
+    for (int32_t i = 0; i < sides->conv->n; i++) {
+        is_strided = is_strided || sides->conv->stride[i] > 1;
+    }
+    if (is_strided && !is_depthwise(sides)) {
+        int64_t n_given = channels_of(sides, sides->to) > 1 ? kl_meta_n_bytes(sides->to) : 0;
+        most = larger(n_given + n_weight + n, channels_of(sides, sides->from) > 1 ? 3 * n : 2 * n);
+    }
+    bool is_blocked = !is_strided || sides->conv->groups > 1;
+    return is_blocked ? larger(most, n_from + larger(n_to + n_weight, n)) : most;
+}
+
+static int64_t
+pass_to_weight(const Sides *sides)
+{
+    int64_t n = channels_of(sides, sides->from), width = sides->width;
+    bool is_taken = sides->is_few && (width > 8 ? n < 4 : n == 3);
+    width = sides->is_few && !is_taken ? 8 : width;
+    return (is_taken ? 0 : count_blocked(sides, sides->from, width)) +
+           count_blocked(sides, sides->to, width) + count_weight(sides, width, !is_taken);
+}
+
+static void
+work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_transposed,
+               KlSaves *saves)
+{
+    const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
+    Sides sides = {.from = is_transposed ? out : input,
+                   .to = is_transposed ? input : out,
+                   .conv = conv,
+                   .weight = weight,
+                   .width = larger(call->block_width, 1)};
+    int64_t n_rows = input->n_dims == weight->n_dims && input->shape[0] > 0 ? input->shape[0] : 1;
+    int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out), n_stride = 1;
+    bool is_one = true;
+    for (int32_t i = 0; i < conv->n; i++) {
+        is_one = is_one && weight->shape[2 + i] == 1;
+        n_stride *= conv->stride[i];
+    }
+    is_one = is_one && (n_stride == 1 || (!is_transposed && conv->n < 3));
+    if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
+        saves->bytes_workspace = saves->bytes_backward =
+            kl_meta_n_bytes(weight); /* their own layout */
+        return;
+    }
+    sides.is_few = conv->groups == 1 && !is_one && channels_of(&sides, sides.from) < sides.width;
+    int64_t to_input = is_transposed ? pass_forward(&sides) : pass_back(&sides);
+    saves->bytes_workspace = (is_transposed ? pass_back(&sides) : pass_forward(&sides)) - n_out;
+    saves->bytes_backward = larger(kl_rules_needs_grad(call, 1) ? pass_to_weight(&sides) : 0,
+                                   kl_rules_needs_grad(call, 0) ? to_input - n_in : 0);
+    if (n_stride > 1) { /* what one row is laid out in */
+        saves->bytes_row =
+            larger(kl_meta_n_bytes(sides.to), kl_meta_n_bytes(sides.from) / n_stride) / n_rows;
+    }
 }
 
 /* The other kernels write patches side by side: of all rows, or of one row after the other. They take groups one by
@@ -297,8 +389,7 @@ work(const KlCall *call, const KlInferred *result, const Conv *conv, bool is_tra
         return;
     }
     if (is_in_blocks) {
-        work_in_blocks(call, out, conv, saves);
-        saves->bytes_workspace += is_transposed ? kl_meta_n_bytes(input) : 0;
+        work_in_blocks(call, out, conv, is_transposed, saves);
     } else {
         work_in_patches(call, out, conv, is_transposed, saves);
     }

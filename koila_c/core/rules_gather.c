@@ -325,9 +325,7 @@ shape_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
         value.shape[dim] = index->shape[dim];
         status = kl_rules_broadcast(&value, index, error);
     }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, &value, error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, &value, error) : status;
     if (status == KL_OK) {
         result->dim_map[dim] = -1;
         kl_meta_set_contiguous(&result->outs[0]);

@@ -43,9 +43,7 @@ shape_getitem(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlOutline outline;
     KlStatus status = kl_outline_read(call, &outline, error);
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, 1, error);
-    }
+    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
     if (status != KL_OK) {
         return status;
     }

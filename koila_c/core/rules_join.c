@@ -83,9 +83,7 @@ shape_cat(const KlCall *call, KlInferred *result, KlError *error)
         }
     }
     KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[first]->n_dims, &at, error);
-    if (status == KL_OK) {
-        status = kl_rules_out(result, call->inputs[first], error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, call->inputs[first], error) : status;
     for (uint32_t i = first + 1; status == KL_OK && i < call->n_inputs; i++) {
         if (!is_legacy_empty(call->inputs[i])) {
             status = join_shape(&result->outs[0], call->inputs[i], at, error);
@@ -114,9 +112,7 @@ shape_stack(const KlCall *call, KlInferred *result, KlError *error)
                                 "value %u does not have the shape of the first", i);
         }
     }
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, 1, error);
-    }
+    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
     for (int32_t dim = 0; status == KL_OK && dim <= first->n_dims; dim++) {
         KlMeta *out = &result->outs[0];
         if (dim == at) {
@@ -299,9 +295,7 @@ shape_chunk(const KlCall *call, KlInferred *result, KlError *error)
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 1, 0, &n);
-    }
+    status = status == KL_OK ? kl_rules_int(call, 1, 0, &n) : status;
     if (status != KL_OK || n < 1 || call->inputs[0]->shape[at] == 0) {
         return KL_DECLINED;
     }

@@ -100,9 +100,7 @@ shape_clone(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlFormat format = KL_FORMAT_PRESERVE;
     KlStatus status = get_format(call, 1, KL_FORMAT_PRESERVE, &format);
-    if (status == KL_OK) {
-        status = kl_rules_out(result, call->inputs[0], error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
     return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
 }
 
@@ -230,9 +228,7 @@ read_options(const KlCall *call, KlInferred *result, uint32_t first)
     bool is_pinned = false;
     bool is_leaf = false;
     KlStatus status = kl_rules_bool(call, first + 3, false, &is_pinned);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, first + 4, false, &is_leaf);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, first + 4, false, &is_leaf) : status;
     if (status != KL_OK || is_pinned || is_leaf || kl_rules_is_given(call, first + 1)) {
         return KL_DECLINED;
     }
@@ -253,12 +249,8 @@ like(const KlCall *call, KlInferred *result, uint32_t first, KlError *error)
 {
     KlFormat format = KL_FORMAT_PRESERVE;
     KlStatus status = read_options(call, result, first);
-    if (status == KL_OK) {
-        status = get_format(call, first + 5, KL_FORMAT_PRESERVE, &format);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, call->inputs[0], error);
-    }
+    status = status == KL_OK ? get_format(call, first + 5, KL_FORMAT_PRESERVE, &format) : status;
+    status = status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
     return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
 }
 
@@ -311,9 +303,7 @@ new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error
     const int64_t *sizes = NULL;
     uint32_t n = 0;
     KlStatus status = kl_rules_ints(call, 1, &value, &sizes, &n);
-    if (status == KL_OK) {
-        status = read_options(call, result, first);
-    }
+    status = status == KL_OK ? read_options(call, result, first) : status;
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         if (sizes[i] < 0) {
             return kl_error_set(error, KL_ERROR_ARGUMENT, "a size of %lld", (long long)sizes[i]);
@@ -322,9 +312,7 @@ new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error
     if (status == KL_OK && n > KL_DIMS_MAX) {
         return KL_DECLINED;
     }
-    if (status == KL_OK) {
-        status = kl_rules_out_shape(result, sizes, (int32_t)n, error);
-    }
+    status = status == KL_OK ? kl_rules_out_shape(result, sizes, (int32_t)n, error) : status;
     if (status == KL_OK) {
         kl_meta_set_contiguous(&result->outs[0]);
     }

@@ -139,9 +139,7 @@ place_loss(const KlCall *call, KlInferred *result, KlError *error)
     KlMeta terms;
     bool is_reduced = false;
     KlStatus status = broadcast_all(call, &terms, error);
-    if (status == KL_OK) {
-        status = kl_rules_reduction(call, &is_reduced);
-    }
+    status = status == KL_OK ? kl_rules_reduction(call, &is_reduced) : status;
     if (status != KL_OK) {
         return status;
     }

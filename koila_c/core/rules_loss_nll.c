@@ -61,12 +61,8 @@ shape_cross_entropy(const KlCall *call, KlInferred *result, KlError *error)
     double smoothing = 0.0;
     int64_t ignored = -100;
     KlStatus status = read_terms(call, &terms, error);
-    if (status == KL_OK) {
-        status = kl_rules_float(call, 5, 0.0, &smoothing);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 4, -100, &ignored);
-    }
+    status = status == KL_OK ? kl_rules_float(call, 5, 0.0, &smoothing) : status;
+    status = status == KL_OK ? kl_rules_int(call, 4, -100, &ignored) : status;
     if (status == KL_OK &&
         (!(smoothing >= 0.0 && smoothing <= 1.0) ||
          (ignored >= 0 && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])))) {

@@ -59,12 +59,8 @@ shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, Kl
     const KlMeta *left = NULL;
     const KlMeta *right = NULL;
     KlStatus status = get_pair(call, arg, &left, &right);
-    if (status == KL_OK) {
-        status = expect_dims(left, n_left, error);
-    }
-    if (status == KL_OK) {
-        status = expect_dims(right, n_right, error);
-    }
+    status = status == KL_OK ? expect_dims(left, n_left, error) : status;
+    status = status == KL_OK ? expect_dims(right, n_right, error) : status;
     if (status == KL_OK) {
         int32_t dim = n_right >= 2 ? n_right - 2 : 0;
         status = expect_size(left->shape[n_left - 1], right->shape[dim], error);
@@ -176,12 +172,8 @@ shape_pairs(const KlCall *call, uint32_t arg, KlInferred *result, KlError *error
     const KlMeta *left = NULL;
     const KlMeta *right = NULL;
     KlStatus status = get_pair(call, arg, &left, &right);
-    if (status == KL_OK) {
-        status = expect_dims(left, 1, error);
-    }
-    if (status == KL_OK) {
-        status = expect_dims(right, 1, error);
-    }
+    status = status == KL_OK ? expect_dims(left, 1, error) : status;
+    status = status == KL_OK ? expect_dims(right, 1, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -207,9 +199,7 @@ KlStatus
 shape_addr(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlStatus status = shape_pairs(call, 1, result, error);
-    if (status == KL_OK) {
-        status = check_addend(call, result, error);
-    }
+    status = status == KL_OK ? check_addend(call, result, error) : status;
     if (status == KL_OK) {
         kl_rules_settle_plain(call, result);
     }
@@ -231,9 +221,7 @@ shape_linear(const KlCall *call, KlInferred *result, KlError *error)
     if (status == KL_OK && bias != NULL && bias->shape[0] != 1) {
         status = expect_size(bias->shape[0], weight->shape[0], error);
     }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
     if (status == KL_OK) {
         result->outs[0].shape[input->n_dims - 1] = weight->shape[0];
         kl_meta_set_contiguous(&result->outs[0]);
@@ -258,15 +246,9 @@ shape_bilinear(const KlCall *call, KlInferred *result, KlError *error)
     for (int32_t dim = 0; status == KL_OK && dim < last; dim++) {
         status = expect_size(left->shape[dim], right->shape[dim], error);
     }
-    if (status == KL_OK) {
-        status = expect_size(left->shape[last], weight->shape[1], error);
-    }
-    if (status == KL_OK) {
-        status = expect_size(right->shape[last], weight->shape[2], error);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, left, error);
-    }
+    status = status == KL_OK ? expect_size(left->shape[last], weight->shape[1], error) : status;
+    status = status == KL_OK ? expect_size(right->shape[last], weight->shape[2], error) : status;
+    status = status == KL_OK ? kl_rules_out(result, left, error) : status;
     if (status == KL_OK) {
         result->outs[0].shape[last] = weight->shape[0];
         kl_rules_settle_plain(call, result);

@@ -110,9 +110,7 @@ shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
     uint32_t n_to = 0;
     uint32_t used = 0;
     KlStatus status = kl_rules_ints(call, 1, &from_one, &from, &n);
-    if (status == KL_OK) {
-        status = kl_rules_ints(call, 2, &to_one, &to, &n_to);
-    }
+    status = status == KL_OK ? kl_rules_ints(call, 2, &to_one, &to, &n_to) : status;
     if (status == KL_OK && (n != n_to || input->n_dims == 0)) {
         return KL_DECLINED;
     }
@@ -123,9 +121,7 @@ shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
         int32_t source = 0;
         int32_t target = 0;
         status = kl_rules_wrap(from[i], input->n_dims, &source, error);
-        if (status == KL_OK) {
-            status = kl_rules_wrap(to[i], input->n_dims, &target, error);
-        }
+        status = status == KL_OK ? kl_rules_wrap(to[i], input->n_dims, &target, error) : status;
         if (status == KL_OK && ((used >> source & 1) != 0 || order[target] >= 0)) {
             return kl_error_set(error, KL_ERROR_ARGUMENT, "a dim appears twice");
         }
@@ -155,9 +151,7 @@ shape_unsqueeze(const KlCall *call, KlInferred *result, KlError *error)
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims + 1, &at, error);
-    if (status == KL_OK) {
-        status = begin_view(call, result, error);
-    }
+    status = status == KL_OK ? begin_view(call, result, error) : status;
     for (int32_t dim = 0; status == KL_OK && dim <= input->n_dims; dim++) {
         if (dim == at) {
             int64_t stride = dim < input->n_dims ? input->shape[dim] * input->strides[dim] : 1;
@@ -181,9 +175,7 @@ shape_squeeze(const KlCall *call, KlInferred *result, KlError *error)
     }
     bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
     KlStatus status = is_empty ? KL_OK : kl_rules_dims(call, 1, input->n_dims, &dims, error);
-    if (status == KL_OK) {
-        status = begin_view(call, result, error);
-    }
+    status = status == KL_OK ? begin_view(call, result, error) : status;
     for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
         bool is_dropped = (dims >> dim & 1) != 0 && input->shape[dim] == 1;
         result->dim_map[dim] = is_dropped ? -1 : (int8_t)result->outs[0].n_dims;
@@ -302,18 +294,12 @@ shape_diagonal(const KlCall *call, KlInferred *result, KlError *error)
     int32_t dim1 = 0;
     int32_t dim2 = 0;
     KlStatus status = kl_rules_int(call, 1, 0, &offset);
-    if (status == KL_OK) {
-        status = kl_rules_dim(call, 2, 0, input->n_dims, &dim1, error);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_dim(call, 3, 1, input->n_dims, &dim2, error);
-    }
+    status = status == KL_OK ? kl_rules_dim(call, 2, 0, input->n_dims, &dim1, error) : status;
+    status = status == KL_OK ? kl_rules_dim(call, 3, 1, input->n_dims, &dim2, error) : status;
     if (status == KL_OK && dim1 == dim2) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "the two dims of a diagonal must differ");
     }
-    if (status == KL_OK) {
-        status = begin_view(call, result, error);
-    }
+    status = status == KL_OK ? begin_view(call, result, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -337,9 +323,7 @@ get_dim_and_ints(const KlCall *call, int32_t *dim, int64_t *second, int64_t *thi
 {
     int32_t n_dims = call->inputs[0]->n_dims;
     KlStatus status = n_dims == 0 ? KL_DECLINED : kl_rules_dim(call, 1, 0, n_dims, dim, error);
-    if (status == KL_OK) {
-        status = kl_rules_int(call, 2, 0, second);
-    }
+    status = status == KL_OK ? kl_rules_int(call, 2, 0, second) : status;
     return status == KL_OK && third != NULL ? kl_rules_int(call, 3, 0, third) : status;
 }
 
@@ -360,9 +344,7 @@ shape_unfold(const KlCall *call, KlInferred *result, KlError *error)
                             "windows of %lld by %lld do not fit into size %lld", (long long)size,
                             (long long)step, (long long)input->shape[at]);
     }
-    if (status == KL_OK) {
-        status = begin_view(call, result, error);
-    }
+    status = status == KL_OK ? begin_view(call, result, error) : status;
     for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
         if (dim == at) {
             push_dim(&result->outs[0], (input->shape[dim] - size) / step + 1,
@@ -389,9 +371,7 @@ shape_select(const KlCall *call, KlInferred *result, KlError *error)
         return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld",
                             (long long)index, (long long)input->shape[at]);
     }
-    if (status == KL_OK) {
-        status = begin_view(call, result, error);
-    }
+    status = status == KL_OK ? begin_view(call, result, error) : status;
     for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
         result->dim_map[dim] = dim == at ? -1 : (int8_t)result->outs[0].n_dims;
         if (dim != at) {

@@ -87,9 +87,7 @@ shape_layer_norm(const KlCall *call, KlInferred *result, KlError *error)
 {
     int32_t n = 0;
     KlStatus status = read_normalized(call, 2, &n, error);
-    if (status == KL_OK) {
-        status = kl_rules_out_contiguous(result, call->inputs[0], error);
-    }
+    status = status == KL_OK ? kl_rules_out_contiguous(result, call->inputs[0], error) : status;
     return status;
 }
 

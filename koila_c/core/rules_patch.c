@@ -74,9 +74,7 @@ shape_col2im(const KlCall *call, KlInferred *result, KlError *error)
     Window window;
     int64_t size[N] = {0};
     KlStatus status = read_window(call, 2, &window);
-    if (status == KL_OK) {
-        status = kl_rules_spatial_each(call, 1, N, size);
-    }
+    status = status == KL_OK ? kl_rules_spatial_each(call, 1, N, size) : status;
     if (status != KL_OK || input == NULL || (input->n_dims != 2 && input->n_dims != 3) ||
         kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;

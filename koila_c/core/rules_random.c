@@ -12,9 +12,7 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
     bool is_training = false;
     const KlMeta *input = kl_rules_input(call, INPUT);
     KlStatus status = kl_rules_float(call, PROBABILITY, 0.0, p);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, TRAIN, true, &is_training);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, TRAIN, true, &is_training) : status;
     if (status != KL_OK || input == NULL || !(*p >= 0.0 && *p <= 1.0)) {
         return KL_DECLINED;
     }
@@ -91,9 +89,7 @@ shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
     bool is_training = true;
     const KlMeta *input = kl_rules_input(call, INPUT);
     KlStatus status = read_dropout(call, &p, &is_drawn);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, TRAIN, true, &is_training);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, TRAIN, true, &is_training) : status;
     if (status != KL_OK || input == NULL || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED; /* of an empty input the mask is no mask */
     }
@@ -180,9 +176,7 @@ shape_draw(const KlCall *call, KlInferred *result, KlError *error)
     for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
         status = kl_rules_broadcast(&out, call->inputs[i], error);
     }
-    if (status == KL_OK) {
-        status = kl_rules_out_contiguous(result, &out, error);
-    }
+    status = status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
     return status;
 }
 
@@ -203,9 +197,7 @@ shape_multinomial(const KlCall *call, KlInferred *result, KlError *error)
     bool is_replaced = false;
     const KlMeta *input = kl_rules_input(call, INPUT);
     KlStatus status = kl_rules_int(call, 1, 0, &n);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, 2, false, &is_replaced);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, 2, false, &is_replaced) : status;
     if (status != KL_OK || input == NULL || n < 1 || input->n_dims < 1 || input->n_dims > 2 ||
         !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call) ||
         (!is_replaced && n > input->shape[input->n_dims - 1])) {
@@ -236,9 +228,7 @@ shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
     if (status == KL_OK && (kl_rules_input(call, INPUT) == NULL || is_training)) {
         status = KL_DECLINED;
     }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, call->inputs[0], error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
     if (status == KL_OK) {
         kl_rules_settle_plain(call, result);
     }

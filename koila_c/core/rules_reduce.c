@@ -46,9 +46,7 @@ reduce_args(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t arg_k
     uint32_t dims = 0;
     bool is_kept = false;
     KlStatus status = kl_rules_dims(call, arg, call->inputs[0]->n_dims, &dims, error);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, arg_kept, false, &is_kept);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, arg_kept, false, &is_kept) : status;
     return status == KL_OK ? reduce_dims(call, result, dims, is_kept, 1, error) : status;
 }
 
@@ -83,9 +81,7 @@ shape_std(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlStatus status =
         is_unbiased_alone ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, 3, false, &is_kept);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, 3, false, &is_kept) : status;
     dims = is_unbiased_alone ? UINT32_MAX : dims;
     return status == KL_OK ? reduce_dims(call, result, dims, is_kept, call->row->n_outs, error)
                            : status;
@@ -104,9 +100,7 @@ reduce_one(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs
     }
     bool has_dim = kl_rules_is_given(call, arg);
     KlStatus status = kl_rules_dim(call, arg, 0, input->n_dims, &dim, error);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, arg + 1, false, &is_kept);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, arg + 1, false, &is_kept) : status;
     if (status == KL_OK && !has_dim && is_kept && !is_index) {
         return KL_DECLINED;
     }
@@ -173,9 +167,7 @@ reduce_last(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_dim(call, arg, -1, call->inputs[0]->n_dims, &dim, error);
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, arg + 1, false, &is_kept);
-    }
+    status = status == KL_OK ? kl_rules_bool(call, arg + 1, false, &is_kept) : status;
     return status == KL_OK ? reduce_dims(call, result, UINT32_C(1) << dim, is_kept, 2, error)
                            : status;
 }
@@ -225,9 +217,7 @@ along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs,
     const KlMeta *input = call->inputs[0];
     int32_t dim = 0;
     KlStatus status = kl_rules_dim(call, arg, -1, input->n_dims, &dim, error);
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, n_outs, error);
-    }
+    status = status == KL_OK ? kl_infer_reserve_outs(result, n_outs, error) : status;
     for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
         KlMeta *out = &result->outs[i];
         out->n_dims = input->n_dims;
@@ -271,17 +261,13 @@ shape_topk(const KlCall *call, KlInferred *result, KlError *error)
     int64_t k = 0;
     int32_t dim = 0;
     KlStatus status = kl_rules_int(call, 1, 0, &k);
-    if (status == KL_OK) {
-        status = kl_rules_dim(call, 2, -1, input->n_dims, &dim, error);
-    }
+    status = status == KL_OK ? kl_rules_dim(call, 2, -1, input->n_dims, &dim, error) : status;
     int64_t size = input->n_dims == 0 ? 1 : input->shape[dim];
     if (status == KL_OK && (k < 0 || k > size)) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "k = %lld is not within size %lld",
                             (long long)k, (long long)size);
     }
-    if (status == KL_OK) {
-        status = along_dim(call, result, 2, 2, error);
-    }
+    status = status == KL_OK ? along_dim(call, result, 2, 2, error) : status;
     for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
         if (input->n_dims > 0) {
             result->outs[i].shape[dim] = k;

@@ -103,12 +103,8 @@ shape_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
     if (status == KL_OK && input->n_dims == 0) {
         return KL_DECLINED;
     }
-    if (status == KL_OK) {
-        status = kl_rules_dim(call, 2, 0, input->n_dims, &at, error);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
+    status = status == KL_OK ? kl_rules_dim(call, 2, 0, input->n_dims, &at, error) : status;
+    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
     if (status == KL_OK) {
         result->outs[0].shape[at] *= times;
         if (kl_meta_is_contiguous(input)) {
@@ -155,9 +151,7 @@ move_within(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error
     const int64_t *dims = NULL;
     uint32_t n = 0;
     KlStatus status = kl_rules_ints(call, arg, &value, &dims, &n);
-    if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
     if (status == KL_OK && n > 0 && input->n_dims == 0) {
         return KL_DECLINED;
     }
@@ -179,9 +173,7 @@ shape_flip(const KlCall *call, KlInferred *result, KlError *error)
     bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
     KlStatus status =
         is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
-    if (status == KL_OK) {
-        status = move_within(call, result, 1, error);
-    }
+    status = status == KL_OK ? move_within(call, result, 1, error) : status;
     if (status == KL_OK) {
         kl_rules_preserve(&result->outs[0], call->inputs[0]);
     }
@@ -197,16 +189,12 @@ shape_roll(const KlCall *call, KlInferred *result, KlError *error)
     uint32_t n_shifts = 0;
     uint32_t n_dims = 0;
     KlStatus status = kl_rules_ints(call, 1, &shift, &ints, &n_shifts);
-    if (status == KL_OK) {
-        status = kl_rules_ints(call, 2, &dim, &ints, &n_dims);
-    }
+    status = status == KL_OK ? kl_rules_ints(call, 2, &dim, &ints, &n_dims) : status;
     if (status == KL_OK &&
         (n_shifts == 0 || (n_dims != 0 && n_dims != n_shifts) || (n_dims == 0 && n_shifts > 1))) {
         return KL_DECLINED;
     }
-    if (status == KL_OK) {
-        status = move_within(call, result, 2, error);
-    }
+    status = status == KL_OK ? move_within(call, result, 2, error) : status;
     for (int32_t i = 0; status == KL_OK && n_dims == 0 && i < call->inputs[0]->n_dims; i++) {
         result->dim_map[i] = -1;
     }
@@ -228,9 +216,7 @@ shape_tril(const KlCall *call, KlInferred *result, KlError *error)
                             (int)input->n_dims);
     }
     KlStatus status = kl_rules_int(call, 1, 0, &diagonal);
-    if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
     if (status == KL_OK) {
         kl_meta_set_contiguous(&result->outs[0]);
         result->dim_map[input->n_dims - 1] = -1;

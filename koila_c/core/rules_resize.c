@@ -142,9 +142,7 @@ shape_padded(const KlCall *call, PadMode mode, KlInferred *result, KlError *erro
     if (status == KL_OK && mode != PAD_CONSTANT) {
         status = check_border(input, pads, mode, call->args[1].n);
     }
-    if (status == KL_OK) {
-        status = kl_rules_out(result, input, error);
-    }
+    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
     if (status != KL_OK) {
         return status;
     }

@@ -71,9 +71,7 @@ shape_by_sizes(const KlCall *call, KlInferred *result, bool can_copy, KlError *e
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_ints(call, 1, &value, &sizes, &n);
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, 1, error);
-    }
+    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
     if (status == KL_OK) {
         int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
         status = resolve_sizes(sizes, n, n_elements, &result->outs[0], error);
@@ -129,16 +127,12 @@ shape_flatten(const KlCall *call, KlInferred *result, KlError *error)
     int32_t first = 0;
     int32_t last = 0;
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &first, error);
-    if (status == KL_OK) {
-        status = kl_rules_dim(call, 2, -1, input->n_dims, &last, error);
-    }
+    status = status == KL_OK ? kl_rules_dim(call, 2, -1, input->n_dims, &last, error) : status;
     if (status == KL_OK && first > last) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d",
                             (int)first, (int)last);
     }
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, 1, error);
-    }
+    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -189,19 +183,13 @@ shape_unflatten(const KlCall *call, KlInferred *result, KlError *error)
     int32_t at = 0;
     KlMeta middle = {.n_dims = 0};
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
-    if (status == KL_OK) {
-        status = kl_rules_ints(call, 2, &value, &sizes, &n);
-    }
+    status = status == KL_OK ? kl_rules_ints(call, 2, &value, &sizes, &n) : status;
     if (status == KL_OK &&
         (n == 0 || input->n_dims == 0 || input->n_dims - 1 + (int64_t)n > KL_DIMS_MAX)) {
         return KL_DECLINED;
     }
-    if (status == KL_OK) {
-        status = resolve_sizes(sizes, n, input->shape[at], &middle, error);
-    }
-    if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, 1, error);
-    }
+    status = status == KL_OK ? resolve_sizes(sizes, n, input->shape[at], &middle, error) : status;
+    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
     if (status != KL_OK) {
         return status;
     }

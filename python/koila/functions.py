@@ -203,6 +203,18 @@ def _blocked_halves() -> Iterator[torch.dtype]:
             yield dtype
 
 
+def _block_width() -> int:
+    """How many channels oneDNN lays side by side on this CPU: it is given a weight with one."""
+    lay, count = (
+        getattr(torch.ops.mkldnn, name, None) for name in ("_reorder_convolution_weight", "_nbytes")
+    )
+    if lay is None or count is None:
+        return 16  # the most that is known
+    weight = torch.zeros(1, 17, 1, 1, dtype=torch.float32, device="cpu")
+    laid = lay(weight, [0, 0], [1, 1], [1, 1], 1, [2, 17, 4, 4])
+    return int(count(laid)) // (weight.numel() * weight.element_size())
+
+
 def _run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of koila's own that cannot be recorded after all runs at once."""
     return _core.live(func, args, kwargs, False)
@@ -249,7 +261,7 @@ def register_all() -> None:
             "name_of_file": lines.name_of_file,
         },
     )
-    _core.set_blocked_halves(tuple(_blocked_halves()))
+    _core.set_blocks(_block_width(), tuple(_blocked_halves()))
     for func, name in _names().items():
         _register(func, name)
     item = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
