@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import os
 import signal
+import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -492,6 +494,18 @@ def test_the_older_fsdp_is_refused(tmp_path: Path) -> None:
     in_processes(case, tmp_path)
 
 
+def test_the_engine_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls torch's engine in a hook of the loss: "Final callbacks can only be installed during
+    backward pass."."""
+    module: Any = types.ModuleType("deepspeed.runtime.engine")
+    module.DeepSpeedEngine = type("DeepSpeedEngine", (nn.Linear,), {})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    engine = module.DeepSpeedEngine(6, 2)
+    x, _ = koila.lazy(*rows(own_generator(0), dtype=torch.float32))
+    with pytest.raises(koila.KoilaError, match=r"DeepSpeedEngine \(.*test_proc.*:\d+\)"):
+        engine(x)
+
+
 def test_tensor_parallel(tmp_path: Path) -> None:
     """Layers that are split over processes run whole, where they stand."""
 
@@ -506,3 +520,89 @@ def test_tensor_parallel(tmp_path: Path) -> None:
         return [loss.detach() + 0, *(getattr(g, "full_tensor", lambda g=g: g)() for g in found)]
 
     in_processes(lambda rank: assert_same(story, rank, (3,)), tmp_path)
+
+
+# SyncBatchNorm ------------------------------------------------------------------------------------
+
+
+def formulas_of_sync_batch_norm() -> dict[str, Callable[..., Any]]:
+    """What torch has kernels of on GPUs only."""
+
+    def others(x: Tensor) -> list[int]:
+        return [dim for dim in range(x.dim()) if dim != 1]
+
+    def stats(x: Tensor, eps: float) -> Any:
+        return x.mean(others(x)), (x.var(others(x), unbiased=False) + eps).rsqrt()
+
+    def gather(x: Tensor, means: Tensor, scales: Tensor, *rest: Any) -> Any:
+        tracked_mean, tracked_variance, momentum, eps, counts = rest
+        n, weights = counts.sum(), counts[:, None] / counts.sum()
+        mean = (means * weights).sum(0)
+        variance = ((scales**-2 - eps + means**2) * weights).sum(0) - mean**2
+        tracked_mean.lerp_(mean, momentum)
+        tracked_variance.lerp_(variance * n / (n - 1), momentum)
+        return mean, (variance + eps).rsqrt()
+
+    def forward(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, scale: Tensor, eps: float) -> Tensor:
+        return (x - mean) * (scale * w) + b
+
+    def reduce(g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, *_: Any) -> Any:
+        sums = g.sum(others(x)), (g * (x - mean)).sum(others(x))
+        return *sums, sums[1] * scale, sums[0]
+
+    def back(g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+        of_g, of_x, counts = rest
+        n = counts.sum()
+        return (g - of_g / n - (x - mean) * scale**2 * of_x / n) * (scale * w)
+
+    return {
+        "batch_norm_stats": stats,
+        "batch_norm_gather_stats_with_counts": gather,
+        "batch_norm_elemt": forward,
+        "batch_norm_backward_reduce": reduce,
+        "batch_norm_backward_elemt": back,
+    }
+
+
+def test_sync_batch_norm(tmp_path: Path) -> None:
+    """Statistics of the rows of all processes, which one process has when it has all rows."""
+
+    def steps(m: Any, batches: list[list[Any]]) -> list[Tensor]:
+        """Each batch is in parts, whose losses count alike."""
+        optimizer, losses = torch.optim.SGD(m.parameters(), lr=0.1), []
+        for parts in batches:
+            optimizer.zero_grad()
+            scores = m(torch.cat([x for x, _ in parts]) if len(parts) > 1 else parts[0][0])
+            sizes = [len(x) for x, _ in parts]
+            of_parts = zip(scores.split(sizes), parts, strict=True)
+            loss = sum(F.cross_entropy(h, y) for h, (_, y) in of_parts) / len(parts)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        state = [t.detach() for t in (*m.parameters(), *m.buffers())]
+        return state if len(batches[0]) > 1 else [*state, torch.tensor(losses, dtype=DOUBLE)]
+
+    def batches(generator: torch.Generator, rank: int) -> list[Any]:
+        return [rows(generator, 17 + 3 * rank) for _ in range(3)]
+
+    def story(lazy: Lazy, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        m = nn.parallel.DistributedDataParallel(Net().to(DOUBLE))
+        nn.SyncBatchNorm.convert_sync_batchnorm(m.module)  # which DDP wants on a GPU
+        return steps(m, [[lazy(*batch)] for batch in batches(own_generator(rank), rank)])
+
+    def case(rank: int) -> None:
+        warnings.simplefilter("ignore")  # a device called cpu cannot be seeded
+        library = torch.library.Library("aten", "IMPL")
+        for name, formula in formulas_of_sync_batch_norm().items():
+            library.impl(name, formula, "CPU")
+        setattr(torch._C, "_get_privateuse1_backend_name", lambda: "cpu")  # noqa: B010
+        torch.manual_seed(0)
+        of_ranks = [batches(own_generator(one), one) for one in range(2)]
+        want = steps(Net().to(DOUBLE), [list(parts) for parts in zip(*of_ranks, strict=True)])
+        for got, wanted in zip(story(plainly, rank), want, strict=False):
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+        assert_same(story, rank, (3,))
+        assert_same(story, rank, (1, 7))
+
+    in_processes(case, tmp_path)

@@ -14,7 +14,8 @@ run later: what they read stays gathered until they ran. Torch's own code reduce
 the end of the backward that delivers those of the whole batch.
 
 FullyShardedDataParallel (FSDP1) frees the flat tensor that its parameters are views of, before
-recorded calls run: it is refused.
+recorded calls run, and DeepSpeed's engine wants to be inside of torch's backward when the gradient
+of the loss comes: they are refused.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ def patch(replace: Replace, holds_lazy: Holds) -> None:
         _patch_states(module.FSDPState, replace)
         _patch_groups(module.FSDPParamGroup, replace)
         _patch_parameters(sys.modules[module.FSDPParamGroup.__module__], replace)
-    module = sys.modules.get(f"{_FSDP}.fully_sharded_data_parallel")
-    if module is not None and module.FullyShardedDataParallel not in _patched:
-        _patched.add(module.FullyShardedDataParallel)
-        _refuse(module.FullyShardedDataParallel, replace, holds_lazy)
+    for name, of_class, error in _REFUSED:
+        kind: Any = getattr(sys.modules.get(name), of_class, None)
+        if kind is not None and kind not in _patched:
+            _patched.add(kind)
+            _refuse(kind, error, replace, holds_lazy)
 
 
 def end() -> None:
@@ -245,18 +247,40 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
     replace(parameters, gather.__name__, gathered)
 
 
-def _refuse(kind: Any, replace: Replace, holds_lazy: Holds) -> None:
+def _of_fsdp1() -> KoilaError:
+    return KoilaError(
+        f"FullyShardedDataParallel ({user_line()}): its parameters are views of one flat "
+        "tensor that is freed after each forward, before recorded calls run; use "
+        "torch.distributed.fsdp.fully_shard(module) in its place, which koila runs in "
+        "chunks"
+    )
+
+
+def _of_deepspeed() -> KoilaError:
+    return KoilaError(
+        f"DeepSpeedEngine ({user_line()}): its backward() is to be inside of torch's own when the "
+        "gradient of the loss comes; use DistributedDataParallel or "
+        "torch.distributed.fsdp.fully_shard(module), which koila runs in chunks, or DeepSpeed's "
+        "gradient_accumulation_steps and batches that are not lazy"
+    )
+
+
+#: Modules, their classes, and what is raised where those get what is lazy.
+_REFUSED = (
+    (f"{_FSDP}.fully_sharded_data_parallel", "FullyShardedDataParallel", _of_fsdp1),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", _of_deepspeed),
+)
+
+
+def _refuse(
+    kind: Any, error: Callable[[], KoilaError], replace: Replace, holds_lazy: Holds
+) -> None:
     original = kind.forward
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if holds_lazy(args) or holds_lazy(kwargs):
-            raise KoilaError(
-                f"FullyShardedDataParallel ({user_line()}): its parameters are views of one flat "
-                "tensor that is freed after each forward, before recorded calls run; use "
-                "torch.distributed.fsdp.fully_shard(module) in its place, which koila runs in "
-                "chunks"
-            )
+            raise error()
         return original(self, *args, **kwargs)
 
     replace(kind, "forward", forward)
