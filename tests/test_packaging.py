@@ -2,9 +2,11 @@
 """What users install: the sdist is complete, and its wheel builds without torch or network."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -85,6 +87,7 @@ def test_wheel_says_what_it_is(wheel: Path) -> None:
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "\nRequires-Python: >=3.11\n" in metadata
     assert "\nDescription-Content-Type: text/markdown\n" in metadata
+    assert "\nClassifier: Programming Language :: Python :: 3.11\n" in metadata
     assert (ROOT / "README.md").read_text().strip() in metadata
 
 
@@ -96,21 +99,11 @@ def test_wheel_has_the_license(wheel: Path) -> None:
     assert "Apache License" in text and "Version 2.0" in text
 
 
-STEP = """
-import torch, koila
-w = torch.ones(2, requires_grad=True)
-with koila.config(chunks=3):
-    (koila.lazy(torch.ones(7, 2)) * w).sum().backward()
-assert koila.report().n_chunks == 3 and w.grad.tolist() == [7, 7]
-print(koila._core.__file__)
-"""
-
-
 def test_wheel_works_when_installed(wheel: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*command, "--target", tmp_path, wheel], check=True)
     result = subprocess.run(
-        [sys.executable, "-c", STEP],
+        [sys.executable, str(ROOT / "tests/smoke.py")],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
         check=True,
@@ -134,3 +127,14 @@ def test_beside_the_older_koila_it_is_not_imported(tmp_path: Path) -> None:
     )
     assert ran.returncode != 0
     assert "ImportError" in ran.stderr and "pip uninstall koila koila-c" in ran.stderr
+
+
+def test_the_extension_needs_only_the_systems_libraries() -> None:
+    """torch's are found at import: a wheel works with torch for the CPU and with torch for GPUs."""
+    (extension,) = (ROOT / "python/koila").glob(f"_core{sysconfig.get_config_var('EXT_SUFFIX')}")
+    said = subprocess.run(
+        ["readelf", "-d", extension], check=True, capture_output=True, text=True
+    ).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+?)\.so", said)
+    loader = {"ld-linux-x86-64", "ld-linux-aarch64"}
+    assert set(needed) <= {"libm", "libc", "libdl", "libpthread"} | loader

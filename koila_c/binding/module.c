@@ -427,7 +427,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* The objects of torch that are needed everywhere; the first that is not there is told. */
+/* The objects that are needed everywhere; the first that is not there is told. */
 static int
 find_names(void)
 {
@@ -442,6 +442,7 @@ find_names(void)
         {&kl_py.no_function, "torch._C", "_disabled_torch_function_impl"},
         {&kl_py.no_dispatch, "torch._C", "_disabled_torch_dispatch_impl"},
         {&kl_py.size_type, "torch", "Size"},
+        {(PyObject **)&kl_py.method_wrapper, "types", "MethodWrapperType"},
         {&kl_py.reenter, "torch.overrides", "enable_reentrant_dispatch"},
         {&kl_py.strided, "torch", "strided"},
         {&kl_py.get_default_dtype, "torch", "get_default_dtype"},

@@ -157,7 +157,7 @@ typedef struct KlPyState {
     PyTypeObject *tensor;      /* torch.Tensor */
     PyTypeObject *parameter;   /* torch.nn.Parameter */
     PyTypeObject *lazy;        /* LazyTensor */
-    PyTypeObject *value_type, *tape_type, *function_type;
+    PyTypeObject *value_type, *tape_type, *function_type, *method_wrapper;
     PyObject *len_dispatch_stack;
     PyObject *no_function,
         *no_dispatch;    /* what stands for them in a class that overrides nothing */

@@ -757,14 +757,13 @@ PyObject *
 core_fix_malloc(PyObject *module, PyObject *size)
 {
     (void)module;
-    int n_bytes = _PyLong_AsInt(size);
-    if (n_bytes == -1 && PyErr_Occurred()) {
+    int n_bytes = 0;
+    if (!PyArg_Parse(size, "i", &n_bytes)) {
         return NULL;
     }
 #ifdef __GLIBC__
-    /* glibc raises its threshold when a large block is freed, sends later ones to the heap, and the heap
-     * does not shrink: fixed, every large block goes back to the system when it is freed. The heap's end
-     * goes back as soon as that is as large, and what is free inside it now. */
+    /* glibc raises its threshold when a large block is freed, and sends later ones to the heap, which does
+     * not shrink. Fixed, large blocks, and as large an end of the heap, go back when they are freed. */
     bool is_fixed = mallopt(M_MMAP_THRESHOLD, n_bytes) && mallopt(M_TRIM_THRESHOLD, n_bytes);
     (void)malloc_trim(0);
     return PyBool_FromLong(is_fixed);

@@ -102,7 +102,7 @@ kl_function_find(PyObject *func)
     if (found != NULL && ((Function *)found)->func == func) { /* not only equal to it */
         recent[slot] = (Function *)found;
     }
-    if (found == NULL && !PyErr_Occurred() && Py_IS_TYPE(func, &_PyMethodWrapper_Type)) {
+    if (found == NULL && !PyErr_Occurred() && Py_IS_TYPE(func, kl_py.method_wrapper)) {
         found = (PyObject *)find_accessor(func);
     }
     PyErr_Clear(); /* an unhashable callable is one never heard of */
