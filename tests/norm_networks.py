@@ -236,6 +236,14 @@ def play(model: Any, x: Tensor, y: Tensor) -> list[Tensor]:
     return [first.detach(), second.detach()]
 
 
+def judge(model: Any, x: Tensor, y: Tensor) -> list[Tensor]:
+    """What is made is made again later: no gradient goes into it, and nobody holds it."""
+    z = torch.randn(len(x), 6, 1, 1, dtype=x.dtype) + 0 * x[:, 0, 0, 0].view(-1, 1, 1, 1)
+    loss = F.softplus(model.tells(model.makes(z).detach())).mean()
+    loss.backward()
+    return [loss.detach()]
+
+
 def rebuild(model: Any, x: Tensor, y: Tensor) -> list[Tensor]:
     mean, spread = model.encoder(x).chunk(2, 1)
     z = mean + torch.randn_like(mean) * (spread / 2).exp()
@@ -276,6 +284,7 @@ NETWORKS = {
     "dense": Network(dense),
     "unet": Network(UNet),
     "dcgan": Network(Gan, play, 48),
+    "judge": Network(Gan, judge, 48, 0.23),
     "vae": Network(Vae, rebuild, 96),
     "1d": Network(lambda: OfDims(1)),
     "2d": Network(lambda: OfDims(2)),

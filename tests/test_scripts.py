@@ -15,7 +15,6 @@ from zoo import known, run, scripts
 NAMES = [entry.name for entry in scripts.entries() if entry.library == "torch"]
 #: Those that do not run with half of the memory, and are told so.
 REFUSED = {
-    "script/dcgan": "what its norms' layers keep of a batch is most of what is left",
     "script/wgan_gp": "create_graph=True keeps the graph of the whole batch",
 }
 

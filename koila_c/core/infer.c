@@ -367,12 +367,8 @@ static KlStatus
 apply_rules(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlStatus status = prepare(call, result, error);
-    if (status == KL_OK) {
-        status = call->row->shape(call, result, error);
-    }
-    if (status == KL_OK) {
-        status = call->row->dtype(call, result, error);
-    }
+    status = status == KL_OK ? call->row->shape(call, result, error) : status;
+    status = status == KL_OK ? call->row->dtype(call, result, error) : status;
     if (status == KL_OK && call->row->kind == KL_ROW_INPLACE) {
         status = settle_inplace(call, result, error);
     }
@@ -380,9 +376,7 @@ apply_rules(const KlCall *call, KlInferred *result, KlError *error)
         status = settle_grads(call, result);
         kl_rules_settle_layout(call, result);
     }
-    if (status == KL_OK) {
-        status = settle_places(call, result, error);
-    }
+    status = status == KL_OK ? settle_places(call, result, error) : status;
     return status;
 }
 

@@ -789,9 +789,7 @@ kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, K
     program->is_checkpointed = tape->has_regions && asked->n_segments > 0;
     Build build = {.tape = tape, .asked = asked, .program = program, .error = error};
     KlStatus status = kl_stage_build(tape, &asked->goal, &program->stages, error);
-    if (status == KL_OK) {
-        status = allocate(&build);
-    }
+    status = status == KL_OK ? allocate(&build) : status;
     if (status != KL_OK) {
         goto done;
     }

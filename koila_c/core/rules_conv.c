@@ -222,7 +222,8 @@ typedef struct {
     const KlMeta *from, *to, *weight;
     const Conv *conv;
     int64_t width; /* channels that lie side by side */
-    bool is_few;   /* so few channels are taken as they lie, but for gradients */
+    bool is_strided;
+    bool is_few; /* so few channels are taken as they lie, but for gradients */
 } Sides;
 
 static int64_t
@@ -281,15 +282,11 @@ pass_back(const Sides *sides)
     int64_t n_from = count_blocked(sides, sides->from, sides->width), most = 0;
     int64_t n_to = count_blocked(sides, sides->to, sides->width), n = kl_meta_n_bytes(sides->from);
     int64_t n_weight = count_weight(sides, sides->width, true);
-    bool is_strided = false;
-    for (int32_t i = 0; i < sides->conv->n; i++) {
-        is_strided = is_strided || sides->conv->stride[i] > 1;
-    }
-    if (is_strided && !is_depthwise(sides)) {
+    if (sides->is_strided && !is_depthwise(sides)) {
         int64_t n_given = channels_of(sides, sides->to) > 1 ? kl_meta_n_bytes(sides->to) : 0;
         most = larger(n_given + n_weight + n, channels_of(sides, sides->from) > 1 ? 3 * n : 2 * n);
     }
-    bool is_blocked = !is_strided || sides->conv->groups > 1;
+    bool is_blocked = !sides->is_strided || sides->conv->groups > 1;
     return is_blocked ? larger(most, n_from + larger(n_to + n_weight, n)) : most;
 }
 
@@ -326,6 +323,7 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
             kl_meta_n_bytes(weight); /* their own layout */
         return;
     }
+    sides.is_strided = n_stride > 1;
     sides.is_few = conv->groups == 1 && !is_one && channels_of(&sides, sides.from) < sides.width;
     int64_t to_input = is_transposed ? pass_forward(&sides) : pass_back(&sides);
     saves->bytes_workspace = (is_transposed ? pass_back(&sides) : pass_forward(&sides)) - n_out;

@@ -37,6 +37,7 @@ typedef struct Build {
     bool *is_gone;         /* [n_values] it was let go */
     bool *is_read_whole;   /* [n_values] it is read put together from its chunks */
     bool *is_read_by_rows; /* [n_values] another body reads it chunk by chunk */
+    bool *is_read_back;    /* [n_values] a body that goes back later reads it, then again */
     bool *may_be_light;    /* [n_values] */
     uint8_t *known;        /* [n_values] scratch of kl_waiting_find */
 } Build;
@@ -138,17 +139,19 @@ find_crossing(Build *build)
         }
     }
     for (uint32_t u = 0; u < build->n_units; u++) {
-        for (uint32_t r = build->units[u].run; r < build->units[u].run + build->units[u].n_runs;
-             r++) {
+        const Unit *unit = &build->units[u];
+        bool is_back = unit->is_body && unit->has_gradient && !unit->is_fused;
+        for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
             const KlRun *run = &program->runs[r];
             for (uint32_t i = 0; i < run->imports.n; i++) {
-                const KlImport *import =
-                    &program->stages.imports[program->imports.ids[run->imports.first + i]];
+                uint32_t id = program->imports.ids[run->imports.first + i];
+                const KlImport *import = &program->stages.imports[id];
                 KlValueId value = import->value;
                 bool is_crossing = build->maker[value] != NOWHERE && build->maker[value] != u;
                 build->last_read[value] = is_crossing ? u : build->last_read[value];
                 build->is_read_whole[value] |= is_crossing && !kl_place_is_rows(&import->place);
                 build->is_read_by_rows[value] |= is_crossing && kl_place_is_rows(&import->place);
+                build->is_read_back[value] |= is_back;
             }
             for (uint32_t i = 0; i < run->combined.n; i++) {
                 KlNodeId id = program->combined.ids[run->combined.first + i];
@@ -341,8 +344,15 @@ is_light(const Build *build, KlValueId value)
     return build->schedule->lights.number[value] != 0;
 }
 
-/* After unit `u`: what it was the last to read. Without a graph all of that goes; else what is made again; what is
- * light is emptied. */
+/* Whether a value is of no use going back: no gradient comes to it, and no body that goes back reads it. */
+static bool
+is_done(const Build *build, KlValueId value)
+{
+    return !build->homes->is_graph ||
+           (!build->program->stages.needs_gradient[value] && !build->is_read_back[value]);
+}
+
+/* After unit `u` goes what it was the last to read, if it is done or made again; what is light is emptied. */
 static KlStatus
 release_read(Build *build, uint32_t u)
 {
@@ -355,7 +365,7 @@ release_read(Build *build, uint32_t u)
                 KlValueId value = given_to(build, run, i);
                 bool is_last = is_read_last_by(build, value, u);
                 bool is_gone =
-                    is_last && (!build->homes->is_graph ||
+                    is_last && (is_done(build, value) ||
                                 is_remade(build, &build->units[build->maker[value]], value));
                 bool is_due = is_emptying ? is_last && is_light(build, value) : is_gone;
                 build->is_gone[value] |= is_gone && !is_emptying;
@@ -417,9 +427,7 @@ go_forward(Build *build)
             status = add_left(build, unit, is_put_together);
             step->whole.n = (uint32_t)build->schedule->values.n - step->whole.first;
         }
-        if (status == KL_OK) {
-            status = release_read(build, u);
-        }
+        status = status == KL_OK ? release_read(build, u) : status;
     }
     return status;
 }
@@ -604,14 +612,15 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     build.is_gone = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_read_whole = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_read_by_rows = kl_alloc_zeroed(n_values, sizeof(bool));
+    build.is_read_back = kl_alloc_zeroed(n_values, sizeof(bool));
     build.known = kl_alloc_zeroed(n_values, sizeof(uint8_t));
     build.may_be_light = kl_alloc_zeroed(n_values, sizeof(bool));
     schedule->lights.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
     if (build.units == NULL || build.maker == NULL || build.last_read == NULL ||
         build.is_inner == NULL || build.is_gone == NULL || build.is_read_whole == NULL ||
         build.known == NULL || build.made_by == NULL || build.is_needed == NULL ||
-        build.is_open == NULL || build.is_read_by_rows == NULL || build.may_be_light == NULL ||
-        schedule->lights.number == NULL) {
+        build.is_open == NULL || build.is_read_back == NULL || build.is_read_by_rows == NULL ||
+        build.may_be_light == NULL || schedule->lights.number == NULL) {
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
                               program->n_staged);
         goto done;
@@ -624,15 +633,14 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     choose_homes(&build);
     status = choose_waiting(&build);
     status = status == KL_OK ? go_forward(&build) : status;
-    if (status == KL_OK && homes->is_graph) {
-        status = go_back(&build);
-    }
+    status = status == KL_OK && homes->is_graph ? go_back(&build) : status;
 done:
     kl_alloc_free(build.is_open);
     kl_alloc_free(build.is_needed);
     kl_alloc_free(build.made_by);
     kl_alloc_free(build.may_be_light);
     kl_alloc_free(build.known);
+    kl_alloc_free(build.is_read_back);
     kl_alloc_free(build.is_read_by_rows);
     kl_alloc_free(build.is_read_whole);
     kl_alloc_free(build.is_gone);

@@ -511,13 +511,15 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
     """The ways to run a program; they give the same numbers."""
     plain = _option(program, is_graph, AS_IT_IS)
     yield plain
-    if not is_graph or not program.roots:
-        steps = program.schedule(False, Way(1, 1, True))
-        if any(step.op == Op.FORWARD and step.values for step in steps) and _can_offload(program):
+    is_back = is_graph and bool(program.roots)
+    steps = program.schedule(is_back, Way(1, 1, True))
+    has_homes = any(step.op == Op.FORWARD and step.values for step in steps)
+    can_offload = has_homes and _can_offload(program)
+    if not is_back:
+        if can_offload:
             yield _option(program, False, Way(1, 1, True))
         return
     yield from _light(program)
-    can_offload = _crosses(program) and _can_offload(program)
     yield from _again(program)
     if can_offload:
         yield _option(program, is_graph, Way(1, 1, True))
