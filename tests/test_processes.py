@@ -230,6 +230,49 @@ def test_ddp(tmp_path: Path) -> None:
     in_processes(case, tmp_path)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.rare = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.heads = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.a(x))
+        weights = self.heads[0].weight.square().sum()
+        return {"0": self.heads[0](h), "1": self.heads[1](h), "weights": weights}
+
+
+def test_ddp_of_outputs_without_a_gradient(tmp_path: Path) -> None:
+    """Backward comes to the parameters of all outputs, for which the other ranks wait, and each of
+    these gets a gradient; that of others stays None. Nothing runs to find that out."""
+
+    def story(lazy: Lazy, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        m = Heads().to(DOUBLE)
+        wrapped = nn.parallel.DistributedDataParallel(m, find_unused_parameters=True)
+        generator, found = own_generator(rank), []
+        for step in range(4):
+            m.zero_grad()
+            x, y = lazy(*rows(generator, 17 + 3 * rank))
+            out = wrapped(x)
+            with torch.no_grad():
+                found.append(wrapped(x)["0"].sum().item())
+            loss = F.cross_entropy(out[str(step % 2)], y)
+            if step == 2:
+                found.append(loss.item())  # before its backward
+            (loss + out["weights"] if step == 3 else loss).backward()
+            assert lazy is plainly or "_find_tensors" not in str(koila.report())
+            found += [len([p for p in m.parameters() if p.grad is not None])]
+            found += [p.grad.norm().item() for p in m.parameters() if p.grad is not None]
+        return [torch.tensor(found, dtype=DOUBLE)]
+
+    def case(rank: int) -> None:
+        assert_same(story, rank, (3,))
+        assert_same(story, rank, (1, 7))
+
+    in_processes(case, tmp_path)
+
+
 def test_collectives(tmp_path: Path) -> None:
     """A loss over the rows of all processes, and a metric that is summed over them."""
 

@@ -31,7 +31,7 @@ def _nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
         stack.extend(following for following, _ in node.next_functions)
 
 
-def _behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def leaves_behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaves of the graph that a tensor is on."""
     for node in _nodes_behind(tensor):
         if type(node) is ACCUMULATE_GRAD:
@@ -61,7 +61,7 @@ class Undo:
         leaves: dict[int, torch.Tensor] = {}
         is_risky = any(gradient.layout != torch.strided for gradient in gradients)
         for real in reals:
-            found = [real] if real.is_leaf else list(_behind(real))
+            found = [real] if real.is_leaf else list(leaves_behind(real))
             is_risky = is_risky or not real.is_leaf or any(map(_has_hooks, found))
             leaves.update((id(leaf), leaf) for leaf in found)
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
@@ -119,7 +119,7 @@ def deliver(
     """
     undo = Undo([real for real, _ in found], [gradient for _, gradient in found])
     with torch.enable_grad(), as_recorded([real for real, _ in found]):  # hooks of frozen ones, too
-        shared = {id(leaf) for real, _ in found if not real.is_leaf for leaf in _behind(real)}
+        shared = {id(leaf) for real, _ in found if not real.is_leaf for leaf in leaves_behind(real)}
         entries = [_entry(real, gradient, id(real) in shared) for real, gradient in found]
     found.clear()
     try:

@@ -27,6 +27,7 @@ from koila import (
     norms,
     packed,
     replay,
+    replicated,
     reports,
     scans,
     sharded,
@@ -233,6 +234,7 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     with reports.Asking("backward()", _HAD_RUN):
         _backward(func, args, kwargs)
     sharded.let_go()
+    replicated.visit()
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.fx.experimental.proxy_tensor
-import torch.nn.parallel.distributed
 import torch.utils._device
 import torch.utils.checkpoint
 from torch.jit import _builtins
@@ -32,6 +31,7 @@ from koila import (
     handlers,
     numbers,
     plain,
+    replicated,
     reports,
     sharded,
     surroundings,
@@ -150,6 +150,8 @@ def _patch_function_apply() -> None:
         if _holds_lazy(args) or _holds_lazy(kwargs):
             if checkpoints.is_transparent(cls, args) and not surroundings.of_call():
                 return checkpoints.run(args[0], args[2:])
+            if replicated.is_sink(cls, args):
+                return replicated.behind_outputs(*args)
             return _core.live_with_all(original, args, kwargs, False)
         return original(*args, **kwargs)
 
@@ -448,20 +450,6 @@ def _patch_nodes() -> None:
     _replace(graph, "get_gradient_edge", _live_if_lazy(graph.get_gradient_edge, True))
 
 
-def _patch_ddp() -> None:
-    """DistributedDataParallel looks for unused parameters on the graph of its outputs, on which the
-    placeholder is not."""
-    original: Any = torch.nn.parallel.distributed._find_tensors
-
-    @functools.wraps(original)
-    def find(obj: Any) -> Any:
-        if _holds_lazy(obj):
-            return _core.live_with_all(original, (obj,), {}, True)
-        return original(obj)
-
-    _replace(torch.nn.parallel.distributed, "_find_tensors", find)
-
-
 def _patch_tracers() -> None:
     """A tracer would take the placeholder for a constant, and keep it in what it makes."""
     for owner, name in (
@@ -552,7 +540,7 @@ def _install() -> None:
     _patch_graphs()
     _patch_scripts()
     _patch_nodes()
-    _patch_ddp()
+    replicated.patch(_replace, _holds_lazy)
     _patch_tracers()
     _patch_unwritten()
     _hooks.append(register_optimizer_step_pre_hook(_before_step))
