@@ -51,7 +51,7 @@ def test_a_joint_has_its_reason_and_the_users_line() -> None:
     assert "two forwards" in text
     assert "2 forwards, 1 backward" in text
     (sort,) = [line for line in joint_lines(text) if " sort " in line]
-    assert "every row depends on the others" in sort
+    assert "every sample depends on the others" in sort
     assert __file__ in sort
 
 
@@ -67,7 +67,7 @@ def test_an_op_without_a_row_is_named() -> None:
     x, _ = batch()
     text = koila.explain(torch.linalg.svdvals(nn.Linear(6, 5)(x)).sum(), full=True)
     (line,) = [line for line in joint_lines(text) if "svdvals" in line]
-    assert "no row for" in line and __file__ in line
+    assert "no rule for" in line and __file__ in line
 
 
 def test_stages_are_numbered_as_they_run() -> None:
@@ -162,7 +162,7 @@ def test_a_bad_joint_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         whole_step()
     (record,) = caplog.records
     text = record.getMessage()
-    assert "sort needs the whole batch (every row depends on the others" in text
+    assert "sort needs the whole batch (every sample depends on the others" in text
     assert __file__ in text and "calls run on the whole batch" in text
 
 
@@ -179,7 +179,7 @@ def test_an_empty_batch_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
         nn.Linear(6, 5)(koila.lazy(torch.randn(0, 6))).tanh().square().sum().backward()
     assert not caplog.records
     (program,) = koila.report().programs
-    assert program.why == "nothing in it has rows"
+    assert program.why == "nothing in it has samples"
     assert program.whole == ()
 
 
@@ -216,7 +216,7 @@ def test_the_limit_that_it_names_is_enough(is_refused: bool) -> None:
         else:
             text = koila.explain(loss, full=True)
             assert re.search(
-                r"^whole needs 15\.\d MiB .*, and 6\d\.\d KiB are left\nthe limit is", text
+                r"^whole needs 14\.\d MiB .*, and 6\d\.\d KiB are left\nthe limit is", text
             )
     found = re.search(r"(\d+\.\d MiB) \(for 16 chunks; (\d+\.\d MiB) is the least, for \d+\)", text)
     assert found is not None, text

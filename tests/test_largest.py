@@ -36,7 +36,9 @@ def test_it_fits() -> None:
 
     found = koila.largest_batch(step, x, y, memory_limit=limit)
     assert 500 < found.whole < found.in_chunks < found.most
-    assert f"{found.whole} rows whole, {found.in_chunks} rows in 16 chunks at most" in str(found)
+    assert f"{found.whole} samples whole, {found.in_chunks} samples in 16 chunks at most" in str(
+        found
+    )
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(p.grad is None for p in model.parameters())
@@ -63,4 +65,4 @@ def test_what_it_cannot_say() -> None:
     assert found.whole == found.in_chunks == 0
     found = koila.largest_batch(lambda x: model[0](x).sum(), x, most=64)
     assert found.whole == found.in_chunks == 64
-    assert "64 rows and more whole" in str(found)
+    assert "64 samples and more whole" in str(found)

@@ -151,7 +151,7 @@ def test_after_the_run_the_report_has_them() -> None:
     """Of the last training step, though an evaluation came after it."""
     model = Images()
     x, y = torch.randn(64, 3, 8, 8), torch.randint(0, 50, (64,))
-    with koila.config(memory_limit=there() + 2**20):
+    with koila.config(memory_limit=there() + 2**19):
         lazy_x, lazy_y = koila.lazy(x, y)
         F.cross_entropy(model(lazy_x), lazy_y).backward()
         report = koila.report()

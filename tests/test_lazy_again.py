@@ -68,7 +68,7 @@ def test_another_dim_of_what_is_still_to_be_computed(chunks: int) -> None:
             koila.lazy({"h": h}, batch=None)
         with pytest.raises(ValueError, match="in a part of a dim"):
             koila.lazy(h.view(24), batch=0)
-        with pytest.raises(ValueError, match="without rows"):
+        with pytest.raises(ValueError, match="without samples"):
             koila.lazy(h.sum(0), batch=0)
         assert is_pending(h), "nothing is lost"
         assert h.tolist() == [[2.0] * 6] * 4

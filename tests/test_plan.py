@@ -281,7 +281,7 @@ def test_what_runs_whole_is_refused_too() -> None:
     with (
         koila.config(memory_limit=there() + MIB // 16),
         pytest.raises(
-            koila.MemoryLimitError, match=r"run on the whole batch \(no call of it keeps rows"
+            koila.MemoryLimitError, match=r"run on the whole batch \(no call of it keeps samples"
         ),
     ):
         loss.backward()

@@ -279,7 +279,7 @@ def test_joints_are_told_with_their_bytes() -> None:
     (program,) = koila.report().programs
     assert program.n_chunks == 3
     (whole,) = program.whole
-    assert whole.call == "sort" and "every row depends on the others" in whole.why
+    assert whole.call == "sort" and "every sample depends on the others" in whole.why
     assert whole.line == f"{__file__}:{int(line.rpartition(':')[2]) + 1}"
     assert whole.n_bytes == 12 * 64 * (4 + 8) + 4  # its mean is taken there
 
@@ -292,7 +292,7 @@ def test_what_follows_a_joint_is_told_with_it() -> None:
     (program,) = koila.report().programs
     assert program.n_chunks == 3
     (whole,) = program.whole
-    assert whole.call == "linalg_svdvals" and "no row for" in whole.why
+    assert whole.call == "linalg_svdvals" and "no rule for" in whole.why
     assert whole.n_bytes == 5 * 4 + 5 * 1000 * 4 + 4 and whole.n_calls == 5
 
 
@@ -314,7 +314,7 @@ def test_nothing_that_has_rows() -> None:
     with koila.config(chunks=3):
         koila.lazy(torch.ones(7), batch=None).sum().item()
     (program,) = koila.report().programs
-    assert (program.n_chunks, program.why) == (1, "nothing in it has rows")
+    assert (program.n_chunks, program.why) == (1, "nothing in it has samples")
 
 
 # A step -----------------------------------------------------------------------------------------

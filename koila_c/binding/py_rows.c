@@ -259,7 +259,7 @@ refuse_two_roles(Recording *recording)
                 recording->inputs[i] != KL_ID_NONE &&
                 !kl_place_is_equal(&split->places[i], &split->places[k]) &&
                 is_named(recording, k)) {
-                run_once(split, "one tensor is given twice, once by rows and once whole");
+                run_once(split, "one tensor is given twice, once by samples and once whole");
             }
         }
     }
@@ -381,7 +381,7 @@ refuse_rows_into_whole(const Recording *recording, uint32_t writes)
     const KlValue *base = &core->values[core->storages[storage].base];
     KlAxisId own = kl_tape_axis_find(core, inferred->outs[0].place.axis);
     if (own != KL_ID_NONE && own != kl_tape_axis_find(core, base->meta.place.axis)) {
-        run_once(&inferred->split, "rows are written into memory that has none, or others");
+        run_once(&inferred->split, "samples are written into memory that has none, or others");
         inferred->outs[0].place = KL_PLACE_WHOLE;
     }
 }

@@ -273,7 +273,7 @@ keep_results(const Run *run, PyObject *result)
                                              : PyList_GET_ITEM(run->env, base);
         if (made == Py_None) {
             PyErr_SetString(PyExc_SystemError,
-                            "koila: a view of a value of another stage was written");
+                            "koila: a view of a value of another part was written");
             return -1;
         }
         return keep(run, node->first_out, result) < 0 || keep(run, node->first_out + 1, made) < 0

@@ -272,15 +272,15 @@ place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *res
 {
     begin_split(call, axis, result);
     if (is_mixed && !call->row->is_joining) {
-        return kl_rules_once(result, "two different batches meet");
+        return kl_rules_once(result, "two different batches are combined");
     }
     if (call->axis_rows[axis] <= 0) {
-        return kl_rules_once(result, "the batch has no rows");
+        return kl_rules_once(result, "the batch has no samples");
     }
     KlStatus status = call->row->place(call, result, error);
     if (status == KL_OK && result->split.mode == KL_MODE_ROWS && !result->split.is_open &&
         has_whole_gradient(result)) {
-        status = kl_rules_once(result, "its result has no rows, and gets one gradient");
+        status = kl_rules_once(result, "its result has no samples, and gets one gradient");
     }
     return status;
 }

@@ -746,7 +746,7 @@ allocate(Build *build)
                     build->given_in != NULL && build->taken_in != NULL &&
                     build->written_in != NULL && build->program->is_kept != NULL;
     return is_there ? KL_OK
-                    : kl_error_set(build->error, KL_ERROR_MEMORY, "no memory to stage %zu nodes",
+                    : kl_error_set(build->error, KL_ERROR_MEMORY, "no memory to plan %zu calls",
                                    tape->n_nodes);
 }
 
@@ -868,7 +868,7 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
     bool *is_inside = kl_alloc_zeroed(tape->n_values, sizeof(bool));           /* [n_values] */
     bool *is_given = kl_alloc_zeroed(program->stages.n_imports, sizeof(bool)); /* [n_imports] */
     if (is_inside == NULL || is_given == NULL) {
-        status = kl_error_set(error, status, "no memory for a part of a joint");
+        status = kl_error_set(error, status, "no memory to plan a call on the whole batch");
         goto done;
     }
     status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max, program->n_runs + 1,

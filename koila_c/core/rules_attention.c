@@ -158,7 +158,8 @@ place_attention(const KlCall *call, KlInferred *result, KlError *error)
     }
     full.of[n - 2] = is_causal ? 0 : LETTER_QUERY;
     full.of[n - 1] = LETTER_VALUE;
-    KlWiring wiring = {.outs = {full}, .reason = "the rows are positions or features of attention"};
+    KlWiring wiring = {.outs = {full},
+                       .reason = "the batch is in positions or features of attention"};
     static const uint8_t last[] = {0, 0, LETTER_VALUE, LETTER_KEY};
     for (uint32_t arg = QUERY; arg <= MASK; arg++) {
         const KlMeta *meta = kl_rules_input(call, arg);

@@ -189,7 +189,7 @@ place_conv(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     bool is_batched = call->inputs[0]->n_dims == call->inputs[1]->n_dims;
-    KlWiring wiring = {.reason = "the rows are channels, positions or weights of a convolution"};
+    KlWiring wiring = {.reason = "the batch is in channels, positions or weights of a convolution"};
     if (is_batched) {
         wiring.inputs[0].of[0] = 1;
         wiring.outs[0].of[0] = 1;

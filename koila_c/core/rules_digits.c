@@ -60,10 +60,10 @@ follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *wa
     const KlPlace *own = &meta->place;
     if (kl_place_is_rows(own)) {
         if (own->dim != want->dim) {
-            return "the rows of two inputs stand in different dims";
+            return "two inputs have their samples in different dims";
         }
         return kl_place_is_equal(own, want) ? NULL
-                                            : "the rows of two inputs stand in different order";
+                                            : "two inputs have their samples in different order";
     }
     if (can_broadcast && (want->dim < 0 || meta->shape[want->dim] == 1)) {
         return NULL;

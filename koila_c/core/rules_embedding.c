@@ -43,7 +43,7 @@ place_embedding(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlWiring wiring = {.inputs = {{{0, LETTER_FEATURE}}, kl_rules_letters(n)},
                        .outs = {kl_rules_letters(n)},
-                       .reason = "the rows are entries of the table"};
+                       .reason = "the batch is in entries of the table"};
     wiring.outs[0].of[n] = LETTER_FEATURE;
     return kl_rules_wire(call, result, &wiring);
 }
@@ -158,7 +158,7 @@ place_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
     enum { LETTER_FEATURE = 20 };
     const KlWiring wiring = {.inputs = {{{1}}, {{0, LETTER_FEATURE}}, {{1}}},
                              .outs = {{{1, LETTER_FEATURE}}},
-                             .reason = "the rows are entries of the table, or of a bag"};
+                             .reason = "the batch is in entries of the table, or of a bag"};
     return kl_rules_wire(call, result, &wiring);
 }
 

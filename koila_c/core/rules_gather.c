@@ -4,7 +4,7 @@
  * input that has the rows must have all of them. */
 #include "rules.h"
 
-static const char index_couples[] = "an index reaches across the rows";
+static const char index_couples[] = "an index reaches across the samples";
 
 /* The dim in args[1]. */
 static KlStatus
@@ -209,7 +209,7 @@ place_select_masked(const KlCall *call, KlInferred *result, KlError *error)
         return KL_OK;
     }
     if (want.dim != 0) {
-        return kl_rules_once(result, "a mask chooses among the rows");
+        return kl_rules_once(result, "a mask chooses among the samples");
     }
     result->outs[0].place = want;
     result->outs[0].place.inner *= call->args[2].u.i; /* the rule of its shape has seen it */

@@ -72,7 +72,7 @@ slice_place(const KlCall *call, KlInferred *result, int32_t at, KlPlace *place)
     kl_outline_slice_bounds(item, size, &start, &stop);
     if ((item->has_step && item->step != 1) || start % turn != 0 || stop % turn != 0 ||
         stop == start) {
-        return "a part of the rows is taken";
+        return "a part of the samples is taken";
     }
     place->outer = (stop - start) / turn;
     /* A bound past either end is cut off in every chunk too. */
@@ -107,7 +107,7 @@ follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, c
              int32_t skipped)
 {
     if (outline->block.shape[want->dim] != kl_rules_span(want, kl_rules_rows(call, result))) {
-        return "a batch of one row is broadcast";
+        return "a batch of one sample is broadcast";
     }
     for (int32_t i = 0; i < outline->n_tensors; i++) {
         const KlOutlineTensor *tensor = &outline->tensors[i];
@@ -138,7 +138,7 @@ range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, in
     const KlOutlineTensor *tensor = &outline->tensors[at];
     int32_t dim = range_dim(tensor, kl_rules_span(place, kl_rules_rows(call, result)));
     if (!tensor->is_range || tensor->input < 0 || tensor->input >= 64 || dim < 0) {
-        return "rows are chosen by an index";
+        return "samples are chosen by an index";
     }
     KlPlace own = *place;
     own.dim = dim;
@@ -169,7 +169,7 @@ indexed_place(const KlCall *call, KlInferred *result, const KlOutline *outline, 
 {
     int32_t basic = outline->basic_of[place->dim];
     if (basic < 0) {
-        return "a single row is taken";
+        return "a single sample is taken";
     }
     for (int32_t i = 0; i < outline->n_tensors; i++) {
         if (outline->tensors[i].dim == basic) {
@@ -177,7 +177,7 @@ indexed_place(const KlCall *call, KlInferred *result, const KlOutline *outline, 
         }
     }
     if (first_rows_tensor(call, outline) >= 0) {
-        return "the rows of two inputs stand in different dims";
+        return "two inputs have their samples in different dims";
     }
     const KlIndex *items = call->args[1].u.items;
     int32_t item = outline->item[basic];
@@ -216,7 +216,7 @@ place_getitem(const KlCall *call, KlInferred *result, KlError *error)
     } else {
         int32_t at = first_rows_tensor(call, &outline);
         if (at < 0) {
-            return kl_rules_once(result, "a single entry is chosen by a row");
+            return kl_rules_once(result, "a single entry is chosen by a sample");
         }
         place = outline.tensors[at].meta.place;
         place.dim += outline.block.n_dims - outline.tensors[at].meta.n_dims;
@@ -344,7 +344,7 @@ target_place(const KlCall *call, const KlInferred *result, const KlOutline *outl
     const KlMeta *value = kl_rules_input(call, 2);
     if (first_rows_tensor(call, outline) >= 0 || value == NULL ||
         !kl_place_is_rows(&value->place)) {
-        return "rows are written where an index says";
+        return "samples are written where an index says";
     }
     int32_t n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
     int32_t wanted = value->place.dim + n_dims - value->n_dims;
@@ -361,7 +361,7 @@ target_place(const KlCall *call, const KlInferred *result, const KlOutline *outl
             return NULL;
         }
     }
-    return "rows are written into a part of a value";
+    return "samples are written into a part of a value";
 }
 
 KlStatus

@@ -5,8 +5,8 @@
 
 #include <string.h>
 
-static const char not_all_rows[] = "rows are joined with values that are no rows";
-static const char several_batches[] = "two different batches meet";
+static const char not_all_rows[] = "samples are joined with values that are none";
+static const char several_batches[] = "two different batches are combined";
 static const char batch_split[] = "the batch itself is split";
 
 /* --- cat and stack ------------------------------------------------------------------------------------- */
@@ -183,7 +183,7 @@ join_batch(const KlCall *call, KlInferred *result, int32_t at)
             return kl_rules_once_again(result, several_batches, at);
         }
         if (own->dim != at || own->inner != place.inner) {
-            return kl_rules_once_again(result, "the rows of two inputs stand in different order",
+            return kl_rules_once_again(result, "two inputs have their samples in different order",
                                        at);
         }
         place.outer += own->outer;

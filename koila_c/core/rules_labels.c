@@ -36,11 +36,11 @@ follow_letter(const KlCall *call, KlInferred *result, const KlWiring *wiring, ui
         bool is_twice = false;
         want.dim = find_letter(labels, call->inputs[i]->n_dims, letter, &is_twice);
         if (is_twice) {
-            return "a diagonal of the rows is taken";
+            return "a diagonal of the samples is taken";
         }
         const KlPlace *own = &call->inputs[i]->place;
         if (want.dim < 0 && kl_place_is_rows(own)) {
-            return labels->of[own->dim] == 0 ? wiring->reason : "every row meets every row";
+            return labels->of[own->dim] == 0 ? wiring->reason : "all samples are combined";
         }
         const char *reason = kl_rules_follow(call, result, i, &want);
         if (reason != NULL) {
@@ -70,7 +70,7 @@ kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *wiring)
         want.dim = find_letter(&wiring->outs[i], out->n_dims, letter, &is_twice);
         if (want.dim >= 0) {
             if (out->shape[want.dim] != kl_rules_span(&want, kl_rules_rows(call, result))) {
-                return kl_rules_once(result, "a batch of one row is broadcast");
+                return kl_rules_once(result, "a batch of one sample is broadcast");
             }
             out->place = want;
             n_found++;

@@ -60,7 +60,7 @@ wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims
     KlStatus status = kl_rules_reduction(call, &is_reduced);
     KlLabels full = kl_rules_letters(n_dims_terms);
     KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_LOSS : KL_REDUCE_NONE,
-                       .reason = "the rows are features of the loss"};
+                       .reason = "the batch is in features of the loss"};
     for (uint32_t i = 0; i < call->n_inputs && i < KL_LABELS_MAX; i++) {
         wiring.inputs[i] = kl_rules_letters_right(full, n_dims, call->inputs[i]->n_dims);
     }
@@ -146,7 +146,7 @@ place_loss(const KlCall *call, KlInferred *result, KlError *error)
     const KlPlace *place = &call->inputs[kl_rules_first_rows(call)]->place;
     int32_t dim = place->dim + terms.n_dims - call->inputs[kl_rules_first_rows(call)]->n_dims;
     if (terms.shape[dim] != kl_rules_span(place, kl_rules_rows(call, result))) {
-        return kl_rules_once(result, "a batch of one row is broadcast");
+        return kl_rules_once(result, "a batch of one sample is broadcast");
     }
     /* mse_loss and its kin divide the gradient of a mean by the size of the operand, broadcast or not. */
     for (uint32_t i = 0; i < 2 && is_reduced; i++) {
@@ -291,7 +291,7 @@ place_loss_vectors(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     KlStatus status = kl_rules_reduction(call, &is_reduced);
     KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_LOSS : KL_REDUCE_NONE,
-                       .reason = "the rows are features of the loss"};
+                       .reason = "the batch is in features of the loss"};
     bool is_batched = call->inputs[0]->n_dims == 2;
     for (uint32_t i = 0; i < 3 && is_batched; i++) {
         const KlMeta *meta = kl_rules_input(call, i);

@@ -117,11 +117,11 @@ place_classes(const KlCall *call, KlInferred *result)
     if (place->outer != 1 || place->inner != 1 ||
         !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET]) ||
         (smoothing > 0.0 && weight != NULL)) {
-        return kl_rules_once(result, "the rows are classes");
+        return kl_rules_once(result, "the batch is in classes");
     }
     for (uint32_t i = TARGET; i < call->n_inputs; i++) {
         if (kl_place_is_rows(&call->inputs[i]->place)) {
-            return kl_rules_once(result, "the rows are classes, and labels or weights");
+            return kl_rules_once(result, "the batch is in classes, and labels or weights");
         }
     }
     return status == KL_OK ? kl_rules_reduce(result, KL_REDUCE_CLASSES) : status;
@@ -138,7 +138,7 @@ place_nll(const KlCall *call, KlInferred *result, KlError *error)
         return place_classes(call, result);
     }
     KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_CROSS_ENTROPY : KL_REDUCE_NONE,
-                       .reason = "the rows are classes, or their weights"};
+                       .reason = "the batch is in classes, or their weights"};
     bool is_numbers = has_class_numbers(input, call->inputs[TARGET]);
     int32_t n = 0;
     for (int32_t dim = 0; dim < input->n_dims && input->n_dims > 1; dim++) {
@@ -226,7 +226,7 @@ place_ctc(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)call;
     (void)error;
-    return kl_rules_once(result, "ctc_loss takes the lengths of all rows at once");
+    return kl_rules_once(result, "ctc_loss takes the lengths of all samples at once");
 }
 
 /* The forward variables of every path are kept, (n, t, 2 * longest target + 1): the longest is

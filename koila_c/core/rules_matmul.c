@@ -150,7 +150,7 @@ place_grouped(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)call;
     (void)error;
-    return kl_rules_once(result, "groups of rows are where others end");
+    return kl_rules_once(result, "groups of samples begin where others end");
 }
 
 KlStatus
@@ -328,6 +328,6 @@ place_bilinear(const KlCall *call, KlInferred *result, KlError *error)
     KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - 1);
     const KlWiring wiring = {.inputs = {lead, lead},
                              .outs = {lead},
-                             .reason = "the features or the weights hold the rows"};
+                             .reason = "the batch dim is one of the features or the weights"};
     return kl_rules_wire(call, result, &wiring);
 }

@@ -197,7 +197,7 @@ place_squeeze(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status =
         is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
     if (status == KL_OK && (dims >> place->dim & 1) != 0 && place->outer * place->inner == 1) {
-        return kl_rules_once(result, "squeeze would drop the batch in a chunk of one row");
+        return kl_rules_once(result, "squeeze would drop the batch in a chunk of one sample");
     }
     return status == KL_OK ? place_moved(call, result, error) : status;
 }
@@ -260,7 +260,7 @@ place_expand(const KlCall *call, KlInferred *result, KlError *error)
     const KlArg *sizes = &call->args[1];
     (void)error;
     if (result->outs[0].shape[dim] != call->inputs[0]->shape[place->dim]) {
-        return kl_rules_once(result, "a batch of one row is expanded");
+        return kl_rules_once(result, "a batch of one sample is expanded");
     }
     int64_t size = sizes->kind == KL_ARG_INTS ? sizes->u.ints[dim] : sizes->u.i;
     if (size != -1) {
@@ -433,7 +433,7 @@ place_narrow(const KlCall *call, KlInferred *result, KlError *error)
     int64_t start = call->args[2].u.i;
     int64_t length = call->args[3].u.i;
     if (start % turn != 0 || length % turn != 0 || length == 0) {
-        return kl_rules_once_again(result, "a part of the rows is taken", at);
+        return kl_rules_once_again(result, "a part of the samples is taken", at);
     }
     (void)kl_rules_rewrite(result, 2, 0, 0, start / turn * place.inner);
     (void)kl_rules_rewrite(result, 3, 0, 0, length / turn * place.inner);

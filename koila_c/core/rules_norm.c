@@ -286,13 +286,13 @@ place_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
         const KlMeta *input = call->inputs[0];
         bool can_meet = kl_place_is_rows(&input->place) && input->place.dim != 1;
         return can_meet ? KL_DECLINED /* recorded again, with the statistics as a call before it */
-                        : kl_rules_once(result, "batch_norm in training couples the rows");
+                        : kl_rules_once(result, "batch_norm in training couples the samples");
     }
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     labels.of[1] = 0;
     const KlWiring wiring = {.inputs = {labels},
                              .outs = {labels},
-                             .reason = "the rows are channels or statistics of a batch_norm"};
+                             .reason = "the batch is in channels or statistics of a batch_norm"};
     return kl_rules_wire(call, result, &wiring);
 }
 

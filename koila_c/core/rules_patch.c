@@ -98,7 +98,7 @@ shape_col2im(const KlCall *call, KlInferred *result, KlError *error)
 static KlStatus
 wire_first(const KlCall *call, KlInferred *result, int32_t n_dims)
 {
-    KlWiring wiring = {.reason = "the rows are channels or positions"};
+    KlWiring wiring = {.reason = "the batch is in channels or positions"};
     if (call->inputs[0]->n_dims == n_dims) {
         wiring.inputs[0].of[0] = 1;
         wiring.outs[0].of[0] = 1;
@@ -148,8 +148,9 @@ KlStatus
 place_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
-    const KlWiring wiring = {
-        .inputs = {{{1}}, {{1}}}, .outs = {{{1}}}, .reason = "the rows are channels or positions"};
+    const KlWiring wiring = {.inputs = {{{1}}, {{1}}},
+                             .outs = {{{1}}},
+                             .reason = "the batch is in channels or positions"};
     return kl_rules_wire(call, result, &wiring);
 }
 
@@ -185,7 +186,7 @@ KlStatus
 place_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
-    const KlWiring wiring = {.inputs = {{{1}}}, .outs = {{{1}}}, .reason = "the rows are in theta"};
+    const KlWiring wiring = {.inputs = {{{1}}}, .outs = {{{1}}}, .reason = "the batch is in theta"};
     KlStatus status = kl_rules_wire(call, result, &wiring);
     const KlPlace *place = &result->outs[0].place;
     if (status == KL_OK && result->split.mode == KL_MODE_ROWS &&

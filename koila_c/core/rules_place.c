@@ -11,7 +11,7 @@ place_rowwise(const KlCall *call, KlInferred *result, KlError *error)
     KlPlace want = call->inputs[first]->place;
     want.dim += out->n_dims - call->inputs[first]->n_dims;
     if (out->shape[want.dim] != kl_rules_span(&want, kl_rules_rows(call, result))) {
-        return kl_rules_once(result, "a batch of one row is broadcast");
+        return kl_rules_once(result, "a batch of one sample is broadcast");
     }
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         KlPlace own = want;
@@ -60,7 +60,7 @@ place_along(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
     return is_kept(call, result) ? move_first(call, result)
-                                 : kl_rules_once(result, "every row depends on the others");
+                                 : kl_rules_once(result, "every sample depends on the others");
 }
 
 /* cumsum and its kin; the last word is koila's own: what each chunk starts from, see koila/scans.py. Rows lie

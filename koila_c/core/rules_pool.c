@@ -165,7 +165,7 @@ place_spatial(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - call->row->n_mixed);
     const KlWiring wiring = {
-        .inputs = {lead}, .outs = {lead, lead}, .reason = "the rows are positions of a window"};
+        .inputs = {lead}, .outs = {lead, lead}, .reason = "the batch is in positions of a window"};
     return kl_rules_wire(call, result, &wiring);
 }
 

@@ -125,7 +125,7 @@ place_feature_dropout(const KlCall *call, KlInferred *result, KlError *error)
         labels = kl_rules_letters(call->inputs[0]->n_dims);
     }
     const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "one draw serves all the rows"};
+        .inputs = {labels}, .outs = {labels}, .reason = "one draw serves all the samples"};
     return kl_rules_wire(call, result, &wiring);
 }
 
@@ -214,7 +214,7 @@ place_multinomial(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims - 1);
     const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "the rows are what is drawn from"};
+        .inputs = {labels}, .outs = {labels}, .reason = "the batch dim is what is drawn from"};
     return kl_rules_wire(call, result, &wiring);
 }
 

@@ -203,7 +203,7 @@ place_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
         return place_along(call, result, error);
     }
     if (order > 1e300 || order < -1e300) {
-        return kl_rules_once(result, "an infinity norm shares ties among the rows");
+        return kl_rules_once(result, "an infinity norm shares ties among the samples");
     }
     return kl_rules_reduce(result, order > 0 || order < 0 ? KL_REDUCE_NORM : KL_REDUCE_SUM);
 }
@@ -290,5 +290,5 @@ place_histc(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)call;
     (void)error;
-    return kl_rules_once(result, "all rows are counted");
+    return kl_rules_once(result, "all samples are counted");
 }

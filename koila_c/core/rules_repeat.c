@@ -72,7 +72,7 @@ place_repeat(const KlCall *call, KlInferred *result, KlError *error)
     int32_t dim = result->dim_map[place.dim];
     int64_t times = result->outs[0].shape[dim] / input->shape[place.dim];
     if (times == 0) {
-        return kl_rules_once(result, "the rows are repeated zero times");
+        return kl_rules_once(result, "the samples are repeated zero times");
     }
     place.dim = dim;
     place.outer *= times;
@@ -128,7 +128,7 @@ place_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
         return status;
     }
     if (times == 0) {
-        return kl_rules_once(result, "the rows are repeated zero times");
+        return kl_rules_once(result, "the samples are repeated zero times");
     }
     if (!kl_rules_is_given(call, 2)) {
         KlMeta flat = {.n_dims = 1, .shape = {kl_meta_n_elements(input)}};

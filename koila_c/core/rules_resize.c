@@ -202,7 +202,7 @@ place_pad(const KlCall *call, KlInferred *result, KlError *error)
         }
     }
     const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "the dim of the rows is padded"};
+        .inputs = {labels}, .outs = {labels}, .reason = "the batch dim is padded"};
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
@@ -291,6 +291,6 @@ place_channel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     labels.of[1] = 0;
     const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "the rows are shuffled"};
+        .inputs = {labels}, .outs = {labels}, .reason = "the samples are shuffled"};
     return kl_rules_wire(call, result, &wiring);
 }

@@ -226,7 +226,7 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *error)
     Layer layer;
     (void)error;
     KlStatus status = read_layer(call, &layer);
-    KlWiring wiring = {.reason = "the rows are steps, features or weights of a recurrent layer"};
+    KlWiring wiring = {.reason = "the batch is in steps, features or weights of a recurrent layer"};
     int32_t batch = layer.is_batch_first ? 0 : 1;
     wiring.inputs[0].of[batch] = 1;
     wiring.outs[0].of[batch] = 1;
@@ -349,7 +349,8 @@ KlStatus
 place_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
-    KlWiring wiring = {.inputs = {{{1}}}, .reason = "the rows are features or weights of a cell"};
+    KlWiring wiring = {.inputs = {{{1}}},
+                       .reason = "the batch is in features or weights of a cell"};
     for (uint32_t i = 0; i < result->n_outs; i++) {
         wiring.inputs[1 + i].of[0] = 1;
         wiring.outs[i].of[0] = 1;

@@ -107,7 +107,7 @@ wire_pair(const KlCall *call, KlInferred *result, const KlMeta *full, int32_t di
 {
     KlLabels letters = kl_rules_letters(full->n_dims);
     letters.of[dim] = 0;
-    KlWiring wiring = {.reason = "the dim of the rows is summed over"};
+    KlWiring wiring = {.reason = "the batch dim is summed over"};
     for (int i = 0; i < 2; i++) {
         wiring.inputs[i] = kl_rules_letters_right(letters, full->n_dims, call->inputs[i]->n_dims);
     }
@@ -264,7 +264,7 @@ place_cdist(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     const KlMeta *out = &result->outs[0];
     KlLabels full = kl_rules_letters(out->n_dims - 2);
-    KlWiring wiring = {.outs = {full}, .reason = "the rows are coordinates"};
+    KlWiring wiring = {.outs = {full}, .reason = "the batch is in coordinates"};
     uint8_t own[2] = {LETTER_ROW, LETTER_COLUMN};
     for (int i = 0; i < 2; i++) {
         int32_t n = call->inputs[i]->n_dims;
@@ -333,7 +333,7 @@ place_glu(const KlCall *call, KlInferred *result, KlError *error)
     KlLabels labels = kl_rules_letters(n_dims);
     labels.of[dim] = 0;
     const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "one half of the rows gates the other"};
+        .inputs = {labels}, .outs = {labels}, .reason = "one half of the samples gates the other"};
     return kl_rules_wire(call, result, &wiring);
 }
 
@@ -363,6 +363,6 @@ place_prelu(const KlCall *call, KlInferred *result, KlError *error)
     }
     const KlWiring wiring = {.inputs = {labels},
                              .outs = {labels},
-                             .reason = "the rows are channels or weights of a prelu"};
+                             .reason = "the batch is in channels or weights of a prelu"};
     return kl_rules_wire(call, result, &wiring);
 }

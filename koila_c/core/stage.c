@@ -399,8 +399,7 @@ build_imports(const KlTape *tape, KlStages *stages, KlError *error)
     uint32_t *newest_of = kl_alloc_resize(NULL, tape->n_values, sizeof(uint32_t)); /* [n_values] */
     uint32_t *next_of = kl_alloc_resize(NULL, tape->n_inputs, sizeof(uint32_t));   /* [n_imports] */
     if (newest_of == NULL || next_of == NULL) {
-        status =
-            kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
         goto done;
     }
     memset(newest_of, 0xff, tape->n_values * sizeof(uint32_t));
@@ -444,7 +443,7 @@ allocate(const KlTape *tape, KlStages *stages, KlError *error)
     if (stages->node_stage == NULL || stages->late_stage == NULL || stages->value_stage == NULL ||
         stages->is_leaf == NULL || stages->is_data == NULL || stages->segment == NULL ||
         stages->needs_gradient == NULL || stages->import_of == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
     }
     memset(stages->node_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
     memset(stages->late_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
@@ -469,8 +468,7 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
     depends = kl_alloc_zeroed(tape->n_values, sizeof(bool));
     aside = kl_alloc_zeroed(tape->n_values, sizeof(uint32_t));
     if (is_needed == NULL || depends == NULL || aside == NULL) {
-        status =
-            kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
         goto done;
     }
     mark_needed(tape, goal, stages, is_needed);

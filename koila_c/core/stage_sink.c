@@ -127,7 +127,7 @@ kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError 
     }
     Readers *readers = kl_alloc_resize(NULL, tape->n_values, sizeof(Readers)); /* [n_values] */
     if (readers == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
     }
     for (size_t v = 0; v < tape->n_values; v++) {
         readers[v] = (Readers){.first = KL_STAGE_NONE};

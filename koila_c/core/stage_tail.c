@@ -152,8 +152,7 @@ kl_stage_keep_tail(KlTape *tape, KlError *error)
     tail.known = kl_alloc_zeroed(tape->n_values, sizeof(uint8_t));
     tail.is_end = kl_alloc_zeroed(tape->n_nodes, sizeof(bool));
     if (tail.known == NULL || tail.is_end == NULL) {
-        status =
-            kl_error_set(error, KL_ERROR_MEMORY, "no memory to stage %zu nodes", tape->n_nodes);
+        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
         goto done;
     }
     for (size_t i = tape->n_done; i < tape->n_nodes; i++) {

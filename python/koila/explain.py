@@ -46,7 +46,7 @@ def cause_of_whole(program: Program) -> Decision:
         whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
         return Decision(why, whole=(whole_for,))
     whole = plan.made_whole(program) if program.amounts.n_once > 0 else ()
-    why = "no call of it keeps rows apart" if whole else "nothing in it has rows"
+    why = "no call of it keeps samples apart" if whole else "nothing in it has samples"
     return Decision(why, whole=whole)
 
 
@@ -207,7 +207,7 @@ def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
     else:
         made = (
             f"makes a plain tensor of {size(tensor.nbytes)}: what it is given is computed "
-            "already and has no rows of a batch"
+            "already and has no samples of a batch"
         )
     reports.note_left(name, where, made)
     if not plan.is_whole() and where not in _logged:

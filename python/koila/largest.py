@@ -16,17 +16,17 @@ from koila.config import config, settings
 from koila.lazy import lazy
 from koila.program import Program
 from koila.verify import restored_buffers
-from koila.words import size
+from koila.words import count, size
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """How many rows of a batch fit into memory. Printed, it says so.
+    """How many samples of a batch fit into memory. Printed, it says so.
 
     Attributes:
-        whole: rows with which the step runs whole, as without koila; 0: not two.
-        in_chunks: rows with which it runs in 16 chunks at most.
-        most: rows that were tried at most: of a number as large there may fit more.
+        whole: samples with which the step runs whole, as without koila; 0: not two.
+        in_chunks: samples with which it runs in 16 chunks at most.
+        most: samples that were tried at most: of a number as large there may fit more.
         bytes_allowed: what a step may take, batch and all, beyond what is there now.
     """
 
@@ -36,12 +36,12 @@ class LargestBatch:
     bytes_allowed: float
 
     def __str__(self) -> str:
-        def rows(n: int) -> str:
-            return f"{n} rows" + (" and more" if n == self.most else "")
+        def samples(n: int) -> str:
+            return count(n, "sample") + (" and more" if n == self.most else "")
 
         return (
-            f"with {size(self.bytes_allowed)} left for it: {rows(self.whole)} whole, "
-            f"{rows(self.in_chunks)} in {plan.FEW_CHUNKS} chunks at most"
+            f"with {size(self.bytes_allowed)} left for it: {samples(self.whole)} whole, "
+            f"{samples(self.in_chunks)} in {plan.FEW_CHUNKS} chunks at most"
         )
 
     __repr__ = __str__
@@ -53,7 +53,7 @@ def largest_batch(
     memory_limit: int | float | str | None = None,
     most: int = 2**16,
 ) -> LargestBatch:
-    """How many rows a batch may have, whole and in chunks. The step is recorded, and never run.
+    """How many samples a batch may have, whole and in chunks. The step is recorded, and never run.
 
     What it counts on plain tensors, such as a norm's batches, is as before afterwards, for modules
     that `step` names.
@@ -61,12 +61,12 @@ def largest_batch(
     Args:
         step: takes the tensors of a batch and returns the loss, without backward(). It must not
             read a number on the way.
-        batch: the tensors of a batch of any number of rows, rows in dim 0.
+        batch: the tensors of a batch of any size, samples in dim 0.
         memory_limit: as for `config`; None: what holds now.
-        most: more rows are not tried.
+        most: more samples are not tried.
 
     Raises:
-        ValueError: the batch has no rows, or the step reads a number or gives no lazy loss.
+        ValueError: the batch has no samples, or the step reads a number or gives no lazy loss.
 
     Example:
         >>> import torch, koila
@@ -78,7 +78,7 @@ def largest_batch(
         True
     """
     if not batch or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in batch):
-        raise ValueError("largest_batch: give the tensors of a batch, each with rows in dim 0")
+        raise ValueError("largest_batch: give the tensors of a batch, each with samples in dim 0")
     changes: dict[str, Any] = settings()._asdict()
     if memory_limit is not None:
         changes = {"memory_limit": memory_limit, "chunks": None}

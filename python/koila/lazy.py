@@ -91,8 +91,8 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
         return _rebuild_mapping(obj, items)
     if isinstance(obj, torch.nn.utils.rnn.PackedSequence):
         raise TypeError(
-            f"lazy: {path} is a PackedSequence, whose rows are interleaved; make the padded tensor "
-            "lazy and pack that"
+            f"lazy: {path} is a PackedSequence, whose samples are interleaved; make the padded "
+            "tensor lazy and pack that"
         )
     if isinstance(obj, tuple | list) and not isinstance(obj, torch.Size):
         parts = [_map(fn, item, _entry(batch, i), f"{path}[{i}]") for i, item in enumerate(obj)]
@@ -178,7 +178,7 @@ def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor
     real = _core.real(lazy_tensor)
     if real is not None:
         return real
-    was = {_WHOLE: "without rows", _PART: "with its rows in a part of a dim"}
+    was = {_WHOLE: "without samples", _PART: "with its samples in a part of a dim"}
     how = was.get(known, f"with batch={known}")
     raise ValueError(
         f"lazy: {path} is lazy already, {how}, and its graph waits to be run, which batch={batch} "
@@ -223,10 +223,10 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
         objs: tensors, or tuples, lists, dicts, mappings, namedtuples and dataclasses of them,
             nested as you like; whatever is not a tensor passes through. Or one DataLoader, or what
             else hands out batches: then these are made lazy.
-        batch: the dim that holds the rows: an int for all tensors, or a structure like that of
+        batch: the dim of the samples: an int for all tensors, or a structure like that of
             `objs` with an int or None for each. A 0-dim tensor, or one marked None, is the same
-            for all rows. What is lazy already stays as it is, unless another dim is given: then a
-            tensor that is there is made lazy anew, and one still to be computed is refused.
+            for all samples. What is lazy already stays as it is, unless another dim is given: then
+            a tensor that is there is made lazy anew, and one still to be computed is refused.
             Of a loader, if it is not given: dim 0, or else dim 1, where that is as long as the
             batch, and None for other tensors.
 
@@ -239,8 +239,8 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
             which tensors come back plain.
 
     Raises:
-        ValueError: the tensors disagree on the number of rows, `batch` is no dim of one, or it is
-            another than the one by which a value that is still to be computed is lazy.
+        ValueError: the tensors disagree on the number of samples, `batch` is no dim of one, or it
+            is another than the one by which a value that is still to be computed is lazy.
 
     Example:
         >>> import torch, koila

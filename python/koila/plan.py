@@ -300,7 +300,7 @@ def ran_out(program: Program) -> MemoryLimitError:
 def why_once(node: Node) -> str:
     """Why a call that reads rows runs once, or nothing."""
     _, row, reason, *_ = _core.node(node.id)
-    return reason or ("" if row else f"no row for {name_of_node(node)}")
+    return reason or ("" if row else f"there is no rule for {name_of_node(node)}")
 
 
 def made_whole(program: Program) -> tuple[Whole, ...]:

@@ -431,7 +431,7 @@ class Program:
             return self.node(self._hidden), why
         node = self._find_unstageable_write() if self.has_writes else None
         if node is not None:
-            return node, "memory that several stages use is written where no stage can"
+            return node, "memory that several parts use is written where no part can"
         for node in self.nodes.values() if self.is_drawing else ():
             if node.is_random and draws.is_uncounted(node.id, node.first_out):
                 return node, "how the memory lies that it draws for is known only when it has run"

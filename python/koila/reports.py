@@ -114,7 +114,7 @@ class ProgramReport:
         what: what made it run, as "backward()" or "item()".
         line: where that was, as "train.py:40".
         n_calls: recorded calls that ran; 0 where all it needs had run before.
-        n_bytes: bytes of the values that they make, for all rows.
+        n_bytes: bytes of the values that they make, for all samples.
         n_chunks: in how many chunks; 1: whole, as it was written; 0: it failed.
         n_rows: samples of the largest chunk; None where it ran whole.
         n_tries: more than 1 where memory ran out and smaller chunks were tried.
@@ -127,8 +127,8 @@ class ProgramReport:
             that was not measured: on the CPU without a limit, or of what takes less than 1 MiB, and
             on a GPU where the peak that its allocator remembers is an older one.
         why: why it ran whole, or failed; empty for one in chunks.
-        stages: its stages, where it ran in chunks.
-        whole: the calls that made values of the whole batch, though they read rows of it.
+        stages: its parts, where it ran in chunks.
+        whole: the calls that made values of the whole batch, though they read samples of it.
         way: what was done beside chunks for it to fit, and what that costs; empty: nothing.
         layers: what its layers keep for backward, where it was planned to fit into memory.
     """

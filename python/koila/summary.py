@@ -113,7 +113,7 @@ class Summary(reports.Observer):
         if self.n_plain == self.n_batches:
             return (
                 f"nothing was made lazy: in none of {self.n_batches} batches is a tensor with "
-                "rows; call koila.lazy() on what your model is given"
+                "samples; call koila.lazy() on what your model is given"
             )
         return f"{self.n_batches} batches were made lazy, and nothing was computed with them"
 

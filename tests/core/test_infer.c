@@ -187,10 +187,10 @@ test_batches_that_run_once(void)
     const KlMeta x = by_rows(0, TENSOR(FLOAT32, 8, 4)), y = by_rows(1, TENSOR(FLOAT32, 8, 4));
     CHECK(INFER("add", &x, &y) == KL_OK && result.split.mode == KL_MODE_ONCE);
     CHECK(result.split.axis == KL_ID_NONE);
-    CHECK(strcmp(result.split.reason, "two different batches meet") == 0);
+    CHECK(strcmp(result.split.reason, "two different batches are combined") == 0);
     const KlMeta empty = by_rows(2, TENSOR(FLOAT32, 0, 4));
     CHECK(INFER("relu", &empty) == KL_OK && result.split.mode == KL_MODE_ONCE);
-    CHECK(strcmp(result.split.reason, "the batch has no rows") == 0);
+    CHECK(strcmp(result.split.reason, "the batch has no samples") == 0);
     CHECK(!kl_place_is_rows(&result.outs[0].place));
 }
 
