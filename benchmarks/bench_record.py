@@ -189,9 +189,8 @@ def main() -> None:
         return measure(code, spaces[side], args.number, args.device) - empty
 
     parts = [calls_table(args, run), parts_table(args, spaces)]
-    recycled = (
-        "Dead lazies are used again." if _core.recycles() else "Dead lazies are not used again."
-    )
+    again = "again" if _core.fast_ways()["recycling"] else "no second time"
+    recycled = f"Dead lazies are used {again}."
     publish(args, "Recording one call", [*parts, recycled])
 
 

@@ -28,9 +28,15 @@ def pending() -> Tensor:
     return koila.lazy(batch()) * 2
 
 
+def number_of(lazy: Any) -> Tensor | None:
+    """Return the number of a lazy, or None while it is pending."""
+    real, value = _core.real(lazy), _core.id(lazy)
+    return real if real is not None or value is None else _core.value(value)[6]
+
+
 def is_pending(lazy: Any) -> bool:
     """Tell whether neither its number nor its graph is there."""
-    return koila.is_lazy(lazy) and _core.known(lazy) is None
+    return koila.is_lazy(lazy) and number_of(lazy) is None
 
 
 def lazies(obj: Any) -> list[Any]:

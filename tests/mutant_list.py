@@ -430,6 +430,20 @@ MUTANTS = [
         "tests/test_written_behind_a_cut.py",
     ),
     Mutant(
+        "derived: a graph of other calls is differentiated",
+        "python/koila/derived.py",
+        "is_there = _state.beside is None or _state.beside.issuperset(self.nodes)",
+        "is_there = bool(self.nodes)",
+        "tests/test_derived.py",
+    ),
+    Mutant(
+        "derived: samples that meet are differentiated one by one",
+        "python/koila/derived.py",
+        "if node.mode != ROWS or node.axis != axis or node.is_random or node.region:",
+        "if node.is_random or node.region:",
+        "tests/test_derived.py",
+    ),
+    Mutant(
         "bridge: nothing is cut",
         "python/koila/bridge.py",
         "is_cut = not is_light and not plan.is_whole() and _cut(func)",

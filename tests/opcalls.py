@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 import sanitizers
 from koila import _core
+from koila.derived import gradient_of
 from koila.functions import PYTHON_ROWS
 from koila.masks import select_masked
 from koila.packed import LAYERS
@@ -45,7 +46,7 @@ NAMESPACES = (
     torch._C._special,
     torch._C._fft,
     types.SimpleNamespace(**{f"packed_{name}": call for name, call in LAYERS.items()}),
-    types.SimpleNamespace(select_masked=select_masked),
+    types.SimpleNamespace(select_masked=select_masked, gradient_of=gradient_of),
 )
 PLACED = {torch.float64, torch.complex128, torch.int64, torch.bool, torch.int32}
 RANDOM_VALUES = {"empty_like", "new_empty"}  # uninitialised memory
@@ -54,7 +55,7 @@ ESTIMATED = frozenset(
     """lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell cdist ctc_loss
     packed_lstm packed_gru packed_rnn_tanh packed_rnn_relu
     scaled_dot_product_attention cosine_embedding_loss triplet_margin_loss poisson_nll_loss
-    margin_ranking_loss""".split()
+    margin_ranking_loss gradient_of""".split()
 )
 #: Of operands that do not lie row by row these keep copies, which are not counted to the byte.
 COPYING = frozenset({"cdist", "cross_entropy_loss", "group_norm", "nll_loss_nd"})

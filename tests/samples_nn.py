@@ -7,11 +7,12 @@ a gradient that is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from koila import derived
 from samples_kit import Sample, call, f, i, p
 
 Make = Callable[[], list[Sample]]
@@ -347,7 +348,32 @@ def cells(n_gates: int, *, is_lstm: bool = False) -> Make:
     return make
 
 
+class Square(derived.Recipe):
+    """What `derived.py` has recorded of (x * x) @ w."""
+
+    def __init__(self) -> None:
+        derived._recipes[0] = self
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        read: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * x * (gradients[0] @ read[0].t()) for x in inputs)
+
+
+SQUARE = Square()
+
+
+def gradients() -> list[Sample]:
+    given = (f(4, 2),), (f(4, 2),), (f(3, 2),), 0, 384, 768
+    return [call((f(4, 3),), *given), call((f(4, 3), f(4, 3)), *given)]
+
+
 DRAWS: dict[str, Make] = {
+    "gradient_of": gradients,
     **each("dropout alpha_dropout feature_dropout feature_alpha_dropout", dropouts),
     **dict.fromkeys(
         ["dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"], dropouts

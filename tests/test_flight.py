@@ -47,6 +47,7 @@ MORE = {
     "cross_entropy_loss": (0.5, "chances for labels, of which some are smoothed"),
     "div": (1.0, "complex numbers, which are conjugated"),
     "einsum": (2.5, "an operand that is broadcast"),
+    "gradient_of": (1.0, "the calls in between, which are counted when it is recorded"),
     "group_norm": (2.5, "two numbers for each row and channel, much beside a few pixels"),
     **dict.fromkeys("conv1d conv2d conv3d".split(), (0.9, "padding on one side")),
     **dict.fromkeys(
@@ -77,6 +78,7 @@ MORE_FORWARD = {
     **dict.fromkeys("log_sigmoid max_pool2d max_pool2d_with_indices".split(), 1.5),
     **dict.fromkeys("mean normal rms_norm where".split(), 1.5),
     **dict.fromkeys("instance_norm multinomial".split(), 2.0),
+    "gradient_of": 3.0,
     **dict.fromkeys("alpha_dropout cat".split(), 2.5),
     "sum": 3.5,
     "cross_entropy_loss": 3.5,

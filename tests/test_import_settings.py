@@ -27,9 +27,7 @@ from torch.nn import functional as F
 
 works = {
     "storages": _core.sees_storages(),
-    "recycling": _core.recycles(),
-    "handles": _core.reads_by_handle(),
-    "contexts": _core.asks_libtorch(),
+    **_core.fast_ways(),
 }
 assert all(works.values()), works
 

@@ -150,8 +150,6 @@ static PyMethodDef functions[] = {
      "keep_lazy($module, lazy, /)\n--\n\n"
      "Whether nobody else holds its tensor; then what is done with it is recorded, as with an "
      "input."},
-    {"is_view", core_is_view, METH_O,
-     "is_view($module, lazy, /)\n--\n\nWhether it was recorded as a view of another."},
     {"rows_dim", core_rows_dim, METH_O,
      "rows_dim($module, lazy, /)\n--\n\nThe dim of its rows alone; -1: it has none, -2: a part of "
      "a dim."},
@@ -195,14 +193,9 @@ static PyMethodDef functions[] = {
     {"set_region", core_set_region, METH_O,
      "set_region($module, region, /)\n--\n\nWhat this thread records now is of the body of that "
      "checkpoint; 0: of none. Returns the one before."},
-    {"reads_by_handle", core_reads_by_handle, METH_NOARGS,
-     "reads_by_handle($module, /)\n--\n\n"
-     "Whether tensors are read through torch's C ABI, or by their attributes."},
-    {"asks_libtorch", core_asks_libtorch, METH_NOARGS,
-     "asks_libtorch($module, /)\n--\n\n"
-     "Whether grad mode, inference mode and autocast are asked of libtorch, or of Python."},
-    {"recycles", core_recycles, METH_NOARGS,
-     "recycles($module, /)\n--\n\nWhether dead lazies are used again on this torch."},
+    {"fast_ways", core_fast_ways, METH_NOARGS,
+     "fast_ways($module, /)\n--\n\nWhether tensors are read by torch's C ABI (handles), modes are "
+     "asked of libtorch (contexts), dead lazies are used again (recycling)."},
     {"stage", kl_program_stage, METH_VARARGS,
      "stage($module, roots, is_known_only, n_segments=1, is_headed=False, gets=None, /)\n--\n\n"
      "The staged program that makes every reachable value (or only those without a gradient in "
@@ -296,11 +289,10 @@ static PyMethodDef functions[] = {
     {"leaves_of", core_leaves_of, METH_O,
      "leaves_of($module, tensor, /)\n--\n\n"
      "[value] of the real tensors that pending calls read and that share a tensor's memory."},
-    {"has_draw", core_has_draw, METH_NOARGS,
-     "has_draw($module, /)\n--\n\nWhether a random call waits that has not drawn yet."},
-    {"has_dead_draw", core_has_dead_draw, METH_NOARGS,
-     "has_dead_draw($module, /)\n--\n\n"
-     "Whether a random call waits that nobody will look at, and keeps what it reads."},
+    {"has_draw", core_has_draw, METH_O,
+     "has_draw($module, is_dead, /)\n--\n\nWhether a random call waits that has not drawn yet; "
+     "dead: "
+     "that nobody will look at, and that keeps what it reads."},
     {"waiting_draws", core_waiting_draws, METH_NOARGS,
      "waiting_draws($module, /)\n--\n\n"
      "[(node, first output, number of outputs)] of the random calls that have still to draw."},
@@ -367,8 +359,6 @@ static PyMethodDef functions[] = {
     {"replace_leaf", kl_bridge_replace_leaf, METH_VARARGS,
      "replace_leaf($module, lazy, leaf, tensor, /)\n--\n\n"
      "Let the tape of a lazy, which was cut off, have a tensor for a leaf."},
-    {"known", core_known, METH_O,
-     "known($module, lazy, /)\n--\n\nThe number of a lazy, or None while it is pending."},
     {"pending_bytes", core_pending_bytes, METH_NOARGS,
      "pending_bytes($module, /)\n--\n\nBytes that the pending calls would make, by a quick sum."},
     {"set_blocks", core_set_blocks, METH_VARARGS,
@@ -408,6 +398,8 @@ static PyMethodDef functions[] = {
      "held($module, of, func, args, kwargs, /)\n--\n\n"
      "Call func while no other thread uses a tape, which is this thread's meanwhile: the one "
      "given, that which a lazy is on, or this thread's own (None)."},
+    {"lazy_of", core_lazy_of, METH_O,
+     "lazy_of($module, value, /)\n--\n\nA lazy that stands for a value of this thread's tape."},
     {"new_tape", kl_tape_make, METH_NOARGS,
      "new_tape($module, /)\n--\n\nA tape that is no thread's yet, for held() and run()."},
     {"drawing", kl_turn_drawing, METH_O,

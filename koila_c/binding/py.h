@@ -259,6 +259,8 @@ kl_lazy_swap(PyObject *left, PyObject *right)
 Value *kl_lazy_checked(PyObject *lazy);
 /* A new LazyTensor for value `id`, which becomes wanted. */
 PyObject *kl_lazy_new(Tape *tape, KlValueId id);
+/* The same, or one more for a value that has one. */
+PyObject *kl_lazy_of(Tape *tape, KlValueId id);
 /* A new LazyTensor that has a real tensor already. `rows`: where its rows are. */
 PyObject *kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key,
                                int64_t rows, bool is_input);
@@ -649,6 +651,8 @@ PyObject *kl_function_register(PyObject *module, PyObject *args);
 
 /* -- py_program.c: what the tape holds, as plain numbers -------------------------------------------- */
 
+/* [ids] of a part of an array of a program */
+PyObject *kl_program_ids(const KlIds *ids, KlSlice slice);
 PyObject *kl_program_stage(PyObject *module, PyObject *args);
 PyObject *kl_program_gradient_part(PyObject *module, PyObject *args);
 /* spend(program, is_asked): a backward goes through a program and keeps nothing for another; or, asked, the last

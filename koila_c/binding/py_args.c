@@ -469,16 +469,6 @@ bind(KlPyBound *bound, const KlPySignature *signature, const Binder *binder, Py_
 }
 
 int
-kl_py_args_bind(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
-                void *context, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
-{
-    Binder binder = {.bound = bound, .types = types, .context = context, .args = args};
-    Py_ssize_t n_names = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
-    return bind(bound, signature, &binder, n_args,
-                n_names == 0 ? NULL : PySequence_Fast_ITEMS(kwnames), n_names);
-}
-
-int
 kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
                      void *context, PyObject *args, PyObject *kwargs)
 {

@@ -4,7 +4,7 @@
  *     KlPySignature *signature = kl_py_signature_new(row->call);            once per row
  *     KlPyBound bound;
  *     kl_py_bound_init(&bound);
- *     if (kl_py_args_bind(&bound, signature, types, context, args, n_args, kwnames) == 1) {
+ *     if (kl_py_args_bind_dict(&bound, signature, types, context, args, kwargs) == 1) {
  *         KlCall call = {.args = bound.args, .inputs = bound.inputs, ...};
  *     }
  *     kl_py_bound_fini(&bound);                                             always, after the call is read
@@ -45,7 +45,7 @@ typedef struct KlPySignature {
 } KlPySignature;
 
 /* What binding must know of torch's objects: the same for every call, and on every thread. `context` is
- * what the caller of kl_py_args_bind gave. */
+ * what the caller of kl_py_args_bind_dict gave. */
 typedef struct KlPyTypes {
     PyTypeObject *dtype_type, *device_type, *format_type;
     PyObject *dtypes[KL_N_DTYPES];
@@ -107,12 +107,8 @@ void kl_py_types_fini(KlPyTypes *types);
 void kl_py_bound_init(KlPyBound *bound);
 void kl_py_bound_fini(KlPyBound *bound);
 
-/* Bind a vectorcall. 1: bound; 0: the call does not fit the signature (decline it); -1: exception.
- * `context` goes to the callbacks of `types`. */
-int kl_py_args_bind(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
-                    void *context, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames);
-
-/* The same for a tuple and a dict (or NULL); positions count the dict's values in its order. */
+/* Bind a call of a tuple and a dict (or NULL); positions count the dict's values in its order. 1: bound; 0: the call
+ * does not fit the signature (decline it); -1: exception. `context` goes to the callbacks of `types`. */
 int kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
                          void *context, PyObject *args, PyObject *kwargs);
 

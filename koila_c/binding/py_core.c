@@ -130,18 +130,6 @@ core_keep_lazy(PyObject *module, PyObject *object)
 }
 
 PyObject *
-core_is_view(PyObject *module, PyObject *object)
-{
-    (void)module;
-    const Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
-    const KlTape *core = value->tape != NULL ? &value->tape->core : NULL;
-    return PyBool_FromLong(core != NULL && core->values[value->id].view_of != KL_ID_NONE);
-}
-
-PyObject *
 core_rows_dim(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -533,21 +521,12 @@ core_set_for_chunks(PyObject *module, PyObject *object)
 }
 
 PyObject *
-core_has_draw(PyObject *module, PyObject *ignored)
+core_has_draw(PyObject *module, PyObject *is_dead)
 {
     (void)module;
-    (void)ignored;
-    const Tape *tape = kl_tape_open_or_null();
-    return PyBool_FromLong(tape != NULL && kl_tape_has_draw(&tape->core));
-}
-
-PyObject *
-core_has_dead_draw(PyObject *module, PyObject *ignored)
-{
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
-    return PyBool_FromLong(tape != NULL && kl_tape_has_dead_draw(&tape->core));
+    return PyBool_FromLong(tape != NULL && (is_dead == Py_True ? kl_tape_has_dead_draw(&tape->core)
+                                                               : kl_tape_has_draw(&tape->core)));
 }
 
 /* [(node, first output, number of outputs)] of the random calls that have still to draw. */
@@ -637,6 +616,17 @@ core_id(PyObject *module, PyObject *object)
 }
 
 PyObject *
+core_lazy_of(PyObject *module, PyObject *object)
+{
+    (void)module;
+    KlValueId id = KL_ID_NONE;
+    Tape *tape = kl_tape_open();
+    return tape == NULL || !kl_py_id(object, &id) ? NULL
+           : id < tape->core.n_values ? kl_lazy_of(tape, id)
+                                      : PyErr_Format(PyExc_IndexError, "lazy_of: %u", id);
+}
+
+PyObject *
 core_is_spent(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -681,14 +671,10 @@ core_set_busy(PyObject *module, PyObject *flag)
 {
     (void)module;
     Tape *tape = kl_tape_open();
-    if (tape == NULL) {
-        return NULL;
+    if (tape != NULL) {
+        tape->is_running = flag == Py_True;
     }
-    if (!PyBool_Check(flag)) {
-        return PyErr_Format(PyExc_TypeError, "set_busy: expected a bool, got %R", flag);
-    }
-    tape->is_running = flag == Py_True;
-    return Py_NewRef(Py_None);
+    return tape != NULL ? Py_NewRef(Py_None) : NULL;
 }
 
 PyObject *
@@ -723,18 +709,6 @@ core_close(PyObject *module, PyObject *ignored)
         kl_tape_close(tape);
     }
     return PyBool_FromLong(!is_needed);
-}
-
-PyObject *
-core_known(PyObject *module, PyObject *object)
-{
-    (void)module;
-    Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
-    PyObject *result = kl_lazy_number(value);
-    return Py_NewRef(result != NULL ? result : Py_None);
 }
 
 /* Bytes that the pending calls would make and keep, by a quick sum. */
@@ -826,27 +800,13 @@ core_set_region(PyObject *module, PyObject *region)
 }
 
 PyObject *
-core_reads_by_handle(PyObject *module, PyObject *ignored)
+core_fast_ways(PyObject *module, PyObject *ignored)
 {
     (void)module;
     (void)ignored;
-    return PyBool_FromLong(kl_meta_by_handle());
-}
-
-PyObject *
-core_asks_libtorch(PyObject *module, PyObject *ignored)
-{
-    (void)module;
-    (void)ignored;
-    return PyBool_FromLong(kl_context_is_direct());
-}
-
-PyObject *
-core_recycles(PyObject *module, PyObject *ignored)
-{
-    (void)module;
-    (void)ignored;
-    return PyBool_FromLong(kl_recycle_works());
+    return Py_BuildValue("{s:N,s:N,s:N}", "handles", PyBool_FromLong(kl_meta_by_handle()),
+                         "contexts", PyBool_FromLong(kl_context_is_direct()), "recycling",
+                         PyBool_FromLong(kl_recycle_works()));
 }
 
 PyObject *

@@ -237,6 +237,14 @@ kl_lazy_new(Tape *tape, KlValueId id)
 }
 
 PyObject *
+kl_lazy_of(Tape *tape, KlValueId id)
+{
+    Value *value = tape->values[id].handle;
+    return value == NULL ? kl_lazy_new(tape, id)
+                         : wrap((Value *)Py_NewRef((PyObject *)value), value->placeholder);
+}
+
+PyObject *
 kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key, int64_t rows,
                      bool is_input)
 {

@@ -98,9 +98,8 @@ describe_imports(const KlStages *stages)
     return list;
 }
 
-/* [ids] of a part of an array of the program */
-static PyObject *
-slice_object(const KlIds *ids, KlSlice slice)
+PyObject *
+kl_program_ids(const KlIds *ids, KlSlice slice)
 {
     PyObject *list = PyList_New(slice.n);
     for (uint32_t i = 0; list != NULL && i < slice.n; i++) {
@@ -141,7 +140,7 @@ drops_object(const KlProgram *program, const KlRun *run)
         uint32_t at = run->nodes.first + i;
         uint32_t first = at > 0 ? program->drops.ids[at - 1] : 0;
         KlSlice slice = {.first = first, .n = program->drops.ids[at] - first};
-        PyObject *list = slice_object(&program->dropped, slice);
+        PyObject *list = kl_program_ids(&program->dropped, slice);
         if (append_stolen(drops, list != NULL ? PyList_AsTuple(list) : NULL) < 0) {
             Py_CLEAR(drops);
         }
@@ -156,11 +155,12 @@ run_object(const KlProgram *program, const KlRun *run)
 {
     return Py_BuildValue(
         "(IiINNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis, run->segment,
-        slice_object(&program->nodes, run->nodes), parts_object(program, run),
-        slice_object(&program->imports, run->imports),
-        slice_object(&program->exports, run->exports), slice_object(&program->inner, run->inner),
-        slice_object(&program->combined, run->combined),
-        slice_object(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
+        kl_program_ids(&program->nodes, run->nodes), parts_object(program, run),
+        kl_program_ids(&program->imports, run->imports),
+        kl_program_ids(&program->exports, run->exports),
+        kl_program_ids(&program->inner, run->inner),
+        kl_program_ids(&program->combined, run->combined),
+        kl_program_ids(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
 }
 
 static PyObject *
@@ -390,7 +390,7 @@ is_all_staged(const KlTape *core, const KlStages *stages)
 static PyObject *
 ids_object(KlIds ids)
 {
-    return slice_object(&ids, (KlSlice){.n = (uint32_t)ids.n});
+    return kl_program_ids(&ids, (KlSlice){.n = (uint32_t)ids.n});
 }
 
 /* -- the handle --------------------------------------------------------------------------------------- */
@@ -810,10 +810,10 @@ kl_program_gradient_part(PyObject *module, PyObject *args)
         goto error;
     }
     const KlRun *part = &program->runs[added];
-    result = Py_BuildValue("(INNNN)", added, slice_object(&program->nodes, part->nodes),
-                           slice_object(&program->imports, part->imports),
-                           slice_object(&program->exports, part->exports),
-                           slice_object(&program->combined, part->combined));
+    result = Py_BuildValue("(INNNN)", added, kl_program_ids(&program->nodes, part->nodes),
+                           kl_program_ids(&program->imports, part->imports),
+                           kl_program_ids(&program->exports, part->exports),
+                           kl_program_ids(&program->combined, part->combined));
 error:
     kl_alloc_free(is_made);
     return result;

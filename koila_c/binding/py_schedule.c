@@ -7,15 +7,9 @@
 static PyObject *
 ids_in(const KlIds *ids, KlSlice slice)
 {
-    PyObject *values = PyTuple_New(slice.n);
-    for (uint32_t i = 0; values != NULL && i < slice.n; i++) {
-        PyObject *id = PyLong_FromUnsignedLong(ids->ids[slice.first + i]);
-        if (id == NULL) {
-            Py_CLEAR(values);
-            break;
-        }
-        PyTuple_SET_ITEM(values, i, id);
-    }
+    PyObject *list = kl_program_ids(ids, slice);
+    PyObject *values = list != NULL ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
     return values;
 }
 

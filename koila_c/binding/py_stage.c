@@ -563,11 +563,12 @@ kl_stage_run_alone(PyObject *module, PyObject *args)
                           &run.rows, &is_grad_off, &run.run_other)) {
         return NULL;
     }
-    if (id >= run.tape->core.n_nodes) {
-        return PyErr_Format(PyExc_IndexError, "run_alone: there is no node %u", id);
+    run.imports = run.env; /* nothing is read of it; what a node reads was made before */
+    const KlNode *node = id < run.tape->core.n_nodes ? &run.tape->core.nodes[id] : NULL;
+    if (node == NULL || PyList_GET_SIZE(run.env) < (Py_ssize_t)(node->first_out + node->n_outs)) {
+        return PyErr_Format(PyExc_IndexError, "run_alone: no node %u, or no room for it", id);
     }
-    run.imports = run.env; /* nothing is read of it */
-    return has_room(&run) ? run_nodes(&run, (KlSlice){.n = 1}, id, is_grad_off) : NULL;
+    return run_nodes(&run, (KlSlice){.n = 1}, id, is_grad_off);
 }
 
 /* -- results ---------------------------------------------------------------------------------------------- */

@@ -39,7 +39,7 @@ static const List cpu_lists[] = {
                  "soft_margin_loss triplet_margin_loss "},
     {CAST_WIDEST, " cat index_copy stack "},
     {CAST_LAYER, " lstm rnn_relu rnn_tanh "},
-    {CAST_UNKNOWN, " packed_gru packed_lstm packed_rnn_relu packed_rnn_tanh "},
+    {CAST_UNKNOWN, " gradient_of packed_gru packed_lstm packed_rnn_relu packed_rnn_tanh "},
     {CAST_CELL, " gru gru_cell lstm_cell "},
     {CAST_EINSUM, " einsum "},
     {CAST_PADDING, " pad "},
@@ -65,8 +65,9 @@ static const List cuda_lists[] = {
     {CAST_WIDEST,
      " addcdiv addcmul atan2 bilinear cat dot grid_sampler index_copy scatter_add stack "},
     {CAST_ERROR, " binary_cross_entropy "},
-    {CAST_UNKNOWN, " affine_grid_generator gru lstm packed_gru packed_lstm packed_rnn_relu "
-                   "packed_rnn_tanh pairwise_distance rnn_relu rnn_tanh "},
+    {CAST_UNKNOWN,
+     " affine_grid_generator gradient_of gru lstm packed_gru packed_lstm packed_rnn_relu "
+     "packed_rnn_tanh pairwise_distance rnn_relu rnn_tanh "},
 };
 
 static Cast

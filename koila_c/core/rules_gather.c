@@ -56,12 +56,14 @@ shape_gather(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, index, error);
 }
 
-/* The value and input `other` have their rows at `want`, and so has the result. */
+/* All inputs but `other` have their rows at `want`, and so has the result. */
 static KlStatus
-match_with(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace *want)
+match_but(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace *want)
 {
-    const char *reason = kl_rules_match(call, result, 0, want);
-    reason = reason == NULL ? kl_rules_match(call, result, other, want) : reason;
+    const char *reason = NULL;
+    for (uint32_t i = 0; i < call->n_inputs && reason == NULL; i++) {
+        reason = i != other ? kl_rules_match(call, result, i, want) : NULL;
+    }
     result->outs[0].place = *want;
     return reason == NULL ? KL_OK : kl_rules_once(result, reason);
 }
@@ -84,7 +86,7 @@ place_gather(const KlCall *call, KlInferred *result, KlError *error)
     if (want.dim == dim) {
         return kl_rules_once(result, index_couples);
     }
-    return match_with(call, result, 1, &want);
+    return match_but(call, result, KL_ID_NONE, &want);
 }
 
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
@@ -100,10 +102,7 @@ shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
         kl_meta_n_elements(index) == 0) {
         return status == KL_OK ? KL_DECLINED : status;
     }
-    if (source == NULL && !kl_rules_is_number(&call->args[3])) {
-        return KL_DECLINED;
-    }
-    if (source != NULL && source->dtype != input->dtype) {
+    if (source == NULL ? !kl_rules_is_number(&call->args[3]) : source->dtype != input->dtype) {
         return KL_DECLINED;
     }
     if (!fits(index, input, dim) || (source != NULL && !fits(index, source, -1))) {
@@ -125,14 +124,7 @@ place_scatter(const KlCall *call, KlInferred *result, KlError *error)
     if (want.dim == dim) {
         return kl_rules_once(result, index_couples);
     }
-    for (uint32_t i = 0; i < call->n_inputs; i++) {
-        const char *reason = kl_rules_match(call, result, i, &want);
-        if (reason != NULL) {
-            return kl_rules_once(result, reason);
-        }
-    }
-    result->outs[0].place = want;
-    return KL_OK;
+    return match_but(call, result, KL_ID_NONE, &want);
 }
 
 KlStatus
@@ -269,7 +261,7 @@ place_index_add(const KlCall *call, KlInferred *result, KlError *error)
     if (kl_place_is_rows(&call->inputs[1]->place) || want.dim == dim) {
         return kl_rules_once(result, index_couples);
     }
-    return match_with(call, result, 2, &want);
+    return match_but(call, result, 1, &want);
 }
 
 KlStatus

@@ -223,11 +223,9 @@ dtype_uniform(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 dtype_uniform_float(const KlCall *call, KlInferred *result, KlError *error)
 {
-    (void)error;
-    KlDtype dtype = KL_DTYPE_OTHER;
-    KlStatus status = kl_rules_uniform(call, &dtype);
-    kl_rules_set_dtypes(result, dtype);
-    return status == KL_OK && !kl_meta_dtype_is_float(dtype) ? KL_DECLINED : status;
+    KlStatus status = dtype_uniform(call, result, error);
+    bool is_float = kl_meta_dtype_is_float(result->outs[0].dtype);
+    return status == KL_OK && !is_float ? KL_DECLINED : status;
 }
 
 void

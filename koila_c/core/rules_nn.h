@@ -224,28 +224,32 @@ KL_SAVES(loss_ranking);
 KL_SAVES(loss_triplet);
 KL_SAVES(nll);
 
-/* --- draws, recurrent layers (rules_random.c, rules_rnn.c) ------------------------------------ */
+/* --- draws, recurrent layers, gradients (rules_random.c, rules_rnn.c, rules_gradient.c) ---------- */
 
 KL_SHAPE(draw);
 KL_SHAPE(draw_inplace);
 KL_SHAPE(dropout);
 KL_SHAPE(feature_dropout);
+KL_SHAPE(gradient_of);
 KL_SHAPE(multinomial);
 KL_SHAPE(native_dropout);
 KL_SHAPE(randint_like);
 KL_SHAPE(rnn);
 KL_SHAPE(rnn_cell);
 KL_SHAPE(rrelu);
+KL_DTYPE(gradient_of);
 KL_DTYPE(rnn);
 KL_DTYPE(like_float);
 KL_DTYPE(like_real);
 KL_DTYPE(native_dropout);
 KL_PLACE(feature_dropout);
+KL_PLACE(gradient_of);
 KL_PLACE(multinomial);
 KL_PLACE(rnn);
 KL_PLACE(rnn_cell);
 KL_SAVES(dropout);
 KL_SAVES(feature_dropout);
+KL_SAVES(gradient_of);
 KL_SAVES(rnn);
 KL_SAVES(rnn_cell);
 KL_SAVES(rrelu);

@@ -92,7 +92,7 @@ def note_recorded() -> None:
 
 def _note_drawn() -> None:
     """This thread drew."""
-    if not _core.has_draw():
+    if not _core.has_draw(False):
         _expected.pop(threading.get_ident(), None)
         plain.unwatch()
     _disturb_others()
@@ -117,7 +117,7 @@ def check_undisturbed() -> None:
         KoilaError: something that koila could not see has drawn since it was recorded.
     """
     states, recorded = _expected.get(threading.get_ident(), ({}, ""))
-    if not _core.has_draw() or all(
+    if not _core.has_draw(False) or all(
         torch.equal(state, _get_state(generator_of(d))) for d, state in states.items()
     ):
         return
@@ -190,7 +190,7 @@ def let_go() -> bool:
     Returns:
         Whether it was so.
     """
-    is_dead = _core.has_draw() and _core.has_dead_draw()
+    is_dead = _core.has_draw(False) and _core.has_draw(True)
     if is_dead:
         move_on()
     return is_dead
@@ -237,11 +237,11 @@ def _advance(i: int, first_out: int, n_outs: int, generator: torch.Generator) ->
         for one in noises:
             noise.advance(one, one.n_elements, generator)
         return
-    given = {value: _stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0}
+    given = {value: stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0}
     run_alone(i, -1, given, first_out + n_outs, True)
 
 
-def _stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
+def stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
     """Ones, which are legal as weights, as probabilities and as deviations: where a call is made
     for its draws alone, only sizes and types matter."""
     info = _core.value(value)
@@ -256,7 +256,9 @@ def _set(generator: torch.Generator, cell: torch.Tensor | int) -> None:
         _set_state(generator, cell)
 
 
-def _call(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def make_call(
+    _: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     return func(*args, **kwargs)
 
 
@@ -267,7 +269,7 @@ def run_alone(
     env: list[Any] = [None] * n_values
     for value, tensor in given.items():
         env[value] = tensor
-    _core.run_alone(i, env, n_rows, is_grad_off, _call)
+    _core.run_alone(i, env, n_rows, is_grad_off, make_call)
     return env
 
 
@@ -433,7 +435,7 @@ class Draws:
             for import_id in self.program.node(i).imports
             if import_id >= 0
         ]
-        given = {entry.value: _stand_in(entry.value, entry.place, n_rows) for entry in entries}
+        given = {entry.value: stand_in(entry.value, entry.place, n_rows) for entry in entries}
         run_alone(i, n_rows, given, self.program.n_values, True)
 
     def _go_to(self, i: int, row: int, generator: torch.Generator) -> None:

@@ -120,14 +120,15 @@ def gradients_of(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
+    is_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Send gradients through the graphs of outputs, and return what comes to `inputs`: None to
-    those that are not there."""
+    """Send gradients through the graphs of outputs, and return what comes to `inputs`, on a graph
+    of its own if that is asked for: None to those that are not there."""
     found: tuple[torch.Tensor | None, ...] = _run(
         tuple(outputs),
         tuple(gradients),
-        False,
-        False,
+        is_graph,
+        is_graph,
         tuple(inputs),
         allow_unreachable=True,
         accumulate_grad=False,

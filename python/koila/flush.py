@@ -19,7 +19,7 @@ def flush(why: str) -> None:
 
 def flush_known(why: str) -> None:
     """Run what the user can reach and has no gradient in its history."""
-    if _core.has_known() or _core.has_draw():
+    if _core.has_known() or _core.has_draw(False):
         _flush_known(why)
 
 

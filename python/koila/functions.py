@@ -14,6 +14,7 @@ from koila import (
     _core,
     bridge,
     cross,
+    derived,
     devices,
     draws,
     engine,
@@ -294,6 +295,8 @@ def register_all() -> None:
     _core.register(
         packed.select_index, OP, "index_select", None, False, False, False, "index_select", tuple
     )
+    derived_row = derived.gradient_of
+    _core.register(derived_row, OP, "grad", _run_whole, False, False, False, "gradient_of", tuple)
     chosen = masks.select_masked
     _core.register(
         chosen, OP, "__getitem__", _run_whole, False, False, False, "select_masked", tuple
@@ -327,12 +330,13 @@ def register_all() -> None:
     is_short = _core.install_slots(
         tuple(name for name in methods if name not in own and name[0] != "_")
     )
+    ways = _core.fast_ways()
     versions.note_slow_ways(
         {
             "methods of a lazy go through torch's dispatch": is_short,
-            "lazies are made anew each time": _core.recycles(),
-            "tensors are read by their attributes": _core.reads_by_handle(),
-            "torch's modes are asked for in Python": _core.asks_libtorch(),
+            "lazies are made anew each time": ways["recycling"],
+            "tensors are read by their attributes": ways["handles"],
+            "torch's modes are asked for in Python": ways["contexts"],
             "other tensors are looked for seldom": _core.sees_storages(),
             "gradients are copied only where others hold them": cross.counts_holders(),
         }

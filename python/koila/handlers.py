@@ -14,6 +14,7 @@ from koila import (
     _core,
     bridge,
     composed,
+    derived,
     devices,
     draws,
     engine,
@@ -357,7 +358,14 @@ def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.autograd.grad: the gradients are plain tensors."""
+    """torch.autograd.grad: the gradients are plain tensors, or recorded where they have a graph."""
+    words = _words(_GRAD_WORDS, args, kwargs)
+    if words.get("create_graph") and not words.get("is_grads_batched"):
+        outputs, given = _listed(words["outputs"]), words.get("grad_outputs")
+        gradients = [None] * len(outputs) if given is None else _listed(given)
+        recorded = derived.record(outputs, _listed(words["inputs"]), gradients)
+        if recorded is not None:
+            return recorded
     reports.note_backward()
     with reports.Asking("autograd.grad()", _HAD_RUN):
         return _autograd_grad(func, args, kwargs)
@@ -413,10 +421,17 @@ def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return live(func, args, kwargs) if real is None else func(real)
 
 
+def _is_view(lazy: LazyTensor) -> bool:
+    """Whether a value was recorded as a view of another."""
+    value = _core.id(lazy)
+    return value is None or _core.value(value)[9] is not None
+
+
 def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whether, and from where on, a tensor is a part of other memory: what is new is none."""
-    description = _core.describe(args[0]) if _is_pending(args[0]) else None
-    if description is None or _core.is_view(args[0]):
+    lazy = args[0]
+    is_known = _is_pending(lazy) and _core.describe(lazy) is not None
+    if not is_known or _core.held(lazy, _is_view, (lazy,), {}):
         return of_tensor(func, args, kwargs)
     return func(_empty_like(args[0]), *args[1:], **kwargs)
 

@@ -346,7 +346,7 @@ def _patch_generator() -> None:
         @functools.wraps(original)
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
-            if is_shared and not _core.is_busy() and _core.has_draw():
+            if is_shared and not _core.is_busy() and _core.has_draw(False):
                 draws.make_way()
             return _original(self, *args, **kwargs)
 

@@ -282,6 +282,11 @@ class Program:
         return self._find_unstageable()
 
     @property
+    def is_derived(self) -> bool:
+        """Whether its tape has calls that differentiate others (`derived.py`)."""
+        return "recipes" in _core.memo()
+
+    @property
     def cloned(self) -> set[int]:
         """Writes that are run on a clone."""
         _ = self.unstageable
@@ -387,8 +392,9 @@ class Program:
         return [value for value in self.wanted if value in wanted and value not in inner]
 
     def cut_for(self, way: Way) -> Program:
-        """The same program with its bodies cut as that way says."""
-        if way.cuts == self._cuts:
+        """The same program with its bodies cut as that way says, but that nothing is cut between
+        what is differentiated and its gradient in the program."""
+        if way.cuts == self._cuts or self.is_derived:
             return self
         return Program(self.roots, self.is_known_only, *way.cuts, self.gets, self._unwanted)
 

@@ -22,6 +22,7 @@ from koila import (
     checkpoints,
     config,
     deliver,
+    derived,
     draws,
     engine,
     explain,
@@ -247,7 +248,10 @@ class Replay:
             node = self.program.node(i)
             if node.is_random:
                 return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
-            if (made := accrue.run(self.program, node, func, args, kwargs)) is not None:
+            made = None
+            if not self.program.is_derived:  # or torch goes back through it twice
+                made = accrue.run(self.program, node, func, args, kwargs)
+            if made is not None:
                 return made
             if i in run.parts and self._is_plain(node, run):
                 results = func(*args, **kwargs)
@@ -286,7 +290,10 @@ class Replay:
             assert look is not None
             look.settle(self.program.node(i), env)
 
-        with contextlib.nullcontext() if look is None else look.hooks():
+        beside: Any = contextlib.nullcontext()
+        if self.program.is_derived:
+            beside = derived.beside(run.nodes if is_graph and again is None else ())
+        with beside, contextlib.nullcontext() if look is None else look.hooks():
             _core.run(
                 self.program.handle,
                 run.index,

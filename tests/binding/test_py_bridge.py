@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import koila
-from binding_kit import batch
+from binding_kit import batch, number_of
 from koila import _core, replay
 
 core: Any = _core
@@ -51,7 +51,7 @@ def test_handed_out() -> None:
     given = number.clone().requires_grad_() * 1
     (root,) = core.hand_out([(value, given)], [])
     assert core.real(h) is given and koila.is_lazy(root)
-    assert core.real(root) is None and core.known(root) is None
+    assert core.real(root) is None and number_of(root) is None
     after = h * 2  # onto another tape
     assert core.is_pending_here(after) and not core.is_pending_here(root)
     core.set_wanted((root,), False)
@@ -88,7 +88,7 @@ def test_wrong_arguments(args: tuple[Any, ...]) -> None:
     h, _ = known()
     with pytest.raises(TypeError):
         core.hand_out(*args)
-    assert core.known(h) is not None
+    assert number_of(h) is not None
 
 
 @pytest.mark.parametrize("value", [0, 10**6])
@@ -102,4 +102,4 @@ def test_what_no_call_makes(value: int) -> None:
         core.set_wanted((1,), True)
     with pytest.raises(TypeError):
         core.replace_leaves(batch(), len)
-    assert core.known(h) is not None
+    assert number_of(h) is not None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from binding_kit import batch, in_a_thread, is_pending, pending
+from binding_kit import batch, in_a_thread, is_pending, number_of, pending
 from chunked import split
 from koila import _core
 
@@ -32,7 +32,6 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "force": (core.force, (torch.ones(2),)),
     "real": (core.real, (torch.ones(2),)),
     "read": (core.read, (torch.ones(2),)),
-    "known": (core.known, (None,)),
     "is_input": (core.is_input, ("x",)),
     "hook": (core.hook, (torch.ones(2),)),
     "retained": (core.retained, ("x",)),
@@ -49,7 +48,6 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "count_interpreters": (core.count_interpreters, (None,)),
     "set_type_attribute": (core.set_type_attribute, (3, "name", 1)),
     "set_type_attribute by number": (core.set_type_attribute, (int, 3, 1)),
-    "set_busy": (core.set_busy, (1,)),
     "fail_alloc_after": (core.fail_alloc_after, ("x",)),
 }
 
@@ -88,7 +86,7 @@ def test_input_has_rows_where_it_is_told(dim: int, place: Any) -> None:
     x = batch()
     lazy = core.input(x, dim, core.new_axis(), x.shape[dim])
     assert core.is_input(lazy)
-    assert core.real(lazy) is core.force(lazy) is core.known(lazy) is x
+    assert core.real(lazy) is core.force(lazy) is number_of(lazy) is x
     made = lazy * 2
     assert not core.is_input(made)
     _, _, _, found, rows, *_ = core.value(0)
@@ -116,13 +114,13 @@ def test_like_has_rows_where_another_has_them(is_pending: bool) -> None:
 
 def test_real_and_known_and_force() -> None:
     lazy = graph()
-    assert core.real(lazy) is core.known(lazy) is None
+    assert core.real(lazy) is number_of(lazy) is None
     with split(2):
         number = core.read(lazy)
     assert core.real(lazy) is None
-    assert core.known(lazy) is number and not number.requires_grad
+    assert number_of(lazy) is number and not number.requires_grad
     real = core.force(lazy)
-    assert core.real(lazy) is core.known(lazy) is real and real.requires_grad
+    assert core.real(lazy) is number_of(lazy) is real and real.requires_grad
     assert real.tolist() == number.tolist() == batch().tolist()
 
 
@@ -218,12 +216,12 @@ def test_memo_lives_as_long_as_the_program() -> None:
 
 
 def test_draws() -> None:
-    assert not core.has_draw()
+    assert not core.has_draw(False)
     lazy = F.dropout(koila.lazy(batch()), 0.5)
-    assert core.has_draw()
-    assert not in_a_thread(core.has_draw)
+    assert core.has_draw(False)
+    assert not in_a_thread(lambda: core.has_draw(False))
     lazy.tolist()
-    assert not core.has_draw()
+    assert not core.has_draw(False)
 
 
 def test_hook() -> None:

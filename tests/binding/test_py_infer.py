@@ -168,7 +168,7 @@ def test_nothing_is_kept_between_calls() -> None:
         ask()
     gc.collect()
     assert [*map(sys.getrefcount, held), core.n_blocks()] == before
-    assert not koila._core.has_draw()
+    assert not koila._core.has_draw(False)
 
 
 def test_memory_that_runs_out() -> None:

@@ -86,7 +86,7 @@ def test_looking_changes_nothing() -> None:
     assert told([loss], False) == first
     assert told([], True) == told([], True)
     assert is_pending(loss)
-    assert core.has_draw()
+    assert core.has_draw(False)
 
 
 def test_modes_and_reductions() -> None:

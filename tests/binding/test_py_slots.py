@@ -139,8 +139,8 @@ def test_keywords_and_errors_of_methods() -> None:
 
 def test_the_short_ways_are_open() -> None:
     """Each has a long way round, which is right as well, and would be taken without a word."""
-    assert koila._core.recycles()
-    assert koila._core.reads_by_handle()
+    assert koila._core.fast_ways()["recycling"]
+    assert koila._core.fast_ways()["handles"]
     assert type(vars(koila._core.LazyTensor)["view"]).__name__ == "LazyMethod"
 
 

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* rules_gradient.c - gradients that have a graph themselves, of rows each by itself: derived.py. */
+#include "rules.h"
+
+enum { INPUTS, READ = 3, N_KEPT = 5, N_ALONE };
+
+static const KlMeta *
+input_of(const KlCall *call, uint32_t i)
+{
+    return call->inputs[call->args[INPUTS].input + i];
+}
+
+/* The gradient of each input, of its shape; how torch lays it out is left open. */
+KlStatus
+shape_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
+{
+    if (call->args[INPUTS].kind != KL_ARG_VALUES) {
+        return KL_DECLINED;
+    }
+    KlStatus status = kl_infer_reserve_outs(result, call->args[INPUTS].n, error);
+    for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
+        result->outs[i] = *input_of(call, i);
+        result->outs[i].is_strided = false;
+        result->outs[i].place = KL_PLACE_WHOLE;
+    }
+    return status;
+}
+
+KlStatus
+dtype_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)call, (void)result, (void)error;
+    return KL_OK; /* they have those of the inputs */
+}
+
+/* Python has seen that no row of an output has to do with others. */
+KlStatus
+place_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
+{
+    (void)error;
+    for (uint32_t i = 0; i < call->args[READ].input; i++) {
+        if (!kl_place_is_rows(&call->inputs[i]->place)) {
+            return kl_rules_once(result, "what is differentiated has no rows");
+        }
+    }
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        result->outs[i].place = input_of(call, i)->place;
+    }
+    return KL_OK;
+}
+
+/* As counted when it was recorded. Going back, gradients wait for the backward of the calls in between. */
+void
+saves_gradient_of(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    saves_all(call, result, saves);
+    saves->is_extra_rows = kl_rules_int(call, N_KEPT, 0, &saves->bytes_extra) == KL_OK &&
+                           kl_rules_int(call, N_ALONE, 0, &saves->bytes_steps) == KL_OK;
+    saves->bytes_backward = saves->bytes_steps;
+}

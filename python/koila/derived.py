@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.autograd.grad(..., create_graph=True)`, recorded: a gradient penalty, a derivative in a
+loss, an energy's forces.
+
+Where no sample of what is differentiated has to do with another, the gradient of a sample is a
+function of that sample and of the weights. It is recorded as one call, `gradient_of`, and autograd
+goes back through that call as through any other.
+
+On a chunk the outputs are there, on a graph that leads to the inputs, if all calls in between ran
+with the call: then torch differentiates them. Else, where a value is read and nothing has a graph,
+or these calls are of several parts of a program, they are made once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from koila import _core, draws, engine, hooks, plan, surroundings
+from koila.program import REDUCE, ROWS, Node, Program
+from koila.rows import Place
+
+LazyTensor = _core.LazyTensor
+#: Recipes, by the number that a recorded call has; the tape of the call keeps them.
+_recipes: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class Recipe:
+    """The recorded calls between inputs and outputs, by numbers of their tape."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        read: Sequence[int],
+        place: Place,
+    ) -> None:
+        self.nodes = [node.id for node in nodes]
+        self.n_values = nodes[-1].outs.stop  # what a call reads was there before it
+        self.inputs = inputs
+        self.outputs = outputs
+        self.read = read  # values that the calls read and none of them makes
+        self.place = place  # of the rows of the first input
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        read: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """The gradients of `inputs`, on a graph where gradients are switched on."""
+        is_graph = torch.is_grad_enabled()
+        is_there = _state.beside is None or _state.beside.issuperset(self.nodes)
+        heads: Sequence[Tensor] = inputs
+        if not (is_graph and is_there and all(one.requires_grad for one in (*inputs, *outputs))):
+            heads, outputs = self.run_again(inputs, read)
+        found = engine.gradients_of(outputs, heads, gradients, is_graph)
+        return tuple(one for one in found if one is not None)
+
+    def run_again(
+        self, inputs: Sequence[Tensor], read: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Make the calls once more, on a graph: where that begins, and their outputs."""
+        _, dim, outer, inner = self.place
+        n_rows = inputs[0].shape[dim] // (outer * inner)
+        with torch.enable_grad(), beside(self.nodes):
+            heads = [one if one.requires_grad else one.detach().requires_grad_() for one in inputs]
+            env: list[Any] = [None] * self.n_values
+            given = zip((*self.read, *self.inputs), (*read, *heads), strict=True)
+            for value, tensor in given:
+                env[value] = tensor
+            for i in self.nodes:
+                _core.run_alone(i, env, n_rows, False, draws.make_call)
+            return heads, [env[value] for value in self.outputs]
+
+
+class _State(threading.local):
+    """Which calls run on one graph now; None: all do."""
+
+    def __init__(self) -> None:
+        self.beside: frozenset[int] | None = None
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def beside(nodes: Iterable[int]) -> Iterator[None]:
+    """A block in which these calls, and no others, run on one graph."""
+    before, _state.beside = _state.beside, frozenset(nodes)
+    try:
+        yield
+    finally:
+        _state.beside = before
+
+
+def gradient_of(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    read: Sequence[Tensor],
+    recipe: int,
+    n_kept: int,
+    n_alone: int,
+) -> tuple[Tensor, ...]:
+    """The gradients of inputs, of their shapes, which can be differentiated again.
+
+    Args:
+        inputs: what it is differentiated by.
+        outputs: what is differentiated.
+        gradients: of the outputs.
+        read: all else that the calls in between read.
+        recipe: the number of these calls.
+        n_kept: bytes that autograd keeps for its backward, of all samples, beside those that it
+            keeps of the calls in between.
+        n_alone: bytes that there are while it runs where these calls are made once more.
+    """
+    return _recipes[recipe].run(inputs, outputs, gradients, read)
+
+
+class _Found(NamedTuple):
+    """What is between inputs and outputs."""
+
+    nodes: list[Node]
+    read: dict[int, Place | None]  # values that none of these makes, and the rows they are read by
+
+
+def record(
+    outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]
+) -> tuple[Tensor, ...] | None:
+    """Record the gradients of inputs. None: what is differentiated goes across samples, draws,
+    writes, or cannot be seen, and runs at once.
+
+    Args:
+        outputs: what is differentiated.
+        inputs: by what.
+        gradients: of the outputs; None: 1.
+    """
+    if plan.is_whole() or not torch.is_grad_enabled() or hooks.is_any():
+        return None
+    if surroundings.of_call() or surroundings.of_backward() or torch.is_autocast_enabled("cpu"):
+        return None
+    are_lazy = all(type(one) is LazyTensor for one in (*outputs, *inputs))
+    if not are_lazy or not all(one.requires_grad for one in (*outputs, *inputs)):
+        return None
+    if not all(map(_core.is_pending_here, outputs)) or len(gradients) != len(outputs):
+        return None
+    program = Program(list(outputs))
+    ids = [one for one in map(_core.id, inputs) if one is not None]
+    places = [program.info(one).place for one in ids]
+    if len(ids) < len(inputs) or program.has_writes or None in places or places[0] is None:
+        return None
+    ends = [_end(program, *pair) for pair in zip(outputs, gradients, strict=True)]
+    pairs = [one for one in ends if one is not None]
+    found = _between(program, ids, [value for value, _ in pairs], places[0][0])
+    if len(pairs) < len(ends) or found is None:
+        return None
+    read = {value: _given(program, value, at, inputs[0]) for value, at in found.read.items()}
+    if any(one is None for one in read.values()):
+        return None
+    recipe = Recipe(found.nodes, ids, [value for value, _ in pairs], list(read), places[0])
+    n_bytes = _try(program, recipe, found)
+    if n_bytes is None:
+        return None
+    number = next(_numbers)
+    _recipes[number] = recipe
+    _core.memo().setdefault("recipes", []).append(recipe)
+    n_rows = program.info(ids[0]).rows
+    ends_of = tuple(map(_core.lazy_of, recipe.outputs)), tuple(gradient for _, gradient in pairs)
+    given = tuple(inputs), *ends_of, tuple(read.values())
+    lazies = (*inputs, *ends_of[0])
+    call: Any = handle_torch_function
+    made = call(gradient_of, lazies, *given, number, *(n_rows * one for one in n_bytes))
+    return (made,) if type(made) is LazyTensor else tuple(made)
+
+
+def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | None:
+    """Where the gradient starts, and its gradient by samples: a sum or mean of all samples is gone
+    through."""
+    value = _core.id(output)
+    assert value is not None
+    info, node = program.info(value), program.node_of(value)
+    if info.place is not None:
+        is_plain = isinstance(gradient, Tensor) and gradient.shape == info.shape
+        if is_plain and type(gradient) is not LazyTensor:
+            gradient = _core.like(gradient, output)
+        elif not is_plain or gradient.requires_grad:
+            return None
+        at = _core.id(gradient)
+        is_fit = at is None or _core.value(at)[3] == info.place
+        return (value, gradient) if is_fit else None
+    if node is None or node.mode != REDUCE or info.shape or gradient is not None:
+        return None
+    name, terms = program.row_of(node), program.imports[node.imports[0]].value
+    of = program.info(terms)
+    if name not in ("sum", "mean") or of.place is None or of.dtype != info.dtype:
+        return None
+    share = 1 / math.prod(of.shape) if name == "mean" else 1.0
+    each = torch.full((), share, dtype=of.dtype, device=of.device).expand(of.shape)
+    return terms, _core.like(each, _core.lazy_of(terms))
+
+
+def _between(
+    program: Program, inputs: Sequence[int], outputs: Sequence[int], axis: int
+) -> _Found | None:
+    """The calls through which gradients go from outputs to inputs; None: not all are by samples of
+    that batch."""
+    reached, made, needed = set(inputs), set[int](), set(outputs)
+    nodes = []
+    for _, node in sorted(program.nodes.items()):
+        reads = {program.imports[k].value for k in node.imports if k >= 0}
+        outs = [out for out in node.outs if program.info(out).requires_grad]
+        if outs and not reads.isdisjoint(reached):
+            reached.update(outs)
+            nodes.append(node)
+    found = []
+    for node in reversed(nodes):
+        if needed.isdisjoint(node.outs):
+            continue
+        if node.mode != ROWS or node.axis != axis or node.is_random or node.region:
+            return None
+        if node.writes or node.leaf_writes:
+            return None
+        found.append(node)
+        made.update(node.outs)
+        needed.update(program.imports[k].value for k in node.imports if k >= 0)
+    if not needed.issuperset(inputs) or not made.issuperset(outputs):
+        return None
+    read: dict[int, Place | None] = {}
+    for node in found:
+        for one in (program.imports[k] for k in node.imports if k >= 0):
+            if one.value in made or one.value in inputs:
+                continue
+            if one.is_range or read.setdefault(one.value, one.place) != one.place:
+                return None
+    return _Found(found[::-1], read)
+
+
+def _given(program: Program, value: int, place: Place | None, like: Any) -> Any:
+    """A tensor that stands for a value which is read by these rows; None: there is none."""
+    info = program.info(value)
+    if info.place == place:
+        return info.real if place is None and info.real is not None else _core.lazy_of(value)
+    like_id = _core.id(like)
+    rows = program.info(like_id).place if like_id is not None else None
+    if info.place is None and info.real is not None and place == rows:
+        return _core.like(info.real, like)
+    return None
+
+
+def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | None:
+    """Differentiate one sample of ones, for the bytes that autograd keeps of it, as `gradient_of`
+    is told them; None: torch cannot, or some gradient has no graph."""
+    saved: dict[int, int] = {}
+
+    def stand_in(value: int, place: Place | None) -> Tensor:
+        info = program.info(value)
+        if info.real is not None and place is None:
+            return info.real
+        made = draws.stand_in(value, place, 1)
+        return made.requires_grad_(info.requires_grad)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    read = [stand_in(value, place) for value, place in found.read.items()]
+    inputs = [stand_in(value, program.info(value).place) for value in recipe.inputs]
+    try:
+        with surroundings.outside(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            heads, outputs = recipe.run_again(inputs, read)
+            before = set(saved)
+            gradients = [torch.ones_like(one) for one in outputs]
+            made = engine.gradients_of(outputs, heads, gradients, True)
+    except (RuntimeError, IndexError):
+        return None
+    if not all(one is not None and one.requires_grad for one in made):
+        return None
+    weights = [one for one, at in zip(read, found.read.values(), strict=True) if at is None]
+    for one in weights:
+        saved.pop(one.untyped_storage().data_ptr(), None)
+    is_one_part = len({node.stage for node in found.nodes}) == 1
+    n_kept = sum(n for key, n in saved.items() if not is_one_part or key not in before)
+    return n_kept, sum(saved.values())

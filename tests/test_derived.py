@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives in a loss (`create_graph=True`) by samples: gradient penalties, differential
+equations, forces of an energy; and what goes across samples, which runs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from allocations import Allocations
+from oracle import Lazy, assert_same_story
+from stories import N_ROWS, each_split_further, rows
+from test_bridge import Square
+
+Story = Callable[[Lazy], Any]
+BY_SAMPLES: dict[str, Story] = {}
+AT_ONCE: dict[str, Story] = {}
+
+
+def gradient(of: Any, by: Any, *given: Any) -> Any:
+    """Return gradients on a graph; of one tensor, that of it."""
+    found = torch.autograd.grad(of, by, *given, create_graph=True)
+    return found if isinstance(by, list | tuple) else found[0]
+
+
+def found(loss: Tensor, *models: nn.Module) -> Any:
+    loss.backward()
+    return loss, [p.grad for model in models for p in model.parameters()]
+
+
+def critic(n: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(n, 6), nn.LeakyReLU(0.2), nn.Linear(6, 1)).double()
+
+
+def by_samples(story: Story) -> Story:
+    BY_SAMPLES[story.__name__] = story
+    return story
+
+
+def at_once(story: Story) -> Story:
+    AT_ONCE[story.__name__] = story
+    return story
+
+
+@by_samples
+def a_gradient_penalty(lazy: Lazy) -> Any:
+    D, G = critic(), nn.Linear(3, 4).double()
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (D, G)]
+    seen = []
+    for _ in range(2):
+        real = lazy(rows(4))
+        fake = G(torch.randn(len(real), 3, dtype=torch.float64)).detach()
+        share = torch.rand(len(real), 1, dtype=torch.float64)
+        between = (share * real + (1 - share) * fake).requires_grad_(True)
+        score = D(between)
+        grad = gradient(score, between, torch.ones_like(score))
+        penalty = ((grad.view(len(grad), -1).norm(2, dim=1) - 1) ** 2).mean()
+        loss = D(fake).mean() - D(real).mean() + 10 * penalty
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        other = -D(G(torch.randn(len(real), 3, dtype=torch.float64))).mean()
+        optimizers[1].zero_grad()
+        other.backward()
+        optimizers[1].step()
+        seen += [loss.item(), penalty.item(), other.item(), between.grad]
+    return seen, list(D.parameters()), list(G.parameters())
+
+
+@by_samples
+def a_penalty_on_images(lazy: Lazy) -> Any:
+    """Sizes of the batch stand in views; the sum of all scores is differentiated."""
+    conv = nn.Conv2d(1, 3, 3, padding=1).double()
+    last = nn.Linear(3 * 16, 1).double()
+    real = rows(1, 4, 4).requires_grad_()
+    real = lazy(real)
+    h = F.gelu(conv(real))
+    score = last(h.view(real.size(0), -1))
+    grad = gradient(score.sum(), real)
+    loss = F.softplus(-score).mean() + grad.pow(2).reshape(grad.shape[0], -1).sum(1).mean()
+    return *found(loss, conv, last), real.grad
+
+
+@by_samples
+def a_differential_equation(lazy: Lazy) -> Any:
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    t, x = rows(1).requires_grad_(), rows(1).requires_grad_()
+    t, x = lazy(t, x)
+    u = net(torch.cat([t, x], 1))
+    u_t, u_x = gradient(u, [t, x], torch.ones_like(u))
+    u_xx = gradient(u_x, x, torch.ones_like(u_x))
+    loss = (u_t + u * u_x - 0.1 * u_xx).pow(2).mean()
+    return *found(loss, net), u_t, u_xx, t.grad, x.grad
+
+
+@by_samples
+def forces_of_an_energy(lazy: Lazy) -> Any:
+    """The mean over all is differentiated, and the energy is in the loss as well."""
+    net = nn.Sequential(nn.Linear(3, 6), nn.SiLU(), nn.Linear(6, 1)).double()
+    at, wanted = rows(5, 3).requires_grad_(), rows(5, 3)
+    at, wanted = lazy(at, wanted)
+    distance = (at.unsqueeze(1) - at.unsqueeze(2)).pow(2).sum(-1)
+    energy = net(at).sum((1, 2)) + (-distance).exp().sum((1, 2))
+    force = -gradient(energy.mean(), at)
+    return found(F.mse_loss(force, wanted) + energy.pow(2).mean(), net)
+
+
+@by_samples
+def what_else_is_read(lazy: Lazy) -> Any:
+    """Values that are gone, plain tensors of as many rows, weights made of others, constants."""
+    table, linear = nn.Embedding(5, 4).double(), nn.Linear(4, 4).double()
+    nn.utils.parametrizations.weight_norm(linear)
+    plain = rows(4)
+    x, label = lazy(rows(4), torch.arange(N_ROWS) % 5)
+    h = (x * 2).requires_grad_()
+    score = (linear(h) * table(label).tanh() + plain * h.detach() * h).sum(1)
+    grad = gradient(score, h, plain[:, 0])
+    return found((grad.norm(dim=1) - 1).pow(2).mean(), table, linear)
+
+
+@by_samples
+def through_what_has_a_history(lazy: Lazy) -> Any:
+    first, D = nn.Linear(4, 4).double(), critic()
+    h = first(lazy(rows(4))).tanh()
+    grad = gradient(D(h).sum(), h)
+    return found((grad * h).sum(1).pow(2).mean(), first, D)
+
+
+@by_samples
+def a_penalty_that_is_read_first(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    grad = gradient(D(x).sum(), x)
+    seen = grad.norm().item()
+    loss = grad.norm(dim=1).mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return seen, [p.grad for p in D.parameters()], x.grad, grad
+
+
+@by_samples
+def before_a_call_that_cannot_be_recorded(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    grad = gradient(D(x).sum(), x)
+    squared: Tensor = Square.apply(grad)  # type: ignore[no-untyped-call]
+    return *found(squared.mean() + grad.sin().mean(), D), x.grad
+
+
+@by_samples
+def steps_of_a_sequence(lazy: Lazy) -> Any:
+    cell, last = nn.GRUCell(3, 4).double(), nn.Linear(4, 1).double()
+    x = lazy(rows(3, 3).requires_grad_())
+    h = x.new_zeros(len(x), 4)
+    for t in range(3):
+        h = cell(x[:, t], h)
+    grad = gradient(last(h).sum(), x)
+    return found(grad.pow(2).sum((1, 2)).mean(), cell, last)
+
+
+@by_samples
+def calls_of_several_parts(lazy: Lazy) -> Any:
+    """What all samples make scales the scores of each, which are made in part before it."""
+    D, scale = critic(), nn.Linear(4, 1).double()
+    x = lazy(rows(4).requires_grad_())
+    h = D[0](x).tanh()
+    score = D[2](h * scale(h.detach()[:, :4]).exp().mean() + h.sin())
+    grad = gradient(score.sum(), x)
+    return *found(grad.pow(2).sum(1).mean() + score.mean(), D, scale), x.grad
+
+
+@by_samples
+def attention(lazy: Lazy) -> Any:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, norm_first=True).double()
+    x = lazy(rows(3, 4).requires_grad_())
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        grad = gradient(layer(x).sum(), x)
+    return found(grad.pow(2).sum((1, 2)).mean(), layer)
+
+
+@at_once
+def statistics_of_the_batch(lazy: Lazy) -> Any:
+    D = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = lazy(rows(4).requires_grad_())
+    return found(gradient(D(x).sum(), x).norm(dim=1).mean(), D)
+
+
+@at_once
+def samples_that_meet(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    h = x - x.mean(0)
+    return found(gradient(D(h).sum(), x).norm(dim=1).mean(), D)
+
+
+@at_once
+def noise(lazy: Lazy) -> Any:
+    D = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = lazy(rows(4).requires_grad_())
+    return found(gradient(D(x).sum(), x).norm(dim=1).mean(), D)
+
+
+@at_once
+def gradients_of_weights(lazy: Lazy) -> Any:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    inner = net(lazy(rows(4))).pow(2).mean()
+    gradients = gradient(inner, [*net.parameters()])
+    moved = [p - 0.1 * g for p, g in zip(net.parameters(), gradients, strict=True)]
+    names = dict(zip(dict(net.named_parameters()), moved, strict=True))
+    outer = torch.func.functional_call(net, names, (lazy(rows(4)),))
+    return found(outer.pow(2).mean(), net)
+
+
+@at_once
+def a_gradient_without_a_graph(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    flat = gradient((x * 3).sum(), x)
+    return *found((D(x) * flat).mean(), D), flat.requires_grad
+
+
+@at_once
+def memory_that_is_written(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    h = x * 1.0
+    h[:, 0] *= 2
+    return found(gradient(D(h).sum(), x).norm(dim=1).mean(), D)
+
+
+@at_once
+def a_hook(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    h = D[0](x)
+    seen: list[Tensor] = []
+    h.register_hook(lambda g: (seen.append(g + 0), g * 2)[1])
+    return *found(gradient(D[1:](h).sum(), x).norm(dim=1).mean(), D), seen
+
+
+@at_once
+def a_checkpoint(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    score = checkpoint(D, x, use_reentrant=False)
+    return found(gradient(score.sum(), x).norm(dim=1).mean(), D)  # type: ignore[union-attr]
+
+
+#: Of these something comes before, or after.
+PARTLY = ("gradients_of_weights", "a_gradient_without_a_graph")
+
+
+@pytest.mark.parametrize("name", BY_SAMPLES)
+@each_split_further
+def test_by_samples(chunks: int | None, name: str) -> None:
+    assert_same_story(BY_SAMPLES[name], chunks, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("chunks", [2, N_ROWS])
+def test_at_once(chunks: int, name: str) -> None:
+    words = {"partly" if name in PARTLY else "whole": "what is differentiated runs at once"}
+    assert_same_story(AT_ONCE[name], chunks, tolerance=1e-10, **words)
+
+
+def test_what_is_not_used() -> None:
+    with koila.config(chunks=2):
+        x, y = koila.lazy(rows(4).requires_grad_(), rows(4).requires_grad_())
+        score = critic()(x).sum()
+        used, unused = torch.autograd.grad(score, [x, y], create_graph=True, allow_unused=True)
+        assert unused is None
+        assert used.shape == x.shape
+
+
+def test_memory() -> None:
+    """A penalty on images takes less in chunks, and runs where half of eager's peak is allowed."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.LeakyReLU(0.2), nn.Conv2d(16, 16, 3, padding=1)
+    )
+
+    def step(x: Tensor) -> None:
+        x.requires_grad_()
+        grad = gradient(net(x).sum(), x)
+        (grad.flatten(1).norm(dim=1) - 1).pow(2).mean().backward()
+
+    images = torch.randn(32, 3, 32, 32)
+    step(images.clone())
+
+    def peak(lazy: Lazy) -> int:
+        net.zero_grad()
+        x = lazy(images.clone())
+        made = Allocations()
+        with made:
+            made.count(images, *net.parameters())
+        with made:
+            step(x)
+        return made.peak
+
+    whole = peak(lambda x: x)
+    with koila.config(chunks=8):
+        assert peak(koila.lazy) < 0.3 * whole
+    with koila.config(memory_limit=whole // 2):
+        assert peak(koila.lazy) < whole // 2
