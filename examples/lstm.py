@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> float:
     for step in range(args.steps):
         chosen = [data[i] for i in torch.randint(len(data), (args.batch_size,)).tolist()]
         x, lengths = pad_sequence(chosen, True, PADDING), torch.tensor([len(s) - 1 for s in chosen])
-        x, lengths = koila.lazy(x, lengths, batch=0)  # the one line
+        x = koila.lazy(x, batch=0)  # the one line; lengths are read at once, and stay plain
         logits = model(x[:, :-1], lengths)
         loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), ignore_index=PADDING)
         optimizer.zero_grad()

@@ -338,7 +338,7 @@ def test_a_hook_that_is_set_meanwhile(kind: str, is_reentrant: bool) -> None:
         h = linear(koila.lazy(torch.randn(N_ROWS, 4)))
         loss = checkpoint(nn.Sequential(body, nn.Tanh()), h, use_reentrant=is_reentrant).sum()
         handle = getattr(body, f"register_{kind}_hook")(lambda *args: None)
-        said = r"Linear in its body got or lost a hook .*test_checkpoint_state\.py"
+        said = r"Linear in its function got or lost a hook .*test_checkpoint_state\.py"
         with pytest.raises(koila.KoilaError, match=said):
             loss.backward()
         handle.remove()
@@ -371,6 +371,6 @@ def test_gradients_of_some_inputs_only() -> None:
             h = first(koila.lazy(torch.randn(N_ROWS, 4, dtype=torch.float64)))
             loss = checkpoint(last, h, use_reentrant=True).pow(2).mean()
             inputs = list((last if inner else first).parameters())
-            with pytest.raises(koila.KoilaError, match="only its body reads gets no gradient"):
+            with pytest.raises(koila.KoilaError, match="only its function reads gets no gradient"):
                 loss.backward(inputs=inputs)
         assert all(one.grad is None for one in inputs)

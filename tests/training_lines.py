@@ -791,5 +791,5 @@ REFUSALS = [
     # A second backward through calls that save nothing, which torch allows.
     r"koila keeps no graph behind a value whose backward ran",
     # Torch gives what only the body of a reentrant checkpoint reads no gradient, without a word.
-    r"only its body reads gets no gradient",
+    r"only its function reads gets no gradient",
 ]

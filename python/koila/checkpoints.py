@@ -185,7 +185,7 @@ def _buffers_of(found: list[nn.Module]) -> list[_Buffer]:
 
 def _refuse(what: str) -> None:
     raise KoilaError(
-        f"checkpoint: its body {what} ({lines.user_line()}). torch runs the body once more in "
+        f"checkpoint: its function {what} ({lines.user_line()}). torch runs it once more in "
         "backward, and that too; koila runs it once. Leave it out of the checkpoint, or run it "
         "whole: koila.config(chunks=1)"
     )
@@ -339,8 +339,8 @@ def check(program: Program, has_inputs: bool) -> None:
     if has_inputs and any(region % 2 for region in regions):
         raise KoilaError(  # torch, too, says so, where it comes to the checkpoint
             "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
-            "passing an `inputs` parameter to .backward(): a tensor that only its body reads gets "
-            "no gradient. Set use_reentrant=False, or call .backward() without passing the "
+            "passing an `inputs` parameter to .backward(): a tensor that only its function reads "
+            "gets no gradient. Set use_reentrant=False, or call .backward() without passing the "
             "`inputs` argument."
         )
     known = _core.memo().get("modes", {}) if regions else {}
@@ -352,8 +352,8 @@ def check(program: Program, has_inputs: bool) -> None:
             change = "got or lost a hook"
         if change:
             raise KoilaError(
-                f"checkpoint: {type(module).__name__} in its body {change} between forward and "
-                f"backward ({lines.user_line()}), where torch runs the body once more; koila runs "
+                f"checkpoint: {type(module).__name__} in its function {change} between forward and "
+                f"backward ({lines.user_line()}), where torch runs that once more; koila runs "
                 "it once. Do that after backward, or run it whole: koila.config(chunks=1)"
             )
 
