@@ -90,8 +90,26 @@ def of_python(path: Path) -> list[list[str]]:
             continue
         if not re.fullmatch(r"(Koila|Stale|MemoryLimit)Error", node.func.id):
             continue
-        consts = [one for one in ast.walk(node.args[0]) if isinstance(one, ast.Constant)]
-        found.append([one.value for one in consts if isinstance(one.value, str)])
+        found.append(texts_in(node.args[0]))
+    return [parts for parts in found if parts]
+
+
+def texts_in(node: ast.AST) -> list[str]:
+    """The texts of an expression, cut where values go."""
+    consts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+    return [part for text in consts if isinstance(text, str) for part in re.split(r"%\w", text)]
+
+
+def warned_by(path: Path) -> list[list[str]]:
+    """The texts of warnings that a file makes, by Python's module for them or by a logger."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and node.args:
+            name = ast.unparse(node.func)
+            if name in ("warnings.warn", "_logger.warning"):
+                found.append(texts_in(node.args[0]))
+            elif name == "_log" and len(node.args) > 1:
+                found.append(texts_in(node.args[1]))
     return [parts for parts in found if parts]
 
 
@@ -101,11 +119,15 @@ def of_c(path: Path) -> list[list[str]]:
     return [re.split(r"%[.\d]*\w", "".join(re.findall(r'"([^"]*)"', text))) for text in texts]
 
 
-def test_every_refusal_is_explained() -> None:
-    """docs/messages.md has the longest part of the text of each error that koila raises."""
+def test_every_refusal_and_warning_is_explained() -> None:
+    """docs/messages.md has the longest part of the text of each that koila raises or logs."""
     page = " ".join((DOCS / "messages.md").read_text().split())
-    texts = [text for path in (ROOT / "python/koila").rglob("*.py") for text in of_python(path)]
+    files = list((ROOT / "python/koila").rglob("*.py"))
+    texts = [text for path in files for text in of_python(path)]
     texts += [text for path in (ROOT / "koila_c/binding").glob("*.c") for text in of_c(path)]
     assert len(texts) > 20
+    warned = [text for path in files for text in warned_by(path)]
+    assert len(warned) > 5
+    texts += warned
     longest = {" ".join(max(parts, key=len).split()) for parts in texts}
     assert {text for text in longest if text not in page} == set()
