@@ -42,6 +42,7 @@ from torch.distributed.tensor.parallel import (
 
 import koila
 from allocations import Allocations
+from koila import _core, outside
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch renames its functions
 
@@ -464,6 +465,30 @@ def test_fully_shard_memory(tmp_path: Path) -> None:
             chunks = peak(lazily, 1)
         assert chunks[0] == loop[0] < 2 * sum(p.nbytes for p in Wide().parameters())
         assert chunks[1] < 0.7 * loop[1], (chunks, loop)
+
+    in_processes(case, tmp_path)
+
+
+def test_fully_shard_takes_what_is_predicted(tmp_path: Path) -> None:
+    """Of a backward through many modules: one has its gradients at a time, the others their
+    shards."""
+
+    def case(rank: int) -> None:
+        m: Any = nn.Sequential(*(Wide() for _ in range(24)))
+        for block in m:
+            fully_shard(block)
+        fully_shard(m)
+        memory, x = Allocations(), torch.randn(30, 64)
+        with koila.config(chunks=3):
+            out = m(koila.lazy(x, batch=0))
+            predicted = outside.peak([_core.real(out)])
+            with memory:
+                seed = torch.ones(30, 64)
+            with memory:
+                memory.mark()
+                out.backward(seed)
+        used = memory.peak - memory.at_marks[0]
+        assert 0.8 * used <= predicted <= 1.25 * used, (used, predicted)
 
     in_processes(case, tmp_path)
 

@@ -16,8 +16,12 @@ from koila.engine import ACCUMULATE_GRAD
 _HANDS_ON = frozenset(
     "AddBackward0 AliasBackward0 DetachBackward0 PermuteBackward0 ReshapeAliasBackward0 "
     "SqueezeBackward0 SqueezeBackward1 TBackward0 TransposeBackward0 UnsafeViewBackward0 "
-    "UnsqueezeBackward0 ViewBackward0".split()
+    "UnsqueezeBackward0 ViewBackward0 _HandedOutBackward "
+    "RegisterPostBackwardFunctionBackward".split()
 )
+#: While a module has parameters gathered that are let go of (`sharded.py`), until their gradients
+#: are reduced: those, these, a buffer for each, those of the next module, the last one's buffer.
+_REDUCES, _COPIES = "RegisterPostBackwardFunctionBackward", 6
 
 
 def _bytes(metadata: Any) -> int:
@@ -36,8 +40,11 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
     heap = [(-node._sequence_nr(), id(node), node) for node in waiting]
     heapq.heapify(heap)
     live = worst = 0.0  # gradients on their way, and those that leaves were given
+    gathered = 0.0
     while heap:
         _, _, node = heapq.heappop(heap)
+        if node.name() == _REDUCES:
+            live, gathered = live - gathered, 0.0
         taken, made, kept = waiting.pop(node), 0.0, 0.0
         for following, output in node.next_functions:
             if following is None:
@@ -46,7 +53,13 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
             leaf = getattr(following, "variable", None) if is_leaf else None
             size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[output])
             made += 0 if node.name() in _HANDS_ON and size <= taken else size
-            if leaf is not None:
+            shard = getattr(leaf, "_koila_shard", None)
+            if shard is not None and (following, output) not in arrived:
+                arrived.add((following, output))
+                gathered += _COPIES * size
+                made += (_COPIES - 1) * size
+                kept += _COPIES * size + (shard.to_local().nbytes if shard.grad is None else 0)
+            elif leaf is not None:
                 kept += size if leaf.grad is None and (following, output) not in arrived else 0
                 arrived.add((following, output))
             elif (following, output) not in arrived:

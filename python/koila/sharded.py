@@ -212,8 +212,9 @@ def _patch_groups(groups: Any, replace: Replace) -> None:
         for parameter in self.fsdp_params:
             if _is_let_go(self):
                 _freed.setdefault(parameter, _Freed())
-            else:
-                _freed.pop(parameter, None)
+                parameter._unsharded_param._koila_shard = parameter.sharded_param
+            elif _freed.pop(parameter, None) is not None:
+                del parameter._unsharded_param._koila_shard
         return leave(self, module, given, output)
 
     replace(groups, register.__name__, registered)
