@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import koila
 from limits import there
@@ -151,7 +152,7 @@ def test_several_losses() -> None:
 
 
 def whole_step() -> None:
-    x, _ = batch()
+    x = koila.lazy(torch.randn(4000, 6))
     mixed = torch.sort(x, dim=0).values.cumsum(0).flip(0).cumsum(0)
     nn.Linear(6, 5)(mixed.t().contiguous().t().cumsum(0)).cumsum(0).cumsum(0).mean().backward()
 
@@ -164,6 +165,17 @@ def test_a_bad_joint_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     text = record.getMessage()
     assert "sort needs the whole batch (every sample depends on the others" in text
     assert __file__ in text and "calls run on the whole batch" in text
+
+
+def test_sorting_a_few_lengths_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Of lazy lengths pack_padded_sequence reads the order, in a pass of their own."""
+    lstm = nn.LSTM(3, 4, batch_first=True)
+    with koila.config(chunks=3), caplog.at_level(logging.WARNING, logger="koila"):
+        x, lengths = koila.lazy(torch.randn(7, 5, 3), torch.tensor([2, 5, 1, 3, 5, 4, 2]))
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        lstm(packed)[1][0].square().mean().backward()
+    assert not caplog.records
+    assert any(program.whole for program in koila.report().programs)
 
 
 def test_a_good_program_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

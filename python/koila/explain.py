@@ -128,14 +128,19 @@ def told(
     )
 
 
+#: What calls on the whole batch make, in bytes, for it to be worth a warning.
+_FEW_BYTES = 2**16
+
+
 def log_whole(program: Program) -> None:
-    """Say once, with the line, where a joint leaves most of a program's memory whole."""
+    """Say once, with the line, where a joint leaves most of a program's memory whole, if that is
+    any to speak of: lengths that are sorted are not."""
     amounts = program.amounts
     if program.unstageable is not None:
         node, why = program.unstageable
         where = where_of_node(node)
         _log(where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why)
-    elif 2 * amounts.once > max(amounts.entered, amounts.made):
+    elif amounts.once >= _FEW_BYTES and 2 * amounts.once > max(amounts.entered, amounts.made):
         once = (n for n in program.once() if not program.takes_rows(n) and plan.why_once(n))
         joint = next(filter(program.joins_rows, once), None)
         if joint is None:
