@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -575,19 +576,32 @@ def test_the_engine_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_tensor_parallel(tmp_path: Path) -> None:
-    """Layers that are split over processes run whole, where they stand."""
+    """Layers that are split over processes run whole, where they stand; each half of them may be
+    sharded too, over other processes."""
 
-    def story(lazy: Lazy, rank: int) -> list[Tensor]:
-        m = blocks()
-        plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
-        parallelize_module(m[1], init_device_mesh("cpu", (2,)), plan)
-        x, y = lazy(*rows(own_generator(0)))
-        loss = F.cross_entropy(m(x), y)
-        loss.backward()
-        found: list[Any] = [p.grad for p in m.parameters()]
-        return [loss.detach() + 0, *(getattr(g, "full_tensor", lambda g=g: g)() for g in found)]
+    def story(is_sharded: bool) -> Story:
+        def tell(lazy: Lazy, rank: int) -> list[Tensor]:
+            m: Any = blocks()
+            plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
+            sizes, names = ((2, 2), ("data", "tensor")) if is_sharded else ((2,), ("tensor",))
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            parallelize_module(m[1], mesh["tensor"], plan)
+            if is_sharded:
+                fully_shard(m[1], mesh=mesh["data"])
+                fully_shard(m, mesh=mesh["data"])
+            x, y = lazy(*rows(own_generator(rank // 2)))
+            loss = F.cross_entropy(m(x), y)
+            loss.backward()
+            found: list[Any] = [p.grad for p in m.parameters()]
+            return [loss.detach() + 0, *(getattr(g, "full_tensor", lambda g=g: g)() for g in found)]
 
-    in_processes(lambda rank: assert_same(story, rank, (3,)), tmp_path)
+        return tell
+
+    for n_ranks, is_sharded in ((2, False), (4, True)):
+        folder = tmp_path / str(n_ranks)
+        folder.mkdir()
+        told = story(is_sharded)
+        in_processes(functools.partial(assert_same, told, chunks=(3,)), folder, world=n_ranks)
 
 
 # SyncBatchNorm ------------------------------------------------------------------------------------
