@@ -204,6 +204,8 @@ def grown(row: str, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] 
         for where, entry, part, scale in said["rewrites"]:
             change = opchunks.rewritten(part, scale * n)
             opchunks.put(new_args, new_kwargs, where, entry, change)
+        if row.startswith("packed_"):
+            new_args[-1] = False  # lengths that are repeated are not sorted
         return new_args, new_kwargs
     return None
 

@@ -376,8 +376,7 @@ PyObject *kl_bridge_set_wanted(PyObject *module, PyObject *args);
 /* replace_leaves(lazy, make): run live, the tape of a lazy has make(leaf) in place of each leaf that needs a
  * gradient. */
 PyObject *kl_bridge_replace_leaves(PyObject *module, PyObject *args);
-/* replace_leaf(lazy, leaf, tensor): the tape of a lazy, which was cut off, has `tensor` for a leaf from now
- * on. */
+/* replace_leaf(lazy, leaf, tensor): the tape of a lazy, which was cut off, has `tensor` for a leaf from now on. */
 PyObject *kl_bridge_replace_leaf(PyObject *module, PyObject *args);
 
 /* -- py_turn.c: a tape is used by one thread at a time ------------------------------------------- */

@@ -153,10 +153,7 @@ encode(Tape *tape, PyObject *object, Inputs *inputs)
         return must_open(object) ? encode_sequence(tape, object, inputs)
                                  : push(tape, KL_SLOT_OBJECT, 0, object);
     }
-    if (PyDict_Check(object)) {
-        return encode_dict(tape, object, inputs);
-    }
-    return encode_other(tape, object);
+    return PyDict_Check(object) ? encode_dict(tape, object, inputs) : encode_other(tape, object);
 }
 
 static int

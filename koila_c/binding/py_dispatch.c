@@ -35,10 +35,7 @@ TorchFunction_call(PyObject *self, PyObject *const *args, size_t n_flagged, PyOb
 static PyObject *
 TorchFunction_getattro(PyObject *self, PyObject *name)
 {
-    if (is_named(name, "__self__", 8)) {
-        return Py_NewRef(Py_None);
-    }
-    return PyObject_GenericGetAttr(self, name);
+    return is_named(name, "__self__", 8) ? Py_NewRef(Py_None) : PyObject_GenericGetAttr(self, name);
 }
 
 static PyObject *

@@ -399,10 +399,7 @@ kl_storage_bytes(PyObject *module, PyObject *ignored)
         }
     }
     total += bytes_in(state.ranges, n); /* several may lie in one array of numpy's */
-    if (n_dead > 0 && rebuild(false) < 0) {
-        return NULL;
-    }
-    return PyLong_FromSize_t(total);
+    return n_dead > 0 && rebuild(false) < 0 ? NULL : PyLong_FromSize_t(total);
 }
 
 PyObject *

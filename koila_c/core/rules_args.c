@@ -32,9 +32,7 @@ kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *value)
 {
     int64_t entry = 0;
     KlStatus status = kl_rules_int(call, arg, fallback, &entry);
-    if (status == KL_OK) {
-        *value = entry != 0;
-    }
+    *value = status == KL_OK ? entry != 0 : *value;
     return status;
 }
 
@@ -111,10 +109,7 @@ kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims,
 {
     int64_t given = 0;
     KlStatus status = kl_rules_int(call, arg, fallback, &given);
-    if (status != KL_OK) {
-        return status;
-    }
-    return kl_rules_wrap(given, n_dims, dim, error);
+    return status != KL_OK ? status : kl_rules_wrap(given, n_dims, dim, error);
 }
 
 KlStatus

@@ -156,8 +156,7 @@ place_nll(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* Keep an argument that is made dense on the way if it is not: then the copy, or both where that
- * is not known. */
+/* Keep an argument that is made dense on the way if it is not: then the copy, or both where that is not known. */
 static void
 save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg)
 {

@@ -186,8 +186,7 @@ shape_squeeze(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* A squeezed dim that holds nothing but the rows stays in the whole batch, and is dropped in a chunk of
- * one row. */
+/* A squeezed dim that holds nothing but the rows stays in the whole batch, and is dropped in a chunk of one row. */
 KlStatus
 place_squeeze(const KlCall *call, KlInferred *result, KlError *error)
 {

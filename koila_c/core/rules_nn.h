@@ -133,8 +133,7 @@ KL_SAVES(conv_transpose);
 KL_SAVES(max_pool);
 KL_SAVES(pad);
 
-/* --- norms, softmax, tables, attention (rules_norm.c, rules_softmax.c, rules_embedding.c,
- * rules_attention.c) */
+/* --- norms, softmax, tables, attention (rules_norm.c, rules_softmax.c, rules_embedding.c, rules_attention.c) */
 
 KL_SHAPE(attention);
 KL_SHAPE(batch_norm);

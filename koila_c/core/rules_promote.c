@@ -22,10 +22,7 @@ kl_rules_promote(KlDtype left, KlDtype right)
     if (low == KL_DTYPE_FLOAT16 && high == KL_DTYPE_BFLOAT16) {
         return KL_DTYPE_FLOAT32;
     }
-    if (low == KL_DTYPE_FLOAT64 && high == KL_DTYPE_COMPLEX64) {
-        return KL_DTYPE_COMPLEX128;
-    }
-    return high;
+    return low == KL_DTYPE_FLOAT64 && high == KL_DTYPE_COMPLEX64 ? KL_DTYPE_COMPLEX128 : high;
 }
 
 bool

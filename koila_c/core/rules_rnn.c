@@ -6,8 +6,8 @@
 
 #include <string.h>
 
-/* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first; a packed layer has the
- * lengths after its input, and last whether they are sorted. */
+/* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first; a packed layer has the lengths
+ * after its input, and last whether they are sorted, their sum, and how much of that is not by rows (packed.py). */
 enum {
     INPUT,
     STATE,
@@ -18,7 +18,9 @@ enum {
     TRAIN,
     BIDIRECTIONAL,
     BATCH_FIRST,
-    IS_SORTED
+    IS_SORTED,
+    STEPS,
+    BESIDE
 };
 
 typedef struct {
@@ -53,28 +55,20 @@ read_options(const KlCall *call, Layer *layer)
 {
     bool has_biases = false;
     bool is_both = false;
-    KlStatus status = kl_rules_bool(call, word(call, BIASES), false, &has_biases);
-    status = status == KL_OK ? kl_rules_int(call, word(call, LAYERS), 1, &layer->n_layers) : status;
-    if (status == KL_OK) {
-        status = kl_rules_float(call, word(call, DROPOUT), 0.0, &layer->dropout);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, word(call, TRAIN), false, &layer->is_training);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, word(call, BIDIRECTIONAL), false, &is_both);
-    }
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, word(call, BATCH_FIRST), false, &layer->is_batch_first);
-    }
     layer->is_packed = is_packed(call);
     layer->is_sorted = true;
-    if (status == KL_OK && layer->is_packed) {
-        status = kl_rules_bool(call, word(call, IS_SORTED), true, &layer->is_sorted);
-    }
+    bool is_read =
+        kl_rules_bool(call, word(call, BIASES), false, &has_biases) == KL_OK &&
+        kl_rules_int(call, word(call, LAYERS), 1, &layer->n_layers) == KL_OK &&
+        kl_rules_float(call, word(call, DROPOUT), 0.0, &layer->dropout) == KL_OK &&
+        kl_rules_bool(call, word(call, TRAIN), false, &layer->is_training) == KL_OK &&
+        kl_rules_bool(call, word(call, BIDIRECTIONAL), false, &is_both) == KL_OK &&
+        kl_rules_bool(call, word(call, BATCH_FIRST), false, &layer->is_batch_first) == KL_OK &&
+        (!layer->is_packed ||
+         kl_rules_bool(call, word(call, IS_SORTED), true, &layer->is_sorted) == KL_OK);
     layer->n_directions = is_both ? 2 : 1;
     layer->n_params = has_biases ? 4 : 2;
-    return status == KL_OK && layer->n_layers < 1 ? KL_DECLINED : status;
+    return is_read && layer->n_layers > 0 ? KL_OK : KL_DECLINED;
 }
 
 static KlStatus
@@ -82,10 +76,7 @@ read_states(const KlCall *call, bool is_lstm, Layer *layer)
 {
     const KlArg *state = &call->args[word(call, STATE)];
     layer->n_states = is_lstm ? 2 : 1;
-    if (is_lstm && (state->kind != KL_ARG_VALUES || state->n != 2)) {
-        return KL_DECLINED;
-    }
-    if (!is_lstm && state->kind != KL_ARG_VALUE) {
+    if (is_lstm ? state->kind != KL_ARG_VALUES || state->n != 2 : state->kind != KL_ARG_VALUE) {
         return KL_DECLINED;
     }
     for (uint32_t i = 0; i < layer->n_states; i++) {
@@ -240,6 +231,12 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
+static int64_t
+larger(int64_t left, int64_t right)
+{
+    return left > right ? left : right;
+}
+
 /* What the fused kernel of oneDNN (lstm in float32) keeps of all cells, in its workspace: measured, with the
  * weights in its own layout; and what it needs while it runs. */
 static void
@@ -259,6 +256,46 @@ save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
     saves->bytes_backward = 4 * 6 * n_steps * n_rows * n_hidden;
 }
 
+/* As many gates and states as all rows have steps, but padded inputs and results, which are copied where rows are not
+ * sorted; going back, the gradient of a part of the gates is as large as that of all. As measured. */
+static void
+save_packed(const KlCall *call, const Layer *layer, const KlInferred *result, KlSaves *saves)
+{
+    int64_t n_steps = 0, n_beside = 0;
+    if (kl_rules_int(call, word(call, STEPS), 0, &n_steps) != KL_OK ||
+        kl_rules_int(call, word(call, BESIDE), 0, &n_beside) != KL_OK || n_steps <= 0) {
+        n_steps = layer->input->shape[0] * layer->input->shape[1];
+    }
+    int64_t n_hidden = layer->states[layer->n_states - 1]->shape[2], n_both = layer->n_directions;
+    int64_t size = (int64_t)kl_meta_dtype_bytes(layer->input->dtype),
+            n_in = kl_meta_n_bytes(layer->input);
+    int64_t n_out = kl_meta_n_bytes(&result->outs[0]), n_cell = n_hidden * size; /* of a step */
+    int64_t n_of_layer = layer->n_gates > 1 ? 7 * n_both : 2 * n_both - 1;
+    int64_t n_kept = layer->input->shape[2];
+    if (result->outs[0].requires_grad) { /* else it is freed step by step */
+        n_kept += n_hidden * (layer->n_layers * n_of_layer + (layer->n_layers - 1) * n_both);
+    }
+    int64_t n_all = n_steps * n_cell, n_rows = n_all - n_beside * n_cell;
+    int64_t n_gates = layer->n_gates + (n_both > 1 ? 3 : 1);
+    int64_t n_gates_back = 2 * layer->n_gates + 1, n_turned = layer->is_sorted ? 0 : n_out;
+    int64_t n_given = kl_rules_needs_grad(call, 0) ? n_in : 0; /* a gradient made last */
+    bool is_wide = (n_gates - n_both) * n_all < n_out + n_turned;
+    bool is_wide_back = (n_gates_back - n_both) * n_all < 2 * n_out;
+    saves->outputs = 0;
+    int64_t n_states = layer->n_states * kl_meta_n_bytes(layer->states[0]);
+    int64_t n_copied =
+        n_in + 2 * n_states + 24 * layer->input->shape[layer->is_batch_first ? 0 : 1];
+    saves->bytes_workspace = (layer->is_sorted ? 0 : n_copied) +
+                             (is_wide ? n_both * n_rows + n_turned : n_gates * n_rows - n_out);
+    saves->bytes_backward =
+        (is_wide_back ? n_both * n_rows + n_out : n_gates_back * n_rows - n_out) - n_given;
+    saves->bytes_row = larger(is_wide ? n_both : n_gates, is_wide_back ? n_both : n_gates_back) *
+                       n_beside * n_cell;
+    saves->bytes_steps = (layer->n_layers > 1 ? 2 : 1) * n_both * n_rows;
+    saves->bytes_fixed += n_kept * n_beside * size;
+    kl_rules_save_new(result, saves, n_kept * (n_steps - n_beside), layer->input->dtype);
+}
+
 /* Gates and states of every step, and what goes from layer to layer (with dropout twice), and of an input that is
  * turned a copy for each direction. While it runs, the input's part of all gates, of all steps of a layer at once;
  * of two directions the results of both, too. Without a graph: the results of steps, and the layer before. */
@@ -270,18 +307,21 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         return;
     }
     KlDtype dtype = layer.input->dtype;
-    bool is_lstm = layer.n_states == 2,
-         is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32 && !layer.is_packed;
+    bool is_lstm = layer.n_states == 2, is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
     int64_t n_rows = layer.input->shape[layer.is_batch_first ? 0 : 1];
     int64_t n_steps = layer.input->shape[layer.is_batch_first ? 1 : 0];
     int64_t n_cell = n_rows * layer.states[layer.n_states - 1]->shape[2]; /* of one step */
     bool is_copied = layer.is_batch_first || layer.is_packed;
-    int64_t n_copied = is_copied ? n_rows * n_steps * layer.input->shape[2] : 0;
+    int64_t n_copied = is_copied ? kl_meta_n_elements(layer.input) : 0;
     int64_t n_kept = n_copied; /* for each direction */
     n_kept += (layer.n_layers - 1) * n_steps * n_cell * (result->is_random ? 2 : 1);
     saves_all(call, result, saves);
     saves->inputs &= ~(uint64_t)(is_copied); /* the copy, not the input */
     saves->outputs = is_lstm ? 7 : 3;
+    if (layer.is_packed) {
+        save_packed(call, &layer, result, saves);
+        return;
+    }
     if (is_fused) {
         save_fused(&layer, n_rows, n_steps, saves);
     } else {
@@ -292,13 +332,6 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         n_kept += layer.n_layers * n_cell * n_of_layer;
         saves->bytes_workspace = (layer.n_gates + (is_both ? 2 : 0)) * n_bytes;
         saves->bytes_backward = is_both && !has_gates ? 2 * n_bytes : 0;
-        if (layer.is_packed) {
-            /* Going forward, inputs and results are copied in another order, and laid out; going back, the
-             * gradient of a part of the gates is made as large as that of all. */
-            int64_t n_in = n_copied * (int64_t)kl_meta_dtype_bytes(dtype);
-            saves->bytes_workspace += 2 * n_in + 3 * layer.n_directions * n_bytes;
-            saves->bytes_backward += (2 * layer.n_gates + (has_gates ? 0 : 1)) * n_bytes;
-        }
         saves->bytes_steps = (layer.n_layers > 1 ? 2 : 1) * layer.n_directions * n_bytes;
     }
     bool is_kept = result->outs[0].requires_grad; /* else it is freed step by step */

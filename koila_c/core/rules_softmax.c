@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu,
- * prelu. */
+/* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu, prelu. */
 #include "rules.h"
 
 #include <string.h>
@@ -171,8 +170,7 @@ place_cross(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? wire_pair(call, result, &full, dim, true) : status;
 }
 
-/* For each side that needs a gradient: itself, its norm before and after clamping, the other
- * normalised. */
+/* For each side that needs a gradient: itself, its norm before and after clamping, the other normalised. */
 void
 saves_cosine_similarity(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

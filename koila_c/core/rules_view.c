@@ -225,8 +225,7 @@ dim_of_part(const KlCall *call, const KlInferred *result)
     return kl_rules_largest_dim(out, first, last);
 }
 
-/* Move the first input's digit to the only output; sizes written out stand in args[arg] and begin at dim
- * `first`. */
+/* Move the first input's digit to the only output; sizes written out stand in args[arg] and begin at dim `first`. */
 static KlStatus
 factor_sizes(const KlCall *call, KlInferred *result, uint32_t arg, int32_t first)
 {

@@ -14,6 +14,9 @@ Rows that torch sorts by length (`enforce_sorted=False`) are recorded in the use
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +204,21 @@ def _lengths_of(made_of: _Packed) -> Tensor:
     return _core.like(made_of.lengths.to(first_step.device), first_step)
 
 
+def _steps(lengths: list[int]) -> tuple[int, int]:
+    """The steps of all rows, and how many of them are not by rows: so many are beside those by
+    rows that no chunk has more than the two together, whatever rows it has."""
+    n_rows, sums = len(lengths), [0, *itertools.accumulate(lengths)]
+    total, least = sums[-1], sums[-1] / n_rows
+    sizes = {-(-n_rows // n_chunks) for n_chunks in range(2, n_rows + 1)}
+    sizes |= {-(-size // plan.UNIT) * plan.UNIT for size in sizes}
+    for size in sizes:
+        if size < n_rows:
+            ends = [*sums[size::size], total]
+            most = max(map(operator.sub, ends, sums[::size]))
+            least = min(least, (total - most) / (n_rows - size))
+    return total, math.ceil(total - least * n_rows)
+
+
 def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A recurrent layer over a packed sequence: (data, batch_sizes, hx, params, has_biases,
     num_layers, dropout, train, bidirectional)."""
@@ -225,7 +243,8 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         made = call(func, (x,), x, given, *words)
     else:
         own, is_sorted = LAYERS[func.__name__], inverse is None
-        made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted)
+        steps = _steps(made_of.lengths.tolist())
+        made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted, *steps)
     if type(made[0]) is not LazyTensor:
         return NotImplemented
     out = _Packed(made[0], None, None, made_of.lengths, made_of.order, is_first, True)
@@ -318,8 +337,10 @@ def _layer(name: str) -> Callable[..., Any]:
         is_both: bool,
         is_batch_first: bool,
         is_sorted: bool,
+        *steps: int,
     ) -> Any:
-        """A recurrent layer over padded rows and their lengths [n_rows] int64.
+        """A recurrent layer over padded rows and their lengths [n_rows] int64. Memory is planned
+        with `steps`.
 
         Returns its results, padded with 0 to the steps of `x`, and the last states.
         """
