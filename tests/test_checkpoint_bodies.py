@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from oracle import Lazy, assert_seen, eager, tell
+from oracle import Lazy, assert_same_story, assert_seen, eager, tell
 from stories import each_split_further, rows
 from test_bridge import Square
 
@@ -96,3 +96,21 @@ def test_equals_eager(chunks: int | None, name: str, is_reentrant: bool) -> None
         got, got_state = tell(story, koila.lazy)
     assert_seen(got, want, name, exact_bits=False)
     assert torch.equal(got_state, want_state)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@each_split_further
+def test_what_is_made_is_written(chunks: int | None, is_reentrant: bool) -> None:
+    """The body's last call keeps it; torch makes that once more before the body's backward."""
+
+    def story(lazy: Lazy) -> Any:
+        layer = nn.Linear(4, 4).double()
+        x = lazy(rows(4))
+        h = checkpoint(lambda a: layer(a).tanh(), layer(x), use_reentrant=is_reentrant)
+        h += x
+        h[:, 0] *= 2
+        loss = layer(h).square().mean()
+        loss.backward()
+        return loss, h, [p.grad for p in layer.parameters()]
+
+    assert_same_story(story, chunks, exact_bits=False)

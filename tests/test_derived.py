@@ -246,6 +246,16 @@ def a_hook(lazy: Lazy) -> Any:
 
 
 @at_once
+def a_hook_of_what_went_back(lazy: Lazy) -> Any:
+    D, last = critic(), nn.Linear(4, 4).double()
+    h = last(lazy(rows(4))).tanh()
+    seen: list[float] = []
+    h.register_hook(lambda g: seen.append(g.norm().item()))
+    h.pow(2).mean().backward()
+    return gradient(D(h).sum(), h), seen
+
+
+@at_once
 def a_checkpoint(lazy: Lazy) -> Any:
     D = critic()
     x = lazy(rows(4).requires_grad_())
@@ -254,7 +264,11 @@ def a_checkpoint(lazy: Lazy) -> Any:
 
 
 #: Of these something comes before, or after.
-PARTLY = ("gradients_of_weights", "a_gradient_without_a_graph")
+PARTLY = (
+    "gradients_of_weights",
+    "a_gradient_without_a_graph",
+    "a_hook_of_what_went_back",
+)
 
 
 @pytest.mark.parametrize("name", BY_SAMPLES)

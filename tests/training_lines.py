@@ -373,6 +373,9 @@ KINDS: dict[str, list[str]] = {
         "{name} = net(x + 0.1 * torch.randn_like(x))",
     ],
     "value": [
+        "{name} = torch.autograd.grad(head({s}).tanh().sum(), {s}, create_graph=True)[0]",
+        "q{name} = {s}.detach().requires_grad_()\n"
+        "{name} = torch.autograd.grad((q{name} * {f}).sin().mean(), q{name}, create_graph=True)[0]",
         "{name} = {head}({f})",
         "{name} = {head}({f})",
         "{name} = {head}({f}) + {g}",
@@ -585,6 +588,8 @@ KINDS: dict[str, list[str]] = {
         "{name} = torch.autograd.grad({l}, list({m}.parameters()), retain_graph=True,"
         " allow_unused=True)",
         "{name} = torch.autograd.grad({l}, {s}, create_graph=True)[0].pow(2).sum()",
+        "{name} = (torch.autograd.grad(head({s}).sum(), {s}, create_graph=True)[0].norm(dim=1) - 1)"
+        ".pow(2).mean()",
         "{name} = torch.autograd.grad({f}.sum(), {s}, retain_graph=True)[0]",
         "{name} = torch.autograd.grad({f}, {s}, torch.ones_like({f}), retain_graph=True)[0]",
         "{l}.backward(retain_graph=True)",

@@ -381,10 +381,7 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context)
         status = kl_stage_wait_for_copy(run->tape, run->node);
     }
     Py_XDECREF(result);
-    if (PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0) {
-        return -1;
-    }
-    return status;
+    return PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0 ? -1 : status;
 }
 
 /* Let go of the values of which the node at `at` of the program's list is the last reader. */

@@ -83,10 +83,8 @@ place_gather(const KlCall *call, KlInferred *result, KlError *error)
         result->outs[0].place = *of_index; /* each row looks up the whole value */
         return KL_OK;
     }
-    if (want.dim == dim) {
-        return kl_rules_once(result, index_couples);
-    }
-    return match_but(call, result, KL_ID_NONE, &want);
+    return want.dim == dim ? kl_rules_once(result, index_couples)
+                           : match_but(call, result, KL_ID_NONE, &want);
 }
 
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
@@ -121,10 +119,8 @@ place_scatter(const KlCall *call, KlInferred *result, KlError *error)
         return status;
     }
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
-    if (want.dim == dim) {
-        return kl_rules_once(result, index_couples);
-    }
-    return match_but(call, result, KL_ID_NONE, &want);
+    return want.dim == dim ? kl_rules_once(result, index_couples)
+                           : match_but(call, result, KL_ID_NONE, &want);
 }
 
 KlStatus

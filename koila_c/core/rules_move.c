@@ -279,10 +279,9 @@ shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
     }
     kl_rules_lend(call, result, 1);
     KlStatus status = begin_view(call, result, error);
-    if (status != KL_OK) {
-        return status;
-    }
-    return kl_rules_expand(call->inputs[0], &result->outs[0], other->shape, other->n_dims, error);
+    return status == KL_OK ? kl_rules_expand(call->inputs[0], &result->outs[0], other->shape,
+                                             other->n_dims, error)
+                           : status;
 }
 
 KlStatus

@@ -78,10 +78,8 @@ combine(KlDtype strong, KlDtype weak)
     if (kl_meta_dtype_is_float(strong)) {
         return kl_meta_dtype_is_complex(weak) ? complex_of(strong) : strong;
     }
-    if (strong == KL_DTYPE_BOOL || !kl_rules_is_integral(weak)) {
-        return kl_rules_promote(strong, weak);
-    }
-    return strong;
+    return strong == KL_DTYPE_BOOL || !kl_rules_is_integral(weak) ? kl_rules_promote(strong, weak)
+                                                                  : strong;
 }
 
 KlStatus

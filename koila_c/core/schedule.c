@@ -37,7 +37,7 @@ typedef struct Build {
     bool *is_gone;         /* [n_values] it was let go */
     bool *is_read_whole;   /* [n_values] it is read put together from its chunks */
     bool *is_read_by_rows; /* [n_values] another body reads it chunk by chunk */
-    bool *is_read_back;    /* [n_values] a body that goes back later reads it, then again */
+    bool *is_used_back;    /* [n_values] a body that goes back later makes or reads it */
     bool *may_be_light;    /* [n_values] */
     uint8_t *known;        /* [n_values] scratch of kl_waiting_find */
 } Build;
@@ -120,18 +120,27 @@ find_units(Build *build)
     find_fused(build);
 }
 
+/* Whether a body goes back later, when others ran after it. */
+static bool
+goes_back(const Unit *unit)
+{
+    return unit->is_body && unit->has_gradient && !unit->is_fused;
+}
+
 /* Who makes a value that leaves a unit, and who is the last to read it. */
 static void
 find_crossing(Build *build)
 {
     const KlProgram *program = build->program;
     for (uint32_t u = 0; u < build->n_units; u++) {
-        for (uint32_t r = build->units[u].run; r < build->units[u].run + build->units[u].n_runs;
-             r++) {
+        const Unit *unit = &build->units[u];
+        for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
             const KlRun *run = &program->runs[r];
             for (uint32_t i = 0; i < run->exports.n; i++) {
-                build->maker[program->exports.ids[run->exports.first + i]] = u;
-                build->made_by[program->exports.ids[run->exports.first + i]] = r;
+                KlValueId value = program->exports.ids[run->exports.first + i];
+                build->maker[value] = u;
+                build->made_by[value] = r;
+                build->is_used_back[value] = goes_back(unit);
             }
             for (uint32_t i = 0; i < run->inner.n; i++) {
                 build->is_inner[program->inner.ids[run->inner.first + i]] = true;
@@ -140,7 +149,6 @@ find_crossing(Build *build)
     }
     for (uint32_t u = 0; u < build->n_units; u++) {
         const Unit *unit = &build->units[u];
-        bool is_back = unit->is_body && unit->has_gradient && !unit->is_fused;
         for (uint32_t r = unit->run; r < unit->run + unit->n_runs; r++) {
             const KlRun *run = &program->runs[r];
             for (uint32_t i = 0; i < run->imports.n; i++) {
@@ -151,7 +159,7 @@ find_crossing(Build *build)
                 build->last_read[value] = is_crossing ? u : build->last_read[value];
                 build->is_read_whole[value] |= is_crossing && !kl_place_is_rows(&import->place);
                 build->is_read_by_rows[value] |= is_crossing && kl_place_is_rows(&import->place);
-                build->is_read_back[value] |= is_back;
+                build->is_used_back[value] |= goes_back(unit);
             }
             for (uint32_t i = 0; i < run->combined.n; i++) {
                 KlNodeId id = program->combined.ids[run->combined.first + i];
@@ -232,8 +240,7 @@ is_kept_to_its_backward(const Build *build, const Unit *unit)
 {
     const KlHomes *homes = build->homes;
     return !build->program->is_checkpointed && homes->is_graph && homes->keep_every <= 1 &&
-           !homes->is_offloaded && unit->is_body && unit->has_gradient && !unit->is_fused &&
-           unit->n_runs == 1;
+           !homes->is_offloaded && goes_back(unit) && unit->n_runs == 1;
 }
 
 /* Choose what is emptied: of what bodies leave for those that are not at once gone back through. */
@@ -344,12 +351,12 @@ is_light(const Build *build, KlValueId value)
     return build->schedule->lights.number[value] != 0;
 }
 
-/* Whether a value is of no use going back: no gradient comes to it, and no body that goes back reads it. */
+/* Whether a value is of no use going back: no gradient comes to it, and no body that goes back reads or keeps it. */
 static bool
 is_done(const Build *build, KlValueId value)
 {
     return !build->homes->is_graph ||
-           (!build->program->stages.needs_gradient[value] && !build->is_read_back[value]);
+           (!build->program->stages.needs_gradient[value] && !build->is_used_back[value]);
 }
 
 /* After unit `u` goes what it was the last to read, if it is done or made again; what is light is emptied. */
@@ -612,14 +619,14 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     build.is_gone = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_read_whole = kl_alloc_zeroed(n_values, sizeof(bool));
     build.is_read_by_rows = kl_alloc_zeroed(n_values, sizeof(bool));
-    build.is_read_back = kl_alloc_zeroed(n_values, sizeof(bool));
+    build.is_used_back = kl_alloc_zeroed(n_values, sizeof(bool));
     build.known = kl_alloc_zeroed(n_values, sizeof(uint8_t));
     build.may_be_light = kl_alloc_zeroed(n_values, sizeof(bool));
     schedule->lights.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
     if (build.units == NULL || build.maker == NULL || build.last_read == NULL ||
         build.is_inner == NULL || build.is_gone == NULL || build.is_read_whole == NULL ||
         build.known == NULL || build.made_by == NULL || build.is_needed == NULL ||
-        build.is_open == NULL || build.is_read_back == NULL || build.is_read_by_rows == NULL ||
+        build.is_open == NULL || build.is_used_back == NULL || build.is_read_by_rows == NULL ||
         build.may_be_light == NULL || schedule->lights.number == NULL) {
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
                               program->n_staged);
@@ -640,7 +647,7 @@ done:
     kl_alloc_free(build.made_by);
     kl_alloc_free(build.may_be_light);
     kl_alloc_free(build.known);
-    kl_alloc_free(build.is_read_back);
+    kl_alloc_free(build.is_used_back);
     kl_alloc_free(build.is_read_by_rows);
     kl_alloc_free(build.is_read_whole);
     kl_alloc_free(build.is_gone);

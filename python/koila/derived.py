@@ -160,6 +160,8 @@ def record(
     program = Program(list(outputs))
     ids = [one for one in map(_core.id, inputs) if one is not None]
     places = [program.info(one).place for one in ids]
+    if any(map(_has_hooks, map(_core.real, inputs))):
+        return None
     if len(ids) < len(inputs) or program.has_writes or None in places or places[0] is None:
         return None
     ends = [_end(program, *pair) for pair in zip(outputs, gradients, strict=True)]
@@ -184,6 +186,12 @@ def record(
     call: Any = handle_torch_function
     made = call(gradient_of, lazies, *given, number, *(n_rows * one for one in n_bytes))
     return (made,) if type(made) is LazyTensor else tuple(made)
+
+
+def _has_hooks(real: Tensor | None) -> bool:
+    """Whether hooks of an input may be called when its gradient is made: those of a graph that is
+    there cannot be seen."""
+    return real is not None and (not real.is_leaf or bool(real._backward_hooks))
 
 
 def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | None:

@@ -31,10 +31,20 @@ def check(program: Program) -> None:
         before, pairs = found
         node = program.node(before)
         for value, writer in dict(pairs).items():
-            if _needs_as_before(program, node, value) and not _is_uncounted(program, value):
+            if _is_made_again(program, node, value, writer) or _is_uncounted(program, value):
+                continue
+            if _needs_as_before(program, node, value):
                 draws.move_on()  # what is drawn from now on comes after it, as in eager
                 _core.abandon()
                 raise RuntimeError(_told(program, node, value, writer))
+
+
+def _is_made_again(program: Program, node: Node, value: int, writer: int) -> bool:
+    """Whether a checkpoint's body makes a value, and a call after it writes that: torch makes it
+    once more before the body's backward."""
+    maker = program.node_of(value)
+    is_inside = maker is not None and maker.region == node.region != 0
+    return is_inside and program.node(writer).region != node.region
 
 
 def check_leaves(

@@ -464,7 +464,11 @@ class Program:
                     for v, of in kept.items()
                     if of == storage and since.get(storage, -1) <= made[v] < i
                 ]
-                is_own = all(v in made for v in self._written(node, storage))
+                # What a checkpoint's body keeps is made once more before its backward, as it was.
+                is_own = all(
+                    v in made and self.nodes[made[v]].region == node.region
+                    for v in self._written(node, storage)
+                )
                 if is_own and not before:
                     continue
                 if run.is_body and self._is_across(node):
