@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from programs_kit import IN_ORDER, WHOLE, Program, images, vectors
+from programs_kit import IN_ORDER, Program, images, vectors
 from programs_losses import labels, randn
 from programs_special import (
     Quantise,
@@ -364,9 +364,7 @@ JOINT_STEPS = [
         quantise_step,
         joint="custom function",
     ),
-    Program(
-        "critic", tanh_gan, vectors, critic_step, joint="create_graph", draws=WHOLE, partly=TWICE
-    ),
+    Program("critic", tanh_gan, vectors, critic_step, joint="create_graph", draws=IN_ORDER),
     Program("maml", smooth_mlp, vectors_and_labels, maml_step, joint="create_graph", partly=TWICE),
     Program(
         "slope",

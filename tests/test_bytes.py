@@ -45,7 +45,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "sparse_mixture": (OUTSIDE, 0.18, 0.3),
     "reused": (CUT, 0.0, 0.09),
     "quantise": (OUTSIDE, 0.0, 0.42),
-    "critic": (OUTSIDE, 0.0, 0.12),
+    "critic": ("the second backward is predicted from above", 0.05, 0.0),
 }
 
 PROGRAMS = [program for program in models.VARIED if not program.whole and not program.baked]

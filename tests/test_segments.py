@@ -74,7 +74,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
 
 
 #: A recurrent layer and its loss are two calls; a graph of the gradient, and pairs, run whole.
-UNCUT = ("lstm", "gru", "bag_of_words", "slope")
+UNCUT = ("lstm", "gru", "bag_of_words", "slope", "critic")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

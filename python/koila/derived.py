@@ -280,20 +280,27 @@ def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | N
         made = draws.stand_in(value, place, 1)
         return made.requires_grad_(info.requires_grad)
 
-    def pack(tensor: Tensor) -> Tensor:
+    boxes: list[list[Tensor]] = []  # emptied afterwards: what a node made would hold the node
+
+    def pack(tensor: Tensor) -> list[Tensor]:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+        boxes.append([tensor])
+        return boxes[-1]
 
     read = [stand_in(value, place) for value, place in found.read.items()]
     inputs = [stand_in(value, program.info(value).place) for value in recipe.inputs]
+    hooks_of = torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0])
     try:
-        with surroundings.outside(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with surroundings.outside(), hooks_of:
             heads, outputs = recipe.run_again(inputs, read)
             before = set(saved)
             gradients = [torch.ones_like(one) for one in outputs]
             made = engine.gradients_of(outputs, heads, gradients, True)
     except (RuntimeError, IndexError):
         return None
+    finally:
+        for box in boxes:
+            box.clear()
     if not all(one is not None and one.requires_grad for one in made):
         return None
     weights = [one for one, at in zip(read, found.read.values(), strict=True) if at is None]
