@@ -273,3 +273,35 @@ def test_what_a_frozen_trunk_gave_is_not_made_again() -> None:
     assert loss == pytest.approx(want, rel=1e-5)
     assert head.weight.grad is not None
     assert_close(head.weight.grad, gradient, "head", tolerance=1e-4)
+
+
+def test_what_was_read_and_is_gone_takes_nothing() -> None:
+    """A mask of all triplets that where() read whole, as miners do: in chunks as much as in eager,
+    which lets go of it before the distances are made."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 16), torch.randn(96, 8), torch.arange(96) % 8
+
+    def triplets(labels: Tensor) -> tuple[Tensor, ...]:
+        same = (labels.unsqueeze(1) == labels.unsqueeze(0)).byte()
+        other = same ^ 1
+        return torch.where(same.unsqueeze(2) * other.unsqueeze(1))
+
+    def step(lazy: Lazy) -> tuple[Tensor, int]:
+        memory = Allocations()
+        with memory:
+            pass
+        with memory:
+            given, labels = lazy(x, y)
+            out = model(given)
+            anchor, positive, negative = triplets(labels)
+            distances = torch.cdist(out, out)
+            loss = (distances[anchor, positive] - distances[anchor, negative]).relu().mean()
+            loss.backward()
+        return loss.detach(), memory.peak
+
+    step(eager)
+    wanted, most = step(eager)
+    with koila.config(chunks=4):
+        loss, peak = step(koila.lazy)
+    assert_close(loss + 0, wanted, "the loss")
+    assert peak <= 1.03 * most, f"{peak} bytes in chunks, {most} in eager"

@@ -588,7 +588,6 @@ kl_stage_deliver(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_IndexError, "deliver: there is no value %u", id);
     }
     tape->core.values[id].state = KL_STATE_KNOWN;
-    Py_XSETREF(tape->values[id].result, Py_NewRef(tensor));
     if (tape->core.values[id].node != KL_ID_NONE) {
         tape->values[id].version = kl_stale_version(tensor);
     }
@@ -597,6 +596,8 @@ kl_stage_deliver(PyObject *module, PyObject *args)
         tape->values[id].handle->is_lost = storage->is_uncertain;
         kl_lazy_leave(tape, id, tensor);
     }
+    bool is_dead = kl_tape_is_dead(&tape->core, id); /* the number is the lazy's alone */
+    Py_XSETREF(tape->values[id].result, is_dead ? NULL : Py_NewRef(tensor));
     return Py_NewRef(Py_None);
 }
 

@@ -253,6 +253,7 @@ kl_tape_forget(Tape *tape, KlValueId id)
     tape->core.values[id].is_wanted = false;
     if (tape->core.values[id].node != KL_ID_NONE && kl_tape_is_dead(&tape->core, id)) {
         Py_CLEAR(tape->values[id].real);
+        Py_CLEAR(tape->values[id].result);
     }
 }
 

@@ -80,9 +80,8 @@ read_conv(const KlCall *call, bool is_transposed, int32_t n, Conv *conv)
     if (status == KL_OK && is_transposed) {
         status = kl_rules_spatial(call, 5, n, zeros, conv->output_padding);
     }
-    if (status == KL_OK) {
-        status = kl_rules_spatial(call, is_transposed ? 7 : 5, n, ones, conv->dilation);
-    }
+    uint32_t at = is_transposed ? 7 : 5;
+    status = status == KL_OK ? kl_rules_spatial(call, at, n, ones, conv->dilation) : status;
     status = status == KL_OK ? kl_rules_int(call, 6, 1, &conv->groups) : status;
     for (int32_t i = 0; i < n && status == KL_OK; i++) {
         int64_t widest = conv->stride[i] > conv->dilation[i] ? conv->stride[i] : conv->dilation[i];

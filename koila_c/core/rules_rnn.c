@@ -283,8 +283,7 @@ save_packed(const KlCall *call, const Layer *layer, const KlInferred *result, Kl
     bool is_wide_back = (n_gates_back - n_both) * n_all < 2 * n_out;
     saves->outputs = 0;
     int64_t n_states = layer->n_states * kl_meta_n_bytes(layer->states[0]);
-    int64_t n_copied =
-        n_in + 2 * n_states + 24 * layer->input->shape[layer->is_batch_first ? 0 : 1];
+    int64_t n_copied = n_in + 2 * n_states + 24 * layer->states[0]->shape[1];
     saves->bytes_workspace = (layer->is_sorted ? 0 : n_copied) +
                              (is_wide ? n_both * n_rows + n_turned : n_gates * n_rows - n_out);
     saves->bytes_backward =
@@ -307,7 +306,7 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         return;
     }
     KlDtype dtype = layer.input->dtype;
-    bool is_lstm = layer.n_states == 2, is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
+    bool is_lstm = layer.n_states == 2;
     int64_t n_rows = layer.input->shape[layer.is_batch_first ? 0 : 1];
     int64_t n_steps = layer.input->shape[layer.is_batch_first ? 1 : 0];
     int64_t n_cell = n_rows * layer.states[layer.n_states - 1]->shape[2]; /* of one step */
@@ -322,7 +321,7 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         save_packed(call, &layer, result, saves);
         return;
     }
-    if (is_fused) {
+    if (is_lstm && dtype == KL_DTYPE_FLOAT32) {
         save_fused(&layer, n_rows, n_steps, saves);
     } else {
         int64_t n_bytes = n_steps * n_cell * (int64_t)kl_meta_dtype_bytes(dtype);

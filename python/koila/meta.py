@@ -285,7 +285,11 @@ def is_row_range(index: torch.Tensor) -> bool:
     """Tell whether an index tensor counts 0, 1, 2, ... along its first dim, the others being 1."""
     if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != index.shape[0]:
         return False
-    return torch.equal(index.reshape(-1), torch.arange(index.shape[0], device=index.device))
+    flat = index.reshape(-1)
+    n = flat.numel()
+    if n > 0 and int(flat[-1]) != n - 1:  # before another is made that is as large
+        return False
+    return torch.equal(flat, torch.arange(n, device=flat.device))
 
 
 def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
