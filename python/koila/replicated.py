@@ -69,7 +69,8 @@ class _Visit(engine.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
-        return (None,) * ctx.n_tensors
+        n_tensors: int = ctx.n_tensors
+        return (None,) * n_tensors
 
 
 def _behind(tensor: Any) -> list[torch.Tensor]:
