@@ -293,6 +293,16 @@ def test_what_is_not_used() -> None:
         assert used.shape == x.shape
 
 
+def test_a_derivative_is_told_of_its_line() -> None:
+    net = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 1))
+    with koila.config(chunks=2):
+        x = koila.lazy(torch.randn(64, 4).requires_grad_())
+        loss = gradient(net(x).sum(), x).pow(2).mean()
+        text = str(koila.explain(loss))
+        loss.backward()
+    assert "test_derived.py:" in text
+
+
 def test_memory() -> None:
     """A penalty on images takes less in chunks, and runs where half of eager's peak is allowed."""
     net = nn.Sequential(

@@ -125,9 +125,10 @@ def _is_in(where: str, module: nn.Module) -> bool:
 
 
 def _parameters(program: Program, node: Node) -> Iterator[torch.Tensor]:
-    """The parameters that a call reads itself."""
+    """The parameters that a call reads itself; a derivative is given those of many calls."""
+    is_derivative = program.row_of(node) == "gradient_of"
     for import_id in node.imports:
-        if import_id >= 0:
+        if import_id >= 0 and not is_derivative:
             real = program.info(program.imports[import_id].value).real
             if isinstance(real, nn.Parameter):
                 yield real
