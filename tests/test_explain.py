@@ -240,3 +240,18 @@ def test_the_limit_that_it_names_is_enough(is_refused: bool) -> None:
             assert koila.report().n_chunks > 1
         for parameter, want in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, want)
+
+
+def test_nothing_runs_where_it_does_not_fit() -> None:
+    """Though the statistics that are to be written are looked at: what is said is of the step."""
+    model = nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 9))
+    x, y = koila.lazy(torch.randn(2560, 256), torch.randint(9, (2560,)))
+    loss = F.cross_entropy(model(x), y)
+    said = []
+    for room in (0, 4):
+        with koila.config(memory_limit=there() + room * 2**20):
+            text = koila.explain(loss)
+            assert "it does not fit: linear of layer '0'" in text
+            said.append(re.findall(r"set memory_limit to ([\d.]+) MiB", text))
+    assert said[0] == said[1]
+    assert repr(loss).startswith("LazyTensor(pending")

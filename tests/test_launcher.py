@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from koila.reports import ProgramReport, Stage
+from koila.summary import Summary
+
 PYTHON = Path(__file__).parent.parent / "python"
 
 SCRIPT = """
@@ -103,10 +106,29 @@ def test_how_it_ends(folder: Path) -> None:
     files = re.findall(r'File "([^"]+)", line', failed.stderr)
     assert files == ["train.py", "train.py"]
     assert "ValueError: no" in failed.stderr
-    for words in ([], ["--chunks", "2", "--memory-limit", "1G", "train.py"]):
+    for words in ([], ["--chunks", "2", "--memory-limit", "1G", "train.py"], ["missing.py"]):
         asked = run(folder, "-m", "koila", *words)
         assert asked.returncode == 2
         assert "python -m koila: error:" in asked.stderr
+
+
+def test_a_bar_for_progress_takes_no_word(folder: Path) -> None:
+    """What follows is the script, with its own arguments."""
+    ran = run(folder, "-m", "koila", "--chunks=2", "--progress", "train.py", "--lr", "3")
+    assert ran.stdout == run(folder, "train.py", "--lr", "3").stdout
+    assert "in 2 chunks at most" in ran.stderr
+
+
+def test_a_number_that_is_read_whole_is_no_pass_in_chunks() -> None:
+    """Though it has parts, as what was read of a mask has."""
+    summary = Summary()
+    parts = (Stage(1, 2, 1, 64, "1 forward"),)
+    summary.note_program(ProgramReport("bool()", "train.py:1", n_calls=2, stages=parts))
+    assert "everything fitted into memory and ran whole, as without koila" in summary.lines()
+    summary.note_program(
+        ProgramReport("item()", "train.py:2", n_calls=2, n_chunks=2, n_rows=32, stages=parts)
+    )
+    assert "1 of 2 passes ran in chunks, in 2 chunks at most" in summary.lines()
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

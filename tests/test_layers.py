@@ -211,3 +211,16 @@ def test_cards(make: Callable[[], Made]) -> None:
         assert "<script" not in card and "<b>" not in card
     assert "head (Linear)" in explained._repr_html_()
     assert "&lt;b&gt; (Linear)" in explained._repr_html_()
+
+
+def test_a_smaller_batch_keeps_less() -> None:
+    """Layers are looked for in the first of some batches, and told for the samples of each."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    with koila.config(memory_limit=there() + 2**21):
+        found = []
+        for n in (960, 320):
+            x, y = koila.lazy(torch.randn(n, 64), torch.randint(10, (n,)))
+            F.cross_entropy(model(x), y).backward()
+            found.append(koila.report().layers[0])
+    assert found[0].per_sample == found[1].per_sample == 1024
+    assert [one.n_bytes for one in found] == [960 * 1024, 320 * 1024]

@@ -68,7 +68,7 @@ def test_cells() -> None:
         TRAIN,
         "x, y = koila.lazy(*data.tensors)\nprint(koila.explain(model(x).sum(1), full=True))",
         "%koila off",
-        "print(type(next(iter(DataLoader(data)))[0]).__name__)",
+        "import koila\nprint(type(next(iter(DataLoader(data)))[0]).__name__, koila.config())",
         "%%koila --rows 3\n1",
     )
     loss = texts[1].strip()
@@ -81,7 +81,7 @@ def test_cells() -> None:
     assert texts[7].strip() == loss
     assert re.search(r"Cell In\[\d+\]:\d", texts[8])
     assert "koila: 2 batches of data loaders" in texts[9]
-    assert texts[10] == "Tensor\n"
+    assert texts[10] == "Tensor koila.config()\n"
     assert "unrecognized arguments: --rows 3" in texts[11]
 
 

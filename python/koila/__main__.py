@@ -31,6 +31,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     n_own = _count_own(words)
     args = parser.parse_args(words[:n_own])
     args.script = words[n_own:]
+    if args.module is None and args.script and not Path(args.script[0]).exists():
+        parser.error(f"can't open file {args.script[0]!r}: there is no such file")
     if args.module is None and not args.script:
         parser.error("which script? For example: python -m koila --memory-limit 4GiB train.py")
     try:
@@ -47,7 +49,9 @@ def _count_own(words: list[str]) -> int:
         if words[at].startswith("-m"):
             return at + (2 if words[at] == "-m" else 1)
         takes_another = (
-            words[at].startswith("--") and "=" not in words[at] and words[at] != "--help"
+            words[at].startswith("--")
+            and "=" not in words[at]
+            and words[at] not in ("--help", "--progress")
         )
         at += 2 if takes_another else 1
     return min(at, len(words))

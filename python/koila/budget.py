@@ -217,10 +217,11 @@ def _used_gpus() -> list[int]:
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors."""
     seen = {}
-    for tensor in tensors:
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            seen[storage._cdata] = storage.nbytes()
+    with torch._C.DisableTorchFunctionSubclass():  # of a tensor that is to be written: not for this
+        for tensor in tensors:
+            if tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
 
 

@@ -51,21 +51,24 @@ def cause_of_whole(program: Program) -> Decision:
 
 
 _N_KNOWN = 64
-#: By the line that asked and the number of calls: the layers of a program, which are looked for
-#: once, as that takes longer than to plan a small one.
-_known_layers: dict[tuple[str, int], tuple[Layer, ...]] = {}
+#: By the line that asked and the number of calls: the layers of a program and its rows. They are
+#: looked for once, as that takes longer than to plan a small one.
+_known_layers: dict[tuple[str, int], tuple[tuple[Layer, ...], int]] = {}
 
 
 def layers_of(program: Program) -> tuple[Layer, ...]:
-    """What the layers of a program that is differentiated keep, as its first run of this kind."""
+    """What the layers of a program that is differentiated keep: of a sample, as in its first run of
+    this kind, and so of as many samples as it has."""
     key = lines.user_line(), program.n_nodes
     if not program.roots:
         return ()
+    rows = layers.rows_of(program)
     if key not in _known_layers:
-        _known_layers[key] = layers.of(program)
+        _known_layers[key] = layers.of(program), rows
         while len(_known_layers) > _N_KNOWN:
             _known_layers.pop(next(iter(_known_layers)))
-    return _known_layers[key]
+    found, rows_then = _known_layers[key]
+    return found if rows == rows_then else tuple(one.of_more(rows - rows_then) for one in found)
 
 
 class Scheduled(NamedTuple):

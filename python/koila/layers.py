@@ -9,6 +9,7 @@ that both neighbours are in.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
 import itertools
@@ -45,6 +46,11 @@ class Layer:
     n_bytes: int
     per_sample: float
     is_whole: bool = False
+
+    def of_more(self, samples: int) -> Layer:
+        """The same layer for so many more samples."""
+        n_bytes = round(self.n_bytes + samples * self.per_sample)
+        return dataclasses.replace(self, n_bytes=n_bytes)
 
 
 class _Owner(NamedTuple):
@@ -231,11 +237,16 @@ def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
     return kept
 
 
+def rows_of(program: Program) -> int:
+    """The samples of its batch."""
+    return max(program.axes.values(), default=1)
+
+
 def of(program: Program) -> tuple[Layer, ...]:
     """The layers of a program, in the order of their first calls."""
     modules, places = _places(program)
     kept = _kept(program)
-    rows = max(program.axes.values(), default=1)
+    rows = rows_of(program)
     calls: dict[_Owner | str, list[Node]] = {}
     for node, where, owner in places:
         calls.setdefault(where if owner is None else owner, []).append(node)

@@ -65,7 +65,7 @@ def _koila_cell(shell: Any, line: str, cell: str) -> None:
         launch.configure(args)
         with launch.lazy_loaders() as summary:
             _run(shell, cell)
-    _tell(summary.lines())
+        _tell(summary.lines())
     if args.report is not None:
         launch.write(summary, args.report)
 
@@ -79,8 +79,10 @@ def _koila_line(line: str) -> None:
         stack.close()
     if args.state == "off":
         return
-    launch.configure(args)
     with contextlib.ExitStack() as stack:
+        if args.chunks is not None or args.memory_limit is not None or args.progress:
+            stack.enter_context(launch.settings_kept())
+        launch.configure(args)
         found: list[Summary] = []
         stack.callback(lambda: _tell(found[0].lines()))  # after what follows has ended
         found.append(stack.enter_context(launch.lazy_loaders()))

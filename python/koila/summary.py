@@ -57,8 +57,9 @@ class Summary(reports.Observer):
             self.n_failed += 1
         elif ran.n_calls > 0:
             self.n_programs += 1
-            self.n_in_chunks += bool(ran.stages)
-            self.most_chunks = max(self.most_chunks, ran.n_chunks if ran.stages else 1)
+            is_cut = bool(ran.stages) and (ran.n_chunks > 1 or ran.n_rows is not None)
+            self.n_in_chunks += is_cut
+            self.most_chunks = max(self.most_chunks, ran.n_chunks if is_cut else 1)
         if (ran.bytes_predicted or 0.0) >= self.bytes_predicted:
             self.bytes_predicted = ran.bytes_predicted or 0.0
             self.bytes_allowed = ran.bytes_allowed
@@ -115,6 +116,8 @@ class Summary(reports.Observer):
                 f"nothing was made lazy: in none of {self.n_batches} batches is a tensor with "
                 "samples; call koila.lazy() on what your model is given"
             )
+        if self.n_batches == 1:
+            return "1 batch was made lazy, and nothing was computed with it"
         return f"{self.n_batches} batches were made lazy, and nothing was computed with them"
 
     def _memory(self) -> str:
