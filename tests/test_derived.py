@@ -4,6 +4,7 @@ equations, forces of an energy; and what goes across samples, which runs at once
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
+from limits import there
 from oracle import Lazy, assert_same_story
 from stories import N_ROWS, each_split_further, rows
 from test_bridge import Square
@@ -332,3 +334,47 @@ def test_memory() -> None:
         assert peak(koila.lazy) < 0.3 * whole
     with koila.config(memory_limit=whole // 2):
         assert peak(koila.lazy) < whole // 2
+
+
+def dropout(x: Tensor) -> Tensor:
+    return F.dropout(x * 2, 0.5).sum()
+
+
+def in_place(x: Tensor) -> Tensor:
+    return F.relu_(x * 2).sum()
+
+
+def mean_of_classes(x: Tensor) -> Tensor:
+    return F.cross_entropy(x * 2, torch.zeros(len(x), dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (dropout, r"where dropout \(.*test_derived.py:\d+\) draws random numbers"),
+        (in_place, r"where relu_ \(.*test_derived.py:\d+\) writes in place"),
+        (mean_of_classes, r"where it starts from cross_entropy_loss \(.*test_derived.py:\d+\)"),
+    ],
+)
+def test_why_it_runs_at_once_is_said(make: Callable[[Tensor], Tensor], why: str) -> None:
+    with koila.config(chunks=2):
+        x = koila.lazy(rows(4)).requires_grad_()
+        (gradient(make(x), x).pow(2).sum() + x.pow(2).sum()).backward()
+    assert re.search(why, str(koila.report())), koila.report()
+
+
+def test_messages_name_it_as_torch_does() -> None:
+    """Nor is the batch, whose gradient takes most, called a parameter."""
+    D = critic(256)
+    x = koila.lazy(torch.randn(64, 256, dtype=torch.float64)).requires_grad_()
+    with koila.config(chunks=2):
+        loss = (gradient(D(x).sum(), x).norm(dim=1) - 1).pow(2).mean()
+        text = str(koila.explain(loss, full=True))
+    assert "autograd.grad" in text
+    assert "gradient_of" not in text
+    with (
+        koila.config(memory_limit=there() + 1000),
+        pytest.raises(koila.MemoryLimitError) as caught,
+    ):
+        loss.backward()
+    assert "a tensor that you made of shape [64, 256] takes 128.0 KiB" in str(caught.value)

@@ -532,3 +532,9 @@ def test_a_change_of_chunks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_numbers_of_things(n: int, noun: str, text: str) -> None:
     assert words.count(n, noun) == text
+
+
+def test_what_reads_an_attribute_is_named_as_it_is() -> None:
+    """koila replaces some attributes of tensors by properties, which have no name of their own."""
+    assert reports.call_of(torch.Tensor.data.__get__) == "data()"
+    assert reports.call_of(torch.Tensor.grad.__get__) == "grad()"

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from koila import _core, draws, engine, hooks, plan, surroundings
-from koila.program import REDUCE, ROWS, Node, Program
+from koila.program import REDUCE, ROWS, Node, Program, name_of_node, where_of_node
 from koila.rows import Place
 
 LazyTensor = _core.LazyTensor
@@ -139,43 +139,54 @@ class _Found(NamedTuple):
 
 def record(
     outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]
-) -> tuple[Tensor, ...] | None:
-    """Record the gradients of inputs. None: what is differentiated goes across samples, draws,
-    writes, or cannot be seen, and runs at once.
+) -> tuple[Tensor, ...] | str:
+    """Record the gradients of inputs. A text: why what is differentiated runs at once: it goes
+    across samples, draws, writes, or cannot be seen.
 
     Args:
         outputs: what is differentiated.
         inputs: by what.
         gradients: of the outputs; None: 1.
     """
-    if plan.is_whole() or not torch.is_grad_enabled() or hooks.is_any():
-        return None
-    if surroundings.of_call() or surroundings.of_backward() or torch.is_autocast_enabled("cpu"):
-        return None
-    are_lazy = all(type(one) is LazyTensor for one in (*outputs, *inputs))
+    if plan.is_whole() or not torch.is_grad_enabled():
+        return "nothing goes by samples here"
+    if hooks.is_any():
+        return _HOOKED
+    if seen := surroundings.of_call() or surroundings.of_backward():
+        return seen
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on, and after its block autograd.grad goes by samples"
+    if any(type(one) is not LazyTensor for one in inputs):
+        return "it is differentiated by weights, or by what is not lazy"
+    are_lazy = all(type(one) is LazyTensor for one in outputs)
     if not are_lazy or not all(one.requires_grad for one in (*outputs, *inputs)):
-        return None
+        return "not all of it is lazy and requires a gradient"
     if not all(map(_core.is_pending_here, outputs)) or len(gradients) != len(outputs):
-        return None
+        return "what is differentiated was computed before"
     program = Program(list(outputs))
     ids = [one for one in map(_core.id, inputs) if one is not None]
     places = [program.info(one).place for one in ids]
     if any(map(_has_hooks, map(_core.real, inputs))):
-        return None
-    if len(ids) < len(inputs) or program.has_writes or None in places or places[0] is None:
-        return None
+        return _HOOKED
+    if program.has_writes:
+        writing = (one for one in program.nodes.values() if one.writes or one.leaf_writes)
+        return next(map(_why_not, writing), "a tensor is written in place")
+    if len(ids) < len(inputs) or None in places or places[0] is None:
+        return "an input has no samples"
     ends = [_end(program, *pair) for pair in zip(outputs, gradients, strict=True)]
-    pairs = [one for one in ends if one is not None]
+    pairs = [one for one in ends if not isinstance(one, str)]
+    if why := next((one for one in ends if isinstance(one, str)), ""):
+        return why
     found = _between(program, ids, [value for value, _ in pairs], places[0][0])
-    if len(pairs) < len(ends) or found is None:
-        return None
+    if isinstance(found, str):
+        return found
     read = {value: _given(program, value, at, inputs[0]) for value, at in found.read.items()}
     if any(one is None for one in read.values()):
-        return None
+        return _OTHERS
     recipe = Recipe(found.nodes, ids, [value for value, _ in pairs], list(read), places[0])
     n_bytes = _try(program, recipe, found)
     if n_bytes is None:
-        return None
+        return "some gradient has no graph, or torch has no derivative of it"
     number = next(_numbers)
     _recipes[number] = recipe
     _core.memo().setdefault("recipes", []).append(recipe)
@@ -188,15 +199,32 @@ def record(
     return (made,) if type(made) is LazyTensor else tuple(made)
 
 
+#: Why it runs at once, where no call can be named.
+_HOOKED = "a hook is called when a gradient is made, or a gradient is retained"
+_OTHERS = "it reads other samples too"
+
+
+def _why_not(node: Node) -> str:
+    """Why a call cannot be differentiated by samples."""
+    call = f"{name_of_node(node)} ({where_of_node(node)})"
+    if node.is_random:
+        return f"{call} draws random numbers"
+    if node.region:
+        return f"{call} runs in a checkpoint"
+    if name_of_node(node).endswith("_"):
+        return f"{call} writes in place, and without that (inplace=False) it goes by samples"
+    return f"{call} has to do with other samples"
+
+
 def _has_hooks(real: Tensor | None) -> bool:
     """Whether hooks of an input may be called when its gradient is made: those of a graph that is
     there cannot be seen."""
     return real is not None and (not real.is_leaf or bool(real._backward_hooks))
 
 
-def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | None:
+def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
     """Where the gradient starts, and its gradient by samples: a sum or mean of all samples is gone
-    through."""
+    through. A text: why it cannot start there."""
     value = _core.id(output)
     assert value is not None
     info, node = program.info(value), program.node_of(value)
@@ -205,16 +233,19 @@ def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | None
         if is_plain and type(gradient) is not LazyTensor:
             gradient = _core.like(gradient, output)
         elif not is_plain or gradient.requires_grad:
-            return None
+            return "grad_outputs is of another shape, or requires a gradient"
         at = _core.id(gradient)
         is_fit = at is None or _core.value(at)[3] == info.place
-        return (value, gradient) if is_fit else None
-    if node is None or node.mode != REDUCE or info.shape or gradient is not None:
-        return None
+        return (value, gradient) if is_fit else "grad_outputs is of other samples"
+    if node is None or node.mode != REDUCE or info.shape:
+        return "it starts from what is no sum() or mean() of the batch"
+    if gradient is not None:
+        return "a sum or mean is given grad_outputs, and without them it goes by samples"
     name, terms = program.row_of(node), program.imports[node.imports[0]].value
     of = program.info(terms)
     if name not in ("sum", "mean") or of.place is None or of.dtype != info.dtype:
-        return None
+        call = f"{name_of_node(node)} ({where_of_node(node)})"
+        return f"it starts from {call}, and only a sum() or mean() of samples goes by samples"
     share = 1 / math.prod(of.shape) if name == "mean" else 1.0
     each = torch.full((), share, dtype=of.dtype, device=of.device).expand(of.shape)
     return terms, _core.like(each, _core.lazy_of(terms))
@@ -222,9 +253,9 @@ def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | None
 
 def _between(
     program: Program, inputs: Sequence[int], outputs: Sequence[int], axis: int
-) -> _Found | None:
-    """The calls through which gradients go from outputs to inputs; None: not all are by samples of
-    that batch."""
+) -> _Found | str:
+    """The calls through which gradients go from outputs to inputs; a text: why not all are by
+    samples of that batch."""
     reached, made, needed = set(inputs), set[int](), set(outputs)
     nodes = []
     for _, node in sorted(program.nodes.items()):
@@ -237,22 +268,21 @@ def _between(
     for node in reversed(nodes):
         if needed.isdisjoint(node.outs):
             continue
-        if node.mode != ROWS or node.axis != axis or node.is_random or node.region:
-            return None
-        if node.writes or node.leaf_writes:
-            return None
+        is_other = node.mode != ROWS or node.axis != axis or node.is_random or node.region
+        if is_other or node.writes or node.leaf_writes:
+            return _why_not(node)
         found.append(node)
         made.update(node.outs)
         needed.update(program.imports[k].value for k in node.imports if k >= 0)
     if not needed.issuperset(inputs) or not made.issuperset(outputs):
-        return None
+        return "not all that is differentiated is made of all inputs"
     read: dict[int, Place | None] = {}
     for node in found:
         for one in (program.imports[k] for k in node.imports if k >= 0):
             if one.value in made or one.value in inputs:
                 continue
             if one.is_range or read.setdefault(one.value, one.place) != one.place:
-                return None
+                return _OTHERS
     return _Found(found[::-1], read)
 
 

@@ -286,15 +286,22 @@ def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
         torch.autograd.backward(stand_ins, given)
 
 
-def _tell_why(func: Callable[..., Any], words: dict[str, Any], root: str) -> None:
-    """Why a backward cannot run in chunks, if that is not told yet."""
+def _tell_why(func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = "") -> None:
+    """Why a backward cannot run in chunks, if that is not told yet.
+
+    Args:
+        func: the call.
+        words: its arguments.
+        root: which of them it starts from.
+        cause: why create_graph cannot go by samples.
+    """
     if reports.is_decided() or not any(map(_is_pending, _listed(words[root]))):
         return
     why = "it starts from other tensors too, or in a way that is not run in chunks"
     if seen := surroundings.of_backward():
         why = seen
     elif words.get("create_graph"):
-        why = "create_graph=True keeps autograd's graph of the whole batch"
+        why = f"create_graph=True keeps autograd's graph of the whole batch{cause}"
     elif words.get("is_grads_batched"):
         why = "is_grads_batched=True runs it under vmap"
     elif any(map(_is_pending, _listed(words.get("inputs")))):
@@ -359,19 +366,22 @@ def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.autograd.grad: the gradients are plain tensors, or recorded where they have a graph."""
-    words = _words(_GRAD_WORDS, args, kwargs)
+    words, cause = _words(_GRAD_WORDS, args, kwargs), ""
     if words.get("create_graph") and not words.get("is_grads_batched"):
         outputs, given = _listed(words["outputs"]), words.get("grad_outputs")
         gradients = [None] * len(outputs) if given is None else _listed(given)
         recorded = derived.record(outputs, _listed(words["inputs"]), gradients)
-        if recorded is not None:
+        if not isinstance(recorded, str):
             return recorded
+        cause = f" where {recorded}"
     reports.note_backward()
     with reports.Asking("autograd.grad()", _HAD_RUN):
-        return _autograd_grad(func, args, kwargs)
+        return _autograd_grad(func, args, kwargs, cause)
 
 
-def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _autograd_grad(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], cause: str
+) -> Any:
     words = _words(_GRAD_WORDS, args, kwargs)
     bridge.refuse_inner(_listed(words["inputs"]), "grad")
     found = _grad_in_chunks(words)
@@ -379,7 +389,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return found
     if not words.get("is_grads_batched"):  # then each gradient has a dim more
         _refuse_roots(words, "outputs", "grad_outputs")
-    _tell_why(func, words, "outputs")
+    _tell_why(func, words, "outputs", cause)
     try:
         found = _core.live(func, args, kwargs, True)
         if any(gradient is None for gradient in found):

@@ -291,7 +291,8 @@ def name_of_parameter(parameter: torch.Tensor) -> str:
         for name, one in modules.modules[owner].named_parameters(recurse=False):
             if one is parameter:
                 return repr(f"{owner.path}.{name}" if owner.path else name)
-    return f"a parameter of shape {list(parameter.shape)}"
+    what = "a parameter" if isinstance(parameter, nn.Parameter) else "a tensor that you made"
+    return f"{what} of shape {list(parameter.shape)}"
 
 
 def cells(layers: Iterable[Layer], most: int) -> tuple[list[tuple[Layer, tuple[str, ...]]], str]:

@@ -287,6 +287,7 @@ def _patch_data() -> None:
         if not is_put(self, value):
             original.__set__(self, value)
 
+    get.__name__ = "data"  # as messages call it
     _replace(torch.Tensor, "data", property(get, put))
 
 

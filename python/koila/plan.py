@@ -33,6 +33,7 @@ from koila.program import (
     Op,
     Program,
     Way,
+    name_of_call,
     name_of_node,
     where_of_node,
 )
@@ -256,7 +257,7 @@ class Needs:
     def refusal(self, program: Program) -> MemoryLimitError:
         """What is raised: the call that needs most, and why."""
         detail = _core.node(self.node)
-        name = detail[1] or getattr(detail[0], "__name__", "a call")
+        name = name_of_call(self.node)
         names = layers.Names(program)
         layer = names.of_call(self.node)
         of_layer = f" of layer {layer!r}" if layer else ""
@@ -337,7 +338,7 @@ def _held_whole(program: Program, names: layers.Names, needed: float, fixed: flo
     another, or the gradient of a parameter."""
     if 2 * fixed < needed:
         return ""
-    share = f", of which {fixed / 2**20:.1f} MiB do not shrink with the chunks"
+    share = f", of which {size(fixed)} do not shrink with the chunks"
     for one in made_whole(program)[:1]:
         if one.n_bytes > 0:
             return f"{share}: {one.made('makes')}"
@@ -443,8 +444,11 @@ def check_whole(program: Program, is_graph: bool, decision: reports.Decision) ->
     needs, has = sizes(needed, max(left(), 0.0))
     limit = limit_in_words(program)
     cause = "".join(f": {one.made('makes')}" for one in decision.whole[:1] if one.n_bytes > 0)
+    first, others = next(iter(program.nodes.values())), program.n_nodes - 1
+    more = f" and {others} other calls run" if others else " runs"
     raise MemoryLimitError(
-        f"{program.n_nodes} calls run on the whole batch ({decision.why}), need {needs} "
+        f"{name_of_node(first)} ({where_of_node(first)}){more} on the whole batch "
+        f"({decision.why}), which needs {needs} "
         f"({int(needed)} bytes) beside what is there{cause}, and {has} are left{limit and '; '}"
         f"{limit}; set memory_limit to {_as_limit(program, needed)}, or make the batch, the model "
         "or the sequence smaller"

@@ -52,10 +52,20 @@ def is_data(func: Callable[..., Any]) -> bool:
     return getattr(func, "__self__", None) is _DATA
 
 
+#: What users know by another name than that of its row.
+_KNOWN_AS = {"gradient_of": "autograd.grad"}
+
+
 def name_of_node(node: Node) -> str:
     """What a call is called in messages: its row, or torch's name."""
-    func, row, *_ = _core.node(node.id)
-    return str(row or getattr(func, "__name__", "call"))
+    return name_of_call(node.id)
+
+
+def name_of_call(i: int) -> str:
+    """The same, of the call of this number."""
+    func, row, *_ = _core.node(i)
+    name = str(row or getattr(func, "__name__", "call"))
+    return _KNOWN_AS.get(name, name)
 
 
 def where_of_node(node: Node) -> str:

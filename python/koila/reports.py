@@ -297,7 +297,7 @@ def name_of(func: Callable[..., Any]) -> str:
     name = str(getattr(func, "__name__", func))
     owner: Any = getattr(func, "__self__", None)
     if name == "__get__" and owner is not None:
-        return str(owner.__name__)
+        return str(getattr(owner, "fget", owner).__name__)  # a property may have no name
     is_custom = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
     return f"{owner.__name__}.{name}" if is_custom else _DUNDER.sub(r"\1", name)
 
