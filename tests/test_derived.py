@@ -77,6 +77,16 @@ def a_gradient_penalty(lazy: Lazy) -> Any:
 
 
 @by_samples
+def a_penalty_through_a_recurrent_layer(lazy: Lazy) -> Any:
+    """Its first state, which torch makes, has the samples in another dim than its input."""
+    R, H = nn.GRU(4, 5, batch_first=True).double(), nn.Linear(5, 1).double()
+    x = lazy(rows(3, 4)).requires_grad_(True)
+    score = H(R(x)[0][:, -1])
+    grad = gradient(score.sum(), x)
+    return found(score.mean() + grad.pow(2).sum((1, 2)).mean(), R, H), x.grad
+
+
+@by_samples
 def a_penalty_on_images(lazy: Lazy) -> Any:
     """Sizes of the batch stand in views; the sum of all scores is differentiated."""
     conv = nn.Conv2d(1, 3, 3, padding=1).double()

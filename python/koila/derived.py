@@ -201,7 +201,7 @@ def record(
 
 #: Why it runs at once, where no call can be named.
 _HOOKED = "a hook is called when a gradient is made, or a gradient is retained"
-_OTHERS = "it reads other samples too"
+_OTHERS = "a tensor is read by samples in another dim or for other samples"
 
 
 def _why_not(node: Node) -> str:
@@ -291,11 +291,14 @@ def _given(program: Program, value: int, place: Place | None, like: Any) -> Any:
     info = program.info(value)
     if info.place == place:
         return info.real if place is None and info.real is not None else _core.lazy_of(value)
+    if info.place is not None or info.real is None:
+        return None
     like_id = _core.id(like)
-    rows = program.info(like_id).place if like_id is not None else None
-    if info.place is None and info.real is not None and place == rows:
+    if like_id is not None and program.info(like_id).place == place:
         return _core.like(info.real, like)
-    return None
+    outs = (out for node in program.nodes.values() for out in node.outs)
+    other = next((out for out in outs if program.info(out).place == place), None)
+    return None if other is None else _core.like(info.real, _core.lazy_of(other))
 
 
 def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | None:
