@@ -213,6 +213,22 @@ def samples_that_meet(lazy: Lazy) -> Any:
 
 
 @at_once
+def samples_that_read_all(lazy: Lazy) -> Any:
+    D = critic()
+    x, near = lazy(rows(4).requires_grad_(), torch.rand(N_ROWS, N_ROWS, dtype=torch.float64))
+    score = D(x).squeeze(1)
+    return found(gradient((near * score).sum(1).sum(), x).norm(dim=1).mean(), D)
+
+
+@at_once
+def samples_chosen_by_an_index(lazy: Lazy) -> Any:
+    D = critic()
+    x, index = lazy(rows(4).requires_grad_(), torch.arange(N_ROWS).flip(0))
+    score = D(x).reshape(-1)[index]
+    return found(gradient(score.sin().sum(), x).norm(dim=1).mean(), D)
+
+
+@at_once
 def noise(lazy: Lazy) -> Any:
     D = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh(), nn.Linear(4, 1)).double()
     x = lazy(rows(4).requires_grad_())

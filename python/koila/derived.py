@@ -280,6 +280,8 @@ def _between(
     for node in found:
         for one in (program.imports[k] for k in node.imports if k >= 0):
             if one.value in made or one.value in inputs:
+                if one.is_range or one.place != program.info(one.value).place:
+                    return _OTHERS  # a sample reads what others make
                 continue
             if one.is_range or read.setdefault(one.value, one.place) != one.place:
                 return _OTHERS
