@@ -439,8 +439,8 @@ MUTANTS = [
     Mutant(
         "derived: samples that meet are differentiated one by one",
         "python/koila/derived.py",
-        "if node.mode != ROWS or node.axis != axis or node.is_random or node.region:",
-        "if node.is_random or node.region:",
+        "is_other = node.mode != ROWS or node.axis != axis or node.is_random or node.region",
+        "is_other = bool(node.is_random or node.region)",
         "tests/test_derived.py",
     ),
     Mutant(

@@ -204,9 +204,14 @@ def _lengths_of(made_of: _Packed) -> Tensor:
     return _core.like(made_of.lengths.to(first_step.device), first_step)
 
 
+#: Of all steps, so small a share may be told as those that smaller chunks do not make less.
+_FIXED_SHARE = 8
+
+
 def _steps(lengths: list[int]) -> tuple[int, int]:
-    """The steps of all rows, and how many of them are not by rows: so many are beside those by
-    rows that no chunk has more than the two together, whatever rows it has."""
+    """Steps of all samples, and the constant part of a bound on those of a chunk: no chunk of n of
+    the N samples has more than `fixed + n * (total - fixed) / N`. Where that part is large, samples
+    count as if each were as long as the longest."""
     n_rows, sums = len(lengths), [0, *itertools.accumulate(lengths)]
     total, least = sums[-1], sums[-1] / n_rows
     sizes = {-(-n_rows // n_chunks) for n_chunks in range(2, n_rows + 1)}
@@ -216,7 +221,10 @@ def _steps(lengths: list[int]) -> tuple[int, int]:
             ends = [*sums[size::size], total]
             most = max(map(operator.sub, ends, sums[::size]))
             least = min(least, (total - most) / (n_rows - size))
-    return total, math.ceil(total - least * n_rows)
+    fixed = math.ceil(total - least * n_rows)
+    if fixed > total // _FIXED_SHARE:  # sorted, say: no chunk would seem small
+        return n_rows * max(lengths), 0
+    return total, fixed
 
 
 def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
