@@ -528,6 +528,14 @@ def test_fully_shard_written_before_its_backward(tmp_path: Path) -> None:
             optimizer.step()
             with pytest.raises(koila.StaleError, match="changed in place"):
                 second.backward()
+            for write in (lambda p: p.data.mul_(2.0), lambda p: torch._foreach_mul_([p], 2.0)):
+                m = fully_shard(blocks(), reshard_after_forward=True)
+                loss = F.cross_entropy(m(x), y)
+                with torch.no_grad():
+                    for parameter in m.parameters():
+                        write(parameter)
+                with pytest.raises(koila.StaleError, match="changed in place"):
+                    loss.backward()
 
     in_processes(case, tmp_path)
 

@@ -493,7 +493,6 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    sharded.note_step(optimizer)
     sharded.let_go()
     numbers.settle_outdated(is_over=True)
 

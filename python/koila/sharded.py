@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from koila import _core, bridge
+from koila import _core, bridge, meta
 from koila.errors import KoilaError
 from koila.lines import user_line
 
@@ -48,21 +48,24 @@ class _Freed:
 
     def __init__(self) -> None:
         self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.version = 0
-        self.is_stepped = False
+        self.numbers = (0, 0)  # of this process's shard, as it was let go
 
     def let_go(self, parameter: Any) -> None:
         """It is about to be freed."""
         self.parts |= bridge.parts_that_read(parameter._unsharded_param)
-        self.version = parameter.sharded_param._version
+        if self.parts:
+            self.numbers = _numbers_of(parameter)
 
     def take_again(self, parameter: Any) -> None:
-        """It is gathered: with the same numbers, unless it was written. An optimizer may write it
-        without a trace, so its steps are noted."""
-        is_same = not self.is_stepped and self.version == parameter.sharded_param._version
-        self.is_stepped = False
+        """It is gathered: with the same numbers, unless it was written. An optimizer, or a write
+        through .data, leaves no other trace."""
+        is_same = not self.parts or self.numbers == _numbers_of(parameter)
         for part in self.parts:
             part.take_again(parameter._unsharded_param, is_same)
+
+
+def _numbers_of(parameter: Any) -> tuple[int, int]:
+    return meta.checksum(parameter.sharded_param._local_tensor)
 
 
 _freed: weakref.WeakKeyDictionary[Any, _Freed] = weakref.WeakKeyDictionary()
@@ -96,14 +99,6 @@ def let_go() -> None:
             del _kept[key]
             if parameter.sharded_state.name != "UNSHARDED":
                 free(parameter)
-
-
-def note_step(optimizer: Any) -> None:
-    """An optimizer writes its parameters."""
-    if _freed:
-        written = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for parameter, freed in _freed.items():
-            freed.is_stepped |= id(parameter.sharded_param) in written
 
 
 def _is_let_go(group: Any) -> bool:
