@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -205,15 +206,12 @@ def _blocked_halves() -> Iterator[torch.dtype]:
 
 
 def _block_width() -> int:
-    """How many channels oneDNN lays side by side on this CPU: it is given a weight with one."""
-    lay, count = (
-        getattr(torch.ops.mkldnn, name, None) for name in ("_reorder_convolution_weight", "_nbytes")
-    )
-    if lay is None or count is None:
-        return 16  # the most that is known
-    weight = torch.zeros(1, 17, 1, 1, dtype=torch.float32, device="cpu")
-    laid = lay(weight, [0, 0], [1, 1], [1, 1], 1, [2, 17, 4, 4])
-    return int(count(laid)) // (weight.numel() * weight.element_size())
+    """How many channels oneDNN lays side by side on this CPU. It is not asked: its first kernel
+    settles how many kernels it keeps, and a limit may still be set for this process."""
+    names = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"
+    most = next((os.environ[name].upper() for name in names if name in os.environ), "")
+    is_narrow = most == "AVX" or most.startswith(("SSE", "AVX2"))
+    return 16 if torch.cpu._is_avx512_supported() and not is_narrow else 8
 
 
 def _run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
