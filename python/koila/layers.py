@@ -164,7 +164,7 @@ def _places(program: Program) -> tuple[_Modules, list[_Place]]:
     following.reverse()
     previous: _Place | None = None
     for i, place in enumerate(found):
-        if place.owner is None:
+        if place.owner is None and program.row_of(place.node) != "gradient_of":
             found[i] = place = place._replace(
                 owner=_owner_of(modules, place, previous, following[i])
             )
