@@ -404,8 +404,8 @@ MUTANTS = [
     Mutant(
         "accrue: no gradient is made in its place",
         "python/koila/accrue.py",
-        "if node.mode == ROWS else None\n",
-        "if node.mode == REDUCE else None\n",
+        "is_such = node.mode == ROWS and not",
+        "is_such = node.mode == REDUCE and not",
         "tests/test_accrue.py",
     ),
     Mutant(

@@ -176,6 +176,8 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Run a product of rows whose weight's gradient gathers; None: it is no such call."""
-    of_row = _OF_ROW.get(program.row_of(node)) if node.mode == ROWS else None
+    """Run a product of rows whose weight's gradient gathers; None: it is no such call, or torch may
+    differentiate it twice, which these products do not know."""
+    is_such = node.mode == ROWS and not program.is_derived
+    of_row = _OF_ROW.get(program.row_of(node)) if is_such else None
     return of_row(lambda: func(*args, **kwargs), *args, **kwargs) if of_row else None

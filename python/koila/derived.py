@@ -174,9 +174,9 @@ def record(
     if len(ids) < len(inputs) or None in places or places[0] is None:
         return "an input has no samples"
     ends = [_end(program, *pair) for pair in zip(outputs, gradients, strict=True)]
-    pairs = [one for one in ends if not isinstance(one, str)]
     if why := next((one for one in ends if isinstance(one, str)), ""):
         return why
+    pairs = [one for one in ends if not isinstance(one, str)]
     found = _between(program, ids, [value for value, _ in pairs], places[0][0])
     if isinstance(found, str):
         return found
@@ -204,9 +204,13 @@ _HOOKED = "a hook is called when a gradient is made, or a gradient is retained"
 _OTHERS = "a tensor is read by samples in another dim or for other samples"
 
 
+def _name_and_line(node: Node) -> str:
+    return f"{name_of_node(node)} ({where_of_node(node)})"
+
+
 def _why_not(node: Node) -> str:
     """Why a call cannot be differentiated by samples."""
-    call = f"{name_of_node(node)} ({where_of_node(node)})"
+    call = _name_and_line(node)
     if node.is_random:
         return f"{call} draws random numbers"
     if node.region:
@@ -244,8 +248,8 @@ def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
     name, terms = program.row_of(node), program.imports[node.imports[0]].value
     of = program.info(terms)
     if name not in ("sum", "mean") or of.place is None or of.dtype != info.dtype:
-        call = f"{name_of_node(node)} ({where_of_node(node)})"
-        return f"it starts from {call}, and only a sum() or mean() of samples goes by samples"
+        start = _name_and_line(node)
+        return f"it starts from {start}, and only a sum() or mean() of samples goes by samples"
     share = 1 / math.prod(of.shape) if name == "mean" else 1.0
     each = torch.full((), share, dtype=of.dtype, device=of.device).expand(of.shape)
     return terms, _core.like(each, _core.lazy_of(terms))

@@ -259,6 +259,7 @@ def _set(generator: torch.Generator, cell: torch.Tensor | int) -> None:
 def make_call(
     _: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Make a call as it was recorded."""
     return func(*args, **kwargs)
 
 

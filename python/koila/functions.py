@@ -293,8 +293,8 @@ def register_all() -> None:
     _core.register(
         packed.select_index, OP, "index_select", None, False, False, False, "index_select", tuple
     )
-    derived_row = derived.gradient_of
-    _core.register(derived_row, OP, "grad", _run_whole, False, False, False, "gradient_of", tuple)
+    derivative = derived.gradient_of
+    _core.register(derivative, OP, "grad", _run_whole, False, False, False, "gradient_of", tuple)
     chosen = masks.select_masked
     _core.register(
         chosen, OP, "__getitem__", _run_whole, False, False, False, "select_masked", tuple

@@ -189,6 +189,11 @@ def _listed(obj: Any) -> list[Any]:
     return list(obj) if isinstance(obj, tuple | list) else [obj]
 
 
+def _gradients(given: Any, roots: list[Any]) -> list[Any]:
+    """What is sent into roots: None for each, where nothing is given."""
+    return [None] * len(roots) if given is None else _listed(given)
+
+
 def _reals(obj: Any) -> list[Any]:
     """The tensors of lazies that have theirs, and of others."""
     return [_core.real(one) if type(one) is LazyTensor else one for one in _listed(obj)]
@@ -214,8 +219,7 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
         if not inputs or any(t is None for t in inputs):
             return NotImplemented
     roots = _listed(words[root])
-    given = words.get(gradient)
-    gradients = [None] * len(roots) if given is None else _listed(given)
+    gradients = _gradients(words.get(gradient), roots)
     if len(gradients) != len(roots):
         return NotImplemented
     is_retained = bool(words.get("retain_graph"))
@@ -269,7 +273,7 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
     """Raise what torch raises of a backward that cannot start: nothing runs for it."""
     roots = _listed(words[root])
-    given = [None] * len(roots) if words.get(gradient) is None else _listed(words[gradient])
+    given = _gradients(words.get(gradient), roots)
 
     def is_refused(lazy: Any, sent: Any) -> bool:
         has_start = lazy.numel() == 1 if sent is None else sent.shape == lazy.shape
@@ -328,8 +332,7 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
     if not all(isinstance(t, torch.Tensor) for t in inputs):
         return NotImplemented
     roots = _listed(words["outputs"])
-    given = words.get("grad_outputs")
-    gradients = [None] * len(roots) if given is None else _listed(given)
+    gradients = _gradients(words.get("grad_outputs"), roots)
     if len(gradients) != len(roots):
         return NotImplemented
     is_retained = bool(words.get("retain_graph"))
@@ -368,21 +371,24 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """torch.autograd.grad: the gradients are plain tensors, or recorded where they have a graph."""
     words, cause = _words(_GRAD_WORDS, args, kwargs), ""
     if words.get("create_graph") and not words.get("is_grads_batched"):
-        outputs, given = _listed(words["outputs"]), words.get("grad_outputs")
-        gradients = [None] * len(outputs) if given is None else _listed(given)
+        outputs = _listed(words["outputs"])
+        gradients = _gradients(words.get("grad_outputs"), outputs)
         recorded = derived.record(outputs, _listed(words["inputs"]), gradients)
         if not isinstance(recorded, str):
             return recorded
         cause = f" where {recorded}"
     reports.note_backward()
     with reports.Asking("autograd.grad()", _HAD_RUN):
-        return _autograd_grad(func, args, kwargs, cause)
+        return _autograd_grad(func, args, kwargs, words, cause)
 
 
 def _autograd_grad(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], cause: str
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    words: dict[str, Any],
+    cause: str,
 ) -> Any:
-    words = _words(_GRAD_WORDS, args, kwargs)
     bridge.refuse_inner(_listed(words["inputs"]), "grad")
     found = _grad_in_chunks(words)
     if found is not NotImplemented:

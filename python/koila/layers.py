@@ -130,11 +130,15 @@ def _is_in(where: str, module: nn.Module) -> bool:
     return code.co_firstlineno <= int(line) <= last
 
 
+def _is_derivative(program: Program, node: Node) -> bool:
+    """Whether a call differentiates others (`derived.py`): it is in no module."""
+    return program.row_of(node) == "gradient_of"
+
+
 def _parameters(program: Program, node: Node) -> Iterator[torch.Tensor]:
     """The parameters that a call reads itself; a derivative is given those of many calls."""
-    is_derivative = program.row_of(node) == "gradient_of"
-    for import_id in node.imports:
-        if import_id >= 0 and not is_derivative:
+    for import_id in () if _is_derivative(program, node) else node.imports:
+        if import_id >= 0:
             real = program.info(program.imports[import_id].value).real
             if isinstance(real, nn.Parameter):
                 yield real
@@ -164,7 +168,7 @@ def _places(program: Program) -> tuple[_Modules, list[_Place]]:
     following.reverse()
     previous: _Place | None = None
     for i, place in enumerate(found):
-        if place.owner is None and program.row_of(place.node) != "gradient_of":
+        if place.owner is None and not _is_derivative(program, place.node):
             found[i] = place = place._replace(
                 owner=_owner_of(modules, place, previous, following[i])
             )

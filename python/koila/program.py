@@ -254,6 +254,8 @@ class Program:
         #: A gradient goes through bodies of the user's checkpoints.
         self.has_checkpoints: bool = staged[19]
         self._hidden: int | None = staged[20]
+        #: Its tape has calls that differentiate others (`derived.py`).
+        self.is_derived = "recipes" in _core.memo()
         self.is_known_only = is_known_only
         self._cuts = n_segments, is_headed
         self._cloned: set[int] = set()
@@ -290,11 +292,6 @@ class Program:
     def unstageable(self) -> tuple[Node, str] | None:
         """A call that cannot run by stages, and why: the program runs whole."""
         return self._find_unstageable()
-
-    @property
-    def is_derived(self) -> bool:
-        """Whether its tape has calls that differentiate others (`derived.py`)."""
-        return "recipes" in _core.memo()
 
     @property
     def cloned(self) -> set[int]:

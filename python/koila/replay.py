@@ -248,10 +248,7 @@ class Replay:
             node = self.program.node(i)
             if node.is_random:
                 return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
-            made = None
-            if not self.program.is_derived:  # or torch goes back through it twice
-                made = accrue.run(self.program, node, func, args, kwargs)
-            if made is not None:
+            if (made := accrue.run(self.program, node, func, args, kwargs)) is not None:
                 return made
             if i in run.parts and self._is_plain(node, run):
                 results = func(*args, **kwargs)
