@@ -419,7 +419,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* The objects that are needed everywhere; the first that is not there is told. */
+/* Look up the Python objects that all files use; the error names the first that is missing. */
 static int
 find_names(void)
 {

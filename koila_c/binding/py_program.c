@@ -903,7 +903,7 @@ kl_program_node(PyObject *module, PyObject *args)
                          (long long)saves->bytes_backward);
 }
 
-/* [(value, place it is read at or None, tensor or None)] of a node's inputs; of what it writes on the side, a copy */
+/* [(value, place it is read at or None, tensor or None)] of a node's inputs; of a leaf that it writes, a copy */
 static PyObject *
 describe_inputs(const Tape *tape, const KlNode *node)
 {

@@ -37,7 +37,7 @@ typedef struct Build {
     bool *is_gone;         /* [n_values] it was let go */
     bool *is_read_whole;   /* [n_values] it is read put together from its chunks */
     bool *is_read_by_rows; /* [n_values] another body reads it chunk by chunk */
-    bool *is_used_back;    /* [n_values] a body that goes back later makes or reads it */
+    bool *is_used_back;    /* [n_values] a body with a later backward makes or reads it */
     bool *may_be_light;    /* [n_values] */
     uint8_t *known;        /* [n_values] scratch of kl_waiting_find */
 } Build;
@@ -120,7 +120,7 @@ find_units(Build *build)
     find_fused(build);
 }
 
-/* Whether a body goes back later, when others ran after it. */
+/* Whether other units run between the forward of a body and its backward. */
 static bool
 goes_back(const Unit *unit)
 {
@@ -351,7 +351,7 @@ is_light(const Build *build, KlValueId value)
     return build->schedule->lights.number[value] != 0;
 }
 
-/* Whether a value is of no use going back: no gradient comes to it, and no body that goes back reads or keeps it. */
+/* Whether no backward needs a value: it has no gradient, and no body with a later backward makes or reads it. */
 static bool
 is_done(const Build *build, KlValueId value)
 {
@@ -359,7 +359,7 @@ is_done(const Build *build, KlValueId value)
            (!build->program->stages.needs_gradient[value] && !build->is_used_back[value]);
 }
 
-/* After unit `u` goes what it was the last to read, if it is done or made again; what is light is emptied. */
+/* Free what unit `u` is the last to read, if no backward needs it or it is recomputed; empty what is light. */
 static KlStatus
 release_read(Build *build, uint32_t u)
 {

@@ -85,7 +85,7 @@ class _Cut:
         self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
         self.written: set[int] = set()  # these leaves
         self.uncounted: set[int] = set()  # those of them that were written through .data
-        self.before: dict[int, Callable[[], None]] = {}  # by whom: called before it goes back
+        self.before: dict[int, Callable[[], None]] = {}  # by asker: called before its backward
 
     @property
     def roots(self) -> tuple[Any, ...]:
