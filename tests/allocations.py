@@ -111,6 +111,32 @@ class Allocations:
         self.left = now
 
 
+def bytes_over_time(profiled: profile) -> list[int]:
+    """The bytes that were there after each allocation and each free, beyond those before.
+
+    Only what was allocated while it was profiled is counted. The profiler gives the free of an
+    older block only where its address had been handed out under an earlier profile, and then with
+    the size it had at that time: what ran before would decide.
+    """
+    results: Any = profiled.kineto_results
+    events, levels = [], [results.experimental_event_tree()]
+    while levels:
+        for event in levels.pop():
+            levels.append(event.children)
+            if event.tag.name == "Allocation":
+                events.append((event.start_time_ns, event.extra_fields))
+    events.sort(key=lambda timed: timed[0])
+    now, sums, allocated = 0, [], dict[int, int]()
+    for _, block in events:
+        if block.alloc_size > 0:
+            allocated[block.ptr] = block.alloc_size
+            now += block.alloc_size
+        else:
+            now -= allocated.pop(block.ptr, 0)
+        sums.append(now)
+    return sums
+
+
 def measure(
     program: Program, n_rows: int, lazy: Lazy, memory: Allocations | None = None, **options: Any
 ) -> tuple[Outcome, int]:

@@ -18,6 +18,7 @@ from torch.autograd.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import koila
+from allocations import bytes_over_time
 from chunked import split
 from koila import norms, overwritten
 from oracle import Lazy, assert_same_story, assert_seen, eager, gradients
@@ -637,12 +638,7 @@ def test_a_checkpoint_of_fixed_weights_is_torchs(chunks: int | None) -> None:
 def peak(step: Callable[[], object]) -> int:
     with profile(profile_memory=True) as profiled:
         step()
-    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
-    now, most = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    return max(bytes_over_time(profiled), default=0)
 
 
 def test_half_of_the_memory() -> None:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import held
 import opchunks
 from all_samples import samples_of
+from allocations import bytes_over_time
 from held import Amount, Held
 from koila import _core
 from koila.partials import REDUCTIONS
@@ -88,7 +89,7 @@ MORE_FORWARD = {
     "count_nonzero": 8.5,
 }
 #: Kernels that work in other memory on another CPU: less may be more than enough there.
-BY_CPU = re.compile("conv|gru|lstm|rnn|scaled_dot|addmm|matmul|bilinear|einsum")
+BY_CPU = re.compile("conv|gru|lstm|rnn|scaled_dot|addmm|matmul|bilinear|einsum|gradient_of")
 #: No call of these has a gradient.
 NO_BACKWARD = frozenset(
     """all any argmax argmin argsort bitwise_and bitwise_left_shift bitwise_not bitwise_or
@@ -131,14 +132,9 @@ def measure(run: Callable[[], object]) -> tuple[int, int]:
     """The most bytes beyond what was there before, and how many there are more after it."""
     with profile(profile_memory=True) as found:
         made = run()
-    now = peak = 0
-    results: Any = found.kineto_results
-    for event in sorted(results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
+    sums = bytes_over_time(found)
     del made
-    return peak, now
+    return max(sums, default=0), sums[-1] if sums else 0
 
 
 def relaid(x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.autograd.profiler import profile
 
 import koila
-from allocations import Allocations, measure
+from allocations import Allocations, bytes_over_time, measure
 from chunked import split
 from koila import _core
 from limits import made_up, there
@@ -250,9 +249,7 @@ def bytes_of(run: Callable[[], object]) -> tuple[int, int]:
     """The most bytes that are there beyond those before, and what is left."""
     with profile(profile_memory=True) as found:
         made = run()
-    results: Any = found.kineto_results
-    events = sorted(results.events(), key=lambda event: event.start_ns())
-    sums = list(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+    sums = bytes_over_time(found)
     del made
     return max(sums), sums[-1]
 
