@@ -48,6 +48,8 @@ PROGRAMS = {
     "l = v.sum() + k.sum()",
     "hooks after a view was written": "v = h[:, 0]; v.mul_(2); a = v.sum(); h.register_hook(see)\n"
     "v.register_hook(see); l = a + v.sum() * 3 + h.sum()",
+    "a hook on a view that was written and read": "v = h.view(-1); v[0] = 0; k = v * 3\n"
+    "v.register_hook(see); l = k.sum() + v.pow(2).sum()",
     "parts are written": "h[:, 0].mul_(2); h[:, 1] = 0; h.retain_grad(); h[:, 2].add_(h[:, 3])\n"
     "h.register_hook(see); l = h.pow(2).sum()",
     "written without a graph": "h.retain_grad(); h.register_hook(see)\n"

@@ -45,8 +45,15 @@ def _on_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if real is None and not args[0].requires_grad:
         real = torch.empty(0)
     if real is not None:
+        _renew_node(real)
         return func(real, *args[1:], **kwargs)
     return _core.live_with_all(func, args, kwargs, True)
+
+
+def _renew_node(real: torch.Tensor) -> None:
+    """Let torch renew the node of a view whose memory was written, as reading `grad_fn` does: where
+    the node is out of date, `register_hook` of torch 2.13 crashes the process."""
+    _ = real.grad_fn
 
 
 @in_turn
@@ -93,6 +100,7 @@ def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
     is kept of it, or by the lazy that stands for it."""
     hooks = _of(value)
     if hooks is not None:
+        _renew_node(real)
         real.register_hook(functools.partial(_call, hooks))
     if _core.retained(value, is_of_lazy) is not None:
         real.retain_grad()
