@@ -486,11 +486,53 @@ def test_limit_too_small_for_one_row(read: str) -> None:
     with koila.config(memory_limit="16KiB"), unchanged(model, tensors=(x, y)):
         a, b = koila.lazy(x, y)
         loss = F.cross_entropy(model(a), b)
-        words = r"\w+.*: one sample at a time needs .* bytes"
+        words = r"(?s)at least .*: set memory_limit=.*one sample at a time needs .* needs most: \w+"
         with pytest.raises(torch.OutOfMemoryError, match=words) as caught:
             loss.backward() if read == "backward" else loss.item()
     assert isinstance(caught.value, koila.KoilaError)
     assert any(unit in str(caught.value) for unit in ("byte", "KiB", "MiB", " B"))
+
+
+@pytest.mark.parametrize("read", ["backward", "item"])
+def test_an_error_of_torch_hides_koilas_frames(read: str) -> None:
+    """The same error, with the user's frames; torch's where it raised, and the line of the call."""
+    model, x = Mlp(n_hidden=64), rows(6).float()
+    y = torch.randint(0, 5, (N_ROWS,))
+    y[-1] = 5
+    with koila.config(chunks=3):
+        loss = F.cross_entropy(model(koila.lazy(x)), koila.lazy(y))
+        with pytest.raises(IndexError, match="out of bounds") as caught:
+            loss.backward() if read == "backward" else loss.item()
+    assert paths_of(caught) == [__file__]
+    assert re.fullmatch(rf"koila: recorded at .*{__file__}:\d+", caught.value.__notes__[0])
+
+
+def test_an_error_of_a_hook_keeps_its_frames() -> None:
+    """And those of torch between koila's and the hook's, as in eager."""
+    model = Mlp(n_hidden=64)
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise StopError(str(F.softmax(gradient, 0).shape))
+
+    next(model.parameters()).register_hook(fail)
+    with koila.config(chunks=3):
+        loss = model(koila.lazy(rows(6).float())).sum()
+        with pytest.raises(StopError) as caught:
+            loss.backward()
+    assert paths_of(caught) == [__file__, torch.autograd.graph.__file__, __file__]
+
+
+def test_a_mistake_of_koilas_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(koila.replay.Replay, "collect", None)
+    with koila.config(chunks=3), pytest.raises(TypeError) as caught:
+        koila.lazy(rows(6)).sin().sum().item()
+    assert paths_of(caught)[-1] == koila.replay.__file__
+
+
+def paths_of(caught: pytest.ExceptionInfo[BaseException]) -> list[str]:
+    """The files of a traceback, but for torch's on the way in."""
+    into = (torch.overrides.__file__, torch._tensor.__file__)
+    return [str(frame.path) for frame in caught.traceback if str(frame.path) not in into]
 
 
 # Nothing half done ------------------------------------------------------------------------------

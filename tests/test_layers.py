@@ -193,7 +193,7 @@ def test_a_refusal_names_layers_and_hides_koilas_frames() -> None:
         ) as raised:
             loss.backward()
     text = str(raised.value)
-    assert "do not shrink with the chunks: the output of layer 'first' (conv2d, " in text
+    assert "too large: the output of layer 'first' (conv2d, " in text
     assert "the limit is" in text and "of which parameters" in text
     assert not [frame for frame in raised.traceback if "/koila/" in str(frame.path)]
 

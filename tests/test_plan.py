@@ -147,6 +147,14 @@ def normed() -> nn.Module:
     )
 
 
+def bytes_in(text: str) -> tuple[float, float]:
+    """What a refusal says that is needed, and left."""
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20}
+    found = re.search(r"needs ([\d.]+) (\w+) beside .* ([\d.]+) (\w+) are left", text)
+    assert found is not None, text
+    return float(found[1]) * units[found[2]], float(found[3]) * units[found[4]]
+
+
 def test_a_limit_too_small_says_what_is_needed() -> None:
     """The call, its bytes and its line; torch's own kind of error, too."""
     model, x, y = normed(), torch.randn(256, 64), torch.randint(5, (256,))
@@ -154,12 +162,20 @@ def test_a_limit_too_small_says_what_is_needed() -> None:
         F.cross_entropy(model(koila.lazy(x)), y).backward()
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert isinstance(caught.value, koila.KoilaError)
-    found = re.match(
-        r"(\w+).*?: .* \((\d+) bytes\) .* \((\d+) bytes\) are left .*\.py:", str(caught.value)
+    first, *others = str(caught.value).splitlines()
+    found = re.fullmatch(
+        r"at least ([\d.]+) MiB are needed and memory_limit is ([\d.]+) MiB: "
+        r"set memory_limit='[\d.]+MiB'( for 16 chunks, or '\1MiB' for \d+)?",
+        first,
     )
-    assert found is not None, str(caught.value)
-    assert found[1] in ("batch_norm", "relu", "dropout", "linear")
-    assert int(found[2]) > int(found[3])
+    assert found is not None, first
+    assert float(found[1]) > float(found[2])
+    needed, left = bytes_in(str(caught.value))
+    assert needed > left
+    assert len(others) == 4
+    assert re.fullmatch(
+        rf"  needs most: (batch_norm|relu|dropout|linear) .*{__file__}:\d+\)", others[-1]
+    )
 
 
 def test_a_refusal_changes_nothing() -> None:
@@ -227,7 +243,11 @@ def test_where_one_row_runs_out_of_memory_it_is_refused(monkeypatch: pytest.Monk
     Fails(monkeypatch, 0)
     with pytest.raises(koila.MemoryLimitError, match="one sample at a time") as caught:
         limited_step(model, x, y)
-    assert "can't allocate memory" in str(caught.value.__cause__)
+    assert re.match(
+        r"memory ran out, though .* were to do .*: free some, or make", str(caught.value)
+    )
+    assert "\n  DefaultCPUAllocator: can't allocate memory: you tried\n" in str(caught.value)
+    assert caught.value.__suppress_context__
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -245,9 +265,10 @@ def test_a_refusal_names_what_is_held_whole() -> None:
     ):
         model(x).mean().backward()
     found = re.search(
-        r"needs ([\d.]+) MiB .* of which ([\d.]+) MiB do not shrink with the chunks: "
-        r"sort \((.*):\d+\) makes 12.0 MiB whole, and",
+        r"needs ([\d.]+) MiB .* of which ([\d.]+) MiB do not shrink with the chunks, .*"
+        r"\n  too large: sort \(([^\n]*):\d+\) makes 12.0 MiB whole\n",
         str(caught.value),
+        re.DOTALL,
     )
     assert found is not None, str(caught.value)
     assert 0.9 * float(found[1]) < float(found[2]) <= float(found[1])
@@ -269,7 +290,7 @@ def test_a_refusal_names_the_call_whose_followers_are_large() -> None:
     ):
         model(x).backward()
     assert re.search(
-        r": topk .*, with \d other calls?, makes [\d.]+ MiB whole, and", str(caught.value)
+        r"too large: topk .*, with \d other calls?, makes [\d.]+ MiB whole\n", str(caught.value)
     )
 
 
@@ -281,7 +302,7 @@ def test_what_runs_whole_is_refused_too() -> None:
     with (
         koila.config(memory_limit=there() + MIB // 16),
         pytest.raises(
-            koila.MemoryLimitError, match=r"run on the whole batch \(no call of it keeps samples"
+            koila.MemoryLimitError, match=r"run on the whole batch: no call of it keeps samples"
         ),
     ):
         loss.backward()
@@ -335,7 +356,8 @@ def test_a_refusal_names_where_the_program_was_cut() -> None:
     ):
         first(Twice.apply(first(x).tanh())).exp().mean().backward()
     assert re.search(
-        rf"other tensors hold [\d.]+ MiB; Twice.apply \({__file__}:\d+\) had 1.0 MiB put together: "
+        r"free some of these: other tensors hold [\d.]+ MiB; "
+        rf"Twice.apply \({__file__}:\d+\) had 1.0 MiB put together: "
         "it is not recorded, and the program is cut before it",
         str(caught.value),
     )
@@ -349,7 +371,28 @@ def test_a_refusal_that_no_call_is_to_blame_for() -> None:
         pytest.raises(koila.MemoryLimitError) as caught,
     ):
         (koila.lazy(torch.randn(64, 1000)) @ w).mean().backward()
-    assert "MiB do not shrink with the chunks" in str(caught.value)
+    assert (
+        "\n  too large: a tensor that you made of shape [1000, 1000] and its gradient take 3.8"
+        in (str(caught.value))
+    )
+
+
+def test_a_refusal_names_the_state_of_an_optimizer() -> None:
+    """Where it is most of what the limit is short of; a state of a parameter counts twice."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512))
+    optimizer = torch.optim.Adam(model.parameters())
+    for name, limit in (("1.8 MiB", 2**20), (None, 8 * MIB)):
+        with koila.config(memory_limit=there() + limit):
+            optimizer.zero_grad()
+            loss = model(koila.lazy(torch.randn(64, 64))).mean()
+            if name is None or not optimizer.state:
+                with koila.config(memory_limit=None):
+                    loss.backward()
+                optimizer.step()
+                continue
+            with pytest.raises(koila.MemoryLimitError) as caught:
+                loss.backward()
+            assert f"the optimizer's state takes {name}" in str(caught.value)
 
 
 # Nothing is refused that fits -------------------------------------------------------------------
@@ -397,7 +440,7 @@ def test_a_refusal_names_what_was_compared() -> None:
                 Narrow(koila.lazy)
         except koila.MemoryLimitError as error:
             n_refused += 1
-            needed, left = map(int, re.findall(r"\((\d+) bytes\)", str(error)))
+            needed, left = bytes_in(str(error))
             assert needed > left
     assert n_refused > 0
 

@@ -82,7 +82,7 @@ def attempt(
                 if is_memory or not is_calls or not _core.failed(error):
                     _core.abandon()  # else it is known which call raised
                 if is_memory and not is_fixed:
-                    raise _refusal(program) from error
+                    raise _refusal(program, error) from None
                 raise
         finally:
             _core.set_busy(False)
@@ -100,9 +100,10 @@ def _tighter(
         return None
 
 
-def _refusal(program: Program) -> MemoryLimitError:
-    """What is raised where memory ran out in the smallest chunks."""
+def _refusal(program: Program, error: BaseException) -> MemoryLimitError:
+    """What is raised where memory ran out in the smallest chunks, by what error."""
+    said = str(error).partition("\n")[0]
     try:
-        return plan.ran_out(program)
+        return plan.ran_out(program, said)
     except MemoryError:
         return plan.no_room_to_plan(program)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exceptions koila raises by itself; torch's own pass through unchanged."""
 
+import os
 import traceback
+from types import TracebackType
 
 import torch
+
+from koila.lines import INSIDE
 
 
 class KoilaError(RuntimeError):
@@ -20,6 +24,46 @@ class NotInChunksError(KoilaError):
 
 class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
     """Not even one row at a time fits into the memory there is."""
+
+
+#: For who works on koila: what a traceback shows has koila's own frames too.
+_SHOWS_FRAMES = os.environ.get("KOILA_FRAMES", "") not in ("", "0")
+#: How the path of koila's own files begins.
+_OWN = INSIDE[0]
+
+
+def hide_frames(error: BaseException) -> None:
+    """Leave koila's own frames out of the traceback of an error, and what they called of torch and
+    Python on the way to other frames of koila: the user's stay, and torch's where it raised.
+
+    An error that koila's code raised and means nobody to see is a mistake in koila: that keeps all.
+    """
+    frames: list[TracebackType] = []
+    found = error.__traceback__
+    while found is not None:
+        frames.append(found)
+        found = found.tb_next
+    is_own = bool(frames) and frames[-1].tb_frame.f_code.co_filename.startswith(_OWN)
+    is_meant = isinstance(error, KoilaError) or _is_of_call(error) or not is_own
+    if _SHOWS_FRAMES or not is_meant:
+        return
+    kept: list[TracebackType] = []
+    for frame in frames:
+        path = frame.tb_frame.f_code.co_filename
+        if path.startswith(_OWN):
+            while kept and kept[-1].tb_frame.f_code.co_filename.startswith(INSIDE):
+                kept.pop()
+        else:
+            kept.append(frame)
+    rest: TracebackType | None = None
+    for frame in reversed(kept):
+        rest = TracebackType(rest, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    error.__traceback__ = rest
+
+
+def _is_of_call(error: BaseException) -> bool:
+    """Whether a recorded call raised it, as the note says that it was given."""
+    return any(note.startswith("koila: recorded at") for note in getattr(error, "__notes__", ()))
 
 
 # The words of torch, oneDNN and CUDA's libraries for it, where the type does not say so.

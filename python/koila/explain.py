@@ -394,13 +394,13 @@ def _numbers(program: Program, is_graph: bool, forecast: _Forecast) -> list[str]
     limit = plan.limit_in_words(program)
     asked = config.get("chunks")
     found = [f"whole needs {needs} beside what is there, and {has} are left"]
-    if limit or asked is None:
+    if (limit or asked is None) and (not limit or limit not in forecast.text):
         found.append(limit or "no limit is set: what is free counts")
     if asked is not None:
         found.append(f"config(chunks={asked}) is set")
-    found.append(forecast.text)
+    found += forecast.text.splitlines()
     if forecast.n_chunks:
-        found.append(f"least limit that works: {plan.limits_in_words(program, is_graph)}")
+        found.append(f"least limit that works: {plan.limits(program, is_graph)}")
     return found
 
 

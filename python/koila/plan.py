@@ -208,27 +208,56 @@ def _in_few_chunks(estimates: list[memory.Estimate]) -> float:
     return min(one.peak(-(-one.rows // FEW_CHUNKS))[0] for one in estimates)
 
 
-def _as_limit(program: Program, needed: float) -> str:
-    """The memory_limit under which a program has so many bytes, as config() reads it."""
+def _as_limit(program: Program, needed: float) -> float:
+    """The memory_limit in bytes under which a program has so many, in tenths of a MiB."""
     held = _held(program)
     with storages.for_once():
         taken = max(budget.taken(device, held) for device in _devices(program))
-    tenths = math.ceil(10 * (taken + needed) / 2**20)
-    return f"{tenths / 10:.1f} MiB"
+    return math.ceil(10 * (taken + needed) / 2**20) * 2**20 / 10
 
 
-def limits_in_words(program: Program, is_graph: bool) -> str:
-    """Which memory_limit to set for a program: one for few chunks, and the least of all."""
+def _mib(n_bytes: float) -> str:
+    """A memory_limit as config() reads it."""
+    return f"{n_bytes / 2**20:.1f} MiB"
+
+
+class Limits(NamedTuple):
+    """Under which memory_limit, in bytes, a program runs: the least of all, and one for few
+    chunks."""
+
+    least: float
+    n_chunks: int  # with the least
+    best: float
+
+    def __str__(self) -> str:
+        if self.is_one:
+            return _mib(self.least)
+        return (
+            f"{_mib(self.best)} (for {FEW_CHUNKS} chunks; {_mib(self.least)} is the least, for "
+            f"{self.n_chunks})"
+        )
+
+    @property
+    def is_one(self) -> bool:
+        return self.best == self.least
+
+    def settings(self) -> str:
+        """As a user writes them."""
+        best, least = (f"'{_mib(one).replace(' ', '')}'" for one in (self.best, self.least))
+        if self.is_one:
+            return f"set memory_limit={least}"
+        return f"set memory_limit={best} for {FEW_CHUNKS} chunks, or {least} for {self.n_chunks}"
+
+
+def limits(program: Program, is_graph: bool) -> Limits:
+    """Which memory_limit to set for a program."""
     estimates = [way.estimate for way in _ways(program, is_graph)]
     rows, n_bytes, _ = min((one.least() for one in estimates), key=lambda entry: entry[1])
     n_chunks = -(-estimates[0].rows // rows)
     least = _as_limit(program, n_bytes)
     if n_chunks <= FEW_CHUNKS:
-        return least
-    best = _as_limit(program, _in_few_chunks(estimates))
-    if best == least:
-        return least
-    return f"{best} (for {FEW_CHUNKS} chunks; {least} is the least, for {n_chunks})"
+        return Limits(least, n_chunks, least)
+    return Limits(least, n_chunks, _as_limit(program, _in_few_chunks(estimates)))
 
 
 def needs(program: Program) -> tuple[float, float, float]:
@@ -254,34 +283,78 @@ class Needs:
     fixed: float  # of the bytes, what smaller chunks do not make less
     allowed: float
 
-    def refusal(self, program: Program) -> MemoryLimitError:
-        """What is raised: the call that needs most, and why."""
-        detail = _core.node(self.node)
-        name = name_of_call(self.node)
+    def refusal(self, program: Program, said: str = "") -> MemoryLimitError:
+        """What is raised: a limit that works, then what takes the memory, and where.
+
+        Args:
+            program: what does not fit.
+            said: the words of an allocator that failed though it was to fit.
+        """
+        left = max(self.allowed, 0.0)
         names = layers.Names(program)
         layer = names.of_call(self.node)
         of_layer = f" of layer {layer!r}" if layer else ""
-        is_one = self.rows == 1
-        at_a_time = (
-            "one sample at a time" if is_one else f"{self.rows} samples at a time, the least,"
+        call = f"{name_of_call(self.node)}{of_layer} ({_core.node(self.node)[3]})"
+        samples = (
+            "one sample at a time"
+            if self.rows == 1
+            else f"{self.rows} samples at a time, the least,"
         )
-        needed, left = self.n_bytes, max(self.allowed, 0.0)
-        ran_out = "" if needed > left else ", yet memory ran out"
-        fixed = _held_whole(program, names, needed, self.fixed)
-        outside, others, free = _outside(program), "", ""
-        if outside >= 2**20 / 10:
-            others = f"; other tensors hold {outside / 2**20:.1f} MiB"
-            others += "".join(f"; {one}" for one in reports.ran_before()[:1])
-            free = "free some of these, "
-        needs, has = sizes(needed, left)
-        limit = limit_in_words(program)
+        needed, has = sizes(self.n_bytes, left)
+        is_whole = 2 * self.fixed >= self.n_bytes
+        fixed = f", of which {size(self.fixed)} do not shrink with the chunks" if is_whole else ""
+        large = _large(program, names) if is_whole else f"what {call} holds for its samples"
+        found = limits(program, bool(program.roots))
         return MemoryLimitError(
-            f"{name}{of_layer}: {at_a_time} needs {needs} ({int(needed)} bytes) beside what is "
-            f"there{fixed}, and {has} ({int(left)} bytes) are left{ran_out} ({detail[3]}){others}"
-            f"{limit and '; '}{limit}; set memory_limit to "
-            f"{limits_in_words(program, bool(program.roots))}, {free}or make the model or the "
-            "sequence smaller"
+            f"{_answer(found, needed, has, self.n_bytes <= left)}\n"
+            f"  {samples} needs {needed} beside what is there{fixed}, and {has} are left\n"
+            f"{_in_lines(limit_in_words(program))}"
+            f"{_in_lines(large and f'too large: {large}')}"
+            f"{_in_lines(_others(program))}"
+            f"{_in_lines(said)}"
+            f"  needs most: {call}"
         )
+
+
+def _in_lines(text: str) -> str:
+    """A line of a refusal; none where there is nothing to say."""
+    return f"  {text}\n" if text else ""
+
+
+def _answer(found: Limits, needed: str, has: str, is_enough: bool) -> str:
+    """The first line of a refusal: what is needed, what there is, and what to do."""
+    limit = config.get("memory_limit")
+    smaller = "make the model, the sequence or the batch smaller"
+    if is_enough:
+        return (
+            f"memory ran out, though {needed} were to do and {has} were left: free some, or "
+            f"{smaller}"
+        )
+    if limit is None or found.least <= limit:
+        return (
+            f"at least {needed} are needed beside what is there, and {has} are free: free some, "
+            f"or {smaller}"
+        )
+    return (
+        f"at least {_mib(found.least)} are needed and memory_limit is {_limit_next_to(found)}: "
+        f"{found.settings()}"
+    )
+
+
+def _limit_next_to(found: Limits) -> str:
+    """The memory_limit that is set, in as many digits as tell it from what is needed."""
+    limit = config.get("memory_limit")
+    assert limit is not None
+    return sizes(limit, found.least)[0]
+
+
+def _others(program: Program) -> str:
+    """What tensors that are not the step's hold of a limit, and why, where that is much."""
+    outside = _outside(program)
+    if outside < 2**20 / 10:
+        return ""
+    before = "".join(f"; {one}" for one in reports.ran_before()[:1])
+    return f"free some of these: other tensors hold {outside / 2**20:.1f} MiB{before}"
 
 
 def least(estimate: memory.Estimate, allowed: float) -> Needs:
@@ -290,12 +363,12 @@ def least(estimate: memory.Estimate, allowed: float) -> Needs:
     return Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
 
 
-def ran_out(program: Program) -> MemoryLimitError:
-    """What is raised where memory ran out in the smallest chunks."""
+def ran_out(program: Program, said: str) -> MemoryLimitError:
+    """What is raised where memory ran out in the smallest chunks, as an allocator said."""
     allowed = _allowed(program)
     ways = _ways(program, bool(program.roots))
     needs = min((least(way.estimate, allowed) for way in ways), key=lambda one: one.n_bytes)
-    return needs.refusal(program)
+    return needs.refusal(program, said)
 
 
 def why_once(node: Node) -> str:
@@ -332,16 +405,13 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
     return tuple(sorted(found, key=lambda one: -one.n_bytes))
 
 
-def _held_whole(program: Program, names: layers.Names, needed: float, fixed: float) -> str:
-    """How much of a refused program's bytes smaller chunks do not make less, and the largest of
-    what takes it: a call that needs the whole batch, what one pass over the chunks leaves for
-    another, or the gradient of a parameter."""
-    if 2 * fixed < needed:
-        return ""
-    share = f", of which {size(fixed)} do not shrink with the chunks"
-    for one in made_whole(program)[:1]:
-        if one.n_bytes > 0:
-            return f"{share}: {one.made('makes')}"
+def _large(program: Program, names: layers.Names) -> str:
+    """The largest of what smaller chunks do not make less, by its name: a call that needs the whole
+    batch, what one pass over the chunks leaves for another, a parameter and its gradient, or the
+    state of an optimizer."""
+    whole = [one for one in made_whole(program) if one.n_bytes > 0]
+    if whole:
+        return whole[0].made("makes")
     found: list[tuple[int, str]] = []
     homes = Way(1, 1, True)
     crossing = {
@@ -359,9 +429,11 @@ def _held_whole(program: Program, names: layers.Names, needed: float, fixed: flo
     if leaves and program.roots:
         leaf = max(leaves, key=lambda one: one.nbytes)
         name = layers.name_of_parameter(leaf)
-        found.append((leaf.nbytes, f"the gradient of {name} takes {size(leaf.nbytes)}"))
-    n_bytes, says = max(found, default=(0, ""))
-    return share + (f": {says}" if n_bytes else "")
+        found.append((2 * leaf.nbytes, f"{name} and its gradient take {size(leaf.nbytes)} each"))
+    state = sum(tensor.nbytes for tensor in budget.optimizer_state())
+    if state:
+        found.append((state, f"the optimizer's state takes {size(state)}"))
+    return max(found, default=(0, ""))[1]
 
 
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
@@ -442,16 +514,17 @@ def check_whole(program: Program, is_graph: bool, decision: reports.Decision) ->
     if needed <= left() or (storages.look_again(True) and needed <= left()):
         return
     needs, has = sizes(needed, max(left(), 0.0))
-    limit = limit_in_words(program)
-    cause = "".join(f": {one.made('makes')}" for one in decision.whole[:1] if one.n_bytes > 0)
+    n_bytes = _as_limit(program, needed)
     first, others = next(iter(program.nodes.values())), program.n_nodes - 1
     more = f" and {others} other calls run" if others else " runs"
+    large = "".join(one.made("makes") for one in decision.whole[:1] if one.n_bytes > 0)
     raise MemoryLimitError(
-        f"{name_of_node(first)} ({where_of_node(first)}){more} on the whole batch "
-        f"({decision.why}), which needs {needs} "
-        f"({int(needed)} bytes) beside what is there{cause}, and {has} are left{limit and '; '}"
-        f"{limit}; set memory_limit to {_as_limit(program, needed)}, or make the batch, the model "
-        "or the sequence smaller"
+        f"{_answer(Limits(n_bytes, 1, n_bytes), needs, has, False)}\n"
+        f"  the whole batch needs {needs} beside what is there, and {has} are left\n"
+        f"{_in_lines(limit_in_words(program))}"
+        f"{_in_lines(large and f'too large: {large}')}"
+        f"{_in_lines(_others(program))}"
+        f"  {name_of_node(first)} ({where_of_node(first)}){more} on the whole batch: {decision.why}"
     )
 
 

@@ -809,8 +809,6 @@ def _stage(
     return None
 
 
-@in_turn
-@surroundings.in_outside
 def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
     """Give the pending values that the user can reach their numbers, in chunks.
 
@@ -820,9 +818,10 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
         return read_all(is_known_only)
 
 
+@in_turn
 @surroundings.in_outside
 def read_all(is_known_only: bool) -> bool:
-    """As `read`, for who has said what asks, in a turn of its own."""
+    """As `read`, for who has said what asks."""
     settle_outdated()
     if _is_whole():
         return False

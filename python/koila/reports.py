@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import os
 import re
 import threading
 import weakref
@@ -26,15 +25,13 @@ from typing import Any
 import torch
 
 from koila import budget, cards, resident
-from koila.errors import KoilaError
+from koila.errors import hide_frames
 from koila.layers import Layer
 from koila.layers import table as layers_table
 from koila.lines import user_line
 from koila.words import count, size, sizes
 
 _logger = logging.getLogger("koila")
-#: For who works on koila: what it raises by itself has its own frames too.
-_SHOWS_FRAMES = os.environ.get("KOILA_FRAMES", "") not in ("", "0")
 
 #: A step that never ends keeps its last programs.
 MOST_PROGRAMS = 1000
@@ -621,8 +618,8 @@ class Asking:
             _state.asked = None
             _note_measured(_state.n_noted - self.n_before)
             is_told = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
-            if isinstance(error, KoilaError) and not _SHOWS_FRAMES:
-                error.__traceback__ = None  # of koila's own: the user's are added on the way out
+            if error is not None:
+                hide_frames(error)  # the user's outer ones are added on the way out
             if error is not None and not is_told:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 note(ProgramReport(self.what, user_line(), n_chunks=0, why=why))
