@@ -32,6 +32,20 @@ def test_every_page_is_in_the_navigation_and_exists() -> None:
     assert sorted(re.findall(r"[:-] (\S+\.md)$", nav, re.MULTILINE)) == sorted(map(name_of, PAGES))
 
 
+def test_the_design_is_short_and_names_files_that_are_there() -> None:
+    """It is read in one go, so it has 6,000 words at most."""
+    text = (DOCS / "design.md").read_text()
+    assert len(text.split()) <= 6000
+    named = set(re.findall(r"`(?:[a-z]+/)*([a-z_]+\.(?:py|c|h|def|md))`", text))
+    files = {
+        path.name
+        for folder in ("koila_c", "python", "tests", "benchmarks", "docs")
+        for path in (ROOT / folder).rglob("*.*")
+    }
+    assert len(named) > 60
+    assert named <= files
+
+
 def anchors(path: Path) -> set[str]:
     """Those of a page's headings, as mkdocs makes them."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
