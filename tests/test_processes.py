@@ -519,15 +519,16 @@ def test_fully_shard_written_before_its_backward(tmp_path: Path) -> None:
     """Torch gathers the new numbers, of which nothing tells that they are others."""
 
     def case(rank: int) -> None:
-        m = sharded()
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         with koila.config(chunks=3):
             x, y = lazily(*rows(own_generator(rank)))
-            first, second = (F.cross_entropy(m(x), y) for _ in range(2))
-            first.backward()
-            optimizer.step()
-            with pytest.raises(koila.StaleError, match="changed in place"):
-                second.backward()
+            for words in ({}, {"reshard_after_forward": False}):  # of these what waits keeps the old
+                m = sharded(**words)
+                optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+                first, second = (F.cross_entropy(m(x), y) for _ in range(2))
+                first.backward()
+                optimizer.step()
+                with pytest.raises(koila.StaleError, match="changed in place"):
+                    second.backward()
             for write in (lambda p: p.data.mul_(2.0), lambda p: torch._foreach_mul_([p], 2.0)):
                 m = fully_shard(blocks(), reshard_after_forward=True)
                 loss = F.cross_entropy(m(x), y)
@@ -542,10 +543,11 @@ def test_fully_shard_written_before_its_backward(tmp_path: Path) -> None:
 
 def test_fully_shard_twice_before_a_backward(tmp_path: Path) -> None:
     """Two forwards of one model, and a backward of each: what the second reads stays gathered. The
-    state of the model is taken between forward and backward."""
+    state of the model is taken between forward and backward. Whole it is torch's own program, also
+    where weights take a step between the two, and their new numbers are gathered."""
 
-    def story(lazy: Lazy, rank: int) -> list[Tensor]:
-        m, generator = sharded(), own_generator(rank)
+    def story(lazy: Lazy, rank: int, is_stepping: bool, **words: Any) -> list[Tensor]:
+        m, generator = sharded(**words), own_generator(rank)
         losses = []
         for _ in range(2):
             x, y = lazy(*rows(generator))
@@ -553,10 +555,17 @@ def test_fully_shard_twice_before_a_backward(tmp_path: Path) -> None:
         state = [t.full_tensor().clone() for t in m.state_dict().values()]
         for loss in losses:
             loss.backward()
+            if is_stepping:
+                torch.optim.SGD(m.parameters(), lr=0.1).step()
         gradients = [p.grad.full_tensor() for p in m.parameters()]
         return [*gradients, *state, *(loss.detach() + 0 for loss in losses)]
 
-    in_processes(lambda rank: assert_same(story, rank, (3,)), tmp_path)
+    def case(rank: int) -> None:
+        assert_same(functools.partial(story, is_stepping=False), rank, (3,))
+        for words in ({}, {"reshard_after_forward": False}):
+            assert_same(functools.partial(story, is_stepping=True, **words), rank, (1,), within=0)
+
+    in_processes(case, tmp_path)
 
 
 def test_the_older_fsdp_is_refused(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ typedef struct KlPyValue {
     PyObject *result;   /* known: its value, without a graph; else NULL */
     PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
     uint64_t looked_at; /* leaves: kl_py.n_looks when it was seen to be what it was */
+    bool is_told;       /* koila.hooks.bind is given its tensor where it runs live */
 } KlPyValue;
 
 typedef struct KlExternal {

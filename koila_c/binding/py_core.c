@@ -557,8 +557,8 @@ core_hook(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *object = NULL;
-    int is_retained = 0;
-    if (!PyArg_ParseTuple(args, "O|p:hook", &object, &is_retained)) {
+    int is_retained = 0, is_live = 0;
+    if (!PyArg_ParseTuple(args, "O|pp:hook", &object, &is_retained, &is_live)) {
         return NULL;
     }
     Value *value = value_argument(object);
@@ -578,10 +578,10 @@ core_hook(PyObject *module, PyObject *args)
     if (core->node == KL_ID_NONE || !core->meta.requires_grad) {
         return Py_NewRef(Py_None);
     }
+    tape->values[id].is_told |= is_live;
+    core->is_hooked |= !is_live && !is_retained;
     if (is_retained) {
         kl_lazy_retain(value, true);
-    } else {
-        core->is_hooked = true;
     }
     return PyLong_FromUnsignedLong(id);
 }

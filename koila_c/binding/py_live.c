@@ -69,7 +69,7 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
         return -1;
     }
     Py_XSETREF(tape->values[value].real, Py_NewRef(real)); /* an interrupt may have left one */
-    if (!kl_tape_is_looked_at(&tape->core, value)) {
+    if (!kl_tape_is_looked_at(&tape->core, value) && !tape->values[value].is_told) {
         return 0;
     }
     PyObject *result = PyObject_CallFunction(kl_py.bind_hooks, "IO", (unsigned int)value, real);

@@ -68,6 +68,15 @@ def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return handle
 
 
+def register_live(lazy: Any, hook: Hook) -> None:
+    """Register a hook that is called only where the value runs live, as it does in a whole run."""
+    value = _core.hook(lazy, False, True)
+    if value is not None:
+        _core.memo().setdefault("live hooks", {}).setdefault(value, []).append(hook)
+    elif lazy.requires_grad and (real := _core.real(lazy)) is not None:
+        real.register_hook(hook)
+
+
 @in_turn
 def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.retain_grad."""
@@ -102,6 +111,8 @@ def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
     if hooks is not None:
         _renew_node(real)
         real.register_hook(functools.partial(_call, hooks))
+    for hook in _core.memo().get("live hooks", {}).get(value, ()):
+        real.register_hook(hook)
     if _core.retained(value, is_of_lazy) is not None:
         real.retain_grad()
         gradient = _retained_as(_core.retained(value, is_of_lazy))

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from koila import _core, bridge, meta
+from koila import _core, bridge, hooks, meta
 from koila.errors import KoilaError
 from koila.lines import user_line
 
@@ -122,8 +122,8 @@ def _is_any_lazy(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _patch_states(states: Any, replace: Replace) -> None:
-    """Hooks on a module's outputs tell torch that gradients are coming. Of recorded calls the
-    parameters' own gradients tell that."""
+    """Hooks on a module's outputs tell torch that gradients are coming. Of calls that run in chunks
+    the parameters' own gradients tell that."""
     register = states._register_pre_backward_hook
     finish = states._root_post_backward_final_callback
 
@@ -142,6 +142,9 @@ def _patch_states(states: Any, replace: Replace) -> None:
                 if parameter.requires_grad and not hasattr(parameter, "_koila_reduces"):
                     parameter._koila_reduces = True
                     parameter.register_post_accumulate_grad_hook(_Reduce(self))
+            for lazy in outputs if not all(map(_is_let_go, self._fsdp_param_groups)) else ():
+                if type(lazy) is _core.LazyTensor:
+                    hooks.register_live(lazy, self._pre_backward)
         return output
 
     @functools.wraps(finish)
@@ -227,6 +230,9 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
         if gathered is not None:
             is_kept = _core.leaves_of(gathered) if freed is not None else bridge.is_read(gathered)
             if is_kept:
+                gathered._koila_gathered_of = self.sharded_param._local_tensor
+                bridge.watch(gathered)
+                bridge.watch_here(gathered)
                 _kept[id(self)] = self, free
                 return
             if freed is not None:
