@@ -521,7 +521,7 @@ def test_fully_shard_written_before_its_backward(tmp_path: Path) -> None:
     def case(rank: int) -> None:
         with koila.config(chunks=3):
             x, y = lazily(*rows(own_generator(rank)))
-            for words in ({}, {"reshard_after_forward": False}):  # of these what waits keeps the old
+            for words in ({}, {"reshard_after_forward": False}):  # what waits keeps its own
                 m = sharded(**words)
                 optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
                 first, second = (F.cross_entropy(m(x), y) for _ in range(2))

@@ -319,7 +319,7 @@ static PyMethodDef functions[] = {
      "check_leaves($module, /)\n--\n\nRaise where a leaf was changed since it was recorded."},
     {"hook", core_hook, METH_VARARGS,
      "hook($module, lazy, is_retained=False, is_live=False, /)\n--\n\n"
-     "The number of a value whose gradient is to be seen whole, kept, or given to live hooks, or None."},
+     "The number of a value whose gradient is seen whole, kept, or given to live hooks, or None."},
     {"retained", core_retained, METH_VARARGS,
      "retained($module, value, is_of_lazy=False, /)\n--\n\n"
      "As what the gradient of a value is kept, or that which the lazy keeps that stands for it; or "

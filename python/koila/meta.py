@@ -317,8 +317,8 @@ _CHECKED_AT_ONCE = 2**20  # elements: a large table shall not be there three tim
 
 def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     """Two numbers that a write to a tensor changes: the sum of its bits read as integers, and that
-    sum weighted by position. Both overflow, alike each time, and know no NaN. Of what is gathered of
-    the shards of processes: of this process's."""
+    sum weighted by position. Both overflow, alike each time, and know no NaN. What is gathered of
+    shards has those of this process's shard."""
     plain = getattr(tensor, "_koila_gathered_of", tensor).detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
