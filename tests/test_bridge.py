@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
 from brute import in_child
 from chunked import split
+from koila import bridge
 from limits import there
 from oracle import Lazy, assert_same_story
 
@@ -805,6 +807,35 @@ def test_the_gradient_of_a_value_that_went_back(chunks: int, is_held: bool) -> N
             (found,) = torch.autograd.grad(loss, h, allow_unused=True)
             assert torch.equal(found, 2 * (h * 2).cos() if is_held else 2 * h)
     assert not seen.requires_grad
+
+
+class Watching(TorchDispatchMode):
+    """A backward inside it runs whole."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@each_split
+def test_a_part_that_ran_whole_copies_nothing(chunks: int) -> None:
+    """Its tape is gone, and autograd keeps what its graph reads: what is written later is a leaf of
+    another program, which had been copied and looked for on the tape that was gone."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(1)
+        model, added = nn.Linear(3, 3).double(), torch.ones(3, dtype=DOUBLE)
+        x = lazy(random_rows())
+        seen = Square.apply(model(x).sin())
+        with Watching():
+            seen.sum().backward(retain_graph=True)
+        pending = (model(x) + added).tanh()
+        for cut in list(bridge._state.cuts) if koila.is_lazy(x) else ():
+            assert cut.roots or chunks == 1
+            assert cut.copy_what_it_reads([added]) == {}
+        (pending.sum() + seen.pow(2).sum()).backward()
+        return [model.weight.grad, model.bias.grad]
+
+    assert_same_story(story, chunks, partly="a mode sees each call of the first backward")
 
 
 @each_split

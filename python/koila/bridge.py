@@ -95,13 +95,19 @@ class _Cut:
         lazies = (root.lazy for root in roots if root is not None)
         return tuple(lazy for lazy in lazies if lazy is not None)
 
+    @property
+    def waiting(self) -> tuple[Any, ...]:
+        """The same of a part that has still to run: where it ran whole to go back, autograd keeps
+        what its graph reads, and its tape is gone."""
+        return () if "whole" in self.__dict__ else self.roots
+
     def copy_what_it_reads(
         self, tensors: Sequence[torch.Tensor | None], n_bytes: float = math.inf
     ) -> dict[int, _Copy]:
         """A call is made that may write these: leaves among them, by number, which are read again
         going back. None: buffers, if they are as small together."""
         copies: dict[int, _Copy] = {}
-        roots = self.roots
+        roots = self.waiting
 
         def copy() -> None:
             leaves = {leaf: _info(leaf).real for one in tensors for leaf in _core.leaves_of(one)}
@@ -124,13 +130,13 @@ class _Cut:
                 else:
                     _core.memo().setdefault("watched", {})[leaf] = None
 
-        roots = self.roots
+        roots = self.waiting
         if roots:
             _core.held(roots[0], take, (), {})
 
     def keep_what_it_reads(self, copies: dict[int, _Copy]) -> None:
         """The call is over: leaves that it wrote stay what they were."""
-        roots = self.roots if copies else ()
+        roots = self.waiting if copies else ()
         for leaf, copy in copies.items():
             is_same = copy.real._version == copy.version  # a write through .data leaves it so
             if (
