@@ -307,6 +307,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def hook_on(tensor: Tensor, hook: Any) -> Any:
+    """Register a hook. The node of a plain view that was written is asked for before: torch 2.13
+    crashes where it is out of date."""
+    if type(tensor) is Tensor:
+        _ = tensor.grad_fn
+    return tensor.register_hook(hook)
+
+
 def saved(module: nn.Module) -> dict[str, Tensor]:
     """A module's state, through a file."""
     file = io.BytesIO()
@@ -326,6 +334,7 @@ COMMON = (
     "AveragedModel",
     "checkpoint",
     "checkpoint_sequential",
+    "hook_on",
     "Last",
     "Attention",
     "Words",
@@ -435,10 +444,10 @@ KINDS: dict[str, list[str]] = {
         " {head}.named_parameters()}, ({f},))",
     ],
     "hook": [
-        "{s}.register_hook(lambda g: note('{name}', g) * 0.5)",
-        "{s}.register_hook(lambda g: note('{name}', g).clamp(-0.1, 0.1))",
-        "{s}.register_hook(lambda g: note('{name}', g) + 0.01)",
-        "{s}.register_hook(lambda g: note('{name}', g) and None if False else None)",
+        "hook_on({s}, lambda g: note('{name}', g) * 0.5)",
+        "hook_on({s}, lambda g: note('{name}', g).clamp(-0.1, 0.1))",
+        "hook_on({s}, lambda g: note('{name}', g) + 0.01)",
+        "hook_on({s}, lambda g: note('{name}', g) and None if False else None)",
         "{s}.retain_grad()",
         "{s}.grad_fn.register_prehook(lambda go: (note('{name}', go[0]) * 0.5,))",
         "{s}.grad_fn.register_hook(lambda gi, go: (note('{name}', go[0]), None)[1])",
@@ -455,7 +464,7 @@ KINDS: dict[str, list[str]] = {
         "for p in {m}.parameters():\n    p.register_hook(lambda g: note('{name}', g).clamp(-1, 1))",
         "torch.autograd.graph.register_multi_grad_hook([{s}], lambda gs: note('{name}', gs[0]))"
         " and None",
-        "{name} = []\n{s}.register_hook(lambda g: {name}.append(g.norm().item()))",
+        "{name} = []\nhook_on({s}, lambda g: {name}.append(g.norm().item()))",
         "{l}.register_hook(lambda g: note('{name}', g) * 2)",
     ],
     "loss": [
