@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import koila
 from benchmarks.bench import parser, prepare, publish, table
-from koila import _core, plan, program
+from koila import _core, planner, program
 
 ROWS = 64
 WIDTH = 4
@@ -57,13 +57,13 @@ def record(layer: Layer, n_calls: int, device: str) -> torch.Tensor:
 def plan_only(loss: torch.Tensor) -> int:
     """Stage and plan as backward() does, and stop before anything runs; the number of chunks."""
     staged = program.Program([loss])
-    return plan.plan(staged, True).n_chunks
+    return planner.plan(staged, True).n_chunks
 
 
 def seconds(layer: Layer, n_calls: int, device: str) -> tuple[float, float, int]:
     """Of recording, of planning what was not seen before; and the number of chunks planned."""
-    plan._lasting.clear()
-    plan._last_ways.clear()
+    planner._lasting.clear()
+    planner._last_ways.clear()
     gc.collect()
     gc.disable()
     try:

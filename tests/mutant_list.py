@@ -50,7 +50,7 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "whole: everything is planned whole",
-        "python/koila/plan.py",
+        "python/koila/planner.py",
         "def is_whole() -> bool:\n",
         "def is_whole() -> bool:\n    return True\n\n\ndef is_whole_unless_mutated() -> bool:\n",
         STEPS,
@@ -446,8 +446,8 @@ MUTANTS = [
     Mutant(
         "bridge: nothing is cut",
         "python/koila/bridge.py",
-        "is_cut = not is_light and not plan.is_whole() and _cut(func)",
-        "is_cut = is_light and not plan.is_whole() and _cut(func)",
+        "is_cut = not is_light and not planner.is_whole() and _cut(func)",
+        "is_cut = is_light and not planner.is_whole() and _cut(func)",
         BRIDGE,
     ),
     Mutant(

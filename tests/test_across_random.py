@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from koila import _core, across, plan
+from koila import _core, across, planner
 from koila.program import Program, Way
 from oracle import assert_close
 
@@ -126,8 +126,8 @@ def test_random_heads(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for way in tried:
             for w in weights.values():
                 w.grad = None
-            made = plan.Plan(len(x), way=way)
-            monkeypatch.setattr(plan, "_fit", lambda *_, made=made: made)
+            made = planner.Plan(len(x), way=way)
+            monkeypatch.setattr(planner, "_fit", lambda *_, made=made: made)
             with koila.config(memory_limit=2**42):
                 run(*koila.lazy(x, y)).backward()
             assert "pieces along dim" in koila.report().programs[-1].way

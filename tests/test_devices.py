@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from koila import _core, devices, draws, errors, meta, plan, switches
+from koila import _core, devices, draws, errors, meta, planner, switches
 from koila.program import Program
 from oracle import eager, split
 
@@ -143,9 +143,9 @@ print({t.device.type for t in made})
 def test_the_device_that_computes_has_the_budget() -> None:
     """A batch made lazy on the CPU and moved by the program is planned for where it goes."""
     x = koila.lazy(torch.ones(6, 2))
-    assert plan._devices(Program([(x * 2).sum()])) == [torch.device("cpu")]
+    assert planner._devices(Program([(x * 2).sum()])) == [torch.device("cpu")]
     loss = (x * 2).to("meta").sum()
-    assert plan._devices(Program([loss])) == [torch.device("meta")]
+    assert planner._devices(Program([loss])) == [torch.device("meta")]
     koila._core.forget()
 
 

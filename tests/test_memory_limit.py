@@ -9,7 +9,7 @@ import koila
 from allocations import Allocations, measure
 from chunked import split
 from koila import memory as model_of_bytes
-from koila import plan
+from koila import planner
 from koila.program import Program as StagedProgram
 from limits import there
 from oracle import Outcome, assert_outcomes, eager, run
@@ -101,10 +101,12 @@ class Prediction:
         self.memory = memory
         self.is_whole = is_whole
         self.needed: list[float] = []
-        self.make_plan = plan.plan
-        monkeypatch.setattr(plan, "plan", self)
+        self.make_plan = planner.plan
+        monkeypatch.setattr(planner, "plan", self)
 
-    def __call__(self, program: StagedProgram, is_graph: bool, is_final: bool = True) -> plan.Plan:
+    def __call__(
+        self, program: StagedProgram, is_graph: bool, is_final: bool = True
+    ) -> planner.Plan:
         made = self.make_plan(program, is_graph, is_final)
         self.memory.mark()
         if self.is_whole:

@@ -152,7 +152,7 @@ def test_split_is_told_from_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="a backward"), split(3):
         step()
         whole_step()
-    monkeypatch.setattr(koila.plan, "is_whole", lambda: True)
+    monkeypatch.setattr(koila.planner, "is_whole", lambda: True)
     with pytest.raises(AssertionError, match="nothing was cut"), split(3):
         step()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
-from koila import plan, replay
+from koila import planner, replay
 from koila.program import Program, Way
 from koila.rows import grid, largest
 from limits import made_up, there
@@ -60,15 +60,15 @@ def test_too_few_rows_for_eights() -> None:
 # Plans ------------------------------------------------------------------------------------------
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plan.Plan:
+def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> planner.Plan:
     """The plan for a program of `rows` rows, of which `most` fit at once."""
     bytes_per_row = 1000.0
     estimate = made_up(rows, 500.0, bytes_per_row)
-    monkeypatch.setattr(plan.memory, "estimate", lambda program, is_graph: estimate)
-    allowed = (500.0 + bytes_per_row * (most + 0.5)) / plan.CHUNK_SHARE
-    monkeypatch.setattr(plan, "_allowed", lambda program, **how: allowed)
+    monkeypatch.setattr(planner.memory, "estimate", lambda program, is_graph: estimate)
+    allowed = (500.0 + bytes_per_row * (most + 0.5)) / planner.CHUNK_SHARE
+    monkeypatch.setattr(planner, "_allowed", lambda program, **how: allowed)
     x = koila.lazy(torch.ones(rows, 2))
-    return plan.plan(Program([(x * torch.ones(2, requires_grad=True)).sum()]), True)
+    return planner.plan(Program([(x * torch.ones(2, requires_grad=True)).sum()]), True)
 
 
 @pytest.mark.parametrize("rows", [3, 64, 100, 128, 1000])
@@ -102,7 +102,7 @@ def test_whole_eights_where_that_is_free(
 
 def test_eights_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is given chunks of the sizes that were planned."""
-    monkeypatch.setattr(plan, "plan", lambda program, is_graph: plan.Plan(3, 8))
+    monkeypatch.setattr(planner, "plan", lambda program, is_graph: planner.Plan(3, 8))
     seen: list[int] = []
     run_nodes = replay.Replay.run_nodes
 
@@ -127,7 +127,7 @@ def test_everything_fits() -> None:
     x = torch.randn(1000, 64)
     with koila.config(memory_limit=there() + 64 * MIB):
         loss = (koila.lazy(x) @ w).sum()
-        assert plan.plan(Program([loss]), True).n_chunks == 1
+        assert planner.plan(Program([loss]), True).n_chunks == 1
         koila._core.forget()
 
 
@@ -474,11 +474,11 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
 
     program: Any = SimpleNamespace(entered=[], is_part=False)
     options = [SimpleNamespace(way=way, estimate=Needs(way)) for way in needs]
-    monkeypatch.setattr(plan, "_ASKED_SHARE", share)
-    monkeypatch.setattr(plan, "_light", lambda program: iter(options[1:5]))
-    monkeypatch.setattr(plan, "_again", lambda program: iter(options[5:]))
-    monkeypatch.setattr(plan.memory, "estimate", lambda *_: Needs(Way()))
-    assert plan._find_way_in(4, program) == wanted
+    monkeypatch.setattr(planner, "_ASKED_SHARE", share)
+    monkeypatch.setattr(planner, "_light", lambda program: iter(options[1:5]))
+    monkeypatch.setattr(planner, "_again", lambda program: iter(options[5:]))
+    monkeypatch.setattr(planner.memory, "estimate", lambda *_: Needs(Way()))
+    assert planner._find_way_in(4, program) == wanted
 
 
 def rolled(lazy: Lazy, memory: Allocations) -> tuple[Tensor, int]:

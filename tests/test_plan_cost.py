@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import koila
-from koila import plan
+from koila import planner
 from koila.program import Program
 
 HOME = str(Path(koila.__file__).parent)
@@ -71,7 +71,7 @@ def cost(program: Callable[[Tensor, Tensor, int], Tensor], n: int) -> int:
     w = torch.linspace(0.9, 1.1, 3, requires_grad=True)
     loss = program(koila.lazy(torch.ones(8, 3)), w, n)
     with koila.config(memory_limit="1GiB"):
-        lines = n_lines(lambda: plan.plan(Program([loss]), True))
+        lines = n_lines(lambda: planner.plan(Program([loss]), True))
     koila._core.forget()
     return lines
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import koila
 from chunked import split
-from koila import plan, replay
+from koila import planner, replay
 from koila.program import Op, Program, Way
 from oracle import assert_close, assert_same
 from program_model import compared
@@ -44,9 +44,9 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     seen = Seen()
 
     def force(way: Way) -> Seen:
-        original, schedule = plan.plan, Program.schedule_of
+        original, schedule = planner.plan, Program.schedule_of
 
-        def changed(*args: Any, **kwargs: Any) -> plan.Plan:
+        def changed(*args: Any, **kwargs: Any) -> planner.Plan:
             planned = original(*args, **kwargs)
             return dataclasses.replace(planned, way=way)
 
@@ -65,12 +65,12 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
 
         cut_in_pieces = replay.Replay._cut_in_pieces
         monkeypatch.setattr(replay.Replay, "_cut_in_pieces", cut)
-        monkeypatch.setattr(plan, "plan", changed)
+        monkeypatch.setattr(planner, "plan", changed)
         monkeypatch.setattr(Program, "schedule_of", noted)
         return seen
 
     yield force
-    assert replay.plan is plan
+    assert replay.planner is planner
 
 
 #: A recurrent layer and its loss are two calls; a graph of the gradient, and pairs, run whole.

@@ -22,7 +22,7 @@ import koila
 import norm_networks
 from allocations import Allocations
 from chunked import split
-from koila import memory, plan, waiting
+from koila import memory, planner, waiting
 from koila.program import Program, Way
 from koila.rows import largest
 from limits import there
@@ -440,9 +440,9 @@ LIGHT: dict[str, Callable[[], nn.Module]] = {
 
 def emptied(monkeypatch: pytest.MonkeyPatch, n_light: int) -> list[tuple[float, int]]:
     """Run every program in that way; what it is said to need then, and how much it empties."""
-    original, seen = plan.plan, []
+    original, seen = planner.plan, []
 
-    def changed(program: Program, is_graph: bool, is_final: bool = True) -> plan.Plan:
+    def changed(program: Program, is_graph: bool, is_final: bool = True) -> planner.Plan:
         planned = original(program, is_graph, is_final)
         way = Way(n_light=n_light)
         estimate = memory.estimate(program, True, way)
@@ -450,7 +450,7 @@ def emptied(monkeypatch: pytest.MonkeyPatch, n_light: int) -> list[tuple[float, 
         seen.append((estimate.peak(size)[0], len(program.schedule_of(True, way)[1])))
         return dataclasses.replace(planned, way=way)
 
-    monkeypatch.setattr(plan, "plan", changed)
+    monkeypatch.setattr(planner, "plan", changed)
     return seen
 
 
@@ -500,7 +500,7 @@ def test_chunks_that_are_asked_for_take_little(chunks: int) -> None:
 
 def test_a_limit_below_what_crosses_empties_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything runs twice."""
-    monkeypatch.setattr(plan, "_can_offload", lambda program: False)
+    monkeypatch.setattr(planner, "_can_offload", lambda program: False)
     torch.manual_seed(0)
     model = bottlenecks().double()
     x, y = torch.randn(12, 3, 128, 128).double(), torch.randint(0, 5, (12,))

@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-/* Rows of chunks are whole units where there are enough (koila/plan.py). */
+/* Rows of chunks are whole units where there are enough (koila/planner.py). */
 enum { UNIT = 8 };
 
 static bool

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from koila import _core, budget, draws, hooks, plan, reports
+from koila import _core, budget, draws, hooks, planner, reports
 from koila.config import get
 from koila.errors import (
     KoilaError,
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 def attempt(
     program: Program,
-    planned: plan.Plan,
-    make: Callable[[Program, plan.Plan, hooks.Seen], Replay],
+    planned: planner.Plan,
+    make: Callable[[Program, planner.Plan, hooks.Seen], Replay],
     run: Callable[[Replay], Any],
-) -> tuple[Replay, Any, plan.Plan] | None:
+) -> tuple[Replay, Any, planner.Plan] | None:
     """Run a program, in more chunks or shorter segments where memory runs out.
 
     Args:
@@ -91,8 +91,8 @@ def attempt(
 
 
 def _tighter(
-    program: Program, planned: plan.Plan, is_fixed: bool
-) -> tuple[Program, plan.Plan] | None:
+    program: Program, planned: planner.Plan, is_fixed: bool
+) -> tuple[Program, planner.Plan] | None:
     """What is tried next; None: nothing, or there was no memory left to plan it."""
     try:
         return planned.tighter(program, is_fixed)
@@ -104,6 +104,6 @@ def _refusal(program: Program, error: BaseException) -> MemoryLimitError:
     """What is raised where memory ran out in the smallest chunks, by what error."""
     said = str(error).partition("\n")[0]
     try:
-        return plan.ran_out(program, said)
+        return planner.ran_out(program, said)
     except MemoryError:
-        return plan.no_room_to_plan(program)
+        return planner.no_room_to_plan(program)

@@ -33,7 +33,7 @@ from koila import (
     hooks,
     meta,
     overwritten,
-    plan,
+    planner,
     replay,
     reports,
     spent,
@@ -548,9 +548,9 @@ def call(
         What it returns, with lazies in place of tensors unless `is_plain`.
     """
     unwritten.note_read((args, kwargs))
-    is_large = has_graph and not plan.is_whole() and _core.pending_bytes() >= _WORTH
+    is_large = has_graph and not planner.is_whole() and _core.pending_bytes() >= _WORTH
     is_light = is_large and _core.won_whole() >= 0
-    is_cut = not is_light and not plan.is_whole() and _cut(func)
+    is_cut = not is_light and not planner.is_whole() and _cut(func)
     if is_light:
         reports.give_reason("its graph keeps no more than a part that reads its inputs again")
     elif has_graph and not is_cut:

@@ -29,7 +29,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import handle_torch_function
 
-from koila import _core, explain, lines, norms, plan, surroundings, unwritten
+from koila import _core, explain, lines, norms, planner, surroundings, unwritten
 from koila.errors import KoilaError
 from koila.program import Program
 
@@ -318,7 +318,7 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
 
     It gives no gradient where none of its inputs needs one: that is left to torch too.
     """
-    if cls is not torch.utils.checkpoint.CheckpointFunction or plan.is_whole():
+    if cls is not torch.utils.checkpoint.CheckpointFunction or planner.is_whole():
         return False
     if not torch.is_grad_enabled():
         return True  # it runs once
@@ -375,7 +375,7 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
         body: Callable[..., Any], preserve: bool, context_fn: Any, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
         is_ours = holds_lazy(args) or holds_lazy(kwargs)
-        is_recorded = is_ours and not plan.is_whole() and not surroundings.of_call()
+        is_recorded = is_ours and not planner.is_whole() and not surroundings.of_call()
         is_recorded = is_recorded and context_fn is torch.utils.checkpoint.noop_context_fn
         is_again = is_recorded and torch.is_grad_enabled()
         found = list(_modules_in([body, *args, *kwargs.values()])) if is_again else []

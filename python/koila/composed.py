@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila import _core, plan
+from koila import _core, planner
 
 
 def broadcast_to(x: Tensor, *size: Any) -> Any:
@@ -195,7 +195,7 @@ def diff(
 
 def fill_diagonal_(x: Tensor, fill_value: Any, wrap: bool = False) -> Any:
     """A number where a mask says, which is cut with the rows that it is for."""
-    if plan.is_whole():
+    if planner.is_whole():
         return NotImplemented  # which takes no mask
     is_exact = x.is_floating_point() and isinstance(fill_value, float | int)
     if not is_exact and not (x.dtype is torch.int64 and type(fill_value) is int):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from koila import _core, draws, engine, hooks, plan, surroundings
+from koila import _core, draws, engine, hooks, planner, surroundings
 from koila.program import REDUCE, ROWS, Node, Program, name_of_node, where_of_node
 from koila.rows import Place
 
@@ -148,7 +148,7 @@ def record(
         inputs: by what.
         gradients: of the outputs; None: 1.
     """
-    if plan.is_whole() or not torch.is_grad_enabled():
+    if planner.is_whole() or not torch.is_grad_enabled():
         return "nothing goes by samples here"
     if hooks.is_any():
         return _HOOKED

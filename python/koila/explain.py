@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from koila import _core, cards, config, draws, layers, lines, memory, plan, reports
+from koila import _core, cards, config, draws, layers, lines, memory, planner, reports
 from koila.errors import MemoryLimitError
 from koila.layers import Layer
 from koila.program import (
@@ -45,7 +45,7 @@ def cause_of_whole(program: Program) -> Decision:
         made, n_calls = program.amounts.made, program.n_nodes
         whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
         return Decision(why, whole=(whole_for,))
-    whole = plan.made_whole(program) if program.amounts.n_once > 0 else ()
+    whole = planner.made_whole(program) if program.amounts.n_once > 0 else ()
     why = "no call of it keeps samples apart" if whole else "nothing in it has samples"
     return Decision(why, whole=whole)
 
@@ -98,7 +98,7 @@ def scheduled(
 
 def told(
     program: Program,
-    planned: plan.Plan,
+    planned: planner.Plan,
     grids: dict[int, list[Bounds]],
     n_tries: int,
     measured: int | None,
@@ -144,7 +144,7 @@ def log_whole(program: Program) -> None:
         where = where_of_node(node)
         _log(where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why)
     elif amounts.once >= _FEW_BYTES and 2 * amounts.once > max(amounts.entered, amounts.made):
-        once = (n for n in program.once() if not program.takes_rows(n) and plan.why_once(n))
+        once = (n for n in program.once() if not program.takes_rows(n) and planner.why_once(n))
         joint = next(filter(program.joins_rows, once), None)
         if joint is None:
             return
@@ -154,7 +154,7 @@ def log_whole(program: Program) -> None:
             "%s needs the whole batch (%s; %s), and %d of %d calls run on the whole batch with it: "
             "koila saves little memory here",
             name_of_node(joint),
-            plan.why_once(joint),
+            planner.why_once(joint),
             where,
             amounts.n_once,
             program.n_nodes,
@@ -170,7 +170,7 @@ def _log(where: str, text: str, *words: Any) -> None:
 def log_live(func: Any, why: str = "") -> None:
     """Say once, with the line, where a call that cannot be recorded runs all before it whole."""
     where = lines.user_line()
-    if where in _logged or plan.is_whole():
+    if where in _logged or planner.is_whole():
         return
     _log(
         where,
@@ -184,7 +184,7 @@ def log_live(func: Any, why: str = "") -> None:
 
 def log_at_once(func: Any, why: str) -> None:
     """Say once for each reason where calls run at once, and what chunks were to save is lost."""
-    if not plan.is_whole():
+    if not planner.is_whole():
         _log(
             why,
             "%s is not recorded (%s), since %s: such calls run where they stand, on the whole "
@@ -218,7 +218,7 @@ def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
             "already and has no samples of a batch"
         )
     reports.note_left(name, where, made)
-    if not plan.is_whole() and where not in _logged:
+    if not planner.is_whole() and where not in _logged:
         _logged.add(where)
         level = logging.WARNING if tensor.requires_grad else logging.INFO
         _logger.log(level, "%s (%s) %s", name, where, made)
@@ -241,7 +241,7 @@ def _describe(program: Program, value: int) -> str:
 
 
 def _line(program: Program, node: Node) -> str:
-    why = plan.why_once(node) if program.joins_rows(node) else ""
+    why = planner.why_once(node) if program.joins_rows(node) else ""
     why = f"; {why}" if why else ""
     others = draws.why_others(node.id, node.first_out) if node.is_random else ""
     why += f"; {others}" if others and node.mode != ONCE else ""
@@ -365,7 +365,7 @@ class _Forecast(NamedTuple):
 
 def _forecast(program: Program, is_graph: bool) -> _Forecast:
     try:
-        planned = plan.plan(program, is_graph)
+        planned = planner.plan(program, is_graph)
     except MemoryLimitError as error:
         return _Forecast(f"it does not fit: {error}", program, program.schedule(is_graph), 0)
     way = planned.way
@@ -390,8 +390,8 @@ def _forecast(program: Program, is_graph: bool) -> _Forecast:
 def _numbers(program: Program, is_graph: bool, forecast: _Forecast) -> list[str]:
     """What a program needs and may have, how it would run, and under which limit it could."""
     whole = memory.estimate(program, is_graph).whole
-    needs, has = sizes(whole, max(0.0, plan.left_for(program)))
-    limit = plan.limit_in_words(program)
+    needs, has = sizes(whole, max(0.0, planner.left_for(program)))
+    limit = planner.limit_in_words(program)
     asked = config.get("chunks")
     found = [f"whole needs {needs} beside what is there, and {has} are left"]
     if (limit or asked is None) and (not limit or limit not in forecast.text):
@@ -400,7 +400,7 @@ def _numbers(program: Program, is_graph: bool, forecast: _Forecast) -> list[str]
         found.append(f"config(chunks={asked}) is set")
     found += forecast.text.splitlines()
     if forecast.n_chunks:
-        found.append(f"least limit that works: {plan.limits(program, is_graph)}")
+        found.append(f"least limit that works: {planner.limits(program, is_graph)}")
     return found
 
 
@@ -512,7 +512,7 @@ def _why(program: Program) -> list[str]:
             "so a chunk runs forward before the loss and again with its backward (about a third "
             "more time); a loss that is a sum or a mean over samples needs one"
         )
-    whole = [entry for entry in plan.made_whole(program) if entry.n_bytes > 0]
+    whole = [entry for entry in planner.made_whole(program) if entry.n_bytes > 0]
     said += [f"whole batch: {entry}" for entry in whole[:_MOST_WHOLE]]
     if len(whole) > _MOST_WHOLE:
         said.append(f"whole batch: {count(len(whole) - _MOST_WHOLE, 'call')} more")
@@ -520,7 +520,7 @@ def _why(program: Program) -> list[str]:
 
 
 @in_turn
-def plan_of(loss: torch.Tensor) -> plan.Plan:
+def plan_of(loss: torch.Tensor) -> planner.Plan:
     """The number of chunks that the program behind `loss` would run in, with the bytes
     predicted."""
-    return plan.plan(Program([loss]), True)
+    return planner.plan(Program([loss]), True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function
 
-from koila import _core, hooks, plan
+from koila import _core, hooks, planner
 
 NAMES = frozenset("squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split())
 
@@ -29,7 +29,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     x, rest = (args[0], args[1:]) if args else (None, ())
     if type(x) is not _core.LazyTensor or _core.storage(x) is None:
         return NotImplemented  # it is memory of the user's, who knows it by another name
-    if plan.is_whole():
+    if planner.is_whole():
         return NotImplemented  # gradients of a view are laid out otherwise: not the same bits
     is_lost = x.requires_grad and not torch.is_grad_enabled()  # the graph of other sizes stays
     if is_lost or torch.is_inference_mode_enabled():

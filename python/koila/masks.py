@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from koila import _core, plan, reports
+from koila import _core, planner, reports
 
 LazyTensor = _core.LazyTensor
 
@@ -35,7 +35,7 @@ def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     Where each entry of dim 0 has as many that are chosen, its rows are rows of the result. Else the
     call is recorded with the indices, which torch too looks up.
     """
-    if len(args) != 2 or kwargs or plan.is_whole():
+    if len(args) != 2 or kwargs or planner.is_whole():
         return NotImplemented
     items = args[1] if isinstance(args[1], tuple) else (args[1],)
     n_each = _n_each(args[0], items[0]) if len(items) == 1 else None
@@ -78,7 +78,7 @@ def select_masked(x: Tensor, mask: Tensor, n_each: int) -> Any:
 def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """masked_select(), likewise."""
     words = {**dict(zip(("input", "mask"), args, strict=False)), **kwargs}
-    if words.keys() != {"input", "mask"} or plan.is_whole():
+    if words.keys() != {"input", "mask"} or planner.is_whole():
         return NotImplemented
     x, mask = words["input"], words["mask"]
     if mask.dtype is not torch.bool or mask.dim() == 0:
@@ -95,7 +95,7 @@ def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     many for all rows, or else looks them up."""
     names = "input", "mask", "source"
     words = {**dict(zip(names, args, strict=False)), **kwargs}
-    if words.keys() != set(names) or plan.is_whole():
+    if words.keys() != set(names) or planner.is_whole():
         return NotImplemented
     if not all(isinstance(word, Tensor) for word in words.values()):
         return NotImplemented
@@ -132,7 +132,7 @@ def _scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
 
 def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x[mask] = source, of which each entry goes where the mask is True, likewise."""
-    if len(args) != 3 or type(args[0]) is not LazyTensor or kwargs or plan.is_whole():
+    if len(args) != 3 or type(args[0]) is not LazyTensor or kwargs or planner.is_whole():
         return NotImplemented
     x, mask, source = args
     if isinstance(mask, tuple) and len(mask) == 1:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from koila import _core, plan, reports
+from koila import _core, planner, reports
 
 LazyTensor = _core.LazyTensor
 _VF: Any = torch._C._VariableFunctions
@@ -145,7 +145,7 @@ def _gather(made_of: _Packed) -> Tensor:
 
 def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """_pack_padded_sequence(input, lengths, batch_first)."""
-    if len(args) != 3 or kwargs or type(args[0]) is not LazyTensor or plan.is_whole():
+    if len(args) != 3 or kwargs or type(args[0]) is not LazyTensor or planner.is_whole():
         return NotImplemented
     x, lengths, is_batch_first = args
     before = _lookup(_selected, x)
@@ -215,7 +215,7 @@ def _steps(lengths: list[int]) -> tuple[int, int]:
     n_rows, sums = len(lengths), [0, *itertools.accumulate(lengths)]
     total, least = sums[-1], sums[-1] / n_rows
     sizes = {-(-n_rows // n_chunks) for n_chunks in range(2, n_rows + 1)}
-    sizes |= {-(-size // plan.UNIT) * plan.UNIT for size in sizes}
+    sizes |= {-(-size // planner.UNIT) * planner.UNIT for size in sizes}
     for size in sizes:
         if size < n_rows:
             ends = [*sums[size::size], total]
@@ -232,7 +232,7 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     num_layers, dropout, train, bidirectional)."""
     is_packed = len(args) == 9 and not kwargs and isinstance(args[1], Tensor)
     made_of = _lookup(_packed, args[0]) if is_packed else None
-    if made_of is None or plan.is_whole() or made_of.padded.dim() != 3:
+    if made_of is None or planner.is_whole() or made_of.padded.dim() != 3:
         return NotImplemented
     if torch.is_autocast_enabled(made_of.padded.device.type):
         return NotImplemented  # torch casts the weights of its own call
@@ -282,7 +282,7 @@ def _unsorted(state: Tensor, order: Tensor | None, inverse: Tensor | None) -> Te
 def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """_pad_packed_sequence(data, batch_sizes, batch_first, padding_value, total_length)."""
     made_of = _lookup(_packed, args[0]) if len(args) == 5 and not kwargs else None
-    if made_of is None or plan.is_whole():
+    if made_of is None or planner.is_whole():
         return NotImplemented
     _, _, is_batch_first, padding, n_steps = args
     n_most = int(made_of.lengths.max())

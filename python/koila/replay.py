@@ -32,7 +32,7 @@ from koila import (
     meets,
     norms,
     overwritten,
-    plan,
+    planner,
     progress,
     reductions,
     reports,
@@ -63,7 +63,7 @@ class Replay:
     def __init__(
         self,
         program: Program,
-        planned: plan.Plan,
+        planned: planner.Plan,
         hooked: hooks.Seen,
     ) -> None:
         self.program = program
@@ -738,7 +738,7 @@ def _outside_inference() -> Iterator[None]:
 
 @unwritten.reading()
 def _attempt(
-    program: Program, planned: plan.Plan, run: Callable[[Replay], Any]
+    program: Program, planned: planner.Plan, run: Callable[[Replay], Any]
 ) -> tuple[Any] | None:
     """Run a program and commit it, with twice the chunks where memory runs out.
 
@@ -762,7 +762,7 @@ def _attempt(
 
 def _is_whole() -> bool:
     """Whether that is known without staging, and why."""
-    if is_whole := plan.is_whole():
+    if is_whole := planner.is_whole():
         reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
     return is_whole
 
@@ -773,11 +773,11 @@ def _stage(
     is_known_only: bool = False,
     gets: Callable[[torch.Tensor], bool] | None = None,
     unwanted: tuple[_core.LazyTensor, ...] = (),
-) -> tuple[Program, plan.Plan] | None:
+) -> tuple[Program, planner.Plan] | None:
     """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
     program = Program(roots, is_known_only, gets=gets, unwanted=unwanted)
     if not program.n_nodes:
-        return program, plan.Plan(0)
+        return program, planner.Plan(0)
     if roots:
         checkpoints.check(program, gets is not None)
     explain.log_whole(program)
@@ -785,16 +785,16 @@ def _stage(
     cause = explain.cause_of_whole(program) if is_whole else explain.FITS_LATER
     try:
         if is_whole:
-            plan.check_whole(program, bool(roots), cause)
+            planner.check_whole(program, bool(roots), cause)
         is_live = program.unstageable is not None or (roots and is_whole)
         if is_live:
             steps.note_end(None)
         if is_live or not roots:
-            planned = None if is_live else plan.plan_read(program, is_known_only)
+            planned = None if is_live else planner.plan_read(program, is_known_only)
             if planned is None:
                 reports.decide(cause)
             return (program, planned) if planned is not None else None
-        planned = plan.plan(program, True)
+        planned = planner.plan(program, True)
         steps.note_end(planned.whole or None)
     except MemoryLimitError:
         _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself

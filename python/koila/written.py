@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, cross, plan
+from koila import _core, cross, planner
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -35,7 +35,7 @@ def instead(handler: Handler | None) -> Handler:
 
     def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else None
-        if type(x) is not _core.LazyTensor or plan.is_whole() or not _is_own(x):
+        if type(x) is not _core.LazyTensor or planner.is_whole() or not _is_own(x):
             return NotImplemented if handler is None else handler(func, args, kwargs)
         copy = x.clone()
         _core.swap(x, copy)
