@@ -16,10 +16,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 
 import koila
 from benchmarks.bench import interleave, parser, prepare, publish, ratio, seconds_of, table
+from tests.profiled import bytes_over_time
 
 N_LAYERS = 8
 CHUNKS = (2, 4, 8)
@@ -47,13 +47,7 @@ def step(model: nn.Module, x: Tensor, y: Tensor, chunks: int | None) -> None:
 def peak(model: nn.Module, x: Tensor, y: Tensor, chunks: int | None) -> float:
     """MiB beyond what was there before, and the gradients."""
     model.zero_grad(set_to_none=True)
-    with profile(profile_memory=True) as profiled:
-        step(model, x, y, chunks)
-    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
-    now, most = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+    most = max(bytes_over_time(lambda: step(model, x, y, chunks)))
     return (most - sum(p.nbytes for p in model.parameters())) / 2**20
 
 

@@ -33,10 +33,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 
 import koila
 from benchmarks.bench import parser, publish, table
+from tests.profiled import bytes_over_time
 
 SHARES = (0.8, 0.5, 0.3)
 TOLERANCE = 1e-10
@@ -170,14 +170,7 @@ def step(case: Case, model: nn.Module, x: Tensor, y: Tensor, is_lazy: bool) -> T
 
 def peak_of(work: Callable[[], Any]) -> int:
     """At most so many bytes more are there during `work` than before, by torch's allocator."""
-    with profile(profile_memory=True) as profiled:
-        work()
-    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    return max(bytes_over_time(work), default=0)
 
 
 def limit_to(n_bytes: int) -> None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from koila import offload
 from oracle import Lazy, Outcome, run
+from profiled import noted
 from programs_kit import Program
 
 _MARK = "allocations: mark"
@@ -92,49 +93,21 @@ class Allocations:
 
     def add_up(self) -> None:
         """Go through what was noted, in the order of time."""
-        results: Any = self.profile.kineto_results
         now = self.peak = sum(self.before.values())
         unmapped: list[int] = []  # files that are about to go
-        for event in sorted(results.events(), key=lambda event: event.start_ns()):
-            name = event.name()
-            if name == "[memory]" and -event.nbytes() in unmapped:
-                unmapped.remove(-event.nbytes())
-            elif name == "[memory]":
-                now += event.nbytes()
-                self.peak = max(self.peak, now)
-            elif name == _MARK:
-                self.at_marks.append(now)
-            elif name.startswith(_MAPPED):
+        for name, n_bytes in noted(self.profile):
+            if name.startswith(_MAPPED):
                 now -= int(name.removeprefix(_MAPPED))
             elif name.startswith(_UNMAPPED):
                 unmapped.append(int(name.removeprefix(_UNMAPPED)))
+            elif name == _MARK:
+                self.at_marks.append(now)
+            elif -n_bytes in unmapped:
+                unmapped.remove(-n_bytes)
+            else:
+                now += n_bytes
+                self.peak = max(self.peak, now)
         self.left = now
-
-
-def bytes_over_time(profiled: profile) -> list[int]:
-    """The bytes that were there after each allocation and each free, beyond those before.
-
-    Only what was allocated while it was profiled is counted. The profiler gives the free of an
-    older block only where its address had been handed out under an earlier profile, and then with
-    the size it had at that time: what ran before would decide.
-    """
-    results: Any = profiled.kineto_results
-    events, levels = [], [results.experimental_event_tree()]
-    while levels:
-        for event in levels.pop():
-            levels.append(event.children)
-            if event.tag.name == "Allocation":
-                events.append((event.start_time_ns, event.extra_fields))
-    events.sort(key=lambda timed: timed[0])
-    now, sums, allocated = 0, [], dict[int, int]()
-    for _, block in events:
-        if block.alloc_size > 0:
-            allocated[block.ptr] = block.alloc_size
-            now += block.alloc_size
-        else:
-            now -= allocated.pop(block.ptr, 0)
-        sums.append(now)
-    return sums
 
 
 def measure(

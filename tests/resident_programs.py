@@ -11,6 +11,7 @@ what a thread of its own would miss while Python code holds the interpreter's lo
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import os
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
+
+from profiled import bytes_over_time
 
 SAMPLER = """
 import os, select, sys
@@ -384,15 +386,8 @@ def vm_data() -> int:
 
 def bytes_of_tensors(program: Program) -> int:
     """The most bytes that torch's allocator has handed out at one time."""
-    with profile(profile_memory=True) as profiled:
-        for _ in program(lambda *given: given if len(given) > 1 else given[0]):
-            pass
-    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    steps = program(lambda *given: given if len(given) > 1 else given[0])
+    return max(bytes_over_time(lambda: collections.deque(steps, 0)))
 
 
 def run(name: str, kind: str, n_bytes: int) -> dict[str, Any]:

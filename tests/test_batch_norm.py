@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from allocations import bytes_over_time
 from chunked import split
 from koila import norms, overwritten
 from oracle import Lazy, assert_same_story, assert_seen, eager, gradients
+from profiled import bytes_over_time
 
 ROWS = 11
 CHUNKS = [None, 1, 2, 3, 7, ROWS]
@@ -636,9 +635,7 @@ def test_a_checkpoint_of_fixed_weights_is_torchs(chunks: int | None) -> None:
 
 
 def peak(step: Callable[[], object]) -> int:
-    with profile(profile_memory=True) as profiled:
-        step()
-    return max(bytes_over_time(profiled), default=0)
+    return max(bytes_over_time(step), default=0)
 
 
 def test_half_of_the_memory() -> None:

@@ -16,17 +16,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.profiler import profile
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import held
 import opchunks
 from all_samples import samples_of
-from allocations import bytes_over_time
 from held import Amount, Held
 from koila import _core
 from koila.partials import REDUCTIONS
 from koila.program import REDUCTION_NAMES
+from profiled import bytes_over_time
 from test_ops import CALLABLES
 
 #: Rows that are not written: a write holds what the call without it does.
@@ -130,10 +129,7 @@ def n_bytes(*tensors: Tensor) -> int:
 
 def measure(run: Callable[[], object]) -> tuple[int, int]:
     """The most bytes beyond what was there before, and how many there are more after it."""
-    with profile(profile_memory=True) as found:
-        made = run()
-    sums = bytes_over_time(found)
-    del made
+    sums = bytes_over_time(run)
     return max(sums, default=0), sums[-1] if sums else 0
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.autograd.profiler import profile
 
 import koila
-from allocations import Allocations, bytes_over_time, measure
+from allocations import Allocations, measure
 from chunked import split
 from koila import _core
 from limits import made_up, there
 from oracle import eager
+from profiled import bytes_over_time
 from programs_kit import Program
 from programs_losses import labels, randn
 from test_memory_limit import Prediction
@@ -247,10 +247,7 @@ def test_evaluation_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bytes_of(run: Callable[[], object]) -> tuple[int, int]:
     """The most bytes that are there beyond those before, and what is left."""
-    with profile(profile_memory=True) as found:
-        made = run()
-    sums = bytes_over_time(found)
-    del made
+    sums = bytes_over_time(run)
     return max(sums), sums[-1]
 
 
