@@ -150,7 +150,7 @@ def normed() -> nn.Module:
 def bytes_in(text: str) -> tuple[float, float]:
     """What a refusal says that is needed, and left."""
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20}
-    found = re.search(r"needs ([\d.]+) (\w+) beside .* ([\d.]+) (\w+) are left", text)
+    found = re.search(r"needs? ([\d.]+) (\w+) beside .* ([\d.]+) (\w+) are left", text)
     assert found is not None, text
     return float(found[1]) * units[found[2]], float(found[3]) * units[found[4]]
 

@@ -467,7 +467,8 @@ def test_it_reads_well() -> None:
     chunks = r"\d+ chunks of \d+ samples"
     assert re.search(rf": 3 calls with 32.0 KiB of results, in {chunks}$", second)
     wanted = (
-        r"    whole needs .*iB; predicted [\d.]+ KiB, allowed [\d.]+ KiB, measured: not measured",
+        r"    whole needs .*iB; predicted [\d.]+ KiB, allowed [\d.]+ KiB, measured: not measured; "
+        r"least limit that works: [\d.]+ .iB",
         rf"    part 1: 3 calls in {chunks}, 1 forward, 1 backward",
         "    part 2: 1 call on the whole batch",
     )

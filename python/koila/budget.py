@@ -362,13 +362,14 @@ _N_KEPT: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
 _searched = storages.Clock()
 
 
-def coming_state(parameters: Iterable[torch.Tensor]) -> int:
+def coming_state(parameters: Iterable[torch.Tensor], is_sure: bool = False) -> int:
     """Bytes that optimizers which have yet to make their first step will keep for some parameters.
 
     The steps after it have so much less. Optimizers are looked for among all objects: seldom, so
-    that it takes little of the time; in between nothing is known of them.
+    that it takes little of the time; in between nothing is known of them, but for who has to be
+    sure.
     """
-    if not _searched.is_due():
+    if not is_sure and not _searched.is_due():
         return 0
     with _searched:
         found = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]

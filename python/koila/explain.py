@@ -128,6 +128,7 @@ def told(
         way=known.way,
         bytes_whole=planned.whole or None,
         layers=layers_of(program) if planned.predicted is not None else (),
+        least_limit=planned.least_limit,
     )
 
 

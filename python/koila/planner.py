@@ -19,6 +19,7 @@ from koila import (
     config,
     draws,
     layers,
+    lines,
     memory,
     offload,
     reports,
@@ -94,6 +95,7 @@ class Plan:
     shape: Shape | None = None
     way: Way = AS_IT_IS
     why: str = "it fits"  # where it is whole
+    least_limit: float | None = None  # the least memory_limit that works, where one is set
 
     @property
     def is_whole(self) -> bool:
@@ -209,16 +211,21 @@ def _in_few_chunks(estimates: list[memory.Estimate]) -> float:
 
 
 def _as_limit(program: Program, needed: float) -> float:
-    """The memory_limit in bytes under which a program has so many, in tenths of a MiB."""
+    """The memory_limit in bytes under which a program has so many."""
     held = _held(program)
     with storages.for_once():
         taken = max(budget.taken(device, held) for device in _devices(program))
-    return math.ceil(10 * (taken + needed) / 2**20) * 2**20 / 10
+    return taken + needed
+
+
+def _in_tenths(n_bytes: float) -> float:
+    """Not less bytes, in tenths of a MiB."""
+    return math.ceil(10 * n_bytes / 2**20) * 2**20 / 10
 
 
 def _mib(n_bytes: float) -> str:
-    """A memory_limit as config() reads it."""
-    return f"{n_bytes / 2**20:.1f} MiB"
+    """A memory_limit as config() reads it, of so much at least."""
+    return f"{_in_tenths(n_bytes) / 2**20:.1f} MiB"
 
 
 class Limits(NamedTuple):
@@ -239,7 +246,7 @@ class Limits(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        return self.best == self.least
+        return _in_tenths(self.best) == _in_tenths(self.least)
 
     def settings(self) -> str:
         """As a user writes them."""
@@ -249,15 +256,25 @@ class Limits(NamedTuple):
         return f"set memory_limit={best} for {FEW_CHUNKS} chunks, or {least} for {self.n_chunks}"
 
 
-def limits(program: Program, is_graph: bool) -> Limits:
-    """Which memory_limit to set for a program."""
+def limits(program: Program, is_graph: bool, is_for_next: bool = True) -> Limits:
+    """Which memory_limit to set for a program.
+
+    Args:
+        program: what is to run.
+        is_graph: whether it is differentiated.
+        is_for_next: with what optimizers keep from their first step on, which the next steps have
+            less; to look for those that have yet to make it takes long.
+    """
     estimates = [way.estimate for way in _ways(program, is_graph)]
     rows, n_bytes, _ = min((one.least() for one in estimates), key=lambda entry: entry[1])
     n_chunks = -(-estimates[0].rows // rows)
-    least = _as_limit(program, n_bytes)
+    leaves = [leaf for leaf in program.entered if leaf.is_leaf]
+    is_looked_for = is_for_next and bool(program.roots)
+    coming = budget.coming_state(leaves, is_sure=True) if is_looked_for else 0
+    least = _as_limit(program, n_bytes + coming)
     if n_chunks <= FEW_CHUNKS:
         return Limits(least, n_chunks, least)
-    return Limits(least, n_chunks, _as_limit(program, _in_few_chunks(estimates)))
+    return Limits(least, n_chunks, _as_limit(program, _in_few_chunks(estimates) + coming))
 
 
 def needs(program: Program) -> tuple[float, float, float]:
@@ -296,9 +313,9 @@ class Needs:
         of_layer = f" of layer {layer!r}" if layer else ""
         call = f"{name_of_call(self.node)}{of_layer} ({_core.node(self.node)[3]})"
         samples = (
-            "one sample at a time"
+            "one sample at a time needs"
             if self.rows == 1
-            else f"{self.rows} samples at a time, the least,"
+            else f"{self.rows} samples at a time, which takes least, need"
         )
         needed, has = sizes(self.n_bytes, left)
         is_whole = 2 * self.fixed >= self.n_bytes
@@ -307,7 +324,7 @@ class Needs:
         found = limits(program, bool(program.roots))
         return MemoryLimitError(
             f"{_answer(found, needed, has, self.n_bytes <= left)}\n"
-            f"  {samples} needs {needed} beside what is there{fixed}, and {has} are left\n"
+            f"  {samples} {needed} beside what is there{fixed}, and {has} are left\n"
             f"{_in_lines(limit_in_words(program))}"
             f"{_in_lines(large and f'too large: {large}')}"
             f"{_in_lines(_others(program))}"
@@ -490,7 +507,37 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     if isinstance(made, Needs):
         # To look for names and limits takes long, and who goes on another way reads neither.
         raise made.refusal(program) if is_final else MemoryLimitError
-    return made
+    return dataclasses.replace(made, least_limit=_least_limit(program, made, is_graph))
+
+
+class _Least(NamedTuple):
+    """The least limit of a program that takes so much whole, where so much else was taken."""
+
+    whole: float
+    taken: float
+    limit: float
+
+
+#: By the line that asked and the sizes of the program. All ways are looked at, so that is done
+#: again only for a program that takes so much more.
+_least_limits: dict[tuple[str, int, int, int, int], _Least] = {}
+_GROWN = 0.02
+
+
+def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
+    """The least memory_limit, where one is set, that does for programs of this kind so far."""
+    limit = config.get("memory_limit")
+    if limit is None or made.allowed is None:
+        return None
+    counts = program.n_nodes, program.n_values, program.n_imports, program.n_stages
+    key = lines.user_line(), *counts
+    known, taken = _least_limits.get(key), limit - made.allowed
+    if known is None or made.whole > (1 + _GROWN) * known.whole:
+        known = _Least(made.whole, taken, limits(program, is_graph, False).least)
+    elif taken > known.taken:  # by what optimizers keep from their first step on, above all
+        known = _Least(known.whole, taken, known.limit + taken - known.taken)
+    _remember(_least_limits, key, known)
+    return _in_tenths(known.limit)
 
 
 def check_whole(program: Program, is_graph: bool, decision: reports.Decision) -> None:

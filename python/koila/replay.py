@@ -804,7 +804,13 @@ def _stage(
         overwritten.check(program)
         return program.cut_for(planned.way), planned
     found = explain.layers_of(program) if planned.predicted is not None else ()
-    decision = reports.Decision(planned.why, planned.predicted, planned.allowed, layers=found)
+    decision = reports.Decision(
+        planned.why,
+        planned.predicted,
+        planned.allowed,
+        layers=found,
+        least_limit=planned.least_limit,
+    )
     reports.decide(decision)
     return None
 

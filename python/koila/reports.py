@@ -128,6 +128,7 @@ class ProgramReport:
         whole: the calls that made values of the whole batch, though they read samples of it.
         way: what was done beside chunks for it to fit, and what that costs; empty: nothing.
         layers: what its layers keep for backward, where it was planned to fit into memory.
+        least_limit: the least memory_limit, in bytes, that works; None where none was set.
     """
 
     what: str
@@ -146,6 +147,7 @@ class ProgramReport:
     way: str = ""
     bytes_whole: float | None = None
     layers: tuple[Layer, ...] = ()
+    least_limit: float | None = None
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.what} at {self.line}: {self._summary()}"
@@ -165,7 +167,10 @@ class ProgramReport:
         measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
         predicted, allowed = sizes(self.bytes_predicted, self.bytes_allowed)
         whole = f"whole needs {size(self.bytes_whole)}; " if self.bytes_whole is not None else ""
-        return f"{whole}predicted {predicted}, allowed {allowed}, measured: {measured}"
+        text = f"{whole}predicted {predicted}, allowed {allowed}, measured: {measured}"
+        if self.least_limit is None:
+            return text
+        return f"{text}; least limit that works: {size(self.least_limit)}"
 
     def _summary(self) -> str:
         if self.n_chunks == 0:
@@ -308,6 +313,7 @@ class Decision:
     bytes_allowed: float | None = None
     whole: tuple[Whole, ...] = ()
     layers: tuple[Layer, ...] = ()
+    least_limit: float | None = None
 
 
 class _State(threading.local):
@@ -505,6 +511,7 @@ def note_whole(
                 why=decision.why,
                 whole=decision.whole,
                 layers=decision.layers,
+                least_limit=decision.least_limit,
             )
         )
 

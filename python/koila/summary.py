@@ -35,6 +35,7 @@ class Summary(reports.Observer):
         self.bytes_predicted = 0.0
         self.bytes_allowed: float | None = None
         self.bytes_measured: int | None = None
+        self.least_limit: float | None = None  # that works for all of them
         self.whole: dict[tuple[str, str, str], list[int]] = {}  # how often, and bytes at most
         self.plain: collections.Counter[str] = collections.Counter()  # lines of a plain backward
         self.last: collections.deque[ProgramReport] = collections.deque(maxlen=64)
@@ -65,6 +66,8 @@ class Summary(reports.Observer):
             self.bytes_allowed = ran.bytes_allowed
         if ran.bytes_measured is not None:
             self.bytes_measured = max(self.bytes_measured or 0, ran.bytes_measured)
+        if ran.least_limit is not None:
+            self.least_limit = max(self.least_limit or 0.0, ran.least_limit)
         for one in ran.whole:
             if one.n_bytes >= _LEAST_WHOLE:
                 known = self.whole.setdefault((one.call, one.line, one.why), [0, 0])
@@ -74,7 +77,8 @@ class Summary(reports.Observer):
     def lines(self) -> list[str]:
         """Ten at most, each a fact: steps, chunks, memory, what ran on the whole batch."""
         if self.n_programs == 0:
-            return [self._why_nothing()]
+            failed = f"{count(self.n_failed, 'pass')} failed; see the errors above"
+            return [failed if self.n_failed else self._why_nothing()]
         batches = count(self.n_batches, "batch")
         steps = count(self.n_steps, "optimizer step")
         lines = [f"{batches} of data loaders, {steps}"]
@@ -122,15 +126,16 @@ class Summary(reports.Observer):
 
     def _memory(self) -> str:
         parts = []
+        limit, least = get("memory_limit"), self.least_limit
+        if limit is not None:
+            works = f", the least that works is {size(least)}" if least is not None else ""
+            parts.append(f"the limit is {size(limit)}{works}")
         if self.bytes_predicted:
             parts.append(f"a step needed {size(self.bytes_predicted)} at most")
             if self.bytes_allowed is not None:
                 parts[-1] += f", {size(self.bytes_allowed)} were left for it"
         if self.bytes_measured is not None:
             parts.append(f"measured {size(self.bytes_measured)}")
-        limit = get("memory_limit")
-        if limit is not None:
-            parts.append(f"the limit is {size(limit)}")
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             peak = torch.cuda.max_memory_allocated()
             parts.append(f"the GPU's peak {size(peak)}")
@@ -155,6 +160,7 @@ class Summary(reports.Observer):
             "bytes_predicted": self.bytes_predicted,
             "bytes_allowed": self.bytes_allowed,
             "bytes_measured": self.bytes_measured,
+            "least_limit": self.least_limit,
             "plain_backwards": dict(self.plain),
             "memory_limit": get("memory_limit"),
             "whole": whole,
