@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from koila.config import get
 
 
 def make(*extra: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
@@ -95,3 +96,24 @@ def test_what_it_finds() -> None:
     assert koila.verify(functools.partial(of, model, x), chunks=2).is_equal
     with pytest.raises(ValueError, match="no module is given"):
         koila.verify(lambda: None)
+
+
+@pytest.mark.parametrize("n_rows", [8, 23])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_equal_samples_under_a_batch_normalization(n_rows: int, is_wrong: bool) -> None:
+    """Their variance is rounding, which the normalization makes large: that is no difference. What
+    is none is found all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 5))
+    x = torch.randn(1, 6).repeat(n_rows, 1)
+
+    def step() -> Tensor:
+        loss = model(koila.lazy(x)).pow(2).mean()
+        loss.backward()
+        if is_wrong and get("chunks") != 1:
+            model[3].bias.grad *= 1.01  # type: ignore[operator]
+        return loss
+
+    told = koila.verify(step, model, chunks=3)
+    assert told.is_equal != is_wrong, told
+    assert ("NOT equal" in str(told)) == is_wrong
