@@ -404,4 +404,6 @@ def test_messages_name_it_as_torch_does() -> None:
         pytest.raises(koila.MemoryLimitError) as caught,
     ):
         loss.backward()
-    assert "a tensor that you made of shape [64, 256] takes 128.0 KiB" in str(caught.value)
+    assert "a tensor that you made of shape [64, 256] and its gradient take 128.0 KiB" in str(
+        caught.value
+    )

@@ -138,7 +138,7 @@ def test_after_two_steps_it_is_refused(is_lazy: bool) -> None:
         end()
         torch.autograd.grad(loss, h, retain_graph=True)
         end()
-        with pytest.raises(koila.StaleError, match="only its number is left"):
+        with pytest.raises(koila.StaleError, match="only the number of this value is left"):
             torch.autograd.grad(loss, h, allow_unused=True)
 
 

@@ -357,7 +357,7 @@ def test_a_refusal_names_where_the_program_was_cut() -> None:
         first(Twice.apply(first(x).tanh())).exp().mean().backward()
     assert re.search(
         r"free some of these: other tensors hold [\d.]+ MiB; "
-        rf"Twice.apply \({__file__}:\d+\) had 1.0 MiB put together: "
+        rf"Twice.apply \({__file__}:\d+\) took 1.0 MiB of the whole batch: "
         "it is not recorded, and the program is cut before it",
         str(caught.value),
     )

@@ -197,7 +197,9 @@ def test_where_a_program_was_cut() -> None:
     assert whole.call == "Double.apply" and whole.line == f"{__file__}:{number}"
     assert whole.n_bytes == 12 * 64 * 4
     assert (whole.n_calls, whole.is_recorded) == (0, False)
-    told = f"Double.apply ({whole.line}) had 3.0 KiB put together: it is not recorded, and the"
+    told = (
+        f"Double.apply ({whole.line}) took 3.0 KiB of the whole batch: it is not recorded, and the"
+    )
     assert told in str(report)
 
 

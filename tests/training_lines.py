@@ -798,7 +798,7 @@ STEPS = [
 REFUSALS = [
     # Plain torch alone wrote what waiting calls read.
     r"changed in place after it was recorded .* and before the call ran; change it after backward",
-    r"only its number is left; call backward\(\) before you change the tensor",
+    r"only the number of this value is left, .* call backward\(\) before that",
     r"which was written through \.data before its backward; write it after backward\(\)",
     # A part of a program that was cut off was asked for what only the whole knows.
     r"run it whole: koila\.config\(chunks=1\)",

@@ -40,7 +40,7 @@ place_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
     (void)error;
     for (uint32_t i = 0; i < call->args[READ].input; i++) {
         if (!kl_place_is_rows(&call->inputs[i]->place)) {
-            return kl_rules_once(result, "what is differentiated has no rows");
+            return kl_rules_once(result, "what is differentiated has no samples");
         }
     }
     for (uint32_t i = 0; i < result->n_outs; i++) {

@@ -224,9 +224,10 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
             nested as you like; whatever is not a tensor passes through. Or one DataLoader, or what
             else hands out batches: then these are made lazy.
         batch: the dim of the samples, 0 if it is not given: an int for all tensors, or a structure
-            like that of `objs` with an int or None for each. A 0-dim tensor, or one marked None, is the same
-            for all samples. What is lazy already stays as it is, unless another dim is given: then
-            a tensor that is there is made lazy anew, and one still to be computed is refused.
+            like that of `objs` with an int or None for each. A 0-dim tensor, or one marked None, is
+            the same for all samples. What is lazy already stays as it is, unless another dim is
+            given: then a tensor that is there is made lazy anew, and one still to be computed is
+            refused.
             Of a loader, if it is not given: dim 0, or else dim 1, where that is as long as the
             batch, and None for other tensors.
 

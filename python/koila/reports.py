@@ -52,7 +52,7 @@ class Whole:
         why: why it does not run by chunks.
         n_bytes: bytes of what was made whole, views not counted.
         n_calls: calls that made it: this one, and those whole because of it. 0: they ran by chunks,
-            and what they made was put together.
+            and what they made was collected for a call that is not recorded.
         is_recorded: whether it is one of them; else it is a call that needs them whole.
     """
 
@@ -65,7 +65,8 @@ class Whole:
 
     def __str__(self) -> str:
         if self.n_calls == 0:
-            return f"{self.call} ({self.line}) had {size(self.n_bytes)} put together: {self.why}"
+            n_bytes = size(self.n_bytes)
+            return f"{self.call} ({self.line}) took {n_bytes} of the whole batch: {self.why}"
         if not self.is_recorded:
             made = f"{count(self.n_calls, 'call')} with {size(self.n_bytes)} of results"
             return f"{self.call} ({self.line}) made {made} run whole: {self.why}"

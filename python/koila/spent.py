@@ -79,9 +79,9 @@ class _Outdated(_Refusing):
     @staticmethod
     def refuse() -> NoReturn:
         raise StaleError(
-            "backward: a value was read, a tensor that it was computed with was changed in place "
-            "after that, or its step is long over and a backward went through that tensor, and "
-            "only its number is left; call backward() before you change the tensor"
+            "backward: only the number of this value is left, since a tensor that it was computed "
+            "with was changed in place after it was read, or its step is over; call backward() "
+            "before that"
         )
 
 
