@@ -37,4 +37,10 @@ typedef struct KlError {
 KlStatus kl_error_set(KlError *error, KlStatus status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
+static inline int64_t
+kl_larger(int64_t left, int64_t right)
+{
+    return left > right ? left : right;
+}
+
 #endif

@@ -210,19 +210,13 @@ is_taken_as_it_lies(const KlCall *call, bool is_in_blocks)
                                                       : kl_rules_is_like_channels_last(input));
 }
 
-static int64_t
-larger(int64_t left, int64_t right)
-{
-    return left > right ? left : right;
-}
-
 /* What oneDNN's kernels work on: a convolution goes from one side to the other, a transposed one back. */
 typedef struct {
     const KlMeta *from, *to, *weight;
     const Conv *conv;
-    int64_t width; /* channels that lie side by side */
-    bool is_strided;
-    bool is_few; /* so few channels are taken as they lie, but for gradients */
+    int64_t width;                    /* channels that lie side by side */
+    bool is_strided, is_back_blocked; /* there are strides; the gradient is laid out in blocks */
+    bool is_few;                      /* so few channels are taken as they lie, but for gradients */
 } Sides;
 
 static int64_t
@@ -271,7 +265,7 @@ pass_forward(const Sides *sides)
     int64_t n_from = sides->is_few ? 0 : count_blocked(sides, sides->from, sides->width);
     int64_t n_to = count_blocked(sides, sides->to, sides->width);
     int64_t n_weight = count_weight(sides, sides->width, !sides->is_few);
-    return n_to + larger(n_from + n_weight, kl_meta_n_bytes(sides->to));
+    return n_to + kl_larger(n_from + n_weight, kl_meta_n_bytes(sides->to));
 }
 
 /* With strides the gradient comes with channels last, is copied as it is, and then made contiguous. */
@@ -283,10 +277,10 @@ pass_back(const Sides *sides)
     int64_t n_weight = count_weight(sides, sides->width, true);
     if (sides->is_strided && !is_depthwise(sides)) {
         int64_t n_given = channels_of(sides, sides->to) > 1 ? kl_meta_n_bytes(sides->to) : 0;
-        most = larger(n_given + n_weight + n, channels_of(sides, sides->from) > 1 ? 3 * n : 2 * n);
+        most =
+            kl_larger(n_given + n_weight + n, channels_of(sides, sides->from) > 1 ? 3 * n : 2 * n);
     }
-    bool is_blocked = !sides->is_strided || sides->conv->groups > 1;
-    return is_blocked ? larger(most, n_from + larger(n_to + n_weight, n)) : most;
+    return sides->is_back_blocked ? kl_larger(most, n_from + kl_larger(n_to + n_weight, n)) : most;
 }
 
 static int64_t
@@ -308,29 +302,36 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
                    .to = is_transposed ? input : out,
                    .conv = conv,
                    .weight = weight,
-                   .width = larger(call->block_width, 1)};
+                   .width = kl_larger(call->block_width, 1)};
     int64_t n_rows = input->n_dims == weight->n_dims && input->shape[0] > 0 ? input->shape[0] : 1;
     int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out), n_stride = 1;
-    bool is_one = true;
+    int64_t n_kernel = 1, n_from = channels_of(&sides, sides.from), n_squared = n_from * n_from;
+    bool is_dilated = false;
     for (int32_t i = 0; i < conv->n; i++) {
-        is_one = is_one && weight->shape[2 + i] == 1;
+        n_kernel *= weight->shape[2 + i];
         n_stride *= conv->stride[i];
+        is_dilated = is_dilated || conv->dilation[i] > 1;
     }
-    is_one = is_one && (n_stride == 1 || (!is_transposed && conv->n < 3));
+    bool is_one = n_kernel == 1 && (n_stride == 1 || (!is_transposed && conv->n < 3));
     if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
         saves->bytes_workspace = saves->bytes_backward =
             kl_meta_n_bytes(weight); /* their own layout */
         return;
     }
     sides.is_strided = n_stride > 1;
-    sides.is_few = conv->groups == 1 && !is_one && channels_of(&sides, sides.from) < sides.width;
+    sides.is_few = conv->groups == 1 && !is_one && n_from < sides.width;
+    /* As measured: of one channel or two by a large kernel, in rows not too wide; by one of one with a dilation. */
+    int64_t n_least = channels_of(&sides, sides.to) < 8 ? 56 : 72;
+    bool is_large = n_kernel >= n_least * n_squared &&
+                    (124 - n_kernel / n_squared) * sides.from->shape[sides.from->n_dims - 1] <= 720;
+    sides.is_back_blocked = n_stride == 1 || conv->groups > 1 || is_large || (is_one && is_dilated);
     int64_t to_input = is_transposed ? pass_forward(&sides) : pass_back(&sides);
     saves->bytes_workspace = (is_transposed ? pass_back(&sides) : pass_forward(&sides)) - n_out;
-    saves->bytes_backward = larger(kl_rules_needs_grad(call, 1) ? pass_to_weight(&sides) : 0,
-                                   kl_rules_needs_grad(call, 0) ? to_input - n_in : 0);
+    saves->bytes_backward = kl_larger(kl_rules_needs_grad(call, 1) ? pass_to_weight(&sides) : 0,
+                                      kl_rules_needs_grad(call, 0) ? to_input - n_in : 0);
     if (n_stride > 1) { /* what one row is laid out in */
         saves->bytes_row =
-            larger(kl_meta_n_bytes(sides.to), kl_meta_n_bytes(sides.from) / n_stride) / n_rows;
+            kl_larger(kl_meta_n_bytes(sides.to), kl_meta_n_bytes(sides.from) / n_stride) / n_rows;
     }
 }
 
@@ -343,8 +344,7 @@ work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
     const KlMeta *wide = is_transposed ? input : out; /* a patch for each of its places */
     const bool is_volume = conv->n == 3, is_batched = input->n_dims == weight->n_dims;
-    bool is_plain = true,
-         is_dilated = false; /* a product as it is; places between those of a patch */
+    bool is_plain = true, is_dilated = false; /* a product as it is; places between a patch's own */
     int64_t n_places = 1, n_patch = weight->shape[1];
     for (int32_t dim = 0; dim < wide->n_dims; dim++) {
         n_places *= dim == wide->n_dims - conv->n - 1 ? 1 : wide->shape[dim];
@@ -367,9 +367,9 @@ work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is
     saves->bytes_backward = is_transposed ? 0 : n_all;
     if (has_copies) {
         int64_t of_group = n_in / conv->groups, in_all = kl_rules_needs_grad(call, 0) ? n_in : 0;
-        saves->bytes_workspace = larger(n_all + of_group, n_out);
+        saves->bytes_workspace = kl_larger(n_all + of_group, n_out);
         saves->bytes_backward =
-            larger(saves->bytes_backward + of_group + n_out / conv->groups, in_all);
+            kl_larger(saves->bytes_backward + of_group + n_out / conv->groups, in_all);
     } else if (is_transposed && is_volume) {
         saves->bytes_workspace = n_in; /* the result begins as large as the input */
     }

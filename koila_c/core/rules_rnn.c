@@ -231,12 +231,6 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-static int64_t
-larger(int64_t left, int64_t right)
-{
-    return left > right ? left : right;
-}
-
 /* What the fused kernel of oneDNN (lstm in float32) keeps of all cells, in its workspace: measured, with the
  * weights in its own layout; and what it needs while it runs. */
 static void
@@ -288,7 +282,7 @@ save_packed(const KlCall *call, const Layer *layer, const KlInferred *result, Kl
                              (is_wide ? n_both * n_rows + n_turned : n_gates * n_rows - n_out);
     saves->bytes_backward =
         (is_wide_back ? n_both * n_rows + n_out : n_gates_back * n_rows - n_out) - n_given;
-    saves->bytes_row = larger(is_wide ? n_both : n_gates, is_wide_back ? n_both : n_gates_back) *
+    saves->bytes_row = kl_larger(is_wide ? n_both : n_gates, is_wide_back ? n_both : n_gates_back) *
                        n_beside * n_cell;
     saves->bytes_steps = (layer->n_layers > 1 ? 2 : 1) * n_both * n_rows;
     saves->bytes_fixed += n_kept * n_beside * size;
