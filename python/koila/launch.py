@@ -5,20 +5,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
-
-import torch
 
 from koila import loaders, plain, reports
 from koila.config import config, settings
 from koila.lazy import of_draw, of_loader
-from koila.lines import INSIDE, user_line
 from koila.summary import Summary
 
 _logger = logging.getLogger("koila")
@@ -65,28 +58,6 @@ def configure(args: argparse.Namespace) -> None:
         config(progress=True)
 
 
-def _is_of_koila() -> bool:
-    """Whether koila has called torch, and not the user."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
-        if frame.f_code.co_filename.startswith(INSIDE[0]):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _noting_plain(run: Any, summary: Summary) -> Any:
-    """torch's own way into its engine: note where a whole backward has nothing lazy in it."""
-
-    @functools.wraps(run)
-    def noting(roots: Any, *args: Any, **words: Any) -> Any:
-        if words.get("accumulate_grad") and not _is_of_koila():
-            summary.note_plain(user_line())
-        return run(roots, *args, **words)
-
-    return noting
-
-
 _n_open = 0  # blocks of lazy loaders that are entered: the last that ends puts torch back
 
 
@@ -106,24 +77,12 @@ def _all_lazy() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _plain_noted_by(summary: Summary) -> Iterator[None]:
-    """A block in which a summary counts each call of backward() on plain tensors alone."""
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
-    autograd._engine_run_backward = _noting_plain(run, summary)
-    try:
-        yield
-    finally:
-        autograd._engine_run_backward = run
-
-
-@contextlib.contextmanager
 def lazy_loaders() -> Iterator[Summary]:
     """A block in which the batches of all loaders are lazy, and so is noise of as many rows; what
     runs is added up. One may be in another."""
     summary = Summary()
     try:
-        with _all_lazy(), _plain_noted_by(summary), reports.observed_by(summary):
+        with _all_lazy(), reports.observed_by(summary):
             yield summary
     finally:
         summary.end()

@@ -198,11 +198,11 @@ def _warn_in_worker() -> None:
         )
 
 
-def _begin() -> int:
-    """Another batch begins; its axis."""
+def _begin(n_rows: int) -> int:
+    """Another batch begins, of so many rows; its axis."""
     settle_outdated(is_over=True)
     flush.flush_known("lazy() of another batch")
-    reports.begin_batch()
+    reports.begin_batch(n_rows)
     return _core.new_axis()
 
 
@@ -259,7 +259,8 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     dims = _plain_dims(objs, batch)
     if dims is not None:
         _warn_in_worker()
-        axis = _begin()
+        sizes = [obj.size(dim) for obj, dim in zip(objs, dims, strict=True) if dim != _WHOLE]
+        axis = _begin(max(sizes, default=0))
         found: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one lazy
         for obj, dim in zip(objs, dims, strict=True):
             if id(obj) not in found:
@@ -291,7 +292,7 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
-    axis = _begin()
+    axis = _begin(max(rows.values(), default=0))
     wrapped: dict[tuple[int, int], torch.Tensor] = {}
 
     def wrap(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
@@ -342,13 +343,14 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = _ZERO) -> Any:
         loaders.counts.n_plain += 1
         return data
     patches.refresh()
-    axis = _begin()
+    n_rows = next(found[key].size(dim) for key, dim in dims.items() if dim is not None)
+    axis = _begin(n_rows)
     made = {
         key: _core.input(tensor, dim, axis, tensor.size(dim))
         for key, tensor in found.items()
         if (dim := dims[key]) is not None
     }
-    _state.batch = axis, next(found[key].size(dim) for key, dim in dims.items() if dim is not None)
+    _state.batch = axis, n_rows
     return _map(lambda tensor, _, path: made.get(id(tensor), tensor), data, None, "batch")
 
 

@@ -34,11 +34,27 @@ def name_of_file(path: str) -> str:
     return " ".join(named) if named is not None else path
 
 
-def user_line() -> str:
-    """The innermost line of the stack that is neither koila's nor torch's: "model.py:40"."""
+def user_frame() -> FrameType | None:
+    """The innermost frame of the stack that is neither koila's nor torch's."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame = frame.f_back
+    return frame
+
+
+def user_line() -> str:
+    """Its line: "model.py:40"."""
+    frame = user_frame()
     if frame is None:
         return "unknown line"
     return f"{name_of_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def is_of_koila() -> bool:
+    """Whether koila has called torch, and not the user."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+        if frame.f_code.co_filename.startswith(INSIDE[0]):
+            return True
+        frame = frame.f_back
+    return False

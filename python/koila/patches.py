@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 
 from koila import (
     _core,
+    apart,
     bridge,
     budget,
     checkpoints,
@@ -541,6 +542,7 @@ def _install() -> None:
     _patch_scripts()
     _patch_nodes()
     replicated.patch(_replace, _holds_lazy)
+    apart.patch(_replace)
     _patch_tracers()
     _patch_unwritten()
     _hooks.append(register_optimizer_step_pre_hook(_before_step))

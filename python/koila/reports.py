@@ -322,6 +322,7 @@ class _State(threading.local):
         self.programs: deque[ProgramReport] = deque(maxlen=MOST_PROGRAMS)
         self.n_noted = 0  # of this thread
         self.n_steps = 0  # of optimizers
+        self.n_rows = 0  # of the batch that lazy() made last
         self.is_over = False  # the next program is the first of another step
         self.n_at_backward = -1  # n_noted when a backward of this step began; -1: none did
         self.n_at_step = -1  # when an optimizer stepped last in it
@@ -348,6 +349,9 @@ class Observer:
 
     def note_step(self) -> None:
         """An optimizer steps."""
+
+    def note_plain(self, line: str) -> None:
+        """A backward of plain tensors is about to run."""
 
 
 _observers: list[Observer] = []
@@ -402,8 +406,9 @@ def _is_gathering() -> bool:
     return any(key in before and now != before[key] for key, now in _gradients().items())
 
 
-def begin_batch() -> None:
-    """lazy() makes another batch."""
+def begin_batch(n_rows: int) -> None:
+    """lazy() makes another batch, of so many rows."""
+    _state.n_rows = n_rows
     if _state.programs and not _state.is_over:
         _state.is_over = not _is_gathering()
 
@@ -418,6 +423,13 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     _state.stepped.add(optimizer)
     _state.n_steps += 1
     _state.n_at_step = _state.n_noted
+
+
+def note_plain(line: str) -> int:
+    """A backward of plain tensors is about to run; the rows of the last lazy batch, 0 before it."""
+    for observer in _observers:
+        observer.note_plain(line)
+    return _state.n_rows
 
 
 def note_backward() -> None:
