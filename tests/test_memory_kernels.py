@@ -354,6 +354,34 @@ def test_packed_layers(
         assert 0.98 <= prediction.n_bytes / peak <= most
 
 
+class PlainLayer(nn.Module):
+    """Of steps of rows of one length."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(24, 32, 2, batch_first=True), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_plain_layers(kind: type[nn.RNNBase], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer without gates no result is kept beside those of its steps."""
+    program = Program(
+        kind.__name__,
+        lambda: PlainLayer(kind),
+        lambda n, g: (randn(g, n, 24, 24),),
+        lambda model, x: model(x).pow(2).mean(),
+    )
+    measure(program, 8, koila.lazy, **single)
+    memory = Allocations()
+    prediction = Prediction(memory, monkeypatch)
+    with split(3):
+        _, peak = measure(program, 96, koila.lazy, memory, **single)
+    assert 0.98 <= prediction.n_bytes / peak <= 1.05
+
+
 def test_parts_of_many_chunks_count() -> None:
     """More chunks are not always less memory: the largest that fits lies between two bounds."""
     estimate = made_up(1000, 100.0, 10.0, 50.0)

@@ -309,8 +309,8 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     int64_t n_kept = n_copied; /* for each direction */
     n_kept += (layer.n_layers - 1) * n_steps * n_cell * (result->is_random ? 2 : 1);
     saves_all(call, result, saves);
-    saves->inputs &= ~(uint64_t)(is_copied); /* the copy, not the input */
-    saves->outputs = is_lstm ? 7 : 3;
+    saves->inputs &= ~(uint64_t)(is_copied);                     /* the copy, not the input */
+    saves->outputs = layer.n_gates == 1 ? 0 : (is_lstm ? 7 : 3); /* without gates, steps alone */
     if (layer.is_packed) {
         save_packed(call, &layer, result, saves);
         return;
