@@ -39,6 +39,7 @@ from koila import (
     spent,
     steps,
     surroundings,
+    unsplit,
     unwritten,
     views,
 )
@@ -64,6 +65,12 @@ _SMALL, _SHARE = 2**18, 8
 #: What waits runs whole before a call, if it makes so many bytes, where its graph keeps no more
 #: than a part that is cut off.
 _WORTH = 2**18
+
+
+_TWICE = (
+    "a gradient that has a graph is differentiated, through a program that was cut for a call that "
+    "cannot be recorded"
+)
 
 
 class _Copy(NamedTuple):
@@ -263,15 +270,20 @@ class _Cut:
                 "a gradient is differentiated a third time, through a program that was cut for a "
                 "call that cannot be recorded; run it whole: koila.config(chunks=1)"
             )
-        with surroundings.outside():
-            outputs, stand_ins = self._whole(roots, leaves)
-        # Of tensors of their own: what the gradients were made of is gone through by others.
-        given = [gradient.detach().requires_grad_() for gradient in gradients]
-        with torch.enable_grad():
-            first = self._differentiate(outputs, given, stand_ins, is_graph=True)
-        inputs = [*given, *stand_ins]
-        second = self._differentiate([first.get(id(leaf)) for leaf in stand_ins], seconds, inputs)
-        return [second.get(id(one)) for one in inputs]
+        lazies = [root.lazy for root in roots]
+        of = unsplit.Derivative(lazies, None, True)
+        left = _core.held(lazies[0], unsplit.check, (torch.autograd.backward, _TWICE, of), {})
+        with unsplit.counting(left):
+            with surroundings.outside():
+                outputs, stand_ins = self._whole(roots, leaves)
+            # Of tensors of their own: what the gradients were made of is gone through by others.
+            given = [gradient.detach().requires_grad_() for gradient in gradients]
+            with torch.enable_grad():
+                first = self._differentiate(outputs, given, stand_ins, is_graph=True)
+            inputs = [*given, *stand_ins]
+            gone = [first.get(id(leaf)) for leaf in stand_ins]
+            second = self._differentiate(gone, seconds, inputs)
+            return [second.get(id(one)) for one in inputs]
 
     @functools.cached_property
     def inner(self) -> frozenset[int]:
@@ -554,7 +566,7 @@ def call(
     if is_light:
         reports.give_reason("its graph keeps no more than a part that reads its inputs again")
     elif has_graph and not is_cut:
-        explain.decide_whole(func, surroundings.of_call())
+        unsplit.check(func, surroundings.of_call())
     if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
         _core.flush()  # what waits reads a plain tensor that the call may write
     return _core.live(func, args, kwargs, is_plain)

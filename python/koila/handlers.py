@@ -19,7 +19,6 @@ from koila import (
     draws,
     engine,
     enter,
-    explain,
     hooks,
     inplace_views,
     masks,
@@ -34,6 +33,7 @@ from koila import (
     sharded,
     spent,
     surroundings,
+    unsplit,
 )
 
 LazyTensor = _core.LazyTensor
@@ -261,9 +261,9 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return
     words = _words(names, args, kwargs)
     _refuse_roots(words, names[0], names[1])
-    _tell_why(func, words, names[0])
+    left = _tell_why(func, words, names[0])
     try:
-        _core.live(func, args, kwargs, True)
+        unsplit.run(func, args, kwargs, left)
         if words.get("inputs") is not None:
             spent.check(_reals(words[names[0]]), _reals(words["inputs"]))
     finally:
@@ -290,17 +290,23 @@ def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
         torch.autograd.backward(stand_ins, given)
 
 
-def _tell_why(func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = "") -> None:
-    """Why a backward cannot run in chunks, if that is not told yet.
+def _tell_why(
+    func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = ""
+) -> unsplit.Left | None:
+    """Why a backward cannot run in chunks, if that is not told yet; and whether it fits.
 
     Args:
         func: the call.
         words: its arguments.
         root: which of them it starts from.
         cause: why create_graph cannot go by samples.
+
+    Returns:
+        What is left, where it is not known how much it makes; None: it fits.
     """
-    if reports.is_decided() or not any(map(_is_pending, _listed(words[root]))):
-        return
+    outputs, is_deep = _listed(words[root]), bool(words.get("create_graph"))
+    if reports.is_decided() or not (is_deep or any(map(_is_pending, outputs))):
+        return None
     why = "it starts from other tensors too, or in a way that is not run in chunks"
     if seen := surroundings.of_backward():
         why = seen
@@ -310,7 +316,8 @@ def _tell_why(func: Callable[..., Any], words: dict[str, Any], root: str, cause:
         why = "is_grads_batched=True runs it under vmap"
     elif any(map(_is_pending, _listed(words.get("inputs")))):
         why = "inputs= has a value that is still to be computed"
-    explain.decide_whole(func, why)
+    inputs = None if words.get("inputs") is None else _listed(words["inputs"])
+    return unsplit.check(func, why, unsplit.Derivative(outputs, inputs, is_deep))
 
 
 _GRAD_WORDS: tuple[str, ...] = (
@@ -395,9 +402,9 @@ def _autograd_grad(
         return found
     if not words.get("is_grads_batched"):  # then each gradient has a dim more
         _refuse_roots(words, "outputs", "grad_outputs")
-    _tell_why(func, words, "outputs", cause)
+    left = _tell_why(func, words, "outputs", cause)
     try:
-        found = _core.live(func, args, kwargs, True)
+        found = unsplit.run(func, args, kwargs, left)
         if any(gradient is None for gradient in found):
             spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
         return found
@@ -457,7 +464,7 @@ def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def whole(lazy: Any) -> Any:
         if _is_pending(lazy):
-            explain.decide_whole(func, "a node of autograd's graph is of the whole batch")
+            unsplit.check(func, "a node of autograd's graph is of the whole batch")
         return _core.live(func, (lazy,), {}, True)
 
     description = _core.describe(args[0]) if _is_pending(args[0]) else None

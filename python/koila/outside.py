@@ -4,12 +4,14 @@ calls, or by what had to run at once (a custom autograd.Function, a gradient ins
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from koila import config, storages
 from koila.engine import ACCUMULATE_GRAD
 
 # They hand the gradient on as it is, or a view of it.
@@ -22,6 +24,9 @@ _HANDS_ON = frozenset(
 #: While a module has parameters gathered that are let go of (`sharded.py`), until their gradients
 #: are reduced: those, these, a buffer for each, those of the next module, the last one's buffer.
 _REDUCES, _COPIES = "RegisterPostBackwardFunctionBackward", 6
+#: What formulas of second derivatives make on the way, as a share of the gradients.
+_OF_SECOND = "BackwardBackward"
+_ABOVE = 1.1
 
 
 def _bytes(metadata: Any) -> int:
@@ -35,14 +40,17 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
     Nodes are gone through as torch does, the last made first. What they keep counts as being there
     to the end: how much of it goes on the way, they do not tell.
     """
-    waiting: dict[Any, float] = {t.grad_fn: 0.0 for t in tensors if t.grad_fn is not None}
+    tensors = [t for t in tensors if t.grad_fn is not None]
+    note_kept(tensors)
+    waiting: dict[Any, float] = {t.grad_fn: 0.0 for t in tensors}
     arrived: set[tuple[Any, int]] = set()
     heap = [(-node._sequence_nr(), id(node), node) for node in waiting]
     heapq.heapify(heap)
     live = worst = 0.0  # gradients on their way, and those that leaves were given
-    gathered = 0.0
+    gathered, above = 0.0, 1.0
     while heap:
         _, _, node = heapq.heappop(heap)
+        above = _ABOVE if _OF_SECOND in node.name() else above
         if node.name() == _REDUCES:
             live, gathered = live - gathered, 0.0
         taken, made, kept = waiting.pop(node), 0.0, 0.0
@@ -71,4 +79,50 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
                 kept += size
         worst = max(worst, live + made)
         live += kept - taken
-    return worst
+    return above * worst
+
+
+def _nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the graphs of tensors."""
+    steps = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen: set[Any] = set()
+    while steps:
+        node = steps.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            steps += [following for following, _ in node.next_functions if following is not None]
+
+
+def total(tensors: Iterable[torch.Tensor]) -> float:
+    """Bytes of all gradients that a backward through the graphs of tensors makes."""
+    found = 0.0
+    for node in _nodes(tensors):
+        leaf = getattr(node, "variable", None) if type(node) is ACCUMULATE_GRAD else None
+        found += sum([leaf.nbytes] if leaf is not None else map(_bytes, node._input_metadata))
+    return found
+
+
+def note_kept(tensors: Iterable[torch.Tensor]) -> None:
+    """See to it that what the graphs of tensors keep counts against a limit: most of it has no
+    Python object, so that nobody else sees it."""
+    if config.get("memory_limit") is not None:
+        storages.n_bytes([one for node in _nodes(tensors) for one in _kept_by(node)])
+
+
+#: By the type of a node: the attributes that have what it keeps.
+_attributes: dict[type, list[str]] = {}
+
+
+def _kept_by(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a node keeps for its backward, but those that the user's hooks packed."""
+    kind = type(node)
+    if kind not in _attributes:
+        _attributes[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    for name in _attributes[kind]:
+        with contextlib.suppress(RuntimeError):  # it went back, or what it keeps was written
+            kept = getattr(node, name)
+            for one in kept if isinstance(kept, tuple | list) else (kept,):
+                found = one.data if one is not None and one.unpack_hook is None else None
+                if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+                    yield found

@@ -37,6 +37,7 @@ from koila import (
     sharded,
     surroundings,
     switches,
+    unsplit,
     unwritten,
 )
 from koila.threads import in_turn
@@ -184,15 +185,18 @@ def _patch_functorch() -> None:
     """vmap and the transforms of torch.func wrap the placeholder before anything is dispatched."""
     vmap: Any = torch._functorch.vmap
     _replace(vmap, "_add_batch_dim", _live_if_lazy(vmap._add_batch_dim, True))
+    apis: Any = torch._functorch.apis
+    _replace(apis, "vmap_impl", _live_if_lazy(apis.vmap_impl, True, unsplit.transform))
     transforms = torch._functorch.eager_transforms
     for name in ("grad_impl", "grad_and_value_impl", "vjp_impl", "_vjp_with_argnums", "jvp_impl"):
         if hasattr(transforms, name):
-            _replace(transforms, name, _live_if_lazy(getattr(transforms, name), True))
+            original = getattr(transforms, name)
+            _replace(transforms, name, _live_if_lazy(original, True, unsplit.transform))
     for name in ("_vjp_with_argnums", "_jvp_with_argnums", "functionalize"):
         if hasattr(transforms, name) and vars(transforms)[name] is not None:
             original = getattr(transforms, name)
             if not hasattr(original, "__wrapped__"):
-                _replace(transforms, name, _live_if_lazy(original, True))
+                _replace(transforms, name, _live_if_lazy(original, True, unsplit.transform))
 
 
 def _counting(original: Callable[..., Any], step: int) -> Callable[..., Any]:

@@ -285,9 +285,9 @@ def needs(program: Program) -> tuple[float, float, float]:
     return estimates[0].whole, _in_few_chunks(estimates), share * max(0.0, left_for(program))
 
 
-def left_for(program: Program) -> float:
-    """Bytes that a program may have now."""
-    return _allowed(program)
+def left_for(program: Program, needed: float = math.inf) -> float:
+    """Bytes that a program may have now, which needs so many at most."""
+    return _allowed(program, needed=needed)
 
 
 @dataclass(frozen=True)
@@ -540,38 +540,27 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
     return _in_tenths(known.limit)
 
 
-def check_whole(program: Program, is_graph: bool, decision: reports.Decision) -> None:
-    """Refuse a program that cannot be cut, where it takes more than there is.
+def too_large(
+    program: Program, what: str, needed: float, left: float, large: str = ""
+) -> MemoryLimitError:
+    """What is raised of what runs whole and does not fit.
 
     Args:
-        program: what is to run whole.
-        is_graph: whether it is differentiated.
-        decision: why it is not cut, and what makes most of it.
-
-    Raises:
-        MemoryLimitError: it does not fit.
+        program: what waits.
+        what: runs whole, and why.
+        needed: the bytes that it takes.
+        left: the bytes that there are for it.
+        large: what makes most of them.
     """
-    if config.get("chunks") is not None:
-        return
-    needed = memory.estimate(program, is_graph).whole
-
-    def left() -> float:
-        return _allowed(program, needed=needed) + budget.slack()
-
-    if needed <= left() or (storages.look_again(True) and needed <= left()):
-        return
-    needs, has = sizes(needed, max(left(), 0.0))
+    needs, has = sizes(needed, max(left, 0.0))
     n_bytes = _as_limit(program, needed)
-    first, others = next(iter(program.nodes.values())), program.n_nodes - 1
-    more = f" and {others} other calls run" if others else " runs"
-    large = "".join(one.made("makes") for one in decision.whole[:1] if one.n_bytes > 0)
-    raise MemoryLimitError(
+    return MemoryLimitError(
         f"{_answer(Limits(n_bytes, 1, n_bytes), needs, has, False)}\n"
         f"  the whole batch needs {needs} beside what is there, and {has} are left\n"
         f"{_in_lines(limit_in_words(program))}"
         f"{_in_lines(large and f'too large: {large}')}"
         f"{_in_lines(_others(program))}"
-        f"  {name_of_node(first)} ({where_of_node(first)}){more} on the whole batch: {decision.why}"
+        f"  {what}"
     )
 
 

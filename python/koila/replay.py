@@ -30,6 +30,7 @@ from koila import (
     hooks,
     light,
     meets,
+    memory,
     norms,
     overwritten,
     planner,
@@ -40,6 +41,7 @@ from koila import (
     steps,
     surroundings,
     tail,
+    unsplit,
     unwritten,
     views,
     waiting,
@@ -785,7 +787,8 @@ def _stage(
     cause = explain.cause_of_whole(program) if is_whole else explain.FITS_LATER
     try:
         if is_whole:
-            planner.check_whole(program, bool(roots), cause)
+            needed = memory.estimate(program, bool(roots)).whole
+            unsplit.check_whole(program, cause, needed)
         is_live = program.unstageable is not None or (roots and is_whole)
         if is_live:
             steps.note_end(None)

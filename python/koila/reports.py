@@ -287,6 +287,15 @@ class Report:
 
 #: What a user does not know by its name.
 _KNOWN_AS = {"_is_all_true": "the check of a distribution's arguments"}
+_TRANSFORMS = {
+    "grad_impl": "torch.func.grad",
+    "grad_and_value_impl": "torch.func.grad_and_value",
+    "vjp_impl": "torch.func.vjp",
+    "_vjp_with_argnums": "torch.func.vjp",
+    "jvp_impl": "torch.func.jvp",
+    "_jvp_with_argnums": "torch.func.jvp",
+    "vmap_impl": "torch.func.vmap",
+}
 
 
 def call_of(func: Callable[..., Any]) -> str:
@@ -302,7 +311,8 @@ def name_of(func: Callable[..., Any]) -> str:
     if name == "__get__" and owner is not None:
         return str(getattr(owner, "fget", owner).__name__)  # a property may have no name
     is_custom = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    return f"{owner.__name__}.{name}" if is_custom else _DUNDER.sub(r"\1", name)
+    known = _TRANSFORMS.get(name, name)
+    return f"{owner.__name__}.{name}" if is_custom else _DUNDER.sub(r"\1", known)
 
 
 @dataclass(frozen=True)
