@@ -235,6 +235,10 @@ static PyMethodDef functions[] = {
     {"peak", kl_measure_peak_of, METH_VARARGS,
      "peak($module, moments, n_rows, rows, /)\n--\n\n"
      "With chunks of some rows: (bytes at the worst moment, of these fixed, node)."},
+    {"moments", kl_measure_moments_of, METH_VARARGS,
+     "moments($module, moments, n_rows, rows, /)\n--\n\n"
+     "With chunks of some rows, in the order of the step: [(step of the schedule, node, whether it "
+     "goes back, bytes, of these gradients, of these only while the node runs), ...]."},
     {"largest_chunk", kl_measure_largest_of, METH_VARARGS,
      "largest_chunk($module, moments, n_rows, budget, /)\n--\n\n"
      "The most rows of a chunk that fits; 0 where none does."},

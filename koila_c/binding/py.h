@@ -686,6 +686,7 @@ PyObject *kl_gradient_overwritten(PyObject *module, PyObject *args);
 
 PyObject *kl_measure_program(PyObject *module, PyObject *args);
 PyObject *kl_measure_peak_of(PyObject *module, PyObject *args);
+PyObject *kl_measure_moments_of(PyObject *module, PyObject *args);
 PyObject *kl_measure_largest_of(PyObject *module, PyObject *args);
 
 /* -- py_twister.c: the generator, moved past draws ---------------------------------------------------- */

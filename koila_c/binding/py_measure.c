@@ -217,6 +217,36 @@ kl_measure_peak_of(PyObject *module, PyObject *args)
     return Py_BuildValue("(ddI)", bytes, worst.fixed, worst.node);
 }
 
+/* moments(moments, rows of all, rows of a chunk) -> [(step of the schedule, node, is back, bytes, of these
+ * gradients, of these temporary), ...] in the order of the step */
+PyObject *
+kl_measure_moments_of(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *moments = NULL;
+    long long n_rows = 0, rows = 0;
+    KlMeasured measured = {0};
+    if (!PyArg_ParseTuple(args, "SLL:moments", &moments, &n_rows, &rows) ||
+        read_measured(moments, n_rows, &measured) < 0) {
+        return NULL;
+    }
+    PyObject *list = PyList_New((Py_ssize_t)measured.moments.n);
+    for (size_t i = 0; list != NULL && i < measured.moments.n; i++) {
+        const KlMoment *moment = &measured.moments.moments[i];
+        double gradients, temporary;
+        double bytes = kl_measure_at(&measured, moment, rows, &gradients, &temporary);
+        PyObject *entry =
+            Py_BuildValue("(IIOddd)", moment->step, moment->node,
+                          moment->is_back ? Py_True : Py_False, bytes, gradients, temporary);
+        if (entry == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, entry);
+    }
+    return list;
+}
+
 /* largest_chunk(moments, rows of all, budget) -> rows */
 PyObject *
 kl_measure_largest_of(PyObject *module, PyObject *args)

@@ -20,6 +20,9 @@ typedef struct Step {
     KlMoments *moments;
     KlSchedule schedule;
     double held, held_per_row, held_per_chunk;
+    double gradients, gradients_per_row; /* of these */
+    uint32_t at;                         /* which step of the schedule */
+    bool is_back;
     double n_pieces;            /* of a chunk, for the head that is gone through now; 1: none */
     double *live;               /* [n_staged] of a joint: what its graph keeps */
     KlMeasureValue *values;     /* [n_values] */
@@ -149,9 +152,17 @@ add_held(Step *step, size_t first)
     for (size_t i = first; i < step->moments->n; i++) {
         KlMoment *moment = &step->moments->moments[i];
         KlBytes own = of_piece(step, (KlBytes){moment->fixed, moment->per_row});
+        KlBytes come = of_piece(step, (KlBytes){moment->gradients, moment->gradients_per_row});
+        KlBytes brief = of_piece(step, (KlBytes){moment->temporary, moment->temporary_per_row});
         moment->fixed = own.fixed + step->held;
         moment->per_row = own.per_row + step->held_per_row;
         moment->per_chunk = step->held_per_chunk;
+        moment->gradients = (float)(come.fixed + step->gradients);
+        moment->gradients_per_row = (float)(come.per_row + step->gradients_per_row);
+        moment->temporary = (float)brief.fixed;
+        moment->temporary_per_row = (float)brief.per_row;
+        moment->step = step->at;
+        moment->is_back = step->is_back;
     }
 }
 
@@ -223,8 +234,32 @@ sweep_back(Step *step)
 {
     size_t first = step->moments->n;
     KlStatus status = kl_sweep_back(&step->sweep, step->moments, step->error);
+    step->is_back = true;
     add_held(step, first);
+    step->is_back = false;
     return status;
+}
+
+/* Gradients that outlive a run come, or go. */
+static void
+hold_gradients(Step *step, double bytes)
+{
+    step->held += bytes;
+    step->gradients += bytes;
+}
+
+static void
+hold_gradients_by_row(Step *step, double bytes)
+{
+    step->held_per_row += bytes;
+    step->gradients_per_row += bytes;
+}
+
+/* A body is done: nothing of a chunk is there. */
+static void
+drop_chunk(Step *step)
+{
+    step->held_per_row = step->gradients_per_row = 0;
 }
 
 /* -- what outlives runs -------------------------------------------------------------------------------- */
@@ -332,16 +367,15 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body)
         KlValueId value = import_of(step, run, i);
         KlMeasureValue *known = &step->values[value];
         if (known->is_one_gradient) {
-            step->held += known->is_gathering ? 0 : gradient(step, value);
+            hold_gradients(step, known->is_gathering ? 0 : gradient(step, value));
             known->is_gathering = known->is_gathering_whole = true;
         } else if (is_gathered(step, run, i)) {
-            step->held += !known->is_gathering_whole && needs_gradient(step, value)
-                              ? gradient(step, value)
-                              : 0;
+            bool is_first = !known->is_gathering_whole && needs_gradient(step, value);
+            hold_gradients(step, is_first ? gradient(step, value) : 0);
             known->is_gathering_whole = true;
         } else if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
             known->is_gathering = true;
-            step->held += gradient(step, value);
+            hold_gradients(step, gradient(step, value));
             uint32_t import = step->program->imports.ids[run->imports.first + i];
             bool is_cut = kl_place_is_rows(&step->stages->imports[import].place);
             bool is_there_by_rows =
@@ -405,7 +439,7 @@ come_to_handed(Step *step, const KlStep *of, const KlRun *run)
         bool is_first = known->body == of->run + 1 && !known->is_coming;
         if (is_first && needs_gradient(step, value)) {
             known->is_coming = true;
-            step->held_per_row += step->sweep.sizes[value].per_row;
+            hold_gradients_by_row(step, step->sweep.sizes[value].per_row);
         }
     }
 }
@@ -417,8 +451,12 @@ let_go_of_handed(Step *step, const KlRun *run, bool is_gradient)
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = export_of(step, run, i);
         KlMeasureValue *known = &step->values[value];
-        bool is_there = is_gradient ? known->is_coming : known->is_handed;
-        step->held_per_row -= is_there ? step->sweep.sizes[value].per_row : 0;
+        double per_row = step->sweep.sizes[value].per_row;
+        if (is_gradient) {
+            hold_gradients_by_row(step, known->is_coming ? -per_row : 0);
+        } else {
+            step->held_per_row -= known->is_handed ? per_row : 0;
+        }
         known->is_handed = false;
         known->is_coming = known->is_coming && !is_gradient;
     }
@@ -433,7 +471,7 @@ run_forward(Step *step, const KlStep *of)
     for (uint32_t r = 0; r < of->n_runs && status == KL_OK; r++) {
         status = sweep_forward(step, &step->program->runs[of->run + r], false);
     }
-    step->held_per_row = 0;
+    drop_chunk(step);
     return status;
 }
 
@@ -529,7 +567,7 @@ meet_tail(Step *step, const KlStep *of, const KlRun *last)
                                        .rows = (uint32_t)rows_of(step, last)});
     }
     step->held_per_chunk -= stand_ins.parts;
-    step->held += stand_ins.seeds;
+    hold_gradients(step, stand_ins.seeds);
     return status;
 }
 
@@ -580,21 +618,24 @@ run_in_pieces(Step *step, const KlStep *of)
     KlStatus status = sweep_forward(step, body, true);
     const KlBytes live = kl_sweep_live(&step->sweep);
     double beside = gradients_beside(step, head);
-    step->held += live.fixed + beside;
-    step->held_per_row += live.per_row + handed;
+    step->held += live.fixed;
+    step->held_per_row += live.per_row;
+    hold_gradients(step, beside);
+    hold_gradients_by_row(step, handed);
     step->n_pieces = step->homes->n_pieces;
     status = status == KL_OK ? meet_tail(step, of, head) : status;
     status = status == KL_OK ? sweep_back(step) : status;
     step->n_pieces = 1;
-    step->held -= live.fixed + beside;
+    step->held -= live.fixed;
     step->held_per_row -= live.per_row;
+    hold_gradients(step, -beside);
     if (status == KL_OK) {
         KlSpan span = kl_sweep_span(step->program, body, true);
         kl_sweep_open(&step->sweep, &span);
         status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
     }
     status = status == KL_OK ? sweep_back(step) : status;
-    step->held_per_row = 0;
+    drop_chunk(step);
     return status;
 }
 
@@ -606,12 +647,13 @@ run_fused(Step *step, const KlStep *of)
     step->held_per_row = find_handed(step, of);
     for (uint32_t r = 0; r < of->n_runs; r++) {
         double come = gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
-        step->held_per_row -= come / (double)rows_of(step, last); /* the sweep has a chunk's */
+        hold_gradients_by_row(step,
+                              -come / (double)rows_of(step, last)); /* a sweep has a chunk's */
     }
     KlStatus status = run_others(step, of, false);
     bool is_across = step->homes->n_across > 0;
     double beside = gradients_beside(step, last);
-    step->held += beside;
+    hold_gradients(step, beside);
     if (is_across) {
         come_to_handed(step, of, last);
     }
@@ -620,9 +662,9 @@ run_fused(Step *step, const KlStep *of)
     come_to_handed(step, of, last);
     status = status == KL_OK ? sweep_back(step) : status;
     step->n_pieces = 1;
-    step->held -= beside;
+    hold_gradients(step, -beside);
     status = status == KL_OK ? run_others(step, of, true) : status;
-    step->held_per_row = 0;
+    drop_chunk(step);
     return status;
 }
 
@@ -705,7 +747,7 @@ go_back_joint(Step *step, uint32_t i)
     status = status == KL_OK ? sweep_back(step) : status;
     for (uint32_t k = 0; k < run->exports.n; k++) {
         KlValueId value = export_of(step, run, k);
-        step->held -= step->values[value].is_gathering ? gradient(step, value) : 0;
+        hold_gradients(step, step->values[value].is_gathering ? -gradient(step, value) : 0);
         step->values[value].is_gathering = false;
     }
     /* The graph is let go, and with it what was put together for it. */
@@ -796,15 +838,17 @@ go_back_body(Step *step, const KlStep *of)
 {
     const KlRun *runs = &step->program->runs[of->run];
     double come = 0;
-    double left = left_gradients(step, of, false) + let_go_of_left(step, of);
+    double gradients = left_gradients(step, of, false);
+    double left = gradients + let_go_of_left(step, of);
     step->held_per_row = find_handed(step, of);
     for (uint32_t r = 0; r < of->n_runs; r++) {
         come += gather_gradients(step, &runs[r], of->run + 1);
     }
     /* A chunk's come as a chunk's go: before the first, or after all but the last. */
-    double less = fmin(come, left);
-    step->held -= less;
-    step->held_per_row += fmin(left - come, 0) / (double)rows_of(step, runs);
+    double less = fmin(come, left), of_gradients = fmin(come, gradients);
+    step->held -= less - of_gradients;
+    hold_gradients(step, -of_gradients);
+    hold_gradients_by_row(step, fmin(left - come, 0) / (double)rows_of(step, runs));
     KlStatus status = fill(step, &step->schedule.values, of->needs, 1);
     status = status == KL_OK ? run_others(step, of, false) : status;
     come_to_handed(step, of, &runs[of->n_runs - 1]);
@@ -814,8 +858,9 @@ go_back_body(Step *step, const KlStep *of)
     set_there(step, of, false);
     status = status == KL_OK ? run_others(step, of, true) : status;
     empty(step, &step->schedule.values, of->needs, 1);
-    step->held_per_row = 0;
-    step->held += less - left - left_gradients(step, of, true);
+    drop_chunk(step);
+    step->held += less - of_gradients - (left - gradients);
+    hold_gradients(step, of_gradients - gradients - left_gradients(step, of, true));
     return status;
 }
 
@@ -827,6 +872,7 @@ walk(Step *step)
     KlStatus status = KL_OK;
     for (size_t i = 0; i < step->schedule.n_steps && status == KL_OK; i++) {
         const KlStep *of = &step->schedule.steps[i];
+        step->at = (uint32_t)i;
         const KlValueId *values = step->schedule.values.ids + of->values.first;
         switch ((KlStepOp)of->op) {
         case KL_STEP_JOINT:
@@ -975,14 +1021,17 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
     }
     look_up(&step, measured);
     hold_states(&step);
-    status = walk(&step);
-    if (homes->is_graph) {
+    status = homes->is_live ? KL_OK : walk(&step);
+    step.at = (uint32_t)step.schedule.n_steps;
+    if (homes->is_graph && !homes->is_live) {
         status = status == KL_OK ? deliver(&step) : status;
     }
-    status = status == KL_OK ? commit(&step) : status;
-    status = status == KL_OK ? kl_measure_whole(&step.sweep, homes->is_graph, outside->bytes_graphs,
-                                                &measured->whole, error)
-                             : status;
+    status = status == KL_OK && !homes->is_live ? commit(&step) : status;
+    if (status == KL_OK) {
+        KlMoments *moments = homes->is_live ? &measured->moments : NULL;
+        status = kl_measure_whole(&step.sweep, homes->is_graph, outside->bytes_graphs, moments,
+                                  &measured->whole, error);
+    }
 done:
     release(&step);
     if (status != KL_OK) {

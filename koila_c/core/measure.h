@@ -33,9 +33,13 @@ KlStatus kl_measure_step(const KlTape *tape, const KlProgram *program, const KlO
                          const KlHomes *homes, KlMeasured *measured, KlError *error);
 void kl_measure_fini(KlMeasured *measured);
 
-/* The same of a live run, with what `sweep` was made for. */
-KlStatus kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, double *most,
-                          KlError *error);
+/* The bytes of a live run, with what `sweep` was made for, and its moments; NULL: nobody asks for them. */
+KlStatus kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *moments,
+                          double *most, KlError *error);
+
+/* Bytes of a moment with chunks of `rows` rows; of these, gradients, and what its node alone holds. */
+double kl_measure_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows,
+                     double *gradients, double *temporary);
 
 /* Bytes with chunks of `rows` rows, and the first moment that needs so many; 0 where there is none. */
 double kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst);

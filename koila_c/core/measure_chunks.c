@@ -36,14 +36,23 @@ rows_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows)
 }
 
 double
+kl_measure_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows, double *gradients,
+              double *temporary)
+{
+    double own = (double)rows_at(measured, moment, rows);
+    double n_chunks = (double)parts(measured->rows, rows > 1 ? rows : 1);
+    *gradients = fmax(0, moment->gradients + moment->gradients_per_row * own);
+    *temporary = moment->temporary + moment->temporary_per_row * own;
+    return moment->fixed + moment->per_row * own + moment->per_chunk * n_chunks;
+}
+
+double
 kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst)
 {
-    int64_t size = rows > 1 ? rows : 1;
-    double n_chunks = (double)parts(measured->rows, size), most = 0;
+    double most = 0, gradients, temporary;
     for (size_t i = 0; i < measured->moments.n; i++) {
         const KlMoment *moment = &measured->moments.moments[i];
-        double bytes = moment->fixed + moment->per_row * (double)rows_at(measured, moment, rows) +
-                       moment->per_chunk * n_chunks;
+        double bytes = kl_measure_at(measured, moment, rows, &gradients, &temporary);
         if (i == 0 || bytes > most) {
             most = bytes;
             *worst = *moment;

@@ -43,7 +43,8 @@ written(const KlSweep *sweep, const KlProgram *program, bool is_graph,
 }
 
 KlStatus
-kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, double *most, KlError *error)
+kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *moments,
+                 double *most, KlError *error)
 {
     const KlProgram *program = sweep->program;
     const KlStages *stages = &program->stages;
@@ -59,10 +60,14 @@ kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, double *mos
     }
     KlSpan span = written(sweep, program, is_graph, lists, is_made);
     kl_sweep_open(sweep, &span);
-    status = kl_sweep_forward(sweep, NULL, error);
+    status = kl_sweep_forward(sweep, moments, error);
     double end = 0;
     if (status == KL_OK && is_graph) {
-        status = kl_sweep_back(sweep, NULL, error);
+        size_t first = moments != NULL ? moments->n : 0;
+        status = kl_sweep_back(sweep, moments, error);
+        for (size_t i = first; moments != NULL && i < moments->n; i++) {
+            moments->moments[i].is_back = true;
+        }
         end = kl_sweep_live(sweep).fixed + sweep->gradients.fixed + bytes_graphs;
     }
     *most = fmax(sweep->most, end);

@@ -58,6 +58,7 @@ typedef struct KlHomes {
     uint32_t n_light;    /* the longest chain of values that are emptied; 0: none is */
     uint32_t
         n_across; /* pieces are parts of a second axis of so many entries a row; 0: they are rows */
+    bool is_live; /* no schedule: it is measured as it is run live, in the order of the calls */
 } KlHomes;
 
 /* Build the schedule of a program. On success the caller owns what it holds: kl_schedule_fini. */

@@ -431,6 +431,10 @@ note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
         moments->moments[moments->n++] =
             (KlMoment){.fixed = sum.fixed,
                        .per_row = sum.per_row,
+                       .gradients = (float)sweep->gradients.fixed,
+                       .gradients_per_row = (float)sweep->gradients.per_row,
+                       .temporary = (float)more.fixed,
+                       .temporary_per_row = (float)more.per_row,
                        .node = node,
                        .rows = sweep->rows < UINT32_MAX ? (uint32_t)sweep->rows : 0};
     }

@@ -16,8 +16,12 @@ typedef struct KlBytes {
 /* Bytes at one moment: fixed + per_row * rows + per_chunk * chunks; and the node that runs then. */
 typedef struct KlMoment {
     double fixed, per_row, per_chunk;
+    float gradients, gradients_per_row; /* of these: gradients on their way, or that gather */
+    float temporary, temporary_per_row; /* and what is there only while the node runs */
     KlNodeId node;
     uint32_t rows; /* of the axis that a chunk is cut of, which may not be the longest; 0: that */
+    uint32_t step; /* of the schedule */
+    bool is_back;  /* autograd goes back through the node */
 } KlMoment;
 
 typedef struct KlMoments {

@@ -9,9 +9,12 @@ with versions.told():
     from koila.config import config, read_environment
     from koila.errors import KoilaError, MemoryLimitError, StaleError
     from koila.explain import Explanation, explain
+    from koila.forecast import plan
     from koila.largest import largest_batch
     from koila.lazy import is_lazy, lazy, off
-    from koila.notebook import load_ipython_extension, unload_ipython_extension
+    from koila.memory_plan import MemoryPlan
+    from koila.notebook import load_ipython_extension as load_ipython_extension
+    from koila.notebook import unload_ipython_extension as unload_ipython_extension
     from koila.reports import Report, report
     from koila.verify import verify
 
@@ -31,6 +34,7 @@ __all__ = [
     "KoilaError",
     "LazyTensor",
     "MemoryLimitError",
+    "MemoryPlan",
     "Report",
     "StaleError",
     "config",
@@ -38,10 +42,9 @@ __all__ = [
     "is_lazy",
     "largest_batch",
     "lazy",
-    "load_ipython_extension",
     "off",
+    "plan",
     "report",
-    "unload_ipython_extension",
     "verify",
 ]
 

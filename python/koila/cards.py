@@ -67,8 +67,23 @@ def _table(layers: Sequence[Layer]) -> list[str]:
     return [*made, f"<p>{left_out}</p>"] if left_out else made
 
 
+def _listed(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table whose first row has the heads."""
+    if len(rows) < 2:
+        return []
+    heads = "".join(f"<th>{_shown(cell)}</th>" for cell in rows[0])
+    cells_of = ("".join(f"<td>{_shown(cell)}</td>" for cell in row) for row in rows[1:])
+    return [f"<table><tr>{heads}</tr>", *(f"<tr>{row}</tr>" for row in cells_of), "</table>"]
+
+
 def html(
-    title: str, lines: Iterable[str], layers: Sequence[Layer] = (), calls: Iterable[str] = ()
+    title: str,
+    lines: Iterable[str],
+    layers: Sequence[Layer] = (),
+    calls: Iterable[str] = (),
+    *,
+    picture: str = "",
+    rows: Sequence[tuple[str, ...]] = (),
 ) -> str:
     """A card: lines that say a fact each, a table of layers, and calls to unfold.
 
@@ -77,6 +92,8 @@ def html(
         lines: the facts; one that is indented belongs to that before it.
         layers: what each layer keeps for backward.
         calls: one a line.
+        picture: SVG, shown below the facts.
+        rows: another table, its heads first.
 
     Returns:
         HTML of at most 50 KB.
@@ -88,7 +105,7 @@ def html(
         made.append(f"<p{indent}>{_shown(fact.strip())}</p>")
     if len(facts) > _MOST_LINES:
         made.append(f"<p>{len(facts) - _MOST_LINES} more lines; print() shows them</p>")
-    made += _table(layers)
+    made += [picture, *_listed(rows), *_table(layers)]
     listed = list(calls)
     if len(listed) > 1:
         text = "\n".join(map(_shown, listed[1 : _MOST_LINES + 1]))

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exceptions koila raises by itself; torch's own pass through unchanged."""
 
+from __future__ import annotations
+
 import os
 import traceback
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
 from koila.lines import INSIDE
+
+if TYPE_CHECKING:
+    from koila.memory_plan import MemoryPlan
 
 
 class KoilaError(RuntimeError):
@@ -23,7 +29,14 @@ class NotInChunksError(KoilaError):
 
 
 class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
-    """Not even one row at a time fits into the memory there is."""
+    """Not even one sample at a time fits into the memory there is.
+
+    Attributes:
+        plan: what the step takes in the chunks that need least, as `koila.plan` says it; None where
+            a call was refused that is in no chunks.
+    """
+
+    plan: MemoryPlan | None = None
 
 
 #: For who works on koila: what a traceback shows has koila's own frames too.

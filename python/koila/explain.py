@@ -355,20 +355,27 @@ def kept_in_words(program: Program, steps: Sequence[Step]) -> str:
     return f"{kept} {_CROSSING} kept" if kept else ""
 
 
-class _Forecast(NamedTuple):
-    """How a program would run now."""
+class Forecast(NamedTuple):
+    """How a program would run now; where it does not fit, in the chunks that need least."""
 
     text: str
     program: Program  # cut as it would be
     steps: list[Step]
-    n_chunks: int  # 0: it does not fit
+    fits: bool
+    n_chunks: int
+    unit: int
+    way: Way
+    costs: str  # what is done beside chunks
 
 
-def _forecast(program: Program, is_graph: bool) -> _Forecast:
+def forecast(program: Program, is_graph: bool) -> Forecast:
+    """How a program would run now, without running it."""
     try:
         planned = planner.plan(program, is_graph)
     except MemoryLimitError as error:
-        return _Forecast(f"it does not fit: {error}", program, program.schedule(is_graph), 0)
+        text, steps = f"it does not fit: {error}", program.schedule(is_graph)
+        way, n_chunks = planner.smallest(program, is_graph)
+        return Forecast(text, program, steps, False, n_chunks, 1, way, "")
     way = planned.way
     cut = program.cut_for(way)
     estimate = memory.estimate(cut, is_graph, way)
@@ -385,22 +392,23 @@ def _forecast(program: Program, is_graph: bool) -> _Forecast:
     if not is_whole:
         text = f"so it runs in {chunked} and takes {size(needed)}"
     more = how or (kept_in_words(cut, steps) if n_chunks > 1 else "")
-    return _Forecast(text + (f", with {more}" if more else ""), cut, steps, n_chunks)
+    text += f", with {more}" if more else ""
+    return Forecast(text, cut, steps, True, planned.n_chunks, planned.unit, way, more)
 
 
-def _numbers(program: Program, is_graph: bool, forecast: _Forecast) -> list[str]:
+def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
     """What a program needs and may have, how it would run, and under which limit it could."""
     whole = memory.estimate(program, is_graph).whole
     needs, has = sizes(whole, max(0.0, planner.left_for(program)))
     limit = planner.limit_in_words(program)
     asked = config.get("chunks")
     found = [f"whole needs {needs} beside what is there, and {has} are left"]
-    if (limit or asked is None) and (not limit or limit not in forecast.text):
+    if (limit or asked is None) and (not limit or limit not in expected.text):
         found.append(limit or "no limit is set: what is free counts")
     if asked is not None:
         found.append(f"config(chunks={asked}) is set")
-    found += forecast.text.splitlines()
-    if forecast.n_chunks:
+    found += expected.text.splitlines()
+    if expected.fits:
         found.append(f"least limit that works: {planner.limits(program, is_graph)}")
     return found
 
@@ -439,6 +447,24 @@ class Explanation(str):
         return cards.html("koila.explain", self.lines, self.layers, self.calls)
 
 
+ALL_HAS_RUN = "nothing is pending: all has run"
+
+
+def roots_of(losses: Iterable[Any]) -> list[_core.LazyTensor]:
+    """The lazy tensors among some losses, or among lists of them."""
+    listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
+    return [loss for some in listed for loss in some if type(loss) is _core.LazyTensor]
+
+
+def why_nothing(roots: Sequence[_core.LazyTensor]) -> str:
+    """Why nothing of these has still to run; empty: something has."""
+    if not roots:
+        return "no lazy tensor was given: nothing is recorded for it"
+    if all(map(_core.is_input, roots)):
+        return "an input: nothing is recorded for it alone"
+    return ALL_HAS_RUN if all(_core.real(root) is not None for root in roots) else ""
+
+
 #: Of the calls that need the whole batch, so many are told with their reasons.
 _MOST_WHOLE = 5
 
@@ -464,22 +490,19 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
         >>> koila.explain((x * 2).sum(), full=True).splitlines()[-1].strip()
         '1 add up the results of the chunks'
     """
-    listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
-    roots = [loss for some in listed for loss in some if type(loss) is _core.LazyTensor]
-    if not roots:
-        return Explanation(["no lazy tensor was given: nothing is recorded for it"])
-    if all(map(_core.is_input, roots)):
-        return Explanation(["an input: nothing is recorded for it alone"])
-    if all(_core.real(root) is not None for root in roots):
-        return Explanation(["nothing is pending: all has run", str(reports.report())])
+    roots = roots_of(losses)
+    nothing = why_nothing(roots)
+    if nothing:
+        has_run = [str(reports.report())] if nothing == ALL_HAS_RUN else []
+        return Explanation([nothing, *has_run])
     program = Program(roots)
     said: list[str] = []
     unstageable = program.unstageable
     if program.axes and unstageable is None:
         is_graph = any(root.requires_grad for root in roots)
-        forecast = _forecast(program, is_graph)
-        said += _numbers(program, is_graph, forecast)
-        cut, steps = forecast.program, forecast.steps
+        expected = forecast(program, is_graph)
+        said += numbers(program, is_graph, expected)
+        cut, steps = expected.program, expected.steps
     else:
         cut, steps = program, program.schedule(False)
     said += _why(program)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import heapq
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
@@ -239,6 +240,22 @@ def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
                 keep(value)
         kept.setdefault(node.id, []).extend([(extra, is_extra_rows), (fixed, False)])
     return kept
+
+
+def largest_kept(program: Program, most: int) -> list[tuple[int, int, bool]]:
+    """What autograd keeps for backward that takes most, at most so many.
+
+    Returns:
+        The call that made it, bytes of the whole batch, and whether they grow with the samples; the
+        largest first.
+    """
+    found = (
+        (node, n_bytes, is_rows)
+        for node, amounts in _kept(program).items()
+        for n_bytes, is_rows in amounts
+        if n_bytes > 0
+    )
+    return heapq.nlargest(most, found, key=lambda one: one[1])
 
 
 def rows_of(program: Program) -> int:

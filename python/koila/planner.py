@@ -21,6 +21,7 @@ from koila import (
     layers,
     lines,
     memory,
+    memory_plan,
     offload,
     reports,
     steps,
@@ -322,7 +323,7 @@ class Needs:
         fixed = f", of which {size(self.fixed)} do not shrink with the chunks" if is_whole else ""
         large = _large(program, names) if is_whole else f"what {call} holds for its samples"
         found = limits(program, bool(program.roots))
-        return MemoryLimitError(
+        error = MemoryLimitError(
             f"{_answer(found, needed, has, self.n_bytes <= left)}\n"
             f"  {samples} {needed} beside what is there{fixed}, and {has} are left\n"
             f"{_in_lines(limit_in_words(program))}"
@@ -331,6 +332,18 @@ class Needs:
             f"{_in_lines(said)}"
             f"  needs most: {call}"
         )
+        way, n_chunks = smallest(program, bool(program.roots))
+        error.plan = memory_plan.of(
+            program,
+            bool(program.roots),
+            way,
+            n_chunks,
+            1,
+            left,
+            fits=False,
+            summary=str(error).splitlines(),
+        )
+        return error
 
 
 def _in_lines(text: str) -> str:
@@ -451,6 +464,13 @@ def _large(program: Program, names: layers.Names) -> str:
     if state:
         found.append((state, f"the optimizer's state takes {size(state)}"))
     return max(found, default=(0, ""))[1]
+
+
+def smallest(program: Program, is_graph: bool) -> tuple[Way, int]:
+    """The way that needs least, and in how many chunks."""
+    option = min(_ways(program, is_graph), key=lambda one: one.estimate.least()[1])
+    rows, _, _ = option.estimate.least()
+    return option.way, -(-option.estimate.rows // rows)
 
 
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:

@@ -33,7 +33,7 @@ measure(bool is_held, bool is_graph)
     int64_t n_blocks = kl_alloc_n_blocks();
     while (status != KL_OK) {
         kl_alloc_fail_after(n_refused++);
-        status = kl_measure_whole(&sweep, is_graph, 0, &most, &p.error);
+        status = kl_measure_whole(&sweep, is_graph, 0, NULL, &most, &p.error);
         kl_alloc_fail_after(-1);
         CHECK(status == KL_OK || (status == KL_ERROR_MEMORY && kl_alloc_n_blocks() == n_blocks));
     }

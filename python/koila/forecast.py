@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan(): what a recorded step will take, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from koila import memory_plan, planner
+from koila.errors import KoilaError
+from koila.explain import cause_of_whole, forecast, numbers, roots_of, why_nothing
+from koila.memory_plan import MemoryPlan
+from koila.program import AS_IT_IS, Program
+from koila.threads import in_turn
+
+
+@in_turn
+def plan(*losses: Any) -> MemoryPlan:
+    """Say what a step will take in bytes, without running anything.
+
+    Args:
+        losses: lazy tensors that backward() would be called on, or lists of them.
+
+    Returns:
+        Bytes by phase (forward, backward, optimizer's step), by category at the worst moment
+        (parameters, gradients, optimizer state, activations, outputs that the script holds,
+        temporaries), the ten values that take most with their layer and line, the chunks, and what
+        is recomputed or offloaded. It prints as a text, is a card in a notebook, and writes files
+        (`save`): a picture, JSON, a trace for Chrome and Perfetto, and a snapshot for torch's
+        memory viewer. Where the step does not fit, all that is of the chunks that need least.
+
+    Raises:
+        KoilaError: nothing is recorded for these tensors, or all of it has run.
+
+    Example:
+        >>> import torch, koila
+        >>> x = koila.lazy(torch.ones(64, 256))
+        >>> w = torch.ones(256, 256, requires_grad=True)
+        >>> plan = koila.plan((x @ w).relu().sum())
+        >>> plan.fits, plan.n_chunks, plan.phases["optimizer's step"]
+        (True, 1, 262144)
+    """
+    roots = roots_of(losses)
+    nothing = why_nothing(roots)
+    if nothing:
+        raise KoilaError(f"koila.plan: {nothing}; call it with a loss, before its backward()")
+    program = Program(roots)
+    is_graph = any(root.requires_grad for root in roots)
+    if not program.axes or program.unstageable is not None:
+        allowed = planner.left_for(program)
+        why = cause_of_whole(program).why
+        return memory_plan.of(
+            program, is_graph, AS_IT_IS, 1, 1, allowed, summary=[f"it runs whole: {why}"]
+        )
+    expected = forecast(program, is_graph)
+    return memory_plan.of(
+        program,
+        is_graph,
+        expected.way,
+        expected.n_chunks,
+        expected.unit,
+        max(0.0, planner.left_for(program)),
+        fits=expected.fits,
+        costs=expected.costs,
+        summary=numbers(program, is_graph, expected),
+    )
