@@ -314,10 +314,6 @@ PyObject *kl_stale_pointer(PyObject *tensor);
 int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 /* Check that no leaf was changed since it entered. */
 int kl_tape_check_leaves(Tape *tape);
-/* outdated() -> (all, some): values with a number that cannot be made again, for a leaf of theirs has
- * changed. The first where all such have their number; the second where pending calls read such, and the
- * number is enough. */
-PyObject *kl_stale_outdated(PyObject *module, PyObject *is_over);
 /* Numbers that left the tape with their lazies, and were written since: what waits, and reads the value as
  * it was, makes it again. */
 void kl_stale_drop_numbers(Tape *tape);
@@ -325,9 +321,6 @@ void kl_stale_drop_numbers(Tape *tape);
  * reach, and is still what it was. */
 bool kl_stale_is_enough(const Tape *tape, KlValueId value);
 
-/* forget_left(): drop numbers with a graph, and views of such, that left the tape with their lazies. What
- * goes on from them makes them again where it is differentiated. */
-PyObject *kl_stale_forget_left(PyObject *module, PyObject *ignored);
 /* Remember the version a leaf has now, after a replay wrote it. */
 void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
 /* Whether a leaf is no longer what was recorded; -1 on failure. */
@@ -347,38 +340,12 @@ void kl_tape_give_up(Tape *tape);
 int kl_tape_use(Tape *tape);
 /* A new reference to a tape that is no thread's yet. */
 Tape *kl_tape_new(void);
-/* new_tape(): the same, for Python. */
-PyObject *kl_tape_make(PyObject *module, PyObject *ignored);
 
 static inline bool
 kl_tape_check(PyObject *object)
 {
     return Py_IS_TYPE(object, kl_py.tape_type);
 }
-
-/* -- py_bridge.c: a program is cut, and its lazies get tensors ------------------------------------ */
-
-/* can_cut(): whether each lazy of this thread's tape can be given a tensor of its own. */
-PyObject *kl_bridge_can_cut(PyObject *module, PyObject *ignored);
-/* won_whole(): how many bytes less the graph of what waits keeps, and makes, than a part that is cut off;
- * less than 0: none. */
-PyObject *kl_bridge_won_whole(PyObject *module, PyObject *ignored);
-/* reached() -> [(value, number)]: what the user can reach and has a number; None where a lazy among them
- * cannot be given a tensor. */
-PyObject *kl_bridge_reached(PyObject *module, PyObject *ignored);
-
-/* behind(value) -> the leaves with a gradient that it is made of, the last first, some twice. */
-PyObject *kl_bridge_behind(PyObject *module, PyObject *args);
-/* hand_out(roots, others) -> lazies that stand for the values of `roots` from now on. Both are lists of
- * (value, tensor): the user's lazies of these get the tensors, and what they record goes onto a new tape. */
-PyObject *kl_bridge_hand_out(PyObject *module, PyObject *args);
-/* set_wanted(lazies, flag): whether anybody is to get their numbers. */
-PyObject *kl_bridge_set_wanted(PyObject *module, PyObject *args);
-/* replace_leaves(lazy, make): run live, the tape of a lazy has make(leaf) in place of each leaf that needs a
- * gradient. */
-PyObject *kl_bridge_replace_leaves(PyObject *module, PyObject *args);
-/* replace_leaf(lazy, leaf, tensor): the tape of a lazy, which was cut off, has `tensor` for a leaf from now on. */
-PyObject *kl_bridge_replace_leaf(PyObject *module, PyObject *args);
 
 /* -- py_turn.c: a tape is used by one thread at a time ------------------------------------------- */
 
@@ -419,9 +386,6 @@ void kl_turn_end(KlTurn *turn);
 /* Draw from torch's generators with no other program in between. */
 int kl_turn_draw(void);
 void kl_turn_drawn(void);
-/* held(lazy, tape or None, func, args, kwargs), drawing(func): call func in a turn. */
-PyObject *kl_turn_held(PyObject *module, PyObject *args);
-PyObject *kl_turn_drawing(PyObject *module, PyObject *func);
 
 /* -- py_meta.c: what real tensors say of themselves ------------------------------------------- */
 
@@ -456,22 +420,6 @@ KlDtype kl_meta_dtype_from(PyObject *dtype);
 /* -- py_storage.c: the memory that tensors hold on the CPU --------------------------------------- */
 
 int kl_storage_init(void);
-/* sees_storages(): whether the self-test found that storages can be read. */
-PyObject *kl_storage_works(PyObject *module, PyObject *ignored);
-/* follow_storages(parts or None): from now on the young are looked at before each collection; parts(list of
- * tensors without storage) -> the tensors they are made up of. None: no more, and all is forgotten. */
-PyObject *kl_storage_follow(PyObject *module, PyObject *parts);
-PyObject *kl_storage_is_following(PyObject *module, PyObject *ignored);
-/* note_storages(list of objects): remember what the tensors among them hold. */
-PyObject *kl_storage_note(PyObject *module, PyObject *objects);
-PyObject *kl_storage_note_young(PyObject *module, PyObject *ignored);
-/* What gc.callbacks calls. */
-PyObject *kl_storage_collecting(PyObject *module, PyObject *args);
-/* storage_bytes(): bytes of what is remembered, and still there. */
-PyObject *kl_storage_bytes(PyObject *module, PyObject *ignored);
-/* unsettled_storages() -> [(key, address)] of those that may be files; settle_storage(key, is a file's). */
-PyObject *kl_storage_unsettled(PyObject *module, PyObject *ignored);
-PyObject *kl_storage_settle(PyObject *module, PyObject *args);
 
 /* -- py_call.c: calls as slots ----------------------------------------------------------------- */
 
@@ -502,7 +450,6 @@ void kl_failure_keep(Tape *tape, KlNodeId id);
 /* Node `id` raised the exception that is set: it is told where the call was recorded, and all that depends
  * on the call has no number. */
 void kl_failure_set(Tape *tape, KlNodeId id);
-PyObject *kl_failure_failed(PyObject *module, PyObject *error);
 /* Raise what was kept; NULL: in words of our own. */
 void kl_failure_raise(PyObject *error);
 /* Borrowed: what was kept for a value whose call failed, or NULL. */
@@ -556,8 +503,6 @@ void kl_context_end_outside(PyObject *guard);
 int kl_context_runs_at_once(PyObject *func);
 /* Take the user's hooks and modes off, until kl_context_end_outside gets what this returns; NULL on failure. */
 PyObject *kl_context_leave_user(void);
-/* note_switches(setting, is_flash_allowed): which of torch's switches are on, by a number of koila.switches's. */
-PyObject *kl_context_note_switches(PyObject *module, PyObject *args);
 /* kl_infer_call and kl_infer_saves for a call in that context: autocast casts its inputs first. */
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                           KlError *error);
@@ -571,7 +516,6 @@ int kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *r
 /* Raise that exception; -1. */
 int kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result,
                      long long rows);
-PyObject *kl_promise_check_result(PyObject *module, PyObject *args);
 
 /* -- py_stage.c ---------------------------------------------------------------------------------- */
 
@@ -620,10 +564,6 @@ void kl_source_note(KlPyNode *call);
 /* A new reference to a text that says where node `id` was recorded: "call 12, model.py:40". */
 PyObject *kl_source_where(const Tape *tape, KlNodeId id);
 
-/* -- py_slots.c: calls on a lazy that go round torch's dispatch ------------------------------------ */
-
-PyObject *kl_slots_install(PyObject *module, PyObject *names);
-
 /* -- py_view.c: views after a write ---------------------------------------------------------------- */
 
 /* The value that stands for `value` after the last write to its storage, taking views again. */
@@ -646,29 +586,16 @@ int kl_function_init(PyObject *module);
 Function *kl_function_find(PyObject *func);
 /* Whether a call writes its first argument, by its row or its name. */
 bool kl_function_is_in_place(const Function *function);
-/* register(func, kind, name, handler, has_meta, returns_list, is_random, row name or None, container) */
-PyObject *kl_function_register(PyObject *module, PyObject *args);
 
 /* -- py_program.c: what the tape holds, as plain numbers -------------------------------------------- */
 
 /* [ids] of a part of an array of a program */
 PyObject *kl_program_ids(const KlIds *ids, KlSlice slice);
-PyObject *kl_program_stage(PyObject *module, PyObject *args);
-PyObject *kl_program_gradient_part(PyObject *module, PyObject *args);
-/* spend(program, is_asked): a backward goes through a program and keeps nothing for another; or, asked, the last
- * call that such a one went through, which autograd would have kept something of; None. */
-PyObject *kl_program_spend(PyObject *module, PyObject *args);
-PyObject *kl_program_told(PyObject *module, PyObject *args);
-PyObject *kl_program_maker(PyObject *module, PyObject *args);
-PyObject *kl_program_staged(PyObject *module, PyObject *args);
-PyObject *kl_schedule_of(PyObject *module, PyObject *args); /* py_schedule.c */
 /* A converter: (is_graph, keep_every, is_offloaded, n_pieces, n_light, n_across) to a KlHomes. */
 int kl_schedule_homes(PyObject *object, void *homes);
 /* The program that a handle of stage() stands for; NULL, and an error, where it is none, or not of this
  * tape as it is now. */
 const KlProgram *kl_program_of(PyObject *handle, const Tape *tape);
-PyObject *kl_program_value(PyObject *module, PyObject *args);
-PyObject *kl_program_node(PyObject *module, PyObject *args);
 /* Whether node `id` has drawn, or its statistics are committed, in chunks: a live run must not do it anew. */
 int kl_program_is_committed(const Tape *tape, KlNodeId id);
 /* Whether a call has statistics to write yet, though nothing else may ask for it. */
@@ -680,25 +607,6 @@ PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 
 /* Mark the values, of n_values, that get no gradient, as `gets` says of each tensor that could. */
 int kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted);
-PyObject *kl_gradient_overwritten(PyObject *module, PyObject *args);
-
-/* -- py_measure.c: the bytes of a program ------------------------------------------------------------- */
-
-PyObject *kl_measure_program(PyObject *module, PyObject *args);
-PyObject *kl_measure_peak_of(PyObject *module, PyObject *args);
-PyObject *kl_measure_moments_of(PyObject *module, PyObject *args);
-PyObject *kl_measure_largest_of(PyObject *module, PyObject *args);
-
-/* -- py_twister.c: the generator, moved past draws ---------------------------------------------------- */
-
-PyObject *kl_twister_skip_words(PyObject *module, PyObject *args);
-
-/* -- py_stage.c: running nodes on a chunk, for koila.replay -------------------------------------- */
-
-PyObject *kl_stage_run(PyObject *module, PyObject *args);
-PyObject *kl_stage_run_alone(PyObject *module, PyObject *args);
-PyObject *kl_stage_deliver(PyObject *module, PyObject *args);
-PyObject *kl_stage_cut(PyObject *module, PyObject *args);
 
 /* -- py_live.c: one-chunk replay, and calls that run at once -------------------------------------- */
 

@@ -16,6 +16,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "methods.h"
 #include "ops.h"
 
 #define KL_PY_WORDS_MAX 24

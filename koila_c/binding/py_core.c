@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_core.c - the small functions of koila._core: each checks its arguments and asks one question of a
  * lazy, of this thread's tape, or of the state. What they do is said in the table of module.c. */
-#include "py_core.h"
+#include "py.h"
 
 #include <malloc.h>
 

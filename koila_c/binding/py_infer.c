@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_infer.c - infer() and op_table(): the core's rules seen from Python. Made for tests: it reads real
  * tensors through their attributes and keeps nothing between calls. */
-#include "py_infer.h"
+#include "py_args.h"
 
 #include <string.h>
 

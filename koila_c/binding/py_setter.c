@@ -3,7 +3,7 @@
  * tensor, never that of the value, and would take the placeholder. So the function that sets the attribute is
  * replaced, in the structure that CPython keeps for it: to get the attribute costs what it did, and for all
  * who ask the descriptor is the same. */
-#include "py_core.h"
+#include "py.h"
 
 typedef struct Setter {
     PyGetSetDef *def;

@@ -1,0 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* methods.h - the functions of koila._core; methods.def says what each does. */
+#ifndef KL_METHODS_H
+#define KL_METHODS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define KL_METHOD(name, function, kind, arguments, does) PyObject *function(PyObject *, PyObject *);
+#include "methods.def"
+#undef KL_METHOD
+
+#endif
