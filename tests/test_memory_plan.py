@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 
 import koila
-from allocations import bytes_over_time
 from koila.explain import plan_of
 from limits import there
+from profiled import bytes_over_time
 
 N_ROWS = 256
 
@@ -133,9 +132,7 @@ def test_worst_moment_is_what_is_allocated(name: str, chunks: int | None) -> Non
     model.zero_grad()
     with koila.config(**setting):  # type: ignore[arg-type]
         plan = koila.plan(loss_of(model, *koila.lazy(x, y)))
-        with profile(profile_memory=True) as profiled:
-            loss_of(model, *koila.lazy(x, y)).backward()
-    peak = max(bytes_over_time(profiled))
+        peak = max(bytes_over_time(lambda: loss_of(model, *koila.lazy(x, y)).backward()))
     assert peak <= 1.1 * plan.n_bytes + 2**16
     assert plan.n_bytes <= 1.35 * peak + 2**16
 

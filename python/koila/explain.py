@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from koila import _core, cards, config, draws, layers, lines, memory, planner, reports
+from koila import _core, cards, config, draws, layers, lines, memory, planner, reports, whole_calls
 from koila.errors import MemoryLimitError
 from koila.layers import Layer
 from koila.program import (
@@ -45,7 +45,7 @@ def cause_of_whole(program: Program) -> Decision:
         made, n_calls = program.amounts.made, program.n_nodes
         whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
         return Decision(why, whole=(whole_for,))
-    whole = planner.made_whole(program) if program.amounts.n_once > 0 else ()
+    whole = whole_calls.made_whole(program) if program.amounts.n_once > 0 else ()
     why = "no call of it keeps samples apart" if whole else "nothing in it has samples"
     return Decision(why, whole=whole)
 
@@ -145,7 +145,7 @@ def log_whole(program: Program) -> None:
         where = where_of_node(node)
         _log(where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why)
     elif amounts.once >= _FEW_BYTES and 2 * amounts.once > max(amounts.entered, amounts.made):
-        once = (n for n in program.once() if not program.takes_rows(n) and planner.why_once(n))
+        once = (n for n in program.once() if not program.takes_rows(n) and whole_calls.why_once(n))
         joint = next(filter(program.joins_rows, once), None)
         if joint is None:
             return
@@ -155,7 +155,7 @@ def log_whole(program: Program) -> None:
             "%s needs the whole batch (%s; %s), and %d of %d calls run on the whole batch with it: "
             "koila saves little memory here",
             name_of_node(joint),
-            planner.why_once(joint),
+            whole_calls.why_once(joint),
             where,
             amounts.n_once,
             program.n_nodes,
@@ -242,7 +242,7 @@ def _describe(program: Program, value: int) -> str:
 
 
 def _line(program: Program, node: Node) -> str:
-    why = planner.why_once(node) if program.joins_rows(node) else ""
+    why = whole_calls.why_once(node) if program.joins_rows(node) else ""
     why = f"; {why}" if why else ""
     others = draws.why_others(node.id, node.first_out) if node.is_random else ""
     why += f"; {others}" if others and node.mode != ONCE else ""
@@ -536,7 +536,7 @@ def _why(program: Program) -> list[str]:
             "so a chunk runs forward before the loss and again with its backward (about a third "
             "more time); a loss that is a sum or a mean over samples needs one"
         )
-    whole = [entry for entry in planner.made_whole(program) if entry.n_bytes > 0]
+    whole = [entry for entry in whole_calls.made_whole(program) if entry.n_bytes > 0]
     said += [f"whole batch: {entry}" for entry in whole[:_MOST_WHOLE]]
     if len(whole) > _MOST_WHOLE:
         said.append(f"whole batch: {count(len(whole) - _MOST_WHOLE, 'call')} more")

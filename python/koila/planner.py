@@ -26,12 +26,12 @@ from koila import (
     reports,
     steps,
     storages,
+    whole_calls,
 )
 from koila.errors import MemoryLimitError
 from koila.program import (
     AS_IT_IS,
     WITHOUT_CHECKPOINTS,
-    Node,
     Op,
     Program,
     Way,
@@ -39,7 +39,6 @@ from koila.program import (
     name_of_node,
     where_of_node,
 )
-from koila.reports import Whole
 from koila.rows import Bounds, largest
 from koila.words import size, sizes
 
@@ -401,45 +400,11 @@ def ran_out(program: Program, said: str) -> MemoryLimitError:
     return needs.refusal(program, said)
 
 
-def why_once(node: Node) -> str:
-    """Why a call that reads rows runs once, or nothing."""
-    _, row, reason, *_ = _core.node(node.id)
-    return reason or ("" if row else f"there is no rule for {name_of_node(node)}")
-
-
-def made_whole(program: Program) -> tuple[Whole, ...]:
-    """The calls that make values of the whole batch, each with those that follow from it alone; the
-    largest first."""
-    caused: dict[int, list[Node]] = {}  # by the call that reads rows
-    cause_of: dict[int, int] = {}  # of the values that they make
-    for node in program.once():
-        reads = (program.imports[import_id].value for import_id in node.imports if import_id >= 0)
-        cause = next((cause_of[value] for value in reads if value in cause_of), None)
-        if program.takes_rows(node):
-            continue  # a slice makes nothing, and what follows goes by rows
-        if program.joins_rows(node) and why_once(node):
-            cause = node.id
-        if cause is not None:
-            caused.setdefault(cause, []).append(node)
-            cause_of.update(dict.fromkeys(node.outs, cause))
-    found = [
-        Whole(
-            name_of_node(nodes[0]),
-            where_of_node(nodes[0]),
-            why_once(nodes[0]),
-            sum(map(program.bytes_made, nodes)),
-            len(nodes),
-        )
-        for nodes in caused.values()
-    ]
-    return tuple(sorted(found, key=lambda one: -one.n_bytes))
-
-
 def _large(program: Program, names: layers.Names) -> str:
     """The largest of what smaller chunks do not make less, by its name: a call that needs the whole
     batch, what one pass over the chunks leaves for another, a parameter and its gradient, or the
     state of an optimizer."""
-    whole = [one for one in made_whole(program) if one.n_bytes > 0]
+    whole = [one for one in whole_calls.made_whole(program) if one.n_bytes > 0]
     if whole:
         return whole[0].made("makes")
     found: list[tuple[int, str]] = []

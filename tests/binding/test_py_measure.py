@@ -25,9 +25,14 @@ def program_of(x: Tensor, w: Tensor) -> Program:
     return Program([(koila.lazy(x) * w).exp().sum()])
 
 
+#: KlMoment, sweep.h.
+MOMENT = "dddffffIII?3x"
+
+
 def moments_of(estimate: Estimate) -> list[tuple[float, float, float, int]]:
-    """Bytes that are fixed, of a row and of a chunk, and the node: KlMoment, sweep.h."""
-    return [(*bytes_of, node) for *bytes_of, node in struct.iter_unpack("dddI4x", estimate.moments)]
+    """Bytes that are fixed, of a row and of a chunk, and the node."""
+    moments = struct.iter_unpack(MOMENT, estimate.moments)
+    return [(fixed, row, chunk, node) for fixed, row, chunk, *_, node, _, _, _ in moments]
 
 
 def weight() -> Tensor:
@@ -149,12 +154,20 @@ def test_what_is_wrong_is_said() -> None:
         _core.peak(b"123", ROWS, 1)
     with pytest.raises(ValueError, match="not the moments"):
         _core.largest_chunk(b"123", ROWS, 1.0)
+    with pytest.raises(ValueError, match="not the moments"):
+        _core.moments(b"123", ROWS, 1)
 
 
 def test_moments_are_read_as_they_were_written() -> None:
     needs = [(100.0, 10.0, 1.0, 7), (50.0, 20.0, 0.0, 8)]
-    estimate = Estimate(b"".join(struct.pack("dddI4x", *need) for need in needs), ROWS)
+    kinds = [(40.0, 4.0, 8.0, 1.0), (0.0, 0.0, 20.0, 5.0)]  # gradients, temporary: fixed, of a row
+    packed = (
+        struct.pack(MOMENT, *need[:3], *kind, need[3], 0, step, bool(step))
+        for step, (need, kind) in enumerate(zip(needs, kinds, strict=True))
+    )
+    estimate = Estimate(b"".join(packed), ROWS)
     assert moments_of(estimate) == needs
+    assert estimate.course(2) == [(0, 7, False, 124.0, 48.0, 10.0), (1, 8, True, 90.0, 0.0, 30.0)]
     assert estimate.peak(2) == (124.0, 7)
     assert estimate.peak(8) == (210.0, 8)
     assert estimate.fixed(8) == 50
