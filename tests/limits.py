@@ -24,4 +24,4 @@ def there() -> int:
 
 def made_up(rows: int, fixed: float, per_row: float, per_chunk: float = 0.0) -> Estimate:
     """What a program of one moment needs, which is that of its first call: a KlMoment, sweep.h."""
-    return Estimate(struct.pack("dddI4x", fixed, per_row, per_chunk, 0), rows)
+    return Estimate(struct.pack("dddffffIII?3x", fixed, per_row, per_chunk, *(0,) * 7, False), rows)
