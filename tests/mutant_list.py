@@ -215,16 +215,23 @@ MUTANTS = [
     Mutant(
         "measure: a gradient of all rows is not held",
         "koila_c/core/measure.c",
-        "step->held += known->is_gathering ? 0 : gradient(step, value);",
-        "step->held += known->is_gathering ? 0 : 0 * gradient(step, value);",
+        "hold_gradients(step, known->is_gathering ? 0 : gradient(step, value));",
+        "hold_gradients(step, known->is_gathering ? 0 : 0 * gradient(step, value));",
         MEASURE,
     ),
     Mutant(
         "measure: gradients of all chunks come with the first",
         "koila_c/core/measure.c",
-        "step->held_per_row -= come / (double)rows_of(step, last);",
-        "step->held_per_row -= 0 * come / (double)rows_of(step, last);",
+        "hold_gradients_by_row(step, -come / (double)rows_of(step, last));",
+        "hold_gradients_by_row(step, -0 * come / (double)rows_of(step, last));",
         MEASURE,
+    ),
+    Mutant(
+        "measure: gradients that went back count as gradients on",
+        "koila_c/core/measure.c",
+        "hold_gradients(step, of_gradients - gradients - left_gradients(step, of, true));",
+        "step->held += of_gradients - gradients - left_gradients(step, of, true);",
+        "tests/test_memory_plan.py",
     ),
     Mutant(
         "measure: what is drawn whole takes nothing",
