@@ -36,8 +36,6 @@ from koila.program import (
     Program,
     Way,
     name_of_call,
-    name_of_node,
-    where_of_node,
 )
 from koila.rows import Bounds, largest
 from koila.words import size, sizes
