@@ -181,3 +181,50 @@ def test_the_error_names_both_calls() -> None:
         ):
             h.sum().backward()
         assert h.sum().item() > 0  # it can still be read
+
+
+#: What a checkpoint's function makes of `h`; the first keeps nothing of it.
+BODIES = ("(h + 1).tanh()", "h.sin() @ w", "h * h")
+#: What is done with `h` and what the checkpoint made of it, `r`.
+AFTER = (
+    "",
+    "h.add_(1)",
+    "h.detach().add_(1)",
+    "h[:, 0] = 0",
+    "\nwith torch.no_grad(): h.add_(1)",
+    "r = checkpoint(lambda h: h.mul_(2) @ w, h, use_reentrant=False) + r",
+    "r = checkpoint(lambda h: h.mul(2) @ w, h, use_reentrant=False) + r; h.add_(1)",
+    "r.add_(1)",
+    "k = h * 2; k.add_(1); r = r + k",
+)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("after", AFTER)
+def test_what_a_checkpoint_was_given_is_written(after: str, is_reentrant: bool) -> None:
+    """It keeps that, to run its function again, whatever the calls in it keep."""
+    for body in BODIES:
+        text = (
+            "from torch.utils.checkpoint import checkpoint; h = x @ w; "
+            f"r = checkpoint(lambda h: {body}, h, use_reentrant={is_reentrant}); {after}\n"
+            "(r.sum() + h.sum()).backward()"
+        )
+        want = run(text, lambda *given: given)
+        for chunks in (1, 2, N_ROWS):
+            with koila.config(chunks=chunks):
+                compare(run(text, koila.lazy), want)
+
+
+def test_what_an_inner_checkpoint_was_given_is_made_again() -> None:
+    text = (
+        "from torch.utils.checkpoint import checkpoint as c\n"
+        "def f(h):\n"
+        "    r = c(lambda h: (h @ w).tanh(), h, use_reentrant=False)\n"
+        "    return c(lambda r: r.mul_(2).sin() @ w, r, use_reentrant=False)\n"
+        "c(f, x @ w, use_reentrant=False).sum().backward()"
+    )
+    want = run(text, lambda *given: given)
+    assert not isinstance(want, str)
+    for chunks in (1, 2, N_ROWS):
+        with koila.config(chunks=chunks):
+            compare(run(text, koila.lazy), want)

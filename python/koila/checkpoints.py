@@ -282,8 +282,10 @@ def _note_modes(region: int, found: list[nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def _recording(found: list[nn.Module], is_reentrant: bool) -> Iterator[None]:
-    """A block in which a body is recorded that torch would run again."""
+def _recording(
+    found: list[nn.Module], is_reentrant: bool, given: tuple[Any, ...]
+) -> Iterator[None]:
+    """A block in which a body is recorded that torch would run again, on what it is given."""
     global _n_recording
     outer, buffers, group = _state.groups, _buffers_of(found), norms.Group()
     _state.groups = (*outer, group)
@@ -292,6 +294,10 @@ def _recording(found: list[nn.Module], is_reentrant: bool) -> Iterator[None]:
     try:
         with _region(is_reentrant) as region:
             _note_modes(region, found)
+            if not outer:  # else what it is given is made again too
+                ids = (_core.id(one) for one in given if type(one) is _core.LazyTensor)
+                kept = [value for value in ids if value is not None]
+                _core.memo().setdefault("given", {})[region] = kept
             yield
     finally:
         group.index = next(_ends)
@@ -309,7 +315,7 @@ def run(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if not torch.is_grad_enabled():
         with _region(True):
             return body(*args)
-    with _recording(list(_modules_in([body, *args])), True):
+    with _recording(list(_modules_in([body, *args])), True, args):
         return body(*args)
 
 
@@ -358,6 +364,22 @@ def check(program: Program, has_inputs: bool) -> None:
             )
 
 
+def written(program: Program) -> tuple[int, int] | None:
+    """A value that a checkpoint keeps, as it was given it, to run its function again, and the call
+    that wrote its memory since."""
+    nodes = program.nodes.values() if program.has_checkpoints and program.has_writes else ()
+    regions = reached(program) if nodes else set()
+    for region, values in _core.memo().get("given", {}).items() if regions else ():
+        first = min((node.id for node in nodes if node.region == region), default=0)
+        storages = {program.info(value).storage: value for value in values if region in regions}
+        for node in nodes:
+            if node.writes and node.id >= first:
+                storage = program.info(program.imports[node.imports[0]].value).storage
+                if storage in storages:
+                    return storages[storage], node.id
+    return None
+
+
 def checkpoint(args: Any, kwargs: Any) -> Any:
     """The arguments of a checkpoint that is left to torch, which saves them as C++ has them."""
     return args, kwargs
@@ -391,7 +413,7 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
             return
         # What it makes of plain tensors at once keeps what it saves: to have that again torch would
         # run all of the body, in the midst of a backward.
-        with _recording(found, False) if is_again else _region(False):
+        with _recording(found, False, args) if is_again else _region(False):
             yield
 
     return generator

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from koila import _core, draws, meta, norms
+from koila import _core, checkpoints, draws, meta, norms
 from koila.errors import StaleError
 from koila.program import Node, Program, is_data
 
@@ -26,6 +26,9 @@ _TEXT = (
 
 def check(program: Program) -> None:
     """Raise what eager's backward raises."""
+    given = checkpoints.written(program)
+    if given is not None and not _is_uncounted(program, given[0]):
+        _refuse(program, given[0], "the checkpoint", given[1])
     before = _LAST
     while (found := _core.overwritten(program.handle, before)) is not None:
         before, pairs = found
@@ -34,9 +37,17 @@ def check(program: Program) -> None:
             if _is_made_again(program, node, value, writer) or _is_uncounted(program, value):
                 continue
             if _needs_as_before(program, node, value):
-                draws.move_on()  # what is drawn from now on comes after it, as in eager
-                _core.abandon()
-                raise RuntimeError(_told(program, node, value, writer))
+                _refuse(program, value, _call(node.id), writer)
+
+
+def _refuse(program: Program, value: int, keeps: str, writer: int) -> None:
+    draws.move_on()  # what is drawn from now on comes after it, as in eager
+    _core.abandon()
+    info = program.info(value)
+    kind = torch.empty(0, dtype=info.dtype, device=info.device).type()
+    raise RuntimeError(
+        f"{_TEXT}: [{kind} {list(info.shape)}], which {keeps} keeps, was written by {_call(writer)}"
+    )
 
 
 def _is_made_again(program: Program, node: Node, value: int, writer: int) -> bool:
@@ -152,12 +163,3 @@ def _needs(program: Program, node: Node, value: int) -> bool:
 def _call(i: int) -> str:
     func, row, _, where, *_ = _core.node(i)
     return f"{row or getattr(func, '__name__', 'a call')} ({where})"
-
-
-def _told(program: Program, node: Node, value: int, writer: int) -> str:
-    info = program.info(value)
-    kind = torch.empty(0, dtype=info.dtype, device=info.device).type()
-    return (
-        f"{_TEXT}: [{kind} {list(info.shape)}], which {_call(node.id)} keeps, was written by "
-        f"{_call(writer)}"
-    )
