@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from koila import config, storages
+from koila import _core, config, storages
 from koila.engine import ACCUMULATE_GRAD
 
 # They hand the gradient on as it is, or a view of it.
@@ -28,6 +28,15 @@ _REDUCES, _COPIES = "RegisterPostBackwardFunctionBackward", 6
 _OF_SECOND = "BackwardBackward"
 _ABOVE = 1.1
 
+#: What formulas hold beside the gradients that they make, in results of their call, by the letters
+#: of its row: as torch names its nodes.
+_HELD = {row["name"].replace("_", ""): max(row["held"][1]) for row in _core.op_table()}
+
+
+def _held(node: Any) -> float:
+    n_results: float = _HELD.get(node.name().partition("Backward")[0].lower(), 0.0)
+    return n_results * max(map(_bytes, node._input_metadata), default=0) if n_results else 0.0
+
 
 def _bytes(metadata: Any) -> int:
     n: int = torch.Size(metadata.shape).numel() * metadata.dtype.itemsize
@@ -35,7 +44,8 @@ def _bytes(metadata: Any) -> int:
 
 
 def peak(tensors: Iterable[torch.Tensor]) -> float:
-    """The most bytes of gradients at once, beside those of `tensors`, which are there.
+    """The most bytes of gradients at once, and of what formulas hold, beside those of `tensors`,
+    which are there.
 
     Nodes are gone through as torch does, the last made first. What they keep counts as being there
     to the end: how much of it goes on the way, they do not tell.
@@ -47,7 +57,7 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
     heap = [(-node._sequence_nr(), id(node), node) for node in waiting]
     heapq.heapify(heap)
     live = worst = 0.0  # gradients on their way, and those that leaves were given
-    gathered, above = 0.0, 1.0
+    gathered, above, most = 0.0, 1.0, 0.0
     while heap:
         _, _, node = heapq.heappop(heap)
         above = _ABOVE if _OF_SECOND in node.name() else above
@@ -78,8 +88,9 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
                 waiting[following] += size
                 kept += size
         worst = max(worst, live + made)
+        most = max(most, live + made + _held(node))
         live += kept - taken
-    return above * worst
+    return max(most, above * worst)
 
 
 def _nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
