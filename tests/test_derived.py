@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
+from koila import derived
 from limits import there
 from oracle import Lazy, assert_same_story
 from stories import N_ROWS, each_split_further, rows
@@ -407,3 +408,21 @@ def test_messages_name_it_as_torch_does() -> None:
     assert "a tensor that you made of shape [64, 256] and its gradient take 128.0 KiB" in str(
         caught.value
     )
+
+
+@pytest.mark.parametrize("error", [koila.KoilaError, NotImplementedError])
+def test_only_what_torch_says_makes_it_run_whole(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error("made up")
+
+    monkeypatch.setattr(derived.Recipe, "run_again", fail)
+    with koila.config(chunks=2):
+        x = koila.lazy(rows(4)).requires_grad_()
+        if error is koila.KoilaError:
+            with pytest.raises(koila.KoilaError, match="made up"):
+                gradient(critic()(x).sum(), x)
+        else:
+            assert gradient(critic()(x).sum(), x).shape == x.shape
+            assert "torch has no derivative of it" in str(koila.report())

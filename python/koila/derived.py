@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from koila import _core, draws, engine, hooks, planner, surroundings
+from koila.errors import KoilaError
 from koila.program import REDUCE, ROWS, Node, Program, name_of_node, where_of_node
 from koila.rows import Place
 
@@ -335,6 +336,8 @@ def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | N
             before = set(saved)
             gradients = [torch.ones_like(one) for one in outputs]
             made = engine.gradients_of(outputs, heads, gradients, True)
+    except KoilaError:
+        raise  # a mistake of koila's own, and no word of torch's about the derivative
     except (RuntimeError, IndexError):
         return None
     finally:
