@@ -170,7 +170,7 @@ def test_emptied(program: Written, n_light: int, force: Force) -> None:
 )
 def test_offloaded(program: Written, n_segments: int, force: Force) -> None:
     """What crosses from body to body may be kept in files meanwhile."""
-    seen = force(Way(n_segments, 1, True))
+    seen = force(Way(n_segments, 1, 1))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_offloaded > 0
 
@@ -224,7 +224,7 @@ def held(x: Tensor, w: list[Tensor]) -> Tensor:
 
 
 KEPT: list[Tensor] = []
-WAYS = [Way(), Way(2), Way(2, 2), Way(4, 3), Way(1, 1, True), Way(2, 1, True), Way(4, 1, True)]
+WAYS = [Way(), Way(2), Way(2, 2), Way(4, 3), Way(1, 1, 1), Way(1, 1, 2), Way(2, 1, 1), Way(4, 1, 3)]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -591,7 +591,7 @@ bool kl_function_is_in_place(const Function *function);
 
 /* [ids] of a part of an array of a program */
 PyObject *kl_program_ids(const KlIds *ids, KlSlice slice);
-/* A converter: (is_graph, keep_every, is_offloaded, n_pieces, n_light, n_across) to a KlHomes. */
+/* A converter: (is_graph, keep_every, offload_every, n_pieces, n_light, n_across) to a KlHomes. */
 int kl_schedule_homes(PyObject *object, void *homes);
 /* The program that a handle of stage() stands for; NULL, and an error, where it is none, or not of this
  * tape as it is now. */

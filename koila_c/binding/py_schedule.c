@@ -16,17 +16,16 @@ ids_in(const KlIds *ids, KlSlice slice)
 int
 kl_schedule_homes(PyObject *object, void *homes)
 {
-    int is_graph = 0, is_offloaded = 0, is_live = 0;
+    int is_graph = 0, is_live = 0;
     KlHomes *found = homes;
     if (!PyTuple_Check(object) ||
-        !PyArg_ParseTuple(object, "pIpIII|p", &is_graph, &found->keep_every, &is_offloaded,
+        !PyArg_ParseTuple(object, "pIIIII|p", &is_graph, &found->keep_every, &found->offload_every,
                           &found->n_pieces, &found->n_light, &found->n_across, &is_live)) {
-        PyErr_SetString(PyExc_TypeError, "homes must be (is_graph, keep_every, is_offloaded, "
+        PyErr_SetString(PyExc_TypeError, "homes must be (is_graph, keep_every, offload_every, "
                                          "n_pieces, n_light, n_across[, is_live])");
         return 0;
     }
     found->is_graph = is_graph != 0;
-    found->is_offloaded = is_offloaded != 0;
     found->is_live = is_live != 0;
     return 1;
 }

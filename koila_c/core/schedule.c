@@ -14,10 +14,11 @@ typedef struct Unit {
     bool is_body;
     bool has_gradient;
     bool is_fused;
-    bool is_again; /* what leaves it by rows is made again: its home is not to be kept */
-    bool waits;    /* the graphs of its chunks wait for its backward */
-    KlSlice again; /* of the schedule's values: what is made again for it then */
-    KlSlice needs; /* likewise: what is filled again for it before */
+    bool is_again;     /* what leaves it by rows is made again: its home is not to be kept */
+    bool is_offloaded; /* it is kept beside its device */
+    bool waits;        /* the graphs of its chunks wait for its backward */
+    KlSlice again;     /* of the schedule's values: what is made again for it then */
+    KlSlice needs;     /* likewise: what is filled again for it before */
 } Unit;
 
 typedef struct Build {
@@ -205,20 +206,23 @@ static bool
 is_remade(const Build *build, const Unit *unit, KlValueId value)
 {
     KlNodeId maker = build->tape->values[value].node;
-    bool is_honoured = build->program->is_checkpointed && !build->homes->is_offloaded;
+    bool is_honoured = build->program->is_checkpointed && build->homes->offload_every == 0;
     bool is_inside = is_honoured && unit->is_body && unit->has_gradient && maker != KL_ID_NONE &&
                      build->tape->nodes[maker].region != 0 && !build->is_open[value];
     return (unit->is_again || is_inside) && can_be_again(build, value);
 }
 
-/* Choose the homes: of the bodies that are run back and leave something for others, every so manieth keeps it. */
+/* Choose the homes: of the bodies that are run back and leave something for others, every so manieth keeps it; what
+ * every so manieth leaves is offloaded. */
 static void
 choose_homes(Build *build)
 {
     const KlProgram *program = build->program;
+    const KlHomes *homes = build->homes;
     uint32_t n_leaving = 0;
-    for (uint32_t u = 0; u < build->n_units && build->homes->keep_every > 1; u++) {
+    for (uint32_t u = 0; u < build->n_units; u++) {
         Unit *unit = &build->units[u];
+        unit->is_offloaded = homes->offload_every == 1 && unit->is_body;
         bool leaves_rows = false;
         for (uint32_t r = unit->run; r < unit->run + unit->n_runs && unit->is_body; r++) {
             const KlRun *run = &program->runs[r];
@@ -229,7 +233,8 @@ choose_homes(Build *build)
         }
         if (leaves_rows && unit->has_gradient) {
             n_leaving++;
-            unit->is_again = n_leaving % build->homes->keep_every != 0;
+            unit->is_again = homes->keep_every > 1 && n_leaving % homes->keep_every != 0;
+            unit->is_offloaded |= homes->offload_every > 1 && n_leaving % homes->offload_every == 0;
         }
     }
 }
@@ -240,7 +245,7 @@ is_kept_to_its_backward(const Build *build, const Unit *unit)
 {
     const KlHomes *homes = build->homes;
     return !build->program->is_checkpointed && homes->is_graph && homes->keep_every <= 1 &&
-           !homes->is_offloaded && goes_back(unit) && unit->n_runs == 1;
+           homes->offload_every == 0 && goes_back(unit) && unit->n_runs == 1;
 }
 
 /* Choose what is emptied: of what bodies leave for those that are not at once gone back through. */
@@ -425,7 +430,7 @@ go_forward(Build *build)
                       : unit->is_body  ? KL_STEP_FORWARD
                                        : KL_STEP_JOINT;
         size_t first = build->schedule->values.n;
-        if (build->homes->is_offloaded && unit->is_body) {
+        if (unit->is_offloaded) {
             status = add_left(build, unit, can_be_again);
         }
         status = status == KL_OK ? add_step(build, op, unit, first) : status;

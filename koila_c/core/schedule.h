@@ -50,8 +50,10 @@ typedef struct KlSchedule {
 
 /* What a schedule is to be. */
 typedef struct KlHomes {
-    bool is_graph;       /* the roots are differentiated */
-    bool is_offloaded;   /* what crosses from body to body leaves its device meanwhile */
+    bool is_graph; /* the roots are differentiated */
+    uint32_t
+        offload_every; /* of the bodies that leave something for others, what every so manieth leaves is
+                               offloaded meanwhile: 1 is all; 0: none is */
     uint32_t keep_every; /* of what crosses from body to body, every so manieth is kept: 1 is all */
     uint32_t n_pieces;   /* of each chunk, for the head of a program that is cut before that, or for
                           its last segment; 1: none */

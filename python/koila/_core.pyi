@@ -212,7 +212,7 @@ def staged(program: object, node: int, /) -> _StagedNode: ...
 def maker(program: object, value: int, /) -> tuple[_StagedNode | None, bool, bool, bool]: ...
 def overwritten(program: object, before: int, /) -> tuple[int, list[tuple[int, int]]] | None: ...
 def schedule(
-    program: object, homes: tuple[bool, int, bool, int, int, int], /
+    program: object, homes: tuple[bool, int, int, int, int, int], /
 ) -> tuple[list[_Step], dict[int, tuple[int, tuple[int, ...]]]]: ...
 def run(
     program: object,
@@ -244,7 +244,7 @@ def gradient_part(
 ) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
 def measure(
     program: object,
-    homes: tuple[bool, int, bool, int, int, int] | tuple[bool, int, bool, int, int, int, bool],
+    homes: tuple[bool, int, int, int, int, int] | tuple[bool, int, int, int, int, int, bool],
     cloned: set[int],
     states: tuple[int, int],
     noise_of: Callable[[int, int], int],

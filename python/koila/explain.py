@@ -349,7 +349,7 @@ def _n_bytes(program: Program, steps: Iterable[Step], but: Iterable[Step] = ()) 
 def kept_in_words(program: Program, steps: Sequence[Step]) -> str:
     """Say how many bytes one pass over the chunks keeps for a later one; empty: none."""
     is_graph = any(step.op == Op.BACK for step in steps)
-    crossing = _offloaded(program.schedule(is_graph, Way(1, 1, True)))
+    crossing = _offloaded(program.schedule(is_graph, Way(1, 1, 1)))
     others = [step for step in steps if step.op in (Op.AGAIN, Op.EMPTY)] + _offloaded(steps)
     kept = _n_bytes(program, crossing, others)
     return f"{kept} {_CROSSING} kept" if kept else ""

@@ -118,7 +118,9 @@ class Plan:
         while program.roots and n_segments <= _SEGMENTS[-1]:
             cut = program.cut_for(Way(n_segments))
             if cut.n_cut > program.n_cut and cut.unstageable is None:
-                return cut, dataclasses.replace(self, way=Way(n_segments, 1, _can_offload(program)))
+                return cut, dataclasses.replace(
+                    self, way=Way(n_segments, 1, int(_can_offload(program)))
+                )
             n_segments *= 2
         options = list(_across(program.cut_for(AS_IT_IS), True))
         if not options:
@@ -406,7 +408,7 @@ def _large(program: Program, names: layers.Names) -> str:
     if whole:
         return whole[0].made("makes")
     found: list[tuple[int, str]] = []
-    homes = Way(1, 1, True)
+    homes = Way(1, 1, 1)
     crossing = {
         value
         for step in program.schedule(bool(program.roots), homes)
@@ -548,6 +550,8 @@ def too_large(
 
 
 _KEEP = 2, 3, 4, 6, 8
+#: Of what crosses from body to body, every so manieth is offloaded; the last is all of it.
+_OFFLOAD = 4, 2, 1
 _LIGHT = 1, 2, 4, 8
 _PIECES = 2, 4, 8, 16, 32
 _ACROSS = 2, 4, 8, 16, 32, 64
@@ -592,7 +596,11 @@ def _cost(program: Program, option: Option, rows: int) -> float:
     of_chunk = option.n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
     n_chunks = -(-option.estimate.rows // rows)
     is_again = way.n_segments > 1 or (way.n_segments == 1 and program.has_checkpoints)
-    more = 0.35 * (way.keep_every > 1) + 0.35 * is_again + 0.2 * way.is_offloaded
+    more = (
+        0.35 * (way.keep_every > 1)
+        + 0.35 * is_again
+        + (0.2 / way.offload_every if way.offload_every else 0)
+    )
     more += 0.05 * (way.n_light > 0) + 0.02 * way.n_light
     return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
 
@@ -608,17 +616,17 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
     plain = _option(program, is_graph, AS_IT_IS)
     yield plain
     is_back = is_graph and bool(program.roots)
-    steps = program.schedule(is_back, Way(1, 1, True))
+    steps = program.schedule(is_back, Way(1, 1, 1))
     has_homes = any(step.op == Op.FORWARD and step.values for step in steps)
     can_offload = has_homes and _can_offload(program)
     if not is_back:
         if can_offload:
-            yield _option(program, False, Way(1, 1, True))
+            yield _option(program, False, Way(1, 1, 1))
         return
     yield from _light(program)
     yield from _again(program)
-    if can_offload:
-        yield _option(program, is_graph, Way(1, 1, True))
+    for offload_every in _OFFLOAD if can_offload else ():
+        yield _option(program, is_graph, Way(1, 1, offload_every))
     needed = plain.estimate.peak(1)[0]
     yield from _pieces(program, is_graph, lambda best: best.estimate.peak(1)[0] < needed)
     n_before = program.n_cut
@@ -627,7 +635,7 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
         if cut.unstageable is not None or cut.n_cut <= n_before:
             continue  # a write would cross where none can, or there is nothing left to cut
         n_before = cut.n_cut
-        for way in (Way(n_segments), *((Way(n_segments, 1, True),) if can_offload else ())):
+        for way in (Way(n_segments), *((Way(n_segments, 1, 1),) if can_offload else ())):
             yield _option(cut, is_graph, way)
     if program.has_checkpoints:
         cut = program.cut_for(WITHOUT_CHECKPOINTS)

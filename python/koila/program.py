@@ -163,24 +163,25 @@ class Way(NamedTuple):
     Bodies are cut into `n_segments`, of which one at a time has its graph; where they have the
     user's checkpoints, there and into no fewer, but that 0 keeps what these would make again. Of
     what crosses from body to body every `keep_every`th is kept, and the rest is made again going
-    back; or all of it leaves its device meanwhile. Or the last body alone is cut, before its head
-    (a model's scores and their loss), which runs in `n_pieces` of each chunk while the graph of the
-    rest waits. Pieces are rows; or parts of a second axis, the dim `across` of what the head is
-    handed, of `n_across` entries a row, and what is before the head may then be cut into segments
-    too. Or what light calls make of what crosses is emptied, in chains of `n_light` such values.
+    back; or what every `offload_every`th body leaves is off its device meanwhile (1: all of it,
+    0: none). Or the last body alone is cut, before its head (a model's scores and their loss),
+    which runs in `n_pieces` of each chunk while the graph of the rest waits. Pieces are rows; or
+    parts of a second axis, the dim `across` of what the head is handed, of `n_across` entries a
+    row, and what is before the head may then be cut into segments too. Or what light calls make of
+    what crosses is emptied, in chains of `n_light` such values.
     """
 
     n_segments: int = 1
     keep_every: int = 1
-    is_offloaded: bool = False
+    offload_every: int = 0
     n_pieces: int = 1
     n_light: int = 0
     n_across: int = 0
     across: int = 0
 
-    def homes(self, is_graph: bool) -> tuple[bool, int, bool, int, int, int]:
+    def homes(self, is_graph: bool) -> tuple[bool, int, int, int, int, int]:
         """As the core is told it: KlHomes."""
-        kept = self.keep_every, self.is_offloaded
+        kept = self.keep_every, self.offload_every
         return is_graph, *kept, self.n_pieces, self.n_light, self.n_across
 
     @property

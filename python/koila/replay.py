@@ -461,7 +461,7 @@ class Replay:
 
     def settle_chunk(self, run: Run, chunk: int) -> None:
         """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
-        if not self.planned.way.is_offloaded:
+        if self.planned.way.offload_every == 0:
             return
         for import_id in run.imports:
             cross = self.cross.get(self.program.imports[import_id].value)

@@ -169,7 +169,7 @@ test_graphs_that_wait(void)
     build(&made, loss, 1, false, 1);
     CHECK(n_waiting(&made, KL_STEP_FORWARD) == 0);
     fini(&made);
-    const KlHomes offloaded = {.is_graph = true, .is_offloaded = true, .keep_every = 1};
+    const KlHomes offloaded = {.is_graph = true, .offload_every = 1, .keep_every = 1};
     CHECK(try_to_build(&made, loss, 1, &offloaded) == KL_OK);
     CHECK(n_waiting(&made, KL_STEP_FORWARD) == 0);
     fini(&made);
@@ -227,7 +227,7 @@ test_what_is_offloaded(void)
     Start s = start(&made.p);
     KlValueId crossing[3];
     KlValueId loss = layers(&made, s, crossing, 3);
-    const KlHomes homes = {.is_graph = true, .is_offloaded = true, .keep_every = 1};
+    const KlHomes homes = {.is_graph = true, .offload_every = 1, .keep_every = 1};
     CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
     for (int i = 0; i < 3; i++) {
         CHECK(n_times(&made, KL_STEP_FORWARD, crossing[i]) == 1);
