@@ -172,7 +172,7 @@ def test_a_limit_too_small_says_what_is_needed() -> None:
     assert float(found[1]) > float(found[2])
     needed, left = bytes_in(str(caught.value))
     assert needed > left
-    assert len(others) == 4
+    assert 4 <= len(others) <= 5  # where tests before left tensors, it says so
     assert re.fullmatch(
         rf"  needs most: (batch_norm|relu|dropout|linear) .*{__file__}:\d+\)", others[-1]
     )

@@ -185,10 +185,15 @@ error:
     return result;
 }
 
-/* What a measured program is, of what measure() gave for it. */
+/* Arguments (moments, rows of all, one more) by a format: what measure() gave for a program. */
 static int
-read_measured(PyObject *moments, long long rows, KlMeasured *measured)
+read_measured(PyObject *args, const char *format, KlMeasured *measured, void *more)
 {
+    PyObject *moments = NULL;
+    long long rows = 0;
+    if (!PyArg_ParseTuple(args, format, &moments, &rows, more)) {
+        return -1;
+    }
     Py_ssize_t n_bytes = PyBytes_GET_SIZE(moments);
     if (n_bytes % (Py_ssize_t)sizeof(KlMoment) != 0) {
         PyErr_SetString(PyExc_ValueError, "not the moments that measure() gave");
@@ -205,11 +210,9 @@ PyObject *
 kl_measure_peak_of(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *moments = NULL;
-    long long n_rows = 0, rows = 0;
+    long long rows = 0;
     KlMeasured measured = {0};
-    if (!PyArg_ParseTuple(args, "SLL:peak", &moments, &n_rows, &rows) ||
-        read_measured(moments, n_rows, &measured) < 0) {
+    if (read_measured(args, "SLL:peak", &measured, &rows) < 0) {
         return NULL;
     }
     KlMoment worst = {0};
@@ -223,11 +226,9 @@ PyObject *
 kl_measure_moments_of(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *moments = NULL;
-    long long n_rows = 0, rows = 0;
+    long long rows = 0;
     KlMeasured measured = {0};
-    if (!PyArg_ParseTuple(args, "SLL:moments", &moments, &n_rows, &rows) ||
-        read_measured(moments, n_rows, &measured) < 0) {
+    if (read_measured(args, "SLL:moments", &measured, &rows) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New((Py_ssize_t)measured.moments.n);
@@ -252,12 +253,9 @@ PyObject *
 kl_measure_largest_of(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *moments = NULL;
-    long long n_rows = 0;
     double budget = 0;
     KlMeasured measured = {0};
-    if (!PyArg_ParseTuple(args, "SLd:largest_chunk", &moments, &n_rows, &budget) ||
-        read_measured(moments, n_rows, &measured) < 0) {
+    if (read_measured(args, "SLd:largest_chunk", &measured, &budget) < 0) {
         return NULL;
     }
     return PyLong_FromLongLong(kl_measure_largest_chunk(&measured, budget));
