@@ -212,8 +212,7 @@ is_remade(const Build *build, const Unit *unit, KlValueId value)
     return (unit->is_again || is_inside) && can_be_again(build, value);
 }
 
-/* Choose the homes: of the bodies that are run back and leave something for others, every so manieth keeps it; what
- * every so manieth leaves is offloaded. */
+/* Choose the homes of what bodies leave that go back: every so manieth keeps it, or every so manieth offloads it. */
 static void
 choose_homes(Build *build)
 {
