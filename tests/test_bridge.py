@@ -809,6 +809,56 @@ def test_the_gradient_of_a_value_that_went_back(chunks: int, is_held: bool) -> N
     assert not seen.requires_grad
 
 
+@each_split
+def test_the_gradient_of_a_view_of_what_was_handed_out(chunks: int) -> None:
+    """`view.detach()` is held too, so the memory of both was handed out, and the view was taken
+    again: of its gradient a share comes through what was made of it before, as of any value."""
+    asked: dict[str, Callable[[Tensor], Any]] = {
+        "retain_grad": lambda h: h.retain_grad(),
+        "register_hook": lambda h: h.register_hook(seen.append),
+        "register_multi_grad_hook": lambda h: torch.autograd.graph.register_multi_grad_hook(
+            [h], seen.extend
+        ),
+        "grad": lambda h: seen.extend(torch.autograd.grad(loss, h, retain_graph=True)),
+        "backward": lambda h: loss.backward(inputs=[h]),
+    }
+    w, x = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True), random_rows()
+    for name, ask in asked.items():
+        seen: list[Tensor] = []
+        with koila.config(chunks=chunks):
+            h = (koila.lazy(x) @ w)[:, :1]
+            held, loss = h.detach(), (h * 3).sin().sum()
+            loss = loss + Square.apply(h).sum()
+            if chunks > 1:
+                with pytest.raises(koila.KoilaError, match=f"^{name}: .* part of its gradient"):
+                    ask(h)
+                continue
+            ask(h)
+            if name != "backward":
+                loss.backward()
+        found = seen[0] if seen else h.grad
+        assert torch.allclose(found, 3 * (held * 3).cos() + 2 * held, rtol=1e-10, atol=0)
+
+
+@each_split
+def test_the_gradient_of_a_view_whose_view_is_held(chunks: int) -> None:
+    """A view of a view leads to it, also where both are of memory that was handed out."""
+
+    def story(lazy: Lazy) -> Any:
+        w = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True)
+        x = lazy(random_rows())
+        h = (x @ w).view(-1)
+        v = h.view(-1, 2)
+        part = v[:, 1:]
+        seen = Square.apply(x.detach()).sum()
+        loss = (part * 3).sum() + v.pow(2).sum() + seen
+        kept = torch.autograd.grad(loss, [v, part], retain_graph=True)
+        loss.backward()
+        return kept, torch.autograd.grad(part.sum(), v, allow_unused=True), w.grad
+
+    assert_same_story(story, chunks)
+
+
 class Watching(TorchDispatchMode):
     """A backward inside it runs whole."""
 

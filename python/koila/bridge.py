@@ -67,6 +67,8 @@ _SMALL, _SHARE = 2**18, 8
 _WORTH = 2**18
 
 
+#: Under which the node of a view names what was handed out, and the number of the view's value.
+_VIEW = "koila: a view of what was handed out"
 _TWICE = (
     "a gradient that has a graph is differentiated, through a program that was cut for a call that "
     "cannot be recorded"
@@ -287,7 +289,7 @@ class _Cut:
 
     @functools.cached_property
     def inner(self) -> frozenset[int]:
-        """The values that were handed out and that calls of the part read: of their gradient one
+        """The values that calls of the part read: of the gradient of one that was handed out, a
         share comes through what these calls made."""
         roots = self.roots
         found: frozenset[int] = _core.held(roots[0], self._inner, (roots,), {})
@@ -301,8 +303,8 @@ class _Cut:
             for node in program.nodes.values()
             if any(program.info(out).requires_grad for out in node.outs)
         ]
-        read = {program.imports[k].value for one in differentiated for k in one.imports if k >= 0}
-        return frozenset(read.intersection(map(_core.id, roots)))
+        reads = itertools.chain.from_iterable(node.imports for node in differentiated)
+        return frozenset(program.imports[k].value for k in reads if k >= 0)
 
     def _let_go(self, over: Sequence[_Root]) -> None:
         """What these and those that they were made of needed goes."""
@@ -393,11 +395,12 @@ class _Root:
         self.watched: tuple[torch.Tensor, tuple[int, int]] | None = None
         cut.handed.append(weakref.ref(self))
 
-    def is_inner(self) -> bool:
+    def is_inner(self, value: int) -> bool:
         """Whether what else was handed out, and can still be differentiated or asked about, was
-        made of this: what comes through that is no part of the gradient of the tensor."""
+        made of this, or of a view of it: what comes through that is no part of the gradient of the
+        tensor."""
         others = (handed() for handed in self.cut.handed)
-        return any(one not in (None, self) for one in others) and self.value in self.cut.inner
+        return any(one not in (None, self) for one in others) and value in self.cut.inner
 
 
 class _Group:
@@ -597,14 +600,19 @@ def _root_of(tensor: torch.Tensor) -> _Root | None:
 
 
 def whole_gradient_of(tensor: torch.Tensor) -> Any:
-    """The lazy of a part whose gradient is that of a tensor; None: it is the tensor's own."""
+    """The lazy of a part whose gradient is that of a tensor; None: it is the tensor's own, or there
+    is none."""
     root = _root_of(tensor)
-    return root.lazy if root is not None and root.lazy is not None and root.is_inner() else None
+    return root.lazy if root is not None and _is_inner(tensor) else None
 
 
 def _is_inner(tensor: torch.Tensor) -> bool:
     root = _root_of(tensor)
-    return root is not None and root.is_inner()
+    if root is not None:
+        return root.is_inner(root.value)
+    # A view that was taken again when its memory was handed out.
+    root, value = tensor.grad_fn.metadata.get(_VIEW, (None, -1)) if tensor.grad_fn else (None, -1)
+    return root is not None and root.is_inner(value)
 
 
 def refuse_inner(tensors: Iterable[Any], what: str) -> None:
@@ -692,10 +700,13 @@ def _cut(func: Any) -> bool:
     handed = _handed_out(cut, made)
     others = {value: numbers[value] for value, whole in wholes.items() if whole not in roots}
     program = Program([]) if len(roots) + len(others) < len(wholes) else None
+    taken: dict[int, torch.Tensor] = {}  # a gradient of a view goes on through the views before
     for value, whole in wholes.items():
         if value not in handed and value not in others:
             assert program is not None
-            others[value] = _taken(program, value, handed[whole])
+            others[value] = _taken(program, value, handed[whole], taken)
+            if others[value].requires_grad:
+                others[value].grad_fn.metadata[_VIEW] = made[whole], value
     if any(others[value].requires_grad != _info(value).requires_grad for value in others):
         return False
     with steps.cutting():
@@ -759,7 +770,9 @@ def _memory(number: torch.Tensor, info: Info) -> torch.Tensor | None:
     return base if is_whole else None
 
 
-def _taken(program: Program, value: int, whole: torch.Tensor) -> torch.Tensor:
+def _taken(
+    program: Program, value: int, whole: torch.Tensor, taken: dict[int, torch.Tensor]
+) -> torch.Tensor:
     """A view, taken again of what was handed out: a write through either shows in both."""
     with torch.enable_grad():
-        return views.take(program, value, whole, -1, True)
+        return views.take(program, value, whole, -1, True, taken)

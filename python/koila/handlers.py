@@ -364,6 +364,7 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
     whole = bridge.whole_gradient_of(real) if real is not None else None
     if whole is None:
+        bridge.refuse_inner(args[:1], "register_hook")  # the part has no value for all of it
         return hooks.register(func, args, kwargs)
     return _core.held(whole, hooks.register, (func, (whole, *args[1:]), kwargs), {})
 

@@ -12,7 +12,12 @@ from koila.rows import chunk_shape, without_memory
 
 
 def take(
-    program: Program, value: int, memory: torch.Tensor, n_rows: int, is_graph: bool
+    program: Program,
+    value: int,
+    memory: torch.Tensor,
+    n_rows: int,
+    is_graph: bool,
+    taken: dict[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """What `value` is of `memory`, which stands for its whole storage.
 
@@ -22,12 +27,16 @@ def take(
         memory: the storage as a chunk of `n_rows` rows sees it; -1: whole.
         n_rows: rows of the chunk.
         is_graph: whether the views are differentiated.
+        taken: the views that were taken before, by value, of which others are taken; it is told of
+            this one.
     """
+    if taken is not None and value in taken:
+        return taken[value]
     view = program.info(value).view
     if view is None:
         return memory
     node, out, source = view
-    given = {source: take(program, source, memory, n_rows, is_graph)}
+    given = {source: take(program, source, memory, n_rows, is_graph, taken)}
     for other in _core.node(node)[5]:
         if other >= 0 and other != source:  # view_as() looks at its sizes
             info = program.info(other)
@@ -39,4 +48,6 @@ def take(
     result: torch.Tensor = env[out]
     if result.untyped_storage()._cdata != memory.untyped_storage()._cdata:
         raise NotInChunksError(f"{_core.node(node)[3]}: the memory is laid out otherwise")
+    if taken is not None:
+        taken[value] = result
     return result
