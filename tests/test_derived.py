@@ -410,6 +410,49 @@ def test_messages_name_it_as_torch_does() -> None:
     )
 
 
+READ_AND_WRITTEN: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
+    # What is made of the score, and whether torch's backward needs the buffer as it was.
+    "moved": (lambda out, buffer: (out - buffer).tanh(), False),
+    "moved at last": (lambda out, buffer: out.tanh() + buffer, False),
+    "scaled": (lambda out, buffer: (out * buffer).tanh(), True),
+}
+
+
+@each_split_further
+@pytest.mark.parametrize("case", READ_AND_WRITTEN)
+def test_a_buffer_that_it_reads_is_written(case: str, chunks: int | None) -> None:
+    """It keeps what the calls that it differentiates keep, as torch says of them."""
+    make, is_kept = READ_AND_WRITTEN[case]
+
+    def story(lazy: Lazy) -> Any:
+        D, buffer = critic(), torch.ones(1, dtype=torch.float64)
+        x = rows(4).requires_grad_()
+        x = lazy(x)
+        made = Square.apply(gradient(make(D(x.sin()), buffer).sum(), x))
+        buffer.add_(0.5)
+        if is_kept:
+            with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+                made.sum().backward()
+            return None
+        return found(made.sum(), D), x.grad
+
+    assert_same_story(story, chunks, generator=False)
+
+
+@pytest.mark.parametrize("write", ["out.mul_(2)", "out.add_(1)"])
+@each_split_further
+def test_its_output_is_written(chunks: int | None, write: str) -> None:
+    def story(lazy: Lazy) -> Any:
+        D = critic()
+        x = lazy(rows(4)).requires_grad_()
+        out = D(x.tanh())
+        grad = gradient(out.sum(), x)
+        exec(write)
+        return found(grad.pow(2).sum() + out.sum(), D)
+
+    assert_same_story(story, chunks)
+
+
 @pytest.mark.parametrize("error", [koila.KoilaError, NotImplementedError])
 def test_only_what_torch_says_makes_it_run_whole(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from koila import _core, checkpoints, draws, meta, norms
+from koila import _core, checkpoints, derived, draws, meta, norms
 from koila.errors import StaleError
-from koila.program import Node, Program, is_data
+from koila.program import Node, Program, is_data, name_of_call
 
 _LAST = 2**32 - 2  # after all nodes
 _TEXT = (
@@ -114,7 +114,7 @@ _N_ASKED = 1024
 def _needs_as_before(program: Program, node: Node, value: int) -> bool:
     """As `_needs`, which is asked once for calls that are alike."""
     func, row, *_, reads, saves = _core.node(node.id)
-    if row is None:
+    if row is None or row == "gradient_of":  # derivatives of other calls look alike
         return _needs(program, node, value)
     infos = (program.info(v) if v >= 0 else None for v in (*reads, *node.outs))
     # What is cast under autocast has results of another dtype.
@@ -145,7 +145,8 @@ def _needs(program: Program, node: Node, value: int) -> bool:
 
     env: list[Any] = [given.get(value) for value in range(program.n_values)]
     try:
-        _core.run_alone(node.id, env, -1, False, call)
+        with derived.beside(()):  # the stand-ins have no graph that a derivative could go through
+            _core.run_alone(node.id, env, -1, False, call)
         torch.autograd.graph.increment_version(env[value])
         made = [env[v] for v in node.outs if env[v].requires_grad]
         ends = [leaf for leaf in leaves.values() if leaf.requires_grad]
@@ -161,5 +162,4 @@ def _needs(program: Program, node: Node, value: int) -> bool:
 
 
 def _call(i: int) -> str:
-    func, row, _, where, *_ = _core.node(i)
-    return f"{row or getattr(func, '__name__', 'a call')} ({where})"
+    return f"{name_of_call(i)} ({_core.node(i)[3]})"
