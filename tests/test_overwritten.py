@@ -228,3 +228,27 @@ def test_what_an_inner_checkpoint_was_given_is_made_again() -> None:
     for chunks in (1, 2, N_ROWS):
         with koila.config(chunks=chunks):
             compare(run(text, koila.lazy), want)
+
+
+#: Steps with a write that is not in the program which is differentiated.
+ELSEWHERE = (
+    "r = c(f, x); l = F.cross_entropy(r - r.mean(0), y); r[0] = 0; n = r[(r > 0).nonzero()[:, 0]]",
+    "r = c(f, x); l = (r - r.mean(0)).pow(2).mean(); r.mul_(2); r = r.exp(); r = 0",
+    "r = c(f, x); k = r * 2; l = k.pow(2).mean(); k.mul_(2); n = k[(r > 0).nonzero()[:, 0]]",
+    "r = c(lambda x: c(f, x).mul(2), x); l = (r - r.mean(0)).std(); r.mul_(2); r = r.exp(); r = 0",
+    "h = x @ w; r = c(f, h); l = r.sum(); h[0] = 0; n = h.nonzero(); h = 0",
+    "h = x @ w; r = c(lambda h: (h + 1).tanh(), h); l = r.sum(); h.mul_(2); h = 0",
+)
+
+
+@pytest.mark.parametrize("text", ELSEWHERE)
+def test_a_write_outside_of_the_program(text: str) -> None:
+    text = (
+        "from functools import partial; from torch.utils.checkpoint import checkpoint\n"
+        "c = partial(checkpoint, use_reentrant=False); f = lambda x: (x @ w).tanh()\n"
+        f"{text}; l.backward()"
+    )
+    want = run(text, lambda *given: given)
+    for chunks in (1, 2, N_ROWS):
+        with koila.config(chunks=chunks):
+            compare(run(text, koila.lazy), want)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_gradient.c - who gets a gradient, and which calls cannot give theirs. */
 #include "py.h"
+#include "py_describe.h"
 
 int
 kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted)
@@ -20,20 +21,28 @@ kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted)
     return 0;
 }
 
-/* The first node after `id` that writes the memory of a value. */
-static KlNodeId
-writer_after(const KlTape *core, KlNodeId id, KlValueId value)
+/* writer_from(node, value) -> (the first node from that one on, in a program or not, that writes the memory of a
+ * value, the node's region) or None */
+PyObject *
+kl_gradient_writer_from(PyObject *module, PyObject *args)
 {
-    KlNodeId writer = id + 1;
-    while (writer < core->n_nodes &&
-           (core->nodes[writer].writes == 0 ||
-            core->values[core->nodes[writer].first_out].storage != core->values[value].storage)) {
-        writer++;
+    (void)module;
+    unsigned int id = 0, value = 0;
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "II:writer_from", &id, &value)) {
+        return NULL;
     }
-    return writer < core->n_nodes ? writer : id;
+    const KlValue *values = tape->core.values;
+    for (; value < tape->core.n_values && id < tape->core.n_nodes; id++) {
+        const KlNode *node = &tape->core.nodes[id];
+        if (node->writes != 0 && values[node->first_out].storage == values[value].storage) {
+            return Py_BuildValue("(II)", id, node->region);
+        }
+    }
+    return Py_NewRef(Py_None);
 }
 
-/* overwritten(program, before) -> (node, [(value, the node that wrote it)]) or None: the last node before `before`
+/* overwritten(program, before) -> (node, [value]) or None: the last node before `before`
  * whose backward needs what is not there any more. */
 PyObject *
 kl_gradient_overwritten(PyObject *module, PyObject *args)
@@ -63,9 +72,7 @@ kl_gradient_overwritten(PyObject *module, PyObject *args)
         KlValueId value =
             is_output ? node->first_out + k : core->inputs[node->first_input + k].value;
         if (kl_stage_is_overwritten(core, node, k, is_output)) {
-            PyObject *pair = Py_BuildValue("(II)", value, writer_after(core, id, value));
-            status = pair != NULL ? PyList_Append(found, pair) : -1;
-            Py_XDECREF(pair);
+            status = kl_py_append_new(found, PyLong_FromUnsignedLong(value));
         }
     }
     return status == 0 ? Py_BuildValue("(IN)", id, found) : (Py_XDECREF(found), NULL);

@@ -2,6 +2,7 @@
 /* py_program.c - tells koila.program of the tape, as plain numbers: the program, one value, one node. It
  * changes nothing and decides nothing: stages and runs come from the core's program.c. */
 #include "py.h"
+#include "py_describe.h"
 
 #include "alloc.h"
 #include "program.h"
@@ -20,14 +21,6 @@ static PyObject *
 stage_object(uint32_t stage)
 {
     return stage == KL_STAGE_NONE ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(stage);
-}
-
-static int
-append_stolen(PyObject *list, PyObject *item)
-{
-    int result = item == NULL ? -1 : PyList_Append(list, item);
-    Py_XDECREF(item);
-    return result;
 }
 
 static PyObject *
@@ -76,7 +69,7 @@ describe_nodes(const Tape *tape, const KlStages *stages, bool is_once)
     for (size_t i = 0; list != NULL && i < stages->n_nodes; i++) {
         bool is_told = !is_once || tape->core.nodes[i].mode == KL_MODE_ONCE;
         if (is_told && stages->node_stage[i] != KL_STAGE_NONE &&
-            append_stolen(list, node_object(tape, stages, (KlNodeId)i)) < 0) {
+            kl_py_append_new(list, node_object(tape, stages, (KlNodeId)i)) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -91,7 +84,7 @@ describe_imports(const KlStages *stages)
         const KlImport *import = &stages->imports[i];
         PyObject *item = Py_BuildValue("(INO)", import->value, place_object(&import->place),
                                        import->is_range ? Py_True : Py_False);
-        if (append_stolen(list, item) < 0) {
+        if (kl_py_append_new(list, item) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -141,7 +134,7 @@ drops_object(const KlProgram *program, const KlRun *run)
         uint32_t first = at > 0 ? program->drops.ids[at - 1] : 0;
         KlSlice slice = {.first = first, .n = program->drops.ids[at] - first};
         PyObject *list = kl_program_ids(&program->dropped, slice);
-        if (append_stolen(drops, list != NULL ? PyList_AsTuple(list) : NULL) < 0) {
+        if (kl_py_append_new(drops, list != NULL ? PyList_AsTuple(list) : NULL) < 0) {
             Py_CLEAR(drops);
         }
         Py_XDECREF(list);
@@ -168,7 +161,7 @@ describe_runs(const KlProgram *program, PyObject *(*object_of)(const KlProgram *
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < program->n_staged; i++) {
-        if (append_stolen(list, object_of(program, &program->runs[i])) < 0) {
+        if (kl_py_append_new(list, object_of(program, &program->runs[i])) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -212,7 +205,7 @@ find_shared(const Tape *tape, KlIds *wanted, PyObject *shared)
     int result = 0;
     for (size_t i = 0; i < tape->core.n_storages && result == 0; i++) {
         if (n_handles[i] >= 2) {
-            result = append_stolen(shared, Py_BuildValue("(nI)", (Py_ssize_t)i, n_handles[i]));
+            result = kl_py_append_new(shared, Py_BuildValue("(nI)", (Py_ssize_t)i, n_handles[i]));
         }
     }
     for (size_t i = wanted->n; i-- > 0 && result == 0;) {
@@ -920,8 +913,8 @@ describe_inputs(const Tape *tape, const KlNode *node)
         bool is_aside = k < 32 && (node->leaf_writes >> k & 1) != 0;
         real = is_aside ? PyObject_CallMethod(real, "clone", NULL) : Py_NewRef(real);
         if (real == NULL ||
-            append_stolen(list, Py_BuildValue("(INN)", input->value, place_object(&input->place),
-                                              real)) < 0) {
+            kl_py_append_new(list, Py_BuildValue("(INN)", input->value, place_object(&input->place),
+                                                 real)) < 0) {
             Py_CLEAR(list);
         }
     }

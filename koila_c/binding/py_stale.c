@@ -3,6 +3,7 @@
  * numbers where its .data was handed out. A difference is an error that names the reader, never a stale
  * read. */
 #include "py.h"
+#include "py_describe.h"
 
 #include "alloc.h"
 
@@ -285,15 +286,6 @@ reads_lost(const KlTape *core, const KlNode *node, const bool *lost)
     return result;
 }
 
-static int
-append_id(PyObject *list, KlValueId value)
-{
-    PyObject *id = PyLong_FromUnsignedLong(value);
-    int status = id != NULL ? PyList_Append(list, id) : -1;
-    Py_XDECREF(id);
-    return status;
-}
-
 bool
 kl_stale_is_enough(const Tape *tape, KlValueId value)
 {
@@ -333,7 +325,7 @@ find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool i
             if (!is_known && !is_cutting) {
                 return 0;
             }
-            if (is_known && append_id(list, out) < 0) {
+            if (is_known && kl_py_append_new(list, PyLong_FromUnsignedLong(out)) < 0) {
                 return -1;
             }
         }

@@ -364,20 +364,14 @@ def check(program: Program, has_inputs: bool) -> None:
             )
 
 
-def written(program: Program) -> tuple[int, int] | None:
-    """A value that a checkpoint keeps, as it was given it, to run its function again, and the call
-    that wrote its memory since."""
-    nodes = program.nodes.values() if program.has_checkpoints and program.has_writes else ()
-    regions = reached(program) if nodes else set()
+def given(program: Program) -> Iterator[tuple[int, int]]:
+    """What the checkpoints that backward reaches keep, as they were given it, to run their
+    functions again: the first call of each, and a value."""
+    regions = reached(program) if program.has_checkpoints else set()
     for region, values in _core.memo().get("given", {}).items() if regions else ():
-        first = min((node.id for node in nodes if node.region == region), default=0)
-        storages = {program.info(value).storage: value for value in values if region in regions}
-        for node in nodes:
-            if node.writes and node.id >= first:
-                storage = program.info(program.imports[node.imports[0]].value).storage
-                if storage in storages:
-                    return storages[storage], node.id
-    return None
+        if region in regions:
+            first = min(node.id for node in program.nodes.values() if node.region == region)
+            yield from ((first, value) for value in values)
 
 
 def checkpoint(args: Any, kwargs: Any) -> Any:

@@ -26,15 +26,18 @@ _TEXT = (
 
 def check(program: Program) -> None:
     """Raise what eager's backward raises."""
-    given = checkpoints.written(program)
-    if given is not None and not _is_uncounted(program, given[0]):
-        _refuse(program, given[0], "the checkpoint", given[1])
+    for first, value in checkpoints.given(program):
+        written = _core.writer_from(first, value)  # in the program or not
+        if written is not None and not _is_uncounted(program, value):
+            _refuse(program, value, "the checkpoint", written[0])
     before = _LAST
     while (found := _core.overwritten(program.handle, before)) is not None:
-        before, pairs = found
+        before, values = found
         node = program.node(before)
-        for value, writer in dict(pairs).items():
-            if _is_made_again(program, node, value, writer) or _is_uncounted(program, value):
+        for value in dict.fromkeys(values):
+            # A call may write what it keeps itself.
+            writer, region = _core.writer_from(before + 1, value) or (before, node.region)
+            if _is_made_again(program, node, value, region) or _is_uncounted(program, value):
                 continue
             if _needs_as_before(program, node, value):
                 _refuse(program, value, _call(node.id), writer)
@@ -50,12 +53,12 @@ def _refuse(program: Program, value: int, keeps: str, writer: int) -> None:
     )
 
 
-def _is_made_again(program: Program, node: Node, value: int, writer: int) -> bool:
-    """Whether a checkpoint's body makes a value, and a call after it writes that: torch makes it
-    once more before the body's backward."""
+def _is_made_again(program: Program, node: Node, value: int, writing: int) -> bool:
+    """Whether a checkpoint's body makes a value, and a call of another region, after it, writes
+    that: torch makes it once more before the body's backward."""
     maker = program.node_of(value)
     is_inside = maker is not None and maker.region == node.region != 0
-    return is_inside and program.node(writer).region != node.region
+    return is_inside and writing != node.region
 
 
 def check_leaves(
