@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import koila
 from written import Programs, each_count
 
 pytestmark = pytest.mark.sanitize
@@ -244,3 +246,42 @@ def test_what_gives_its_input_back(name: str, use: Callable[..., Any], chunks: i
     programs = Programs()
     programs.add_but(**why)(use(GIVERS[name]))
     programs.check("run", chunks, False)
+
+
+def frames_of_other(step: Callable[[], object]) -> int:
+    """How often a run of stages asks Python to make a call."""
+    n_calls = 0
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        nonlocal n_calls
+        n_calls += event == "call" and frame.f_code.co_name == "run_other"
+
+    sys.setprofile(look)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return n_calls
+
+
+def test_views_of_what_is_not_written_stay_in_c() -> None:
+    """One call that writes in place elsewhere makes no view of other memory dearer."""
+
+    def step(is_written: bool, of_written: bool) -> torch.Tensor:
+        w = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6).requires_grad_()
+        h = koila.lazy(torch.ones(6, 4, dtype=torch.float64)) @ w
+        k = h * 2
+        k = k.relu_() if is_written else k.relu()
+        viewed = k if of_written else h.exp()
+        for _ in range(8):
+            viewed = viewed.view(-1, 2, 3).flatten(1)
+        with koila.config(chunks=2):
+            (viewed.sin().sum() + k.sum()).backward()
+        assert w.grad is not None
+        return w.grad
+
+    plain = frames_of_other(lambda: step(False, False))
+    assert frames_of_other(lambda: step(True, False)) == plain
+    assert frames_of_other(lambda: step(True, True)) >= plain + 2 * 16
+    assert torch.equal(step(True, False), step(False, False))
+    assert torch.equal(step(True, True), step(False, True))

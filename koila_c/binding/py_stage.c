@@ -15,7 +15,6 @@ typedef struct Run {
     PyObject *imports;        /* list [n_imports] */
     PyObject *run_other; /* callable(node, function, args, kwargs): reductions, random draws, views
                                  of what is written, products with large weights */
-    bool has_writes;     /* some node of the tape writes in place */
     PyObject *cut;       /* callable(tensor, import number): rows of a value made in this run */
     long long rows;      /* of the chunk; -1: whole */
     const KlNode *node;  /* the one that runs */
@@ -164,6 +163,25 @@ call_function(const Run *run, const KlPyNode *call, PyObject *args, Py_ssize_t n
     return result;
 }
 
+/* Whether the node makes a view, or a copy in place of one, of memory that some call of the program writes: there
+ * it can be told which of the two a chunk got. */
+static bool
+is_view_of_written(const KlTape *tape, const KlNode *node)
+{
+    bool is_written = false;
+    for (uint32_t i = 0; i < node->n_inputs + node->n_outs; i++) {
+        bool is_input = i < node->n_inputs;
+        KlValueId value = is_input ? tape->inputs[node->first_input + i].value
+                                   : node->first_out + i - node->n_inputs;
+        const KlStorage *storage =
+            value != KL_ID_NONE ? &tape->storages[tape->values[value].storage] : NULL;
+        is_written =
+            is_written || (storage != NULL &&
+                           (storage->version > 0 || storage->is_hidden || storage->is_uncertain));
+    }
+    return is_written && node->row != NULL && node->row->kind == KL_ROW_VIEW;
+}
+
 static PyObject *
 call_node(Run *run, KlNodeId id)
 {
@@ -176,9 +194,8 @@ call_node(Run *run, KlNodeId id)
     }
     Py_ssize_t n_named = call->kwnames != NULL ? PyTuple_GET_SIZE(call->kwnames) : 0;
     Py_ssize_t n_positional = PyList_GET_SIZE(args) - n_named;
-    /* Whether a reshape shares memory depends on the layout, which a chunk need not share with the
-     * whole; where nothing is written, nothing can tell. */
-    bool is_view = run->has_writes && run->node->row != NULL && run->node->row->kind == KL_ROW_VIEW;
+    /* Whether a reshape shares memory depends on the layout, which a chunk need not share with the whole. */
+    bool is_view = is_view_of_written(&run->tape->core, run->node);
     bool has_effect = run->node->is_random || run->node->leaf_writes != 0;
     bool is_accruing =
         run->rows >= 0 && kl_stage_accruing(&run->tape->core, run->node) != KL_ID_NONE;
@@ -468,9 +485,6 @@ run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
     }
     context.is_grad_off = is_grad_off;
     run->tape->raised = KL_ID_NONE;
-    for (size_t i = 0; i < run->tape->core.n_nodes; i++) {
-        run->has_writes = run->has_writes || run->tape->core.nodes[i].writes != 0;
-    }
     int status = 0;
     for (uint32_t i = nodes.first; status == 0 && i < nodes.first + nodes.n; i++) {
         KlNodeId id = run->program != NULL ? run->program->nodes.ids[i] : alone;

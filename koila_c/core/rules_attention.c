@@ -99,8 +99,7 @@ KlStatus
 shape_attention(const KlCall *call, KlInferred *result, KlError *error)
 {
     double dropout = 0.0;
-    bool is_causal = false;
-    bool is_grouped = false;
+    bool is_causal = false, is_grouped = false;
     KlMeta out;
     KlStatus status = read_options(call, &dropout, &is_causal, &is_grouped);
     status = status == KL_OK ? broadcast_lead(call, is_grouped, &out, error) : status;
@@ -144,8 +143,7 @@ KlStatus
 place_attention(const KlCall *call, KlInferred *result, KlError *error)
 {
     double dropout = 0.0;
-    bool is_causal = false;
-    bool is_grouped = false;
+    bool is_causal = false, is_grouped = false;
     (void)error;
     KlStatus status = read_options(call, &dropout, &is_causal, &is_grouped);
     if (status != KL_OK) {
@@ -193,8 +191,7 @@ void
 saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     double dropout = 0.0;
-    bool is_causal = false;
-    bool is_grouped = false;
+    bool is_causal = false, is_grouped = false;
     const KlMeta *query = call->inputs[QUERY];
     const KlMeta *key = call->inputs[KEY];
     const KlMeta *mask = kl_rules_input(call, MASK);

@@ -67,8 +67,7 @@ slice_place(const KlCall *call, KlInferred *result, int32_t at, KlPlace *place)
     const KlIndex *item = &call->args[1].u.items[at];
     int64_t turn = kl_rules_rows(call, result) * place->inner;
     int64_t size = place->outer * turn;
-    int64_t start = 0;
-    int64_t stop = 0;
+    int64_t start = 0, stop = 0;
     kl_outline_slice_bounds(item, size, &start, &stop);
     if ((item->has_step && item->step != 1) || start % turn != 0 || stop % turn != 0 ||
         stop == start) {

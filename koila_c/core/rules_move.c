@@ -75,8 +75,7 @@ swap_dims(const KlCall *call, KlInferred *result, int32_t dim0, int32_t dim1, Kl
 KlStatus
 shape_transpose(const KlCall *call, KlInferred *result, KlError *error)
 {
-    int32_t dim0 = 0;
-    int32_t dim1 = 0;
+    int32_t dim0 = 0, dim1 = 0;
     if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
         return KL_DECLINED;
     }
@@ -102,12 +101,10 @@ shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     int32_t order[KL_DIMS_MAX];
-    int64_t from_one = 0;
-    int64_t to_one = 0;
+    int64_t from_one = 0, to_one = 0;
     const int64_t *from = NULL;
     const int64_t *to = NULL;
-    uint32_t n = 0;
-    uint32_t n_to = 0;
+    uint32_t n = 0, n_to = 0;
     uint32_t used = 0;
     KlStatus status = kl_rules_ints(call, 1, &from_one, &from, &n);
     status = status == KL_OK ? kl_rules_ints(call, 2, &to_one, &to, &n_to) : status;
@@ -118,8 +115,7 @@ shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
         order[i] = -1;
     }
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
-        int32_t source = 0;
-        int32_t target = 0;
+        int32_t source = 0, target = 0;
         status = kl_rules_wrap(from[i], input->n_dims, &source, error);
         status = status == KL_OK ? kl_rules_wrap(to[i], input->n_dims, &target, error) : status;
         if (status == KL_OK && ((used >> source & 1) != 0 || order[target] >= 0)) {
@@ -289,8 +285,7 @@ shape_diagonal(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     int64_t offset = 0;
-    int32_t dim1 = 0;
-    int32_t dim2 = 0;
+    int32_t dim1 = 0, dim2 = 0;
     KlStatus status = kl_rules_int(call, 1, 0, &offset);
     status = status == KL_OK ? kl_rules_dim(call, 2, 0, input->n_dims, &dim1, error) : status;
     status = status == KL_OK ? kl_rules_dim(call, 3, 1, input->n_dims, &dim2, error) : status;
@@ -331,8 +326,7 @@ shape_unfold(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     int32_t at = 0;
-    int64_t size = 0;
-    int64_t step = 0;
+    int64_t size = 0, step = 0;
     if (input->n_dims == KL_DIMS_MAX) {
         return KL_DECLINED;
     }
@@ -397,8 +391,7 @@ shape_narrow(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     int32_t at = 0;
-    int64_t start = 0;
-    int64_t length = 0;
+    int64_t start = 0, length = 0;
     KlStatus status = get_dim_and_ints(call, &at, &start, &length, error);
     if (status != KL_OK) {
         return status;

@@ -45,8 +45,7 @@ read_slice(Reader *reader, const KlIndex *item, int32_t at, KlError *error)
 {
     int64_t size = reader->input->shape[reader->next];
     int64_t step = item->has_step ? item->step : 1;
-    int64_t start = 0;
-    int64_t stop = 0;
+    int64_t start = 0, stop = 0;
     if (step <= 0) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "a slice goes by step %lld", (long long)step);
     }
@@ -145,8 +144,7 @@ kl_outline_read(const KlCall *call, KlOutline *outline, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     const KlArg *index = &call->args[1];
-    int32_t n_taken = 0;
-    int32_t n_none = 0;
+    int32_t n_taken = 0, n_none = 0;
     int32_t n_ellipsis = 0;
     memset(outline, 0, sizeof(*outline));
     if (index->kind != KL_ARG_INDEX || call->args[0].kind != KL_ARG_VALUE) {

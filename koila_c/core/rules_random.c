@@ -85,8 +85,7 @@ KlStatus
 shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
 {
     double p = 0.0;
-    bool is_drawn = false;
-    bool is_training = true;
+    bool is_drawn = false, is_training = true;
     const KlMeta *input = kl_rules_input(call, INPUT);
     KlStatus status = read_dropout(call, &p, &is_drawn);
     status = status == KL_OK ? kl_rules_bool(call, TRAIN, true, &is_training) : status;

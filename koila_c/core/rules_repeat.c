@@ -183,11 +183,9 @@ shape_flip(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 shape_roll(const KlCall *call, KlInferred *result, KlError *error)
 {
-    int64_t shift = 0;
-    int64_t dim = 0;
+    int64_t shift = 0, dim = 0;
     const int64_t *ints = NULL;
-    uint32_t n_shifts = 0;
-    uint32_t n_dims = 0;
+    uint32_t n_shifts = 0, n_dims = 0;
     KlStatus status = kl_rules_ints(call, 1, &shift, &ints, &n_shifts);
     status = status == KL_OK ? kl_rules_ints(call, 2, &dim, &ints, &n_dims) : status;
     if (status == KL_OK &&

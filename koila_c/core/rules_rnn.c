@@ -53,8 +53,7 @@ word(const KlCall *call, uint32_t of_layer)
 static KlStatus
 read_options(const KlCall *call, Layer *layer)
 {
-    bool has_biases = false;
-    bool is_both = false;
+    bool has_biases = false, is_both = false;
     layer->is_packed = is_packed(call);
     layer->is_sorted = true;
     bool is_read =

@@ -124,8 +124,7 @@ KlStatus
 shape_flatten(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
-    int32_t first = 0;
-    int32_t last = 0;
+    int32_t first = 0, last = 0;
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &first, error);
     status = status == KL_OK ? kl_rules_dim(call, 2, -1, input->n_dims, &last, error) : status;
     if (status == KL_OK && first > last) {
