@@ -328,35 +328,6 @@ def test_a_number_read_before(chunks: int) -> None:
 
 
 @each_split
-def test_gradients_of_gradients(chunks: int) -> None:
-    """A penalty on gradients: what was cut off runs whole then."""
-
-    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
-        loss = F.cross_entropy(m.c(Square.apply(torch.tanh(m.b(torch.tanh(m.a(x)))))), y)
-        found = torch.autograd.grad(loss, [m.a.weight, m.c.weight], create_graph=True)
-        penalty = sum(gradient.pow(2).sum() for gradient in found)
-        (loss + penalty).backward()
-        return loss.detach(), penalty
-
-    told(ask, chunks, partly="create_graph")
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_gradients_of_weights_that_two_parts_share(chunks: int) -> None:
-    """Differentiated twice, each part adds its own share of them, once."""
-
-    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
-        h = torch.tanh(m.b(torch.tanh(m.a(x))))
-        h = Square.apply(torch.tanh(m.b(Square.apply(h))))
-        loss = F.cross_entropy(m.c(h), y)
-        found = torch.autograd.grad(loss, [m.b.weight], create_graph=True)
-        (loss + found[0].pow(2).sum()).backward()
-        return loss.detach()
-
-    told(ask, chunks, partly="create_graph")
-
-
-@each_split
 def test_each_hook_once(chunks: int) -> None:
     """A weight that both sides of a call use has one gradient, of which its hooks hear once."""
 
@@ -502,16 +473,6 @@ def test_distributed(words: dict[str, bool], chunks: int) -> None:
     """Each gradient is reduced once, and what no gradient comes to is known beforehand."""
     with pytest.raises(EOFError):  # it leaves without an answer where all is well
         in_child(lambda: tell_distributed(words, chunks))
-
-
-def test_three_times() -> None:
-    """What cannot be kept is said."""
-    m, (x, y) = model(), batch(koila.lazy)
-    with koila.config(chunks=3):
-        loss = F.cross_entropy(m.c(Square.apply(torch.tanh(m.a(x)))), y)
-        (first,) = torch.autograd.grad(loss, [m.a.weight], create_graph=True)
-        with pytest.raises(koila.KoilaError, match="differentiated a third time"):
-            torch.autograd.grad(first.pow(2).sum(), [m.a.weight], create_graph=True)
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

@@ -178,8 +178,8 @@ class _Cut:
             values = {root.value for root, _ in given}
             ways = [one for one in self.groups if not values.isdisjoint(one.values)]
             groups = [one for one in ways if one.is_reached()]
-            leaves = [leaf for one in groups for leaf in one.leaves]
-            found = iter(self._sent_to(leaves, given, len(groups) < len(ways)))
+            leaves, behind = ([leaf for g in some for leaf in g.leaves] for some in (groups, ways))
+            found = iter(self._sent_to(leaves, given, behind))
             for one in groups:
                 current.add(one, list(itertools.islice(found, one.n_leaves)))
         none = [None] * group.n_leaves
@@ -194,7 +194,7 @@ class _Cut:
         self,
         leaves: Sequence[torch.Tensor],
         given: Sequence[tuple[_Root, torch.Tensor]],
-        is_some: bool,
+        behind: Sequence[torch.Tensor],  # all leaves that what is given was made of
     ) -> Sequence[torch.Tensor | None]:
         if any(root.lazy is None for root, _ in given):
             raise spent.used_up()
@@ -204,14 +204,55 @@ class _Cut:
         roots = [root for root, _ in given]
         gradients = [gradient for _, gradient in given]
         if torch.is_grad_enabled():  # create_graph: they are to have a graph too
-            twice: Sequence[torch.Tensor | None]
-            twice = _apply(_Gradient, self, roots, leaves, is_some, *gradients, *leaves)
-            return twice
-        is_retained = _is_retained()
+            return self._on_a_graph(roots, gradients, leaves, behind)
+        is_retained, is_some = _is_retained(), len(leaves) < len(behind)
         found = self.gradients_of(roots, gradients, leaves, is_retained, is_some)
         if not is_retained:
             self._let_go(roots)
         return found
+
+    def _on_a_graph(
+        self,
+        roots: Sequence[_Root],
+        gradients: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        behind: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of leaves, on nodes that lead to no graph or hook which eager's do not lead
+        to: autograd's engine goes there also where no gradient comes, and functions, which may make
+        zeros of that, send them on."""
+        watched = {id(one) for one in behind if one.grad_fn is not None or one._backward_hooks}
+        if len(roots) > 1:
+            watched.update(-1 - i for i, one in enumerate(gradients) if one.requires_grad)
+        known: dict[int, frozenset[int]] | None = None
+        if watched and "whole" not in self.__dict__:
+            known = _core.held(roots[0].lazy, self._behind_gradients, (roots, watched), {})
+        with torch.no_grad():
+            is_some = len(leaves) < len(behind)
+            found = self.gradients_of(roots, gradients, leaves, True, is_some)
+        alike: dict[frozenset[int], list[int]] = defaultdict(list)
+        for i, leaf in enumerate(leaves):
+            reached = frozenset(watched) if known is None else known.get(id(leaf), frozenset())
+            alike[reached].append(i)
+        made: list[torch.Tensor | None] = [None] * len(leaves)
+        tensors = {-1 - i: one for i, one in enumerate(gradients)} | {id(t): t for t in behind}
+        for reached, some in alike.items():
+            gone = watched.difference(reached)
+            of = [leaves[i] for i in some], [found[i] for i in some], behind, gone
+            ends = [t.detach() if name in gone else t for name, t in tensors.items()]
+            twice = _apply(_Gradient, self, roots, *of, *ends)
+            for i, one in zip(some, twice, strict=True):
+                made[i] = one
+        return made
+
+    def _behind_gradients(
+        self, roots: Sequence[_Root], watched: set[int]
+    ) -> dict[int, frozenset[int]] | None:
+        program = Program([root.lazy for root in roots], unwanted=self.roots)
+        values = [root.value for root in roots]
+        return unsplit.reached_by_gradients(
+            program, values, lambda leaf: id(self.original(leaf)), watched
+        )
 
     def gradients_of(
         self,
@@ -260,10 +301,12 @@ class _Cut:
         self,
         roots: Sequence[_Root],
         leaves: Sequence[torch.Tensor],
+        behind: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         seconds: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """The gradients of `gradients` and of the leaves, from those of what `go_back` gave."""
+        """The gradients of `gradients` and of the leaves `behind` them, from those of what
+        `go_back` gave for `leaves`."""
         if any(root.lazy is None for root in roots):
             raise spent.used_up()
         self.keep_what_it_reads(self.early)
@@ -278,11 +321,12 @@ class _Cut:
         with unsplit.counting(left):
             with surroundings.outside():
                 outputs, stand_ins = self._whole(roots, leaves)
+                _, others = self._whole(roots, behind)
             # Of tensors of their own: what the gradients were made of is gone through by others.
             given = [gradient.detach().requires_grad_() for gradient in gradients]
             with torch.enable_grad():
                 first = self._differentiate(outputs, given, stand_ins, is_graph=True)
-            inputs = [*given, *stand_ins]
+            inputs = [*given, *others]
             gone = [first.get(id(leaf)) for leaf in stand_ins]
             second = self._differentiate(gone, seconds, inputs)
             return [second.get(id(one)) for one in inputs]
@@ -453,7 +497,8 @@ class _Same(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradients of leaves, which can be differentiated."""
+    """The gradients of leaves, which can be differentiated by what they were made of: gradients of
+    roots, and the leaves `behind` these. What is in `gone` they were not made of."""
 
     @staticmethod
     def forward(
@@ -461,19 +506,28 @@ class _Gradient(torch.autograd.Function):
         cut: _Cut,
         roots: Sequence[_Root],
         leaves: Sequence[torch.Tensor],
-        is_some: bool,
+        found: Sequence[torch.Tensor | None],
+        behind: Sequence[torch.Tensor],
+        gone: set[int],
         *tensors: torch.Tensor,
     ) -> tuple[Any, ...]:
-        ctx.cut, ctx.roots, ctx.leaves = cut, roots, leaves
+        ctx.cut, ctx.roots, ctx.leaves, ctx.behind, ctx.gone = cut, roots, leaves, behind, gone
         ctx.set_materialize_grads(False)
-        gradients = tensors[: len(roots)]
-        ctx.save_for_backward(*gradients)
-        return tuple(cut.gradients_of(roots, gradients, leaves, True, is_some))
+        ctx.save_for_backward(*tensors[: len(roots)])
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
-        found = ctx.cut.go_back_twice(ctx.roots, ctx.leaves, ctx.saved_tensors, seconds)
-        return None, None, None, None, *found
+        given, behind = ctx.saved_tensors, ctx.behind
+        found = ctx.cut.go_back_twice(ctx.roots, ctx.leaves, behind, given, seconds)
+        names = [*range(-1, -1 - len(given), -1), *map(id, behind)]
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None and name in ctx.gone:
+                raise KoilaError(
+                    f"a second derivative, of shape {list(gradient.shape)}, is of a tensor that "
+                    "the first was not made of: a mistake of koila's, please report it"
+                )
+        return (None,) * 6 + tuple(found)
 
 
 _state = _State()
@@ -611,7 +665,8 @@ def _is_inner(tensor: torch.Tensor) -> bool:
     if root is not None:
         return root.is_inner(root.value)
     # A view that was taken again when its memory was handed out.
-    root, value = tensor.grad_fn.metadata.get(_VIEW, (None, -1)) if tensor.grad_fn else (None, -1)
+    node: Any = tensor.grad_fn
+    root, value = node.metadata.get(_VIEW, (None, -1)) if node is not None else (None, -1)
     return root is not None and root.is_inner(value)
 
 

@@ -93,7 +93,7 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
     return max(most, above * worst)
 
 
-def _nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+def nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
     """The nodes of the graphs of tensors."""
     steps = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen: set[Any] = set()
@@ -108,7 +108,7 @@ def _nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 def total(tensors: Iterable[torch.Tensor]) -> float:
     """Bytes of all gradients that a backward through the graphs of tensors makes."""
     found = 0.0
-    for node in _nodes(tensors):
+    for node in nodes(tensors):
         leaf = getattr(node, "variable", None) if type(node) is ACCUMULATE_GRAD else None
         found += sum([leaf.nbytes] if leaf is not None else map(_bytes, node._input_metadata))
     return found
@@ -118,7 +118,7 @@ def note_kept(tensors: Iterable[torch.Tensor]) -> None:
     """See to it that what the graphs of tensors keep counts against a limit: most of it has no
     Python object, so that nobody else sees it."""
     if config.get("memory_limit") is not None:
-        storages.n_bytes([one for node in _nodes(tensors) for one in _kept_by(node)])
+        storages.n_bytes([one for node in nodes(tensors) for one in _kept_by(node)])
 
 
 #: By the type of a node: the attributes that have what it keeps.

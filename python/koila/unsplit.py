@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -235,6 +235,53 @@ def _of_derivative(program: Program, of: Derivative) -> float | None:
         _core.set_busy(was_busy)
     found: float = _ABOVE * (counter.most + sum(map(_of_layers, program.nodes)))
     return found
+
+
+def reached_by_gradients(
+    program: Program, outputs: Sequence[int], name: Callable[[Any], int], names: Collection[int]
+) -> dict[int, frozenset[int]] | None:
+    """What torch's graph of the gradients of a program's leaves leads to, by the leaf. None: meta
+    tensors cannot tell.
+
+    Args:
+        program: the calls.
+        outputs: the values that are differentiated.
+        name: of a leaf.
+        names: of what is looked for: of leaves, and of gradients of outputs, -1 for the first.
+    """
+    was_busy = _core.is_busy()
+    _core.set_busy(True)
+    try:
+        with surroundings.outside(), torch.enable_grad():
+            trace = _Trace(program)
+            heads = [trace.env[value] for value in outputs]
+            leaves = {v: leaf for v, leaf in trace.leaves.items() if leaf.requires_grad}
+            starts = [torch.empty_like(one).requires_grad_() for one in heads]
+            found = engine.gradients_of(heads, list(leaves.values()), starts, True)
+    except Exception:  # of all of torch
+        return None
+    finally:
+        _core.set_busy(was_busy)
+    named = {id(one): -1 - i for i, one in enumerate(starts)}
+    named.update((id(leaf), name(program.info(v).real)) for v, leaf in leaves.items())
+    wanted = {key: {one} for key, one in named.items() if one in names}
+    reached: dict[Any, set[int]] = {}
+    # A node was made after those that it leads to, but for those of leaves.
+    nodes = list(outside.nodes([one for one in found if one is not None]))
+    for node in sorted(nodes, key=lambda node: (not _is_of_leaf(node), node._sequence_nr())):
+        following = [reached[one] for one, _ in node.next_functions if one is not None]
+        own = wanted.get(id(node.variable), set()) if _is_of_leaf(node) else set()
+        reached[node] = own.union(*following)
+    result: dict[int, frozenset[int]] = {}
+    for leaf, one in zip(leaves.values(), found, strict=True):
+        if one is not None:
+            behind = reached[one.grad_fn] if one.grad_fn else wanted.get(id(one), set())
+            result[named[id(leaf)]] = result.get(named[id(leaf)], frozenset()).union(behind)
+    return result
+
+
+def _is_of_leaf(node: Any) -> bool:
+    return type(node) is engine.ACCUMULATE_GRAD
 
 
 def _of_layers(i: int) -> int:
