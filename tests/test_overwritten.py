@@ -252,3 +252,40 @@ def test_a_write_outside_of_the_program(text: str) -> None:
     for chunks in (1, 2, N_ROWS):
         with koila.config(chunks=chunks):
             compare(run(text, koila.lazy), want)
+
+
+#: What is done with a checkpoint that ran whole, for `r` got a hook that no program has.
+WHOLE = (
+    "r = c(f, x); {}; l = r.pow(2).sum()",
+    "r = c(f, x); {}; l = r.pow(2).sum(); l.backward(retain_graph=True)",
+    "r = c(f, x); {}; l = grad(r.pow(2).sum(), w, create_graph=True)[0].pow(2).sum()",
+    "r = c(lambda x: F.dropout(f(x), 0.5), x); {}; l = r.sum(); r.add_(1)",
+    "r = c(lambda x: F.embedding(y, w, max_norm=0.5).sin() + x, x); {}; l = r.sum()",
+    "h = x @ w; r = c(f, h); {}; l = r.sum(); h = h * 2",
+)
+#: What torch makes again of what was written, or refuses.
+WRITTEN_SINCE = (
+    "r = c(f, x); {}; r.mul_(0.5); l = r.sum()",
+    "r = checkpoint(f, x @ w, use_reentrant=True); {}; r.mul_(0.5); l = r.sum()",
+    "r = c(f, x); {}; l = r.sum()\nwith torch.no_grad(): w.add_(1)\n",
+    "r = c(lambda x: (x + v).tanh(), x); {}; l = r.sum()\nwith torch.no_grad(): v.add_(1)\n",
+    "h = x @ w; r = c(lambda h: (h + v).tanh(), h); {}; l = r.sum(); h.mul_(2)",
+)
+
+
+@pytest.mark.parametrize("text", WHOLE + WRITTEN_SINCE)
+def test_a_checkpoint_that_ran_whole(text: str) -> None:
+    program = (
+        "from functools import partial; from torch.utils.checkpoint import checkpoint\n"
+        "c = partial(checkpoint, use_reentrant=False); f = lambda x: (x @ w).tanh()\n"
+        f"{text.format('r.grad_fn.register_prehook(lambda g: None)')}; l.backward()"
+    ).replace("\n; l", "\nl")
+    want = run(program, lambda *given: given)
+    for chunks in (1, 2, N_ROWS):
+        with koila.config(chunks=chunks):
+            got = run(program, koila.lazy)
+        if text in WRITTEN_SINCE and chunks > 1:
+            assert isinstance(got, str)
+            assert "was written before backward, where torch runs that once more" in got
+        else:
+            compare(got, want)

@@ -69,6 +69,7 @@ core_bind(PyObject *module, PyObject *args)
         {&kl_py.before_write, "before_write"},
         {&kl_py.after_write, "after_write"},
         {&kl_py.note_ran, "note_ran"},
+        {&kl_py.keep, "keep"},
         {&kl_py.device_of, "device_of"},
         {&kl_py.wait_for_copy, "wait_for_copy"},
         {&kl_py.choose_switches, "choose_switches"},

@@ -178,6 +178,7 @@ typedef struct KlPyState {
     PyObject *bridge;                  /* koila.bridge: a call that cannot be recorded */
     PyObject *before_write, *after_write; /* koila.bridge: what parts read stays what it was */
     PyObject *note_ran;         /* koila.reports.note_whole: what ran whole, and for whom */
+    PyObject *keep;             /* koila.checkpoints: what a live call of a checkpoint saves */
     PyObject *device_of;        /* koila.devices: which device a name without index means */
     PyObject *wait_for_copy;    /* koila.devices: wait for a copy to the CPU */
     PyObject *choose_switches;  /* koila.switches: put a setting of torch's switches in force */

@@ -2,6 +2,7 @@
 /* py_bridge.c - a program is cut where a call comes that cannot be recorded: what waits stays on a tape of
  * its own, and the user's lazies get real tensors instead. koila.bridge says what these are. */
 #include "py.h"
+#include "py_describe.h"
 
 #include "alloc.h"
 
@@ -41,15 +42,6 @@ kl_bridge_can_cut(PyObject *module, PyObject *ignored)
         result = !is_without_tensor(tape, id) || can_hand_out(&tape->core, id);
     }
     return PyBool_FromLong(result);
-}
-
-static int
-append_pair(PyObject *list, KlValueId id, PyObject *number)
-{
-    PyObject *pair = Py_BuildValue("(IO)", (unsigned int)id, number);
-    int status = pair != NULL ? PyList_Append(list, pair) : -1;
-    Py_XDECREF(pair);
-    return status;
 }
 
 PyObject *
@@ -119,7 +111,8 @@ kl_bridge_reached(PyObject *module, PyObject *ignored)
         }
         is_possible = core->values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL &&
                       can_hand_out(core, id);
-        if (is_possible && append_pair(handed, id, tape->values[i].result) < 0) {
+        if (is_possible &&
+            kl_py_append_new(handed, Py_BuildValue("(IO)", id, tape->values[i].result)) < 0) {
             Py_CLEAR(handed);
         }
     }

@@ -140,7 +140,11 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     } else {
-        PyObject *result = run_call(tape, id);
+        PyObject *kept = node->region != 0
+                             ? PyObject_CallFunction(kl_py.keep, "II", id, node->region)
+                             : Py_NewRef(Py_None);
+        PyObject *result = kept != NULL ? run_call(tape, id) : NULL;
+        kl_context_end_outside(kept);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
         if (status == 0) {
             status = kl_stage_wait_for_copy(tape, node);

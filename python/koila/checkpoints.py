@@ -374,6 +374,54 @@ def given(program: Program) -> Iterator[tuple[int, int]]:
             yield from ((first, value) for value in values)
 
 
+class _Kept(NamedTuple):
+    """A tensor that a call of a checkpoint saved, or the checkpoint was given, as it was then."""
+
+    tensor: Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Kept:
+        same = tensor.detach()  # counts the same writes, and holds no graph
+        return _Kept(same, same._version)
+
+
+@contextlib.contextmanager
+def _keeping(i: int, region: int) -> Iterator[None]:
+    """A block in which a call of a checkpoint's body runs live: autograd keeps what it saves, where
+    torch would make that again in backward, of what the body reads by then. So none of that may be
+    written until then, which backward looks at."""
+    func, row, _, where, _, read, _ = _core.node(i)
+    name = f"{row or getattr(func, '__name__', 'a call')} ({where})"
+    given = _core.memo().get("given", {}).get(region, ())
+    entered: dict[int, _Kept] = _core.memo().setdefault("entered", {}).setdefault(region, {})
+
+    def unpack(kept: _Kept) -> Tensor:
+        for tensor, version in (kept, *entered.values()):
+            if tensor._version != version:
+                raise KoilaError(
+                    f"checkpoint: a tensor of shape {list(tensor.shape)} that {name} in its "
+                    "function keeps, or that the function reads, was written before backward, "
+                    "where torch runs that once more; here it ran once, whole. Write it after "
+                    "backward, or run it whole: koila.config(chunks=1)"
+                )
+        return kept.tensor
+
+    reals = {value: _core.value(value)[5] for value in read if value >= 0}
+    with torch.autograd.graph.saved_tensors_hooks(_Kept.of, unpack):
+        yield
+    for value, real in reals.items():  # what the call itself writes of these is no matter
+        if real is not None and real.requires_grad and (real.is_leaf or value in given):
+            entered[value] = _Kept.of(real)
+
+
+def keep(i: int, region: int) -> Any:
+    """`_keeping`, entered."""
+    block = _keeping(i, region)
+    block.__enter__()
+    return block
+
+
 def checkpoint(args: Any, kwargs: Any) -> Any:
     """The arguments of a checkpoint that is left to torch, which saves them as C++ has them."""
     return args, kwargs

@@ -14,6 +14,7 @@ import torch
 from koila import (
     _core,
     bridge,
+    checkpoints,
     cross,
     derived,
     devices,
@@ -247,6 +248,7 @@ def register_all() -> None:
             "runs_at_once": bridge.runs_at_once,
             "leave": surroundings.leave,
             "note_ran": reports.note_whole,
+            "keep": checkpoints.keep,
             "device_of": devices.meant,
             "wait_for_copy": devices.wait_for_copy,
             "choose_switches": switches.choose,
