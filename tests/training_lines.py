@@ -485,7 +485,9 @@ KINDS: dict[str, list[str]] = {
         "{name} = {f}.pow(2).mean().sqrt()",
         "{name} = {f}.logsumexp(0).mean()",
         "{name} = ({f} - {f}.mean(0)).pow(2).mean() / ({f}.var() + 0.1)",
-        "{name} = F.kl_div({f}.log_softmax(-1), {g}.detach().softmax(-1), reduction='batchmean')",
+        # A divergence from itself would be zero but for rounding.
+        "{name} = F.kl_div({f}.log_softmax(-1), {g}.detach().mul(0.5).softmax(-1), "
+        "reduction='batchmean')",
         "{name} = F.binary_cross_entropy_with_logits(disc({f}), disc({f}).detach().sigmoid())",
         "{name} = F.binary_cross_entropy_with_logits(disc({f}), floats({f}.shape[0], 1).sigmoid())",
         "{name} = -disc({f}).mean()",
