@@ -760,7 +760,7 @@ def _cut(func: Any) -> bool:
         if value not in handed and value not in others:
             assert program is not None
             others[value] = _taken(program, value, handed[whole], taken)
-            node = others[value].grad_fn
+            node: Any = others[value].grad_fn
             if node is not None:
                 node.metadata[_VIEW] = made[whole], value
     if any(others[value].requires_grad != _info(value).requires_grad for value in others):
