@@ -430,6 +430,20 @@ MUTANTS = [
         BRIDGE,
     ),
     Mutant(
+        "bridge: second derivatives go only to what the first were asked for",
+        "python/koila/bridge.py",
+        "return self._on_a_graph(roots, gradients, leaves, behind)",
+        "return self._on_a_graph(roots, gradients, leaves, leaves)",
+        "tests/test_bridge_twice.py",
+    ),
+    Mutant(
+        "bridge: a gradient leads to all that a part reads",
+        "python/koila/bridge.py",
+        "gone = watched.difference(reached)",
+        "gone = set()",
+        "tests/test_bridge_twice.py",
+    ),
+    Mutant(
         "bridge: a hook is given a part of a gradient",
         "python/koila/bridge.py",
         "return frozenset(program.imports[k].value for k in reads if k >= 0)",
