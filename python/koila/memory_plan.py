@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,10 +196,11 @@ class MemoryPlan:
         return plan_files.plot(self, axes)
 
 
-def _first_steps(program: Program, course: Sequence[memory.Course]) -> list[tuple[int, int]]:
-    """When results that the script holds are there: position in the course and bytes, in order."""
+def _held_from(program: Program, course: Sequence[memory.Course]) -> list[tuple[int, int]]:
+    """From which moment on results are there that the script holds: its position in the course,
+    and their bytes; in order. What runs in chunks has room for all of a result from its start."""
     made_at: dict[int, int] = {}
-    starts: dict[int, int] = {}
+    starts: dict[int, int] = {}  # of the steps of the schedule
     for i, at in enumerate(course):
         starts.setdefault(at.step, i)
         made_at.setdefault(at.node, i if at.step == 0 and len(starts) == 1 else starts[at.step])
@@ -211,21 +213,21 @@ def _first_steps(program: Program, course: Sequence[memory.Course]) -> list[tupl
 
 
 def _moments(
-    program: Program, course: Sequence[memory.Course], is_late: Sequence[bool]
+    program: Program, course: Sequence[memory.Course], is_backward: Sequence[bool]
 ) -> Iterator[Moment]:
     names = layers.Names(program)
-    held = _first_steps(program, course)
+    held = _held_from(program, course)
     positions = [position for position, _ in held]
-    totals = [0, *(sum(n for _, n in held[: i + 1]) for i in range(len(held)))]
+    totals = [0, *itertools.accumulate(n_bytes for _, n_bytes in held)]
     calls: dict[int, tuple[str, str, str]] = {}
-    for i, (at, late) in enumerate(zip(course, is_late, strict=True)):
+    for i, (at, is_back) in enumerate(zip(course, is_backward, strict=True)):
         if at.node not in calls:
             node = program.node(at.node)
             calls[at.node] = name_of_node(node), where_of_node(node), names.of_call(node.id)
         kept = max(0.0, at.n_bytes - at.gradients - at.temporary)
         outputs = min(kept, totals[bisect.bisect_right(positions, i)])
         yield Moment(
-            BACKWARD if late else FORWARD,
+            BACKWARD if is_back else FORWARD,
             *calls[at.node],
             round(kept - outputs),
             round(outputs),
@@ -275,13 +277,13 @@ def of(
     cut = program.cut_for(way)
     is_live = n_chunks == 1 and way == Way()
     estimate = memory.estimate(cut, is_graph, way, is_live)
-    rows = largest(estimate.rows, n_chunks, unit)
+    rows = max(1, largest(estimate.rows, n_chunks, unit))
     course = estimate.course(rows)
     ops = [] if is_live else [step.op for step in cut.schedule(is_graph, way)]
-    ends_late = [is_graph and not is_live]  # gradients and numbers of the script's are delivered
-    of_step = [op in _OF_BACKWARD for op in ops] + ends_late
-    late = [at.is_back or of_step[min(at.step, len(ops))] for at in course]
-    moments = tuple(_moments(cut, course, late))
+    # After the last step gradients, and the numbers of what the script holds, are delivered.
+    of_step = [*(op in _OF_BACKWARD for op in ops), is_graph and not is_live]
+    is_backward = [at.is_back or of_step[min(at.step, len(ops))] for at in course]
+    moments = tuple(_moments(cut, course, is_backward))
     worst = max(moments, key=lambda moment: moment.n_bytes)
     phases = {
         phase: max((one.n_bytes for one in moments if one.phase == phase), default=0)
@@ -297,7 +299,7 @@ def of(
     there = dict(budget.counted(devices[0] if devices else torch.device("cpu"), program.entered))
     return MemoryPlan(
         fits,
-        -(-estimate.rows // rows),
+        max(1, -(-estimate.rows // rows)),
         rows,
         worst.n_bytes,
         round(estimate.whole),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -331,17 +332,18 @@ class Needs:
             f"{_in_lines(said)}"
             f"  needs most: {call}"
         )
-        way, n_chunks = smallest(program, bool(program.roots))
-        error.plan = memory_plan.of(
-            program,
-            bool(program.roots),
-            way,
-            n_chunks,
-            1,
-            left,
-            fits=False,
-            summary=str(error).splitlines(),
-        )
+        with contextlib.suppress(MemoryError):  # there may be no room for a plan
+            way, n_chunks = smallest(program, bool(program.roots))
+            error.plan = memory_plan.of(
+                program,
+                bool(program.roots),
+                way,
+                n_chunks,
+                1,
+                left,
+                fits=False,
+                summary=str(error).splitlines(),
+            )
         return error
 
 
