@@ -122,7 +122,7 @@ def test_a_gradient_through_what_is_gone_is_refused(chunks: int) -> None:
         _ = h.sum().item()
         change(w)
         loss = (h @ other).pow(2).sum()
-        with pytest.raises(koila.StaleError, match=r"was read, .* changed in place after that"):
+        with pytest.raises(koila.StaleError, match=r"was changed in place after it was read"):
             loss.backward()
     assert w.grad is None
 

@@ -24,7 +24,9 @@ def test_calls_that_keep_what_was_written() -> None:
     h.mul_(w)
     h.add_(1)
     program = Program([h.sum()], False)
-    assert core.overwritten(program.handle, LAST) == (1, [(3, 2)]), "exp, and mul_ wrote its result"
+    assert core.overwritten(program.handle, LAST) == (1, [3]), "exp keeps what mul_ wrote"
+        "exp keeps its result, which was written"
+    )
     assert core.overwritten(program.handle, 1) is None
 
 
