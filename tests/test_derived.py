@@ -469,3 +469,28 @@ def test_only_what_torch_says_makes_it_run_whole(
         else:
             assert gradient(critic()(x).sum(), x).shape == x.shape
             assert "torch has no derivative of it" in str(koila.report())
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3])
+def test_a_hook_that_comes_later_is_not_called(chunks: int | None) -> None:
+    """It was registered after the derivative was asked for, which runs when all has to: a node of
+    autograd's graph is looked at."""
+
+    def story(lazy: Lazy) -> tuple[str, Tensor, Tensor, list[Tensor]]:
+        torch.manual_seed(2)
+        net, head = nn.Linear(3, 4).double(), nn.Linear(4, 4).double()
+        seen: list[Tensor] = []
+        h = net(lazy(rows(3)))
+        given = torch.autograd.grad(head(h).tanh().sum(), h, create_graph=True)[0]
+        h.register_hook(lambda g: (seen.append(g), g.clamp(-0.1, 0.1))[1])
+        assert h.grad_fn is not None
+        return h.grad_fn.name(), h.detach(), given.detach(), seen
+
+    setting: Any = {} if chunks is None else {"chunks": chunks}
+    with koila.config(**setting):
+        name, h, given, seen = story(koila.lazy)
+    want_name, want_h, want_given, _ = story(lambda x: x)
+    assert name == want_name
+    assert not seen
+    assert torch.allclose(h, want_h, rtol=1e-10)
+    assert torch.allclose(given, want_given, rtol=1e-10)

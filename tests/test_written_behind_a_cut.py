@@ -384,3 +384,16 @@ def test_a_hook_of_what_no_gradient_comes_to_is_not_called(chunks: int) -> None:
     check(run, square, chunks)
     assert len(seen) == 2  # eager's and koila's, of `h`
     assert seen[0] == pytest.approx(seen[1], rel=1e-10)
+
+
+def test_what_shares_memory_with_what_data_writes() -> None:
+    """A call before the cut kept a detached view of what was handed out, which .data writes after
+    it: eager's gradient is of the new numbers. That is refused, and was another gradient."""
+    layer, w = torch.nn.Linear(3, 3).double(), torch.ones(3, 3, dtype=torch.float64)
+    h = koila.lazy(torch.ones(6, 3, dtype=torch.float64)) @ w.requires_grad_()
+    with koila.config(chunks=2):
+        loss = (Square.apply(layer(h.detach())) + h).pow(2).sum()
+        h.data.mul_(0.5)
+        with pytest.raises(koila.StaleError, match=r"written through \.data before its backward"):
+            loss.backward()
+    assert layer.weight.grad is None

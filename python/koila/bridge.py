@@ -264,7 +264,7 @@ class _Cut:
     ) -> list[torch.Tensor | None]:
         """The same, without a graph. Some: there are leaves that no gradient is asked for."""
         lazies = [root.lazy for root in roots]
-        if self.written or any(root.watched for root in roots):
+        if self.written or any(root.watched for root in self._alive()):
             _core.held(lazies[0], self._check_written, (roots,), {})
         found: Any = NotImplemented  # whole, where a mode sees each call
         wanted = {id(leaf) for leaf in leaves}
@@ -287,14 +287,20 @@ class _Cut:
             by_leaf[key] = by_leaf[key] + gradient if key in by_leaf else gradient
         return [by_leaf.get(id(leaf)) for leaf in leaves]
 
+    def _alive(self) -> list[_Root]:
+        """What was handed out, is held, and has still to go back."""
+        roots = (handed() for handed in self.handed)
+        return [root for root in roots if root is not None and root.lazy is not None]
+
     def _check_written(self, roots: Sequence[_Root]) -> None:
         program = Program([root.lazy for root in roots], unwanted=self.roots)
         moved = {
-            _core.id(root.lazy)
-            for root in roots
+            program.info(value).storage
+            for root in self._alive()
             if root.watched is not None and meta.checksum(root.watched[0]) != root.watched[1]
+            if (value := _core.id(root.lazy)) is not None
         }
-        uncounted = self.uncounted.union(value for value in moved if value is not None)
+        uncounted = self.uncounted.union(_values_in(program, moved) if moved else ())
         overwritten.check_leaves(program, uncounted.union(self.written), uncounted)
 
     def go_back_twice(
@@ -425,6 +431,15 @@ class _Cut:
         )
         by_input = zip(wanted, found, strict=True)
         return {id(one): gradient for one, gradient in by_input if gradient is not None}
+
+
+def _values_in(program: Program, storages: set[int]) -> set[int]:
+    """The values of a program that lie in some memories."""
+    nodes = program.nodes.values()
+    read = (program.imports[i].value for node in nodes for i in node.imports if i >= 0)
+    made = (value for node in nodes for value in node.outs)
+    values = set(itertools.chain(read, made))
+    return {value for value in values if program.info(value).storage in storages}
 
 
 class _Root:

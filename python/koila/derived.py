@@ -65,7 +65,10 @@ class Recipe:
         is_graph = torch.is_grad_enabled()
         is_there = _state.beside is None or _state.beside.issuperset(self.nodes)
         heads: Sequence[Tensor] = inputs
-        if not (is_graph and is_there and all(one.requires_grad for one in (*inputs, *outputs))):
+        # A hook that is there now was registered after the derivative was asked for.
+        is_hooked = hooks.is_any() or any(map(_is_hooked, (*inputs, *outputs)))
+        has_graph = is_graph and all(one.requires_grad for one in (*inputs, *outputs))
+        if not (has_graph and is_there) or is_hooked:
             heads, outputs = self.run_again(inputs, read)
         found = engine.gradients_of(outputs, heads, gradients, is_graph)
         return tuple(one for one in found if one is not None)
@@ -77,7 +80,10 @@ class Recipe:
         _, dim, outer, inner = self.place
         n_rows = inputs[0].shape[dim] // (outer * inner)
         with torch.enable_grad(), beside(self.nodes):
-            heads = [one if one.requires_grad else one.detach().requires_grad_() for one in inputs]
+            heads = [
+                one.view_as(one) if one.requires_grad else one.detach().requires_grad_()
+                for one in inputs
+            ]
             env: list[Any] = [None] * self.n_values
             given = zip((*self.read, *self.inputs), (*read, *heads), strict=True)
             for value, tensor in given:
@@ -219,6 +225,10 @@ def _why_not(node: Node) -> str:
     if name_of_node(node).endswith("_"):
         return f"{call} writes in place, and without that (inplace=False) it goes by samples"
     return f"{call} has to do with other samples"
+
+
+def _is_hooked(real: Tensor) -> bool:
+    return bool(real._backward_hooks) or (real.retains_grad and not real.is_leaf)
 
 
 def _has_hooks(real: Tensor | None) -> bool:

@@ -25,8 +25,6 @@ def test_calls_that_keep_what_was_written() -> None:
     h.add_(1)
     program = Program([h.sum()], False)
     assert core.overwritten(program.handle, LAST) == (1, [3]), "exp keeps what mul_ wrote"
-        "exp keeps its result, which was written"
-    )
     assert core.overwritten(program.handle, 1) is None
 
 
