@@ -425,7 +425,7 @@ MUTANTS = [
     Mutant(
         "bridge: eager's error about what was written is not raised",
         "python/koila/bridge.py",
-        "        if self.written or any(root.watched for root in roots):\n",
+        "        if self.written or any(root.watched for root in self._alive()):\n",
         "        if self.written is None:\n",
         BRIDGE,
     ),
