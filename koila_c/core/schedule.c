@@ -14,8 +14,8 @@ typedef struct Unit {
     bool is_body;
     bool has_gradient;
     bool is_fused;
-    bool is_again;     /* what leaves it by rows is made again: its home is not to be kept */
-    bool is_offloaded; /* it is kept beside its device */
+    bool is_again;     /* its outputs by rows are not kept, but recomputed going back */
+    bool is_offloaded; /* its outputs are moved off their device until they are read again */
     bool waits;        /* the graphs of its chunks wait for its backward */
     KlSlice again;     /* of the schedule's values: what is made again for it then */
     KlSlice needs;     /* likewise: what is filled again for it before */
@@ -212,7 +212,7 @@ is_remade(const Build *build, const Unit *unit, KlValueId value)
     return (unit->is_again || is_inside) && can_be_again(build, value);
 }
 
-/* Choose the homes of what bodies leave that go back: every so manieth keeps it, or every so manieth offloads it. */
+/* Say for each body that goes back where its outputs are until then: kept, recomputed, or offloaded. */
 static void
 choose_homes(Build *build)
 {

@@ -100,9 +100,7 @@ class _Cut:
     def roots(self) -> tuple[Any, ...]:
         """What stands for all that was handed out, and has still to go back; who asks holds it: it
         is dropped at any time."""
-        roots = (handed() for handed in self.handed)
-        lazies = (root.lazy for root in roots if root is not None)
-        return tuple(lazy for lazy in lazies if lazy is not None)
+        return tuple(root.lazy for root in self._alive())
 
     @property
     def waiting(self) -> tuple[Any, ...]:
@@ -365,8 +363,7 @@ class _Cut:
             if root in over or (root.lazy is not None and _core.is_spent(root.lazy)):
                 outputs.pop(id(root.lazy), None)
                 root.lazy = None
-        roots = (handed() for handed in self.handed)
-        values = {root.value for root in roots if root is not None and root.lazy is not None}
+        values = {root.value for root in self._alive()}
         for group in self.groups:
             group.leaves = () if values.isdisjoint(group.values) else group.leaves
         if not values:  # no other has still to go back

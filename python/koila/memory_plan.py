@@ -213,9 +213,11 @@ def _held_from(program: Program, course: Sequence[memory.Course]) -> list[tuple[
 
 
 def _moments(
-    program: Program, course: Sequence[memory.Course], is_backward: Sequence[bool]
+    program: Program,
+    names: layers.Names,
+    course: Sequence[memory.Course],
+    is_backward: Sequence[bool],
 ) -> Iterator[Moment]:
-    names = layers.Names(program)
     held = _held_from(program, course)
     positions = [position for position, _ in held]
     totals = [0, *itertools.accumulate(n_bytes for _, n_bytes in held)]
@@ -236,8 +238,7 @@ def _moments(
         )
 
 
-def _largest(program: Program, rows: int) -> tuple[Value, ...]:
-    names = layers.Names(program)
+def _largest(program: Program, names: layers.Names, rows: int) -> tuple[Value, ...]:
     share = rows / max(1, layers.rows_of(program))
     found = []
     for i, n_bytes, is_rows in layers.largest_kept(program, _N_LARGEST):
@@ -283,7 +284,8 @@ def of(
     # After the last step gradients, and the numbers of what the script holds, are delivered.
     of_step = [*(op in _OF_BACKWARD for op in ops), is_graph and not is_live]
     is_backward = [at.is_back or of_step[min(at.step, len(ops))] for at in course]
-    moments = tuple(_moments(cut, course, is_backward))
+    names = layers.Names(program)  # it looks for modules among all objects
+    moments = tuple(_moments(cut, names, course, is_backward))
     worst = max(moments, key=lambda moment: moment.n_bytes)
     phases = {
         phase: max((one.n_bytes for one in moments if one.phase == phase), default=0)
@@ -307,7 +309,7 @@ def of(
         there,
         phases,
         worst,
-        _largest(program, rows),
+        _largest(program, names, rows),
         moments,
         costs,
         tuple(summary),
