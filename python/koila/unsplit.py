@@ -221,18 +221,27 @@ def _through(graphs: Sequence[Tensor], of: Derivative) -> float:
     return _TWICE * outside.total(graphs) if of.is_deep else outside.peak(graphs)
 
 
+@contextlib.contextmanager
+def _on_meta_tensors() -> Iterator[None]:
+    """A block that makes recorded calls on meta tensors, with graphs: no mode or hook of the user
+    sees them, and what waits draws no number for them."""
+    was_busy = _core.is_busy()
+    _core.set_busy(True)
+    try:
+        with surroundings.outside(), torch.enable_grad():
+            yield
+    finally:
+        _core.set_busy(was_busy)
+
+
 def _of_derivative(program: Program, of: Derivative) -> float | None:
     """Bytes that a derivative takes at most: with the calls that wait and, where it is deep, the
     backward through its own graph to all leaves. None: meta tensors cannot tell."""
-    was_busy = _core.is_busy()
-    _core.set_busy(True)  # what waits draws no number for this
     try:
-        with surroundings.outside(), Counter() as counter, torch.enable_grad():
+        with _on_meta_tensors(), Counter() as counter:
             _differentiate(_Trace(program), of)
     except Exception:  # of all of torch
         return None
-    finally:
-        _core.set_busy(was_busy)
     found: float = _ABOVE * (counter.most + sum(map(_of_layers, program.nodes)))
     return found
 
@@ -249,10 +258,8 @@ def reached_by_gradients(
         name: of a leaf.
         names: of what is looked for: of leaves, and of gradients of outputs, -1 for the first.
     """
-    was_busy = _core.is_busy()
-    _core.set_busy(True)
     try:
-        with surroundings.outside(), torch.enable_grad():
+        with _on_meta_tensors():
             trace = _Trace(program)
             heads = [trace.env[value] for value in outputs]
             leaves = {v: leaf for v, leaf in trace.leaves.items() if leaf.requires_grad}
@@ -260,8 +267,6 @@ def reached_by_gradients(
             found = engine.gradients_of(heads, list(leaves.values()), starts, True)
     except Exception:  # of all of torch
         return None
-    finally:
-        _core.set_busy(was_busy)
     named = {id(one): -1 - i for i, one in enumerate(starts)}
     named.update((id(leaf), name(program.info(v).real)) for v, leaf in leaves.items())
     wanted = {key: {one} for key, one in named.items() if one in names}
