@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "saves: exp keeps nothing",
         "koila_c/core/ops.def",
-        '(exp,                 "input",   same,        to_float,        rowwise, output, ',
-        '(exp,                 "input",   same,        to_float,        rowwise, nothing,',
+        '(exp,                 "input",   LIGHT, same,        to_float,        rowwise, output, ',
+        '(exp,                 "input",   LIGHT, same,        to_float,        rowwise, nothing,',
         "tests/test_ops.py tests/test_infer.py -k exp",
     ),
     Mutant(
@@ -243,7 +243,7 @@ MUTANTS = [
     Mutant(
         "waiting: a product is light",
         "koila_c/core/waiting.c",
-        "bool is_light = node->mode == KL_MODE_ROWS && kl_ops_is_light(node->row);",
+        "bool is_light = node->mode == KL_MODE_ROWS && !node->row->is_heavy;",
         "bool is_light = node->mode == KL_MODE_ROWS;",
         "tests/test_core_c.py -k test_waiting",
     ),

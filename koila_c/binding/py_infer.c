@@ -395,9 +395,8 @@ row_object(const KlRow *row)
         return NULL;
     }
     return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N,s:N}", "name", row->name, "call", row->call, "kind",
-                         kinds[row->kind], "aliases", names, "light",
-                         PyBool_FromLong(kl_ops_is_light(row)), "held",
-                         held_object(kl_ops_held(row)));
+                         kinds[row->kind], "aliases", names, "is_heavy",
+                         PyBool_FromLong(row->is_heavy), "held", held_object(kl_ops_held(row)));
 }
 
 PyObject *

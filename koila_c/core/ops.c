@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ops.c - expands ops.def into ids, rows and aliases. It adds nothing but this: a row is heavy (not to be
- * run again lightly) when it is made of products, and light otherwise; and what reductions hold. */
+/* ops.c - expands ops.def into ids, rows and aliases, and reductions.def into what reductions hold. */
 #include "ops.h"
 
 #include <string.h>
@@ -23,8 +22,11 @@ enum {
 /* Effects: which words of the signature the op writes. */
 enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1, EFFECTS_STATS = 3 << 3 /* words 3 and 4 */ };
 
-/* What is held in flight: fields of KlHeld, and the most frequent of them. */
-#define HOLDS(...) (&(const KlHeld){__VA_ARGS__})
+enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
+
+/* Cells that a row may leave out. What is held in flight: fields of KlHeld, and the most frequent of them. */
+#define HELD(...) (&(const KlHeld){__VA_ARGS__})
+#define HOLDS(...) .held = HELD(__VA_ARGS__)
 #define EACH(n) {n, n, n}
 #define BACK(n) HOLDS(.back_outs = EACH(n))
 
@@ -85,26 +87,23 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
 #define place_spatial(n_) place_spatial, .n_mixed = n_
 
-/* The last cell that is looked at is the row's own, or where it has none the NULL behind it. */
-#define CELLS(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, held_cell, ...)        \
-    .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell, .place = place_##place_cell,         \
-    .saves = saves_##saves_cell, .effects = EFFECTS_##effects_cell, .held = held_cell
-#define CELLS_WRITTEN(shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, ...)           \
-    CELLS(shape_cell, dtype_cell, place_cell, saves_cell, ARG0, __VA_ARGS__)
+/* Cells that may be left out come last, as fields of KlRow. */
+#define CELLS(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, ...)      \
+    .is_heavy = WEIGHT_##weight_cell, .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell,    \
+    .place = place_##place_cell, .saves = saves_##saves_cell, .effects = EFFECTS_##effects_cell,   \
+    __VA_ARGS__
+#define CELLS_WRITTEN(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, effects_cell,   \
+                      ...)                                                                         \
+    CELLS(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, ARG0, __VA_ARGS__)
+#define ROW(name_, call_, kind_, cells_, ...)                                                      \
+    {.name = name_, .call = call_, .kind = KL_ROW_##kind_, cells_(__VA_ARGS__, )},
 
-#define OP(name_, call_, ...)                                                                      \
-    {.name = #name_, .call = call_, .kind = KL_ROW_OP, CELLS(__VA_ARGS__, NULL, )},
+#define OP(name_, call_, ...) ROW(#name_, call_, OP, CELLS, __VA_ARGS__)
 #define BOTH(name_, call_, ...)                                                                    \
-    OP(name_, call_, __VA_ARGS__){.name = #name_ "_",                                              \
-                                  .call = call_,                                                   \
-                                  .kind = KL_ROW_INPLACE,                                          \
-                                  CELLS_WRITTEN(__VA_ARGS__, NULL, )},
-#define VIEW(name_, call_, ...)                                                                    \
-    {.name = #name_, .call = call_, .kind = KL_ROW_VIEW, CELLS(__VA_ARGS__, NULL, )},
-#define INPLACE(name_, call_, ...)                                                                 \
-    {.name = #name_, .call = call_, .kind = KL_ROW_INPLACE, CELLS(__VA_ARGS__, NULL, )},
-#define RANDOM(name_, call_, ...)                                                                  \
-    {.name = #name_, .call = call_, .kind = KL_ROW_RANDOM, CELLS(__VA_ARGS__, NULL, )},
+    OP(name_, call_, __VA_ARGS__) ROW(#name_ "_", call_, INPLACE, CELLS_WRITTEN, __VA_ARGS__)
+#define VIEW(name_, call_, ...) ROW(#name_, call_, VIEW, CELLS, __VA_ARGS__)
+#define INPLACE(name_, call_, ...) ROW(#name_, call_, INPLACE, CELLS, __VA_ARGS__)
+#define RANDOM(name_, call_, ...) ROW(#name_, call_, RANDOM, CELLS, __VA_ARGS__)
 #define ALIAS(alias_, name_)
 
 const KlRow kl_ops_rows[] = {
@@ -134,17 +133,6 @@ is_placed(const KlRow *row, const KlPlaceRule *rules)
         rules++;
     }
     return *rules != NULL;
-}
-
-bool
-kl_ops_is_light(const KlRow *row)
-{
-    static const KlPlaceRule heavy[] = {
-        place_attention, place_baddbmm,  place_bilinear, place_bmm, place_cdist, place_conv,
-        place_einsum,    place_linear,   place_matmul,   place_mm,  place_mv,    place_outer,
-        place_rnn,       place_rnn_cell, place_grouped,  NULL,
-    };
-    return !is_placed(row, heavy);
 }
 
 bool
@@ -244,7 +232,7 @@ const KlReduction kl_ops_reductions[KL_N_REDUCES] = {
 #undef REDUCTION
 
 /* Of batch_norm and softmax only the input is kept, and its gradient is made in one go. */
-static const KlParts statistics = {2, 1, 2, NULL, HOLDS(.run = {.ins = 1}), false};
+static const KlParts statistics = {2, 1, 2, NULL, HELD(.run = {.ins = 1}), false};
 
 const KlParts *
 kl_ops_parts(KlReduce reduce, bool is_for_chunks)

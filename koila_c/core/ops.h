@@ -264,6 +264,7 @@ struct KlRow {
     const char *name; /* torch's own spelling */
     const char *call; /* the C-level function's signature: "x, dim=None, keepdim=False" */
     KlRowKind kind;
+    bool is_heavy; /* takes too long to run again rather than keep its results: made of products */
     KlShapeRule shape;
     KlDtypeRule dtype;
     KlPlaceRule place;
@@ -305,9 +306,6 @@ extern const KlReduction kl_ops_reductions[KL_N_REDUCES];
 
 /* What a reduction leaves and holds; `is_for_chunks`: the statistics of batch_norm. */
 const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
-
-/* Cheap enough to run again rather than keep: not made of products. */
-bool kl_ops_is_light(const KlRow *row);
 
 /* Whether its formula copies the gradient of the result where that is a smaller one, expanded. */
 bool kl_ops_copies_expanded(const KlRow *row);

@@ -139,8 +139,7 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     if (node->is_open) {
         return true; /* no number is read, and no rows: the bodies of all batches may have it */
     }
-    bool is_light =
-        node->mode == KL_MODE_REDUCE || (node->row != NULL && kl_ops_is_light(node->row));
+    bool is_light = node->mode == KL_MODE_REDUCE || (node->row != NULL && !node->row->is_heavy);
     if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->leaf_writes != 0) {
         return false;
     }

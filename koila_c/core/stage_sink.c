@@ -62,7 +62,7 @@ can_sink(const KlTape *tape, const KlStages *stages, KlNodeId id)
         node->n_inputs > 0 ? input_of(tape, node, node->n_inputs - 1)->value : KL_ID_NONE;
     KlNodeId maker = last != KL_ID_NONE ? tape->values[last].node : KL_ID_NONE;
     bool is_given = maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks;
-    bool is_able = node->mode == KL_MODE_ROWS && node->row != NULL && kl_ops_is_light(node->row) &&
+    bool is_able = node->mode == KL_MODE_ROWS && node->row != NULL && !node->row->is_heavy &&
                    !stages->is_data[id] && !node->is_open && !node->is_random &&
                    node->writes == 0 && (node->leaf_writes == 0 || is_given) &&
                    node->refresh_of == KL_ID_NONE;

@@ -42,8 +42,8 @@ static bool
 is_linear(const Tail *tail, const KlNode *node)
 {
     bool has_gradient = false;
-    if (node->mode == KL_MODE_ONCE || node->row == NULL || !kl_ops_is_light(node->row) ||
-        node->is_random || node->writes != 0 || node->leaf_writes != 0 || node->row_ranges != 0 ||
+    if (node->mode == KL_MODE_ONCE || node->row == NULL || node->row->is_heavy || node->is_random ||
+        node->writes != 0 || node->leaf_writes != 0 || node->row_ranges != 0 ||
         node->refresh_of != KL_ID_NONE || node->is_for_chunks || node->is_open || node->is_done ||
         node->saves.outputs != 0 || node->saves.bytes_extra > 0) {
         return false;

@@ -101,7 +101,7 @@ note_made(const KlWaiting *waiting, const KlNode *node)
         !writes_its_own(waiting, node)) {
         return false;
     }
-    bool is_light = node->mode == KL_MODE_ROWS && kl_ops_is_light(node->row);
+    bool is_light = node->mode == KL_MODE_ROWS && !node->row->is_heavy;
     for (uint32_t k = 0; k < node->n_inputs && is_light; k++) {
         is_light = is_there(waiting, input_of(waiting, node, k)->value);
     }
@@ -333,7 +333,7 @@ kl_waiting_find(const KlWaiting *waiting, const KlRun *run, bool *can_wait, KlId
     for (uint32_t i = 0; i < run->nodes.n && *can_wait; i++) {
         const KlNode *node = node_at(waiting, run, i);
         *can_wait = note_made(waiting, node);
-        has_heavy |= node->mode == KL_MODE_ROWS && node->row != NULL && !kl_ops_is_light(node->row);
+        has_heavy |= node->mode == KL_MODE_ROWS && node->row != NULL && node->row->is_heavy;
     }
     *can_wait &= has_heavy; /* else to run it again is light */
     for (uint32_t i = 0; i < run->nodes.n && *can_wait && status == KL_OK; i++) {

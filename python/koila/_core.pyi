@@ -62,7 +62,7 @@ class _Row(TypedDict):
     call: str
     kind: str
     aliases: list[str]
-    light: bool
+    is_heavy: bool
     held: _Held
 
 @type_check_only

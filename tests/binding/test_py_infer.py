@@ -199,15 +199,15 @@ def test_memory_that_runs_out() -> None:
 def test_op_table() -> None:
     table = {row["name"]: row for row in core.op_table()}
     assert len(table) == len(core.op_table()) > 400
-    words = {"name", "call", "kind", "aliases", "light", "held"}
+    words = {"name", "call", "kind", "aliases", "is_heavy", "held"}
     assert all(set(row) == words for row in table.values())
     assert {row["kind"] for row in table.values()} == {"OP", "VIEW", "INPLACE", "RANDOM"}
     kinds = {"add": "OP", "view": "VIEW", "add_": "INPLACE", "dropout": "RANDOM"}
     assert {name: table[name]["kind"] for name in kinds} == kinds
     assert table["mul"]["aliases"] == ["__mul__", "__rmul__", "multiply"]
     assert table["relu"]["call"] == "input"
-    assert table["relu"]["light"] is True
-    assert table["matmul"]["light"] is False
+    assert table["relu"]["is_heavy"] is False
+    assert table["matmul"]["is_heavy"] is True
     assert table["div"]["held"][1] == (0, 2, 2)  # for each operand, and any further one
     assert table["div_"]["held"] == table["div"]["held"] != table["relu"]["held"]
 
