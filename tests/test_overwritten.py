@@ -270,6 +270,14 @@ WRITTEN_SINCE = (
     "r = c(f, x); {}; l = r.sum()\nwith torch.no_grad(): w.add_(1)\n",
     "r = c(lambda x: (x + v).tanh(), x); {}; l = r.sum()\nwith torch.no_grad(): v.add_(1)\n",
     "h = x @ w; r = c(lambda h: (h + v).tanh(), h); {}; l = r.sum(); h.mul_(2)",
+    "r = c(g, x); {}; l = r.sum(); x.mul_(2)",
+    "h = x * 2; r = c(lambda x: (h + v).tanh(), x); {}; l = r.sum(); h.mul_(2)",
+    "h = x @ w; r = c(lambda x: (h + v).tanh(), x); {}; l = r.sum(); h.mul_(2)",
+    "r = c(g, x); {}; l = r.sum(); x.data.mul_(2)",
+    "r = c(g, x); {}; l = r.sum(); v.data.mul_(2)",
+    "r = c(g, x); {}; l = r.sum(); r.data.mul_(2)",
+    "r = c(g, x); d = r.data; {}; l = r.sum(); d.mul_(2)",
+    "r = c(lambda x: c(g, x) * 2, x); {}; l = r.sum(); x.data.mul_(2)",
 )
 
 
@@ -278,6 +286,7 @@ def test_a_checkpoint_that_ran_whole(text: str) -> None:
     program = (
         "from functools import partial; from torch.utils.checkpoint import checkpoint\n"
         "c = partial(checkpoint, use_reentrant=False); f = lambda x: (x @ w).tanh()\n"
+        "g = lambda x: (x + v).tanh()\n"
         f"{text.format('r.grad_fn.register_prehook(lambda g: None)')}; l.backward()"
     ).replace("\n; l", "\nl")
     want = run(program, lambda *given: given)
@@ -287,5 +296,47 @@ def test_a_checkpoint_that_ran_whole(text: str) -> None:
         if text in WRITTEN_SINCE and chunks > 1:
             assert isinstance(got, str)
             assert "was written before backward, where torch runs that once more" in got
+        else:
+            compare(got, want)
+
+
+#: Writes of what torch reads again, which it does not see; a program in chunks would read the old.
+READ_AGAIN = (
+    "h = x * 2; r = c(lambda x: (h + v).tanh(), x); h.mul_(2)",
+    "h = x @ w; r = c(lambda x: (h + v).tanh(), x); h = h.mul_(2)",
+    "h = x @ w; r = c(lambda x: c(lambda x: (h + v).tanh(), x) * 2, x); h[0] = 0",
+    "h = x * 2; h.sum().item(); r = c(lambda x: (h + v).tanh(), x); h.mul_(2)",
+    "h = x * 2; r = c(g, h); h.data.mul_(2)",
+    "h = x * 2; h.sum().item(); r = c(g, h); h.data.mul_(2)",
+    "r = c(g, x); x.data.mul_(2)",
+    "r = c(lambda y: (x + v).tanh(), y); x.mul_(2)",
+    "r = c(g, x); r.data.mul_(2)",
+    "r = c(g, x); r.pow(2).sum().backward(retain_graph=True); r.data.mul_(2)",
+)
+#: The same, where nothing that the backward needs was written.
+NOT_READ_AGAIN = (
+    "h = x * 2; r = c(lambda x: (h + v).tanh(), x); k = h * 2; k.mul_(2)",
+    "r = c(g, x); r.data.sum()",
+    "r = c(lambda x: (x + v) * 2, x); x.mul_(3); x.data.add_(1)",
+    "h = x * 2\ndef s(x):\n    r = (h + v).tanh(); m.copy_(r.detach().mean(0)); return r * m\n"
+    "m = h.sum(0); r = c(s, x)",
+    "r = c(lambda x: c(g, x * 2).mul(2), x); x = x * 2",
+)
+
+
+@pytest.mark.parametrize("text", READ_AGAIN + NOT_READ_AGAIN)
+def test_what_a_checkpoint_reads_again_is_written(text: str) -> None:
+    text = (
+        "from functools import partial; from torch.utils.checkpoint import checkpoint\n"
+        "c = partial(checkpoint, use_reentrant=False); g = lambda x: (x + v).tanh()\n"
+        f"{text}\nr.sum().backward()"
+    )
+    want = run(text, lambda *given: given)
+    assert not isinstance(want, str)
+    for chunks in (2, N_ROWS):
+        with koila.config(chunks=chunks):
+            got = run(text, koila.lazy)
+        if any(text.count(one) for one in READ_AGAIN):
+            assert "was written before backward, where torch runs that once more" in str(got)
         else:
             compare(got, want)

@@ -140,9 +140,10 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             return -1;
         }
     } else {
-        PyObject *kept = node->region != 0
-                             ? PyObject_CallFunction(kl_py.keep, "II", id, node->region)
-                             : Py_NewRef(Py_None);
+        bool is_kept = node->region != 0 || (node->row != NULL && kl_ops_is_detached(node->row));
+        PyObject *kept = is_kept ? PyObject_CallFunction(kl_py.keep, "IIII", id, node->region,
+                                                         node->first_out, node->n_outs)
+                                 : Py_NewRef(Py_None);
         PyObject *result = kept != NULL ? run_call(tape, id) : NULL;
         kl_context_end_outside(kept);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;

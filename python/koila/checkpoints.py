@@ -19,8 +19,10 @@ import re
 import sys
 import threading
 import types
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +31,14 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import handle_torch_function
 
-from koila import _core, explain, lines, norms, planner, surroundings, unwritten
+from koila import _core, explain, lines, meta, norms, planner, surroundings, unwritten
 from koila.errors import KoilaError
-from koila.program import Program
+from koila.program import Node, Program, is_data
 
 
 class _State(threading.local):
     groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
+    outermost = 0  # the region of the outermost of these
 
 
 _state = _State()
@@ -294,11 +297,18 @@ def _recording(
     try:
         with _region(is_reentrant) as region:
             _note_modes(region, found)
+            _state.outermost = _state.outermost if outer else region
+            _core.memo().setdefault("outermost", {})[region] = _state.outermost
+            lazies = [one for one in given if type(one) is _core.LazyTensor]
+            before = [_core.id(one) for one in lazies]
+            yield
             if not outer:  # else what it is given is made again too
-                ids = (_core.id(one) for one in given if type(one) is _core.LazyTensor)
+                after = (
+                    _core.id(one) for one in lazies
+                )  # the body may have been the first to read
+                ids = (b if a is None else a for a, b in zip(before, after, strict=True))
                 kept = [value for value in ids if value is not None]
                 _core.memo().setdefault("given", {})[region] = kept
-            yield
     finally:
         group.index = next(_ends)
         _state.groups = outer
@@ -364,60 +374,104 @@ def check(program: Program, has_inputs: bool) -> None:
             )
 
 
-def given(program: Program) -> Iterator[tuple[int, int]]:
-    """What the checkpoints that backward reaches keep, as they were given it, to run their
-    functions again: the first call of each, and a value."""
+class Body(NamedTuple):
+    """What a checkpoint's function, with those of checkpoints in it, reads and did not make."""
+
+    nodes: list[Node]
+    given: list[int]  # torch keeps these, and sees it where they were written
+    read: set[int]
+
+
+def bodies(program: Program) -> Iterator[Body]:
+    """What torch would read again where backward reaches a checkpoint, to run its function."""
     regions = reached(program) if program.has_checkpoints else set()
-    for region, values in _core.memo().get("given", {}).items() if regions else ():
-        if region in regions:
-            first = min(node.id for node in program.nodes.values() if node.region == region)
-            yield from ((first, value) for value in values)
+    outermost = _core.memo().get("outermost", {})  # a body may have begun on another tape
+    ends = {outermost.get(region, region) for region in regions}
+    found: dict[int, list[Node]] = defaultdict(list)
+    for node in program.nodes.values() if ends else ():
+        region = outermost.get(node.region, node.region)
+        if region in ends:
+            found[region].append(node)
+    for region, nodes in found.items():
+        given = _core.memo().get("given", {}).get(region, [])
+        reads = {program.imports[i].value for node in nodes for i in node.imports if i >= 0}
+        made = {out for node in nodes for out in node.outs}
+        yield Body(nodes, given, reads.difference(made))
 
 
-class _Kept(NamedTuple):
-    """A tensor that a call of a checkpoint saved, or the checkpoint was given, as it was then."""
+class _Kept:
+    """A tensor that a call of a checkpoint saved, or read, as it was then."""
 
-    tensor: Tensor
-    version: int
+    __slots__ = ("__weakref__", "checksum", "tensor", "version")
 
-    @staticmethod
-    def of(tensor: Tensor) -> _Kept:
-        same = tensor.detach()  # counts the same writes, and holds no graph
-        return _Kept(same, same._version)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # counts the same writes, and holds no graph
+        self.version = _version(self.tensor)
+        self.checksum: tuple[int, int] | None = None  # where x.data was taken of its memory
+        _kept.add(self)
+
+    def is_written(self) -> bool:
+        return _version(self.tensor) != self.version or (
+            self.checksum is not None and meta.checksum(self.tensor) != self.checksum
+        )
+
+
+_kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+_is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
+
+
+def watch(tensor: Tensor) -> None:
+    """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
+    trace but the numbers."""
+    for kept in list(_kept):
+        if kept.checksum is None and _is_alias(kept.tensor, tensor):
+            kept.checksum = meta.checksum(kept.tensor)
 
 
 @contextlib.contextmanager
-def _keeping(i: int, region: int) -> Iterator[None]:
+def _keeping(i: int, region: int, outs: range) -> Iterator[None]:
     """A block in which a call of a checkpoint's body runs live: autograd keeps what it saves, where
     torch would make that again in backward, of what the body reads by then. So none of that may be
     written until then, which backward looks at."""
     func, row, _, where, _, read, _ = _core.node(i)
     name = f"{row or getattr(func, '__name__', 'a call')} ({where})"
-    given = _core.memo().get("given", {}).get(region, ())
-    entered: dict[int, _Kept] = _core.memo().setdefault("entered", {}).setdefault(region, {})
+    whole = _core.memo().get("outermost", {}).get(region, region)
+    made, entered = _core.memo().setdefault("live", {}).setdefault(whole, (set(), {}))
 
     def unpack(kept: _Kept) -> Tensor:
-        for tensor, version in (kept, *entered.values()):
-            if tensor._version != version:
-                raise KoilaError(
-                    f"checkpoint: a tensor of shape {list(tensor.shape)} that {name} in its "
-                    "function keeps, or that the function reads, was written before backward, "
-                    "where torch runs that once more; here it ran once, whole. Write it after "
-                    "backward, or run it whole: koila.config(chunks=1)"
-                )
+        for one in (kept, *entered.values()):
+            if one.is_written():
+                refuse_written(one.tensor.shape, name)
         return kept.tensor
 
-    reals = {value: _core.value(value)[5] for value in read if value >= 0}
-    with torch.autograd.graph.saved_tensors_hooks(_Kept.of, unpack):
+    reals = {value: _core.value(value)[5] for value in read if value >= 0 and value not in made}
+    with torch.autograd.graph.saved_tensors_hooks(_Kept, unpack):
         yield
     for value, real in reals.items():  # what the call itself writes of these is no matter
-        if real is not None and real.requires_grad and (real.is_leaf or value in given):
-            entered[value] = _Kept.of(real)
+        if real is not None:
+            entered[value] = _Kept(real)
+    made.update(outs)
 
 
-def keep(i: int, region: int) -> Any:
-    """`_keeping`, entered."""
-    block = _keeping(i, region)
+def refuse_written(shape: Iterable[int], name: str) -> NoReturn:
+    """Raise: what a call of a checkpoint's body needs was written."""
+    raise KoilaError(
+        f"checkpoint: a tensor of shape {list(shape)} that {name} in its function keeps, or that "
+        "the function reads, was written before backward, where torch runs that once more; koila "
+        "runs it once. Write it after backward, or run it whole: koila.config(chunks=1)"
+    )
+
+
+def keep(i: int, region: int, first_out: int, n_outs: int) -> Any:
+    """A call runs live: `_keeping`, entered, where it is one of a checkpoint's body; and what is
+    kept is watched where it is x.data."""
+    func, *_, read, _ = _core.node(i)
+    real = _core.value(read[0])[5] if is_data(func) else None
+    if real is not None:
+        watch(real)
+    if not region:
+        return None
+    block = _keeping(i, region, range(first_out, first_out + n_outs))
     block.__enter__()
     return block
 

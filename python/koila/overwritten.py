@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,14 +22,18 @@ _LAST = 2**32 - 2  # after all nodes
 _TEXT = (
     "one of the variables needed for gradient computation has been modified by an inplace operation"
 )
+_ELSEWHERE = "a call that is not recorded"
 
 
 def check(program: Program) -> None:
     """Raise what eager's backward raises."""
-    for first, value in checkpoints.given(program):
-        written = _core.writer_from(first, value)  # in the program or not
-        if written is not None and not _is_uncounted(program, value):
-            _refuse(program, value, "the checkpoint", written[0])
+    for body in checkpoints.bodies(program):
+        for value in body.given:
+            written = _core.writer_from(body.nodes[0].id, value)  # in the program or not
+            if written is not None and not _is_uncounted(program, value):
+                _refuse(program, value, "the checkpoint", written[0])
+        for value in body.read:
+            _check_read_again(program, value, body.nodes)
     before = _LAST
     while (found := _core.overwritten(program.handle, before)) is not None:
         before, values = found
@@ -43,13 +47,38 @@ def check(program: Program) -> None:
                 _refuse(program, value, _call(node.id), writer)
 
 
-def _refuse(program: Program, value: int, keeps: str, writer: int) -> None:
+def _check_read_again(program: Program, value: int, body: Sequence[Node]) -> None:
+    """Raise where a call after a checkpoint writes what its function reads, and torch, which runs
+    that once more, does not see it: it reads other numbers then."""
+    info, regions = program.info(value), {node.region for node in body}
+    written = _core.writer_from(body[0].id, value) if info.base != value else None
+    while written is not None and written[1] in regions:
+        written = _core.writer_from(written[0] + 1, value)
+    if written is None:
+        return
+    _core.abandon()
+    checkpoints.refuse_written(info.shape, _reader(program, value, body))
+
+
+def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
+    """The first call of a checkpoint's function that reads a value."""
+    reads = (
+        n for n in body if any(i >= 0 and program.imports[i].value == value for i in n.imports)
+    )
+    return _call(next(reads).id)
+
+
+def _refuse(program: Program, value: int, keeps: str, writer: int) -> NoReturn:
     draws.move_on()  # what is drawn from now on comes after it, as in eager
     _core.abandon()
+    _raise(program, value, keeps, _call(writer))
+
+
+def _raise(program: Program, value: int, keeps: str, writer: str) -> NoReturn:
     info = program.info(value)
     kind = torch.empty(0, dtype=info.dtype, device=info.device).type()
     raise RuntimeError(
-        f"{_TEXT}: [{kind} {list(info.shape)}], which {keeps} keeps, was written by {_call(writer)}"
+        f"{_TEXT}: [{kind} {list(info.shape)}], which {keeps} keeps, was written by {writer}"
     )
 
 
@@ -61,13 +90,18 @@ def _is_made_again(program: Program, node: Node, value: int, writing: int) -> bo
     return is_inside and writing != node.region
 
 
-def check_leaves(
-    program: Program, leaves: Collection[int], uncounted: Collection[int] = ()
-) -> None:
+def check_leaves(program: Program, leaves: set[int], uncounted: Collection[int] = ()) -> None:
     """Raise what eager's backward raises where a call kept one of `leaves`, or of what was handed
     out, which was written since by a call that is not in the program; a StaleError for those that
     torch did not see written: of these its gradients are of the new numbers, and what else was kept
     of the old."""
+    for body in checkpoints.bodies(program):
+        for value in leaves.intersection(body.read):
+            if value in body.given and value not in uncounted:
+                _raise(program, value, "the checkpoint", _ELSEWHERE)
+            checkpoints.refuse_written(
+                program.info(value).shape, _reader(program, value, body.nodes)
+            )
     for node in program.nodes.values():
         if not any(map(program.needs_gradient, node.outs)):
             continue
@@ -82,11 +116,7 @@ def check_leaves(
                         f"{_call(node.id)} keeps a tensor of shape {list(info.shape)}, which was "
                         "written through .data before its backward; write it after backward()"
                     )
-                kind = torch.empty(0, dtype=info.dtype, device=info.device).type()
-                raise RuntimeError(
-                    f"{_TEXT}: [{kind} {list(info.shape)}], which {_call(node.id)} keeps, was "
-                    "written by a call that is not recorded"
-                )
+                _raise(program, value, _call(node.id), _ELSEWHERE)
 
 
 def _moved_by(program: Program, node: Node) -> set[int]:

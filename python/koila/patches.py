@@ -262,10 +262,14 @@ def _patch_data() -> None:
     def get(self: torch.Tensor) -> Any:
         if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
             bridge.watch_handed_out(self)
+            real = _core.real(self)
+            if real is not None:
+                checkpoints.watch(real)
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         if _core.leaves_of(self):
             watch(self)
         bridge.watch(self)
+        checkpoints.watch(self)
         return original.__get__(self)
 
     @in_turn
