@@ -117,7 +117,7 @@ ranges_of(Recording *recording)
 {
     const KlPyBound *bound = &recording->bound;
     bool has_role = false;
-    if (kl_ops_tie(recording->function->row) != KL_TIE_PUT || bound->args[2].kind != KL_ARG_VALUE ||
+    if (recording->function->row->tie != KL_TIE_PUT || bound->args[2].kind != KL_ARG_VALUE ||
         bound->args[2].input >= 64) {
         return 0;
     }
@@ -332,7 +332,7 @@ begin_order(Recording *recording)
 {
     Tape *tape = recording->tape;
     KlInferred *inferred = &tape->inferred;
-    KlTie tie = kl_ops_tie(recording->function->row);
+    KlTie tie = recording->function->row->tie;
     const KlMeta *keys = recording->bound.inputs[0];
     const KlArg *descending = &recording->bound.args[2];
     if ((tie != KL_TIE_SORT && tie != KL_TIE_ARGSORT) || inferred->split.mode != KL_MODE_ONCE ||

@@ -29,6 +29,7 @@ enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
 #define HOLDS(...) .held = HELD(__VA_ARGS__)
 #define EACH(n) {n, n, n}
 #define BACK(n) HOLDS(.back_outs = EACH(n))
+#define TIE(to_) .tie = KL_TIE_##to_
 
 /* What torch keeps for backward where words of the signature say it (derivatives.yaml): an input is kept only
  * where the gradient that needs it is wanted. Cells that are not here are functions. */
@@ -145,29 +146,6 @@ kl_ops_copies_expanded(const KlRow *row)
         place_mm,         place_rnn,    place_softmax,    place_spatial,         NULL,
     };
     return is_placed(row, copying);
-}
-
-KlTie
-kl_ops_tie(const KlRow *row)
-{
-    static const struct {
-        uint32_t op;
-        KlTie tie;
-    } ties[] = {
-        {KL_OP_sort, KL_TIE_SORT},          {KL_OP_argsort, KL_TIE_ARGSORT},
-        {KL_OP_topk, KL_TIE_INDICES},       {KL_OP_argmax, KL_TIE_INDICES},
-        {KL_OP___getitem__, KL_TIE_TAKE},   {KL_OP_index_select, KL_TIE_SELECT},
-        {KL_OP___setitem__, KL_TIE_PUT},    {KL_OP_index_add, KL_TIE_ADD},
-        {KL_OP_index_add_, KL_TIE_ADD},     {KL_OP_floor_divide, KL_TIE_DIVIDE},
-        {KL_OP_histc, KL_TIE_COUNT},        {KL_OP_cumsum, KL_TIE_ADD_UP},
-        {KL_OP__grouped_mm, KL_TIE_GROUPS},
-    };
-    for (size_t i = 0; i < sizeof(ties) / sizeof(ties[0]); i++) {
-        if (row == &kl_ops_rows[ties[i].op]) {
-            return ties[i].tie;
-        }
-    }
-    return KL_TIE_NONE;
 }
 
 uint32_t

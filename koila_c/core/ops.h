@@ -278,6 +278,7 @@ struct KlRow {
     KlDtype dtype_to;
     KlKinds kinds; /* of dtypes that a dtype rule takes */
     KlReduce reduce;
+    KlTie tie;
     bool is_joining;    /* its place rule knows inputs of several batches */
     const KlHeld *held; /* NULL: operands, results and gradients are all there is */
 };
@@ -309,7 +310,6 @@ const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
 
 /* Whether its formula copies the gradient of the result where that is a smaller one, expanded. */
 bool kl_ops_copies_expanded(const KlRow *row);
-KlTie kl_ops_tie(const KlRow *row);
 
 /* The operand whose gradient is a sum over rows that its call can make in what gathers; KL_ID_NONE: none. */
 uint32_t kl_ops_accruing(const KlRow *row);

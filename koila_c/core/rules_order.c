@@ -246,7 +246,7 @@ kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result)
     }
     uint32_t index = KL_ID_NONE;
     int64_t dim = 1;
-    switch (kl_ops_tie(call->row)) {
+    switch (call->row->tie) {
     case KL_TIE_TAKE:
         index = index_of(call);
         return index != KL_ID_NONE && take(call, 0, index, order, result);

@@ -99,7 +99,7 @@ kl_tape_is_index(const KlTape *tape, KlValueId value)
     while (value != KL_ID_NONE && tape->values[value].node != KL_ID_NONE &&
            tape->values[value].meta.dtype == KL_DTYPE_INT64) {
         const KlNode *node = &tape->nodes[tape->values[value].node];
-        KlTie tie = node->row != NULL ? kl_ops_tie(node->row) : KL_TIE_NONE;
+        KlTie tie = node->row != NULL ? node->row->tie : KL_TIE_NONE;
         if (tie == KL_TIE_INDICES || tie == KL_TIE_SORT || tie == KL_TIE_ARGSORT) {
             return value == node->first_out + node->n_outs - 1;
         }
