@@ -16,8 +16,9 @@ from torch import Tensor
 
 import koila
 from koila import _core
-from koila.partials import REDUCTIONS, Call, Reduction, parse
+from koila.partials import REDUCTIONS, Call, Reduction
 from koila.program import Program
+from koila.table import parse
 
 inf, nan = torch.inf, torch.nan
 SIGNATURES = {row["name"]: row["call"] for row in _core.op_table()}

@@ -383,6 +383,7 @@ static PyObject *
 row_object(const KlRow *row)
 {
     static const char *const kinds[] = {"OP", "VIEW", "INPLACE", "RANDOM"};
+    static const char *const gathers[] = {"", "LINEAR", "PRODUCT", "SUM", "ENTRIES"};
     PyObject *names = PyList_New(0);
     const char *alias = NULL;
     const KlRow *target = NULL;
@@ -394,9 +395,10 @@ row_object(const KlRow *row)
     if (names == NULL) {
         return NULL;
     }
-    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N,s:N}", "name", row->name, "call", row->call, "kind",
-                         kinds[row->kind], "aliases", names, "is_heavy",
-                         PyBool_FromLong(row->is_heavy), "held", held_object(kl_ops_held(row)));
+    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N,s:s,s:N}", "name", row->name, "call", row->call,
+                         "kind", kinds[row->kind], "aliases", names, "is_heavy",
+                         PyBool_FromLong(row->is_heavy), "gathers", gathers[row->gathers], "held",
+                         held_object(kl_ops_held(row)));
 }
 
 PyObject *

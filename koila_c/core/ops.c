@@ -29,6 +29,7 @@ enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
 #define HOLDS(...) .held = HELD(__VA_ARGS__)
 #define EACH(n) {n, n, n}
 #define BACK(n) HOLDS(.back_outs = EACH(n))
+#define GATHERS(how_, word_) .gathers = KL_GATHERS_##how_, .gathered = word_
 #define TIE(to_) .tie = KL_TIE_##to_
 
 /* What torch keeps for backward where words of the signature say it (derivatives.yaml): an input is kept only
@@ -146,22 +147,6 @@ kl_ops_copies_expanded(const KlRow *row)
         place_mm,         place_rnn,    place_softmax,    place_spatial,         NULL,
     };
     return is_placed(row, copying);
-}
-
-uint32_t
-kl_ops_accruing(const KlRow *row)
-{
-    static const struct {
-        uint32_t op, operand;
-    } known[] = {
-        {KL_OP_linear, 1}, {KL_OP_matmul, 1}, {KL_OP_mm, 1}, {KL_OP_addmm, 2}, {KL_OP_embedding, 0},
-    };
-    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
-        if (row == &kl_ops_rows[known[i].op]) {
-            return known[i].operand;
-        }
-    }
-    return KL_ID_NONE;
 }
 
 bool

@@ -141,6 +141,16 @@ typedef enum {
     KL_TIE_GROUPS,
 } KlTie;
 
+/* Whose gradient is a sum over rows, which the call can add to what gathers without making it: that of a
+ * matrix. How, koila/accrue.py says. */
+typedef enum {
+    KL_GATHERS_NOTHING,
+    KL_GATHERS_LINEAR,
+    KL_GATHERS_PRODUCT,
+    KL_GATHERS_SUM, /* of what is given and a product */
+    KL_GATHERS_ENTRIES,
+} KlGathers;
+
 /* An axis may be an *order*: the rows of another one, sorted in each chunk on its own. */
 typedef struct KlOrder {
     KlAxisId of; /* that axis; KL_ID_NONE: it is none, or is not any more */
@@ -279,6 +289,8 @@ struct KlRow {
     KlKinds kinds; /* of dtypes that a dtype rule takes */
     KlReduce reduce;
     KlTie tie;
+    KlGathers gathers;
+    uint8_t gathered;   /* the word of that matrix */
     bool is_joining;    /* its place rule knows inputs of several batches */
     const KlHeld *held; /* NULL: operands, results and gradients are all there is */
 };
@@ -310,9 +322,6 @@ const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
 
 /* Whether its formula copies the gradient of the result where that is a smaller one, expanded. */
 bool kl_ops_copies_expanded(const KlRow *row);
-
-/* The operand whose gradient is a sum over rows that its call can make in what gathers; KL_ID_NONE: none. */
-uint32_t kl_ops_accruing(const KlRow *row);
 
 /* A normalization over the batch, which may be given the statistics of all rows. */
 bool kl_ops_is_batch_norm(const KlRow *row);

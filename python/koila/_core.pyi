@@ -63,6 +63,7 @@ class _Row(TypedDict):
     kind: str
     aliases: list[str]
     is_heavy: bool
+    gathers: str
     held: _Held
 
 @type_check_only

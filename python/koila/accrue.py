@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from koila import engine
+from koila import engine, table
 from koila.cross import owned
 from koila.program import ROWS, Node, Program
 
@@ -115,43 +115,26 @@ def _can(weight: torch.Tensor) -> bool:
     return is_alias and not is_cast and torch.is_grad_enabled()
 
 
-def _linear(
-    call: Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    return _apply(_Product, call, weight, (input, weight, bias, True, (1, 1)))
+def _linear(call: Call, words: dict[str, Any]) -> torch.Tensor:
+    x, weight = words["input"], words["weight"]
+    return _apply(_Product, call, weight, (x, weight, words.get("bias"), True, (1, 1)))
 
 
-def _matmul(call: Call, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return _apply(_Product, call, other, (input, other, None, False, (1, 1)))
+def _product(call: Call, words: dict[str, Any]) -> torch.Tensor:
+    x, weight = words["input"], words["other" if "other" in words else "mat2"]
+    return _apply(_Product, call, weight, (x, weight, None, False, (1, 1)))
 
 
-def _mm(call: Call, input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
-    return _matmul(call, input, mat2)
+def _sum(call: Call, words: dict[str, Any]) -> torch.Tensor:
+    x, weight, scales = words["mat1"], words["mat2"], (words.get("beta", 1), words.get("alpha", 1))
+    return _apply(_Product, call, weight, (x, weight, words["input"], False, scales))
 
 
-def _addmm(
-    call: Call,
-    input: torch.Tensor,
-    mat1: torch.Tensor,
-    mat2: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> torch.Tensor:
-    return _apply(_Product, call, mat2, (mat1, mat2, input, False, (beta, alpha)))
-
-
-def _embedding(
-    call: Call,
-    weight: torch.Tensor,
-    indices: torch.Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> torch.Tensor:
-    if sparse:
+def _entries(call: Call, words: dict[str, Any]) -> torch.Tensor:
+    if words.get("sparse"):
         return call()
-    return _apply(_LookUp, call, weight, (weight, indices, padding_idx))
+    weight, padding = words["weight"], words.get("padding_idx", -1)
+    return _apply(_LookUp, call, weight, (weight, words["indices"], padding))
 
 
 def _apply(function: Any, call: Call, weight: torch.Tensor, words: tuple[Any, ...]) -> torch.Tensor:
@@ -159,13 +142,12 @@ def _apply(function: Any, call: Call, weight: torch.Tensor, words: tuple[Any, ..
     return made
 
 
-#: By row: given the call and its arguments by the row's words.
-_OF_ROW: dict[str, Callable[..., torch.Tensor]] = {
-    "linear": _linear,
-    "matmul": _matmul,
-    "mm": _mm,
-    "addmm": _addmm,
-    "embedding": _embedding,
+#: By what the cell of the row says: given the call and its arguments by the row's words.
+_BY_CELL: dict[str, Callable[[Call, dict[str, Any]], torch.Tensor]] = {
+    "LINEAR": _linear,
+    "PRODUCT": _product,
+    "SUM": _sum,
+    "ENTRIES": _entries,
 }
 
 
@@ -179,5 +161,8 @@ def run(
     """Run a product of rows whose weight's gradient gathers; None: it is no such call, or torch may
     differentiate it twice, which these products do not know."""
     is_such = node.mode == ROWS and not program.is_derived
-    of_row = _OF_ROW.get(program.row_of(node)) if is_such else None
-    return of_row(lambda: func(*args, **kwargs), *args, **kwargs) if of_row else None
+    row = table.ROWS.get(program.row_of(node)) if is_such else None
+    if row is None or not row["gathers"]:
+        return None
+    words = table.bind(row["call"], args, kwargs)
+    return _BY_CELL[row["gathers"]](lambda: func(*args, **kwargs), words)

@@ -41,6 +41,7 @@ from koila import (
     scans,
     surroundings,
     switches,
+    table,
     unwritten,
     versions,
     written,
@@ -101,8 +102,6 @@ _C_CALLABLES = (
 #: are given other words.
 PYTHON_ROWS = frozenset(("embedding_bag",))
 
-_rows = {name: row["kind"] for row in _core.op_table() for name in (row["name"], *row["aliases"])}
-
 
 def _is_out(schema: Any) -> bool:
     return any(argument.is_out for argument in schema.arguments)
@@ -130,10 +129,10 @@ def _returns_list(schema: Any) -> bool:
 
 def _row_of(func: Callable[..., Any], name: str) -> str | None:
     """The row of a callable: a method whose words stand in another order has one of its own."""
-    if isinstance(func, types.MethodDescriptorType) and f"Tensor_{name}" in _rows:
+    if isinstance(func, types.MethodDescriptorType) and f"Tensor_{name}" in table.ROWS:
         return f"Tensor_{name}"
     is_meant = name not in PYTHON_ROWS or isinstance(func, types.FunctionType)
-    return name if name in _rows and is_meant else None
+    return name if name in table.ROWS and is_meant else None
 
 
 def _register_op(func: Callable[..., Any], name: str) -> None:
@@ -145,7 +144,7 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)
     instead = scalars.instead(name, handlers.DECLINED.get(name))
-    if row is not None and _rows[row] == "INPLACE":
+    if row is not None and table.ROWS[row]["kind"] == "INPLACE":
         instead = written.instead(instead)
     _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
 
@@ -182,7 +181,7 @@ def _names() -> dict[Any, str]:
     for name, func in _overridable():
         if callable(func) and not isinstance(func, type):
             own = getattr(func, "__name__", name)
-            if func not in names or own in _rows:
+            if func not in names or own in table.ROWS:
                 names[func] = own
     return names
 
@@ -325,8 +324,7 @@ def register_all() -> None:
     for _, name, wrapper in plain.wrappers():  # what a method is known by, while it is replaced
         _register_op(wrapper, name)
     own = vars(_core.LazyTensor)
-    rows = {name for row in _core.op_table() for name in (row["name"], *row["aliases"])}
-    methods = (name for name in vars(torch._C.TensorBase) if name in rows)
+    methods = (name for name in vars(torch._C.TensorBase) if name in table.ROWS)
     is_short = _core.install_slots(
         tuple(name for name in methods if name not in own and name[0] != "_")
     )

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from koila import _core, meta
+from koila import _core, meta, table
 
 LazyTensor = _core.LazyTensor
-_ROWS = frozenset(name for row in _core.op_table() for name in (row["name"], *row["aliases"]))
 
 
 def _tensors(obj: Any) -> Iterator[torch.Tensor]:
@@ -42,7 +41,7 @@ def _is_apart(func: Any, targets: list[torch.Tensor], given: list[torch.Tensor])
     if None in storages or len(set(storages)) < len(storages):
         return False
     # Entry by entry, what is read is what is written next.
-    is_entrywise = f"{func.__name__}_" in _ROWS
+    is_entrywise = f"{func.__name__}_" in table.ROWS
     return not any(
         type(tensor) is LazyTensor
         and _core.storage(tensor) in storages

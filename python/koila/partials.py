@@ -25,33 +25,9 @@ import torch
 
 from koila import engine, meets, norms, scans
 from koila.errors import NotInChunksError
+from koila.table import bind, parse
 
-# Names numpy uses, which torch takes for its own.
-NUMPY_NAMES = {
-    "axis": "dim",
-    "keepdims": "keepdim",
-    "x": "input",
-    "a": "input",
-    "x1": "input",
-    "x2": "other",
-}
 NONE, MEAN, SUM = 0, 1, 2  # the word `reduction` of a loss
-
-
-@functools.cache
-def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
-    """Split a row's signature: its words, how many are positional, and words' other names."""
-    words: list[str] = []
-    n_positional = None
-    others = {}
-    for text in signature.split(", "):
-        if text == "*":
-            n_positional = len(words)
-            continue
-        first, *more = text.split("=")[0].split(":")[0].lstrip("*").split("|")
-        words.append(first)
-        others.update(dict.fromkeys(more, first))
-    return words, len(words) if n_positional is None else n_positional, others
 
 
 class Call:
@@ -86,12 +62,7 @@ class Call:
         self.n_rows = n_rows  # of all chunks
         self.memo = {} if memo is None else memo  # of what other runs of the chunk have found
         #: The arguments that were given, by the signature's words.
-        self.words: dict[str, Any] = {}
-        names, _, others = parse(signature)
-        self.words.update(zip(names, args, strict=False))
-        for name, value in kwargs.items():
-            known = name if name in names else others.get(name, NUMPY_NAMES.get(name, name))
-            self.words[known] = value
+        self.words = bind(signature, args, kwargs)
 
     def word(self, name: str, fallback: Any = None) -> Any:
         return self.words.get(name, fallback)

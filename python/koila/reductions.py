@@ -3,21 +3,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from koila import _core, rows
+from koila import _core, rows, table
 from koila.partials import OF_CALLS, REDUCTIONS, Call, Reduction
 from koila.program import REDUCTION_NAMES as NAMES
 from koila.program import Node, Program
-
-
-@functools.cache
-def _signatures() -> dict[str, str]:
-    return {row["name"]: row["call"] for row in _core.op_table()}
 
 
 def reduction_of(node: Node) -> Reduction:
@@ -60,7 +54,7 @@ def _call(
     if known is None:
         _, row, _, _, n_rows, *_ = _core.node(node.id)
         assert row is not None  # only a row says that a call is a reduction
-        known = program.signatures[node.id] = _signatures()[row], n_rows
+        known = program.signatures[node.id] = table.ROWS[row]["call"], n_rows
     signature, n_rows = known
     dtype = program.info(node.first_out).dtype
     return Call(func, args, kwargs, signature, dtype, start, n_rows, memo)
