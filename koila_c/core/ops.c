@@ -29,6 +29,7 @@ enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
 #define HOLDS(...) .held = HELD(__VA_ARGS__)
 #define EACH(n) {n, n, n}
 #define BACK(n) HOLDS(.back_outs = EACH(n))
+#define COPIES .copies_expanded = true
 #define GATHERS(how_, word_) .gathers = KL_GATHERS_##how_, .gathered = word_
 #define TIE(to_) .tie = KL_TIE_##to_
 
@@ -126,28 +127,6 @@ static const struct {
 #define ALIAS(alias_, name_) {#alias_, &kl_ops_rows[KL_OP_##name_]},
 #include "ops.def"
 };
-
-/* Whether a row's place is found by one of some rules; the last of them is NULL. */
-static bool
-is_placed(const KlRow *row, const KlPlaceRule *rules)
-{
-    while (*rules != NULL && *rules != row->place) {
-        rules++;
-    }
-    return *rules != NULL;
-}
-
-bool
-kl_ops_copies_expanded(const KlRow *row)
-{
-    static const KlPlaceRule copying[] = {
-        place_addbmm,     place_addmm,  place_addr,       place_channel_shuffle, place_col2im,
-        place_conv,       place_einsum, place_embedding,  place_embedding_bag,   place_grid_sampler,
-        place_group_norm, place_im2col, place_layer_norm, place_linear,          place_matmul,
-        place_mm,         place_rnn,    place_softmax,    place_spatial,         NULL,
-    };
-    return is_placed(row, copying);
-}
 
 bool
 kl_ops_is_batch_norm(const KlRow *row)

@@ -290,9 +290,10 @@ struct KlRow {
     KlReduce reduce;
     KlTie tie;
     KlGathers gathers;
-    uint8_t gathered;   /* the word of that matrix */
-    bool is_joining;    /* its place rule knows inputs of several batches */
-    const KlHeld *held; /* NULL: operands, results and gradients are all there is */
+    uint8_t gathered;     /* the word of that matrix */
+    bool is_joining;      /* its place rule knows inputs of several batches */
+    bool copies_expanded; /* its formula copies the gradient of the result where that is expanded */
+    const KlHeld *held;   /* NULL: operands, results and gradients are all there is */
 };
 
 /* Rows in the order of ops.def, one per op id. */
@@ -319,9 +320,6 @@ extern const KlReduction kl_ops_reductions[KL_N_REDUCES];
 
 /* What a reduction leaves and holds; `is_for_chunks`: the statistics of batch_norm. */
 const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
-
-/* Whether its formula copies the gradient of the result where that is a smaller one, expanded. */
-bool kl_ops_copies_expanded(const KlRow *row);
 
 /* A normalization over the batch, which may be given the statistics of all rows. */
 bool kl_ops_is_batch_norm(const KlRow *row);

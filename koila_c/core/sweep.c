@@ -778,8 +778,7 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     }
     KlBytes more = held != NULL ? in_flight(sweep, node, held) : zero, second = zero;
     const KlRow *row = sweep->tape->nodes[id].row;
-    if (state_of(sweep, node->first_out)->is_broadcast && row != NULL &&
-        kl_ops_copies_expanded(row)) {
+    if (state_of(sweep, node->first_out)->is_broadcast && row != NULL && row->copies_expanded) {
         more = plus(more, size_of(sweep, node->first_out));
     }
     if (node->has_bytes) {
