@@ -9,8 +9,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
+
+from koila import _core
 
 CORE = Path(__file__).parents[1] / "koila_c" / "core"
+OPERATORS = torch._C._dispatch_get_all_op_names()
 COMPILER = (sysconfig.get_config_var("CC") or "gcc").split()[0]
 
 
@@ -31,3 +35,19 @@ def test_a_row_says_what_its_op_weighs(tmp_path: Path) -> None:
     assert errors(tmp_path / "as it is", row, row) == ""
     assert "WEIGHT_same" in errors(tmp_path / "left out", row, row.replace("LIGHT, ", ""))
     assert "WEIGHT_DENSE" in errors(tmp_path / "unknown", row, row.replace("LIGHT", "DENSE"))
+
+
+def is_cast_by_torch(name: str, key: str) -> bool:
+    """Whether autocast has a kernel of its own for an op."""
+    overloads = (full for full in OPERATORS if full.partition(".")[0] == f"aten::{name}")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(full, key) for full in overloads)
+
+
+@pytest.mark.parametrize("device", [0, 1], ids=["AutocastCPU", "AutocastCUDA"])
+def test_rows_say_what_autocast_casts(device: int) -> None:
+    """A row without the cell would promise another dtype than torch's."""
+    key = ("AutocastCPU", "AutocastCUDA")[device]
+    rows = [row for row in _core.op_table() if row["kind"] != "INPLACE"]
+    cast = [row for row in rows if is_cast_by_torch(row["name"], key)]
+    assert len(cast) > 30
+    assert [row["name"] for row in cast if not row["is_cast"][device]] == []

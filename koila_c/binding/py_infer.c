@@ -395,10 +395,11 @@ row_object(const KlRow *row)
     if (names == NULL) {
         return NULL;
     }
-    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N,s:s,s:N}", "name", row->name, "call", row->call,
-                         "kind", kinds[row->kind], "aliases", names, "is_heavy",
-                         PyBool_FromLong(row->is_heavy), "gathers", gathers[row->gathers], "held",
-                         held_object(kl_ops_held(row)));
+    return Py_BuildValue(
+        "{s:s,s:s,s:s,s:N,s:N,s:s,s:(NN),s:N}", "name", row->name, "call", row->call, "kind",
+        kinds[row->kind], "aliases", names, "is_heavy", PyBool_FromLong(row->is_heavy), "gathers",
+        gathers[row->gathers], "is_cast", PyBool_FromLong(row->cast[0] != KL_CAST_NONE),
+        PyBool_FromLong(row->cast[1] != KL_CAST_NONE), "held", held_object(kl_ops_held(row)));
 }
 
 PyObject *

@@ -1,90 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* autocast.c - torch's lists of ops under autocast, and casting metas by them. An op that is on no list
- * runs on what it is given. Composite ops are listed by what their parts do. */
+/* autocast.c - casts metas as torch's lists of ops under autocast say, which are cells of rows. An op that is
+ * on no list runs on what it is given. Composite ops have what their parts do. */
 #include "autocast.h"
 
 #include <string.h>
 
 #include "rules.h"
-
-typedef enum {
-    CAST_NONE = 0,
-    CAST_LOWER,   /* to the lower dtype */
-    CAST_FLOAT,   /* to float32 */
-    CAST_REDUCE,  /* to float32, unless the call names a dtype */
-    CAST_WIDEST,  /* to the widest dtype among the inputs */
-    CAST_ERROR,   /* torch refuses the op under autocast */
-    CAST_LAYER,   /* recurrent layers whose results are lowered, from float32 inputs */
-    CAST_CELL,    /* recurrent layers whose results are not, from float32 inputs */
-    CAST_EINSUM,  /* lowered where two operands are contracted */
-    CAST_PADDING, /* float32 where it reflects or replicates */
-    CAST_UNKNOWN,
-} Cast;
-
-/* Names between spaces, with one before the first and one after the last. */
-typedef struct List {
-    Cast cast;
-    const char *names;
-} List;
-
-static const List cpu_lists[] = {
-    {CAST_LOWER, " addbmm addmm affine_grid_generator baddbmm bmm conv1d conv2d conv3d "
-                 "conv_transpose1d conv_transpose2d conv_transpose3d linear matmul mm prelu "
-                 "rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention "},
-    {CAST_FLOAT, " adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d binary_cross_entropy "
-                 "binary_cross_entropy_with_logits cdist cosine_embedding_loss cross_entropy_loss "
-                 "ctc_loss grid_sampler hinge_embedding_loss huber_loss kl_div l1_loss "
-                 "margin_ranking_loss max_pool3d mse_loss multi_margin_loss multilabel_margin_loss "
-                 "nll_loss nll_loss2d nll_loss_nd poisson_nll_loss prod smooth_l1_loss "
-                 "soft_margin_loss triplet_margin_loss "},
-    {CAST_WIDEST, " cat index_copy stack "},
-    {CAST_LAYER, " lstm rnn_relu rnn_tanh "},
-    {CAST_UNKNOWN, " gradient_of packed_gru packed_lstm packed_rnn_relu packed_rnn_tanh "},
-    {CAST_CELL, " gru gru_cell lstm_cell "},
-    {CAST_EINSUM, " einsum "},
-    {CAST_PADDING, " pad "},
-};
-
-static const List cuda_lists[] = {
-    {CAST_LOWER, " addbmm addmm addmv addr baddbmm bmm conv1d conv2d conv3d "
-                 "conv_transpose1d conv_transpose2d conv_transpose3d einsum gru_cell linear "
-                 "lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell "
-                 "scaled_dot_product_attention "},
-    {CAST_FLOAT,
-     " _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d "
-     "_upsample_nearest_exact2d _upsample_nearest_exact3d acos asin "
-     "binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity "
-     "cross_entropy_loss erfinv exp expm1 group_norm hinge_embedding_loss huber_loss kl_div "
-     "l1_loss layer_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss "
-     "multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd "
-     "poisson_nll_loss pow reciprocal rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss "
-     "softplus square tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d "
-     "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-     "upsample_trilinear3d "},
-    {CAST_REDUCE, " cumprod cumsum linalg_vector_norm log_softmax prod softmax sum "},
-    {CAST_WIDEST,
-     " addcdiv addcmul atan2 bilinear cat dot grid_sampler index_copy scatter_add stack "},
-    {CAST_ERROR, " binary_cross_entropy "},
-    {CAST_UNKNOWN,
-     " affine_grid_generator gradient_of gru lstm packed_gru packed_lstm packed_rnn_relu "
-     "packed_rnn_tanh pairwise_distance rnn_relu rnn_tanh "},
-};
-
-static Cast
-find(const List *lists, size_t n, const char *name)
-{
-    size_t length = strlen(name);
-    for (size_t i = 0; i < n; i++) {
-        const char *at = lists[i].names;
-        while ((at = strstr(at, name)) != NULL) {
-            if (at[-1] == ' ' && at[length] == ' ') {
-                return lists[i].cast;
-            }
-            at += length;
-        }
-    }
-    return CAST_NONE;
-}
 
 /* autocast leaves float64 and all that is not floating alone. */
 static bool
@@ -113,24 +34,24 @@ is_contracted(const char *equation)
 }
 
 /* An einsum of one operand, or with no product over a letter, is made of ops on no list. */
-static Cast
+static KlCast
 judge_einsum(const KlCall *call)
 {
     if (call->args[0].kind != KL_ARG_TEXT || call->n_inputs > 2) {
-        return CAST_UNKNOWN;
+        return KL_CAST_UNKNOWN;
     }
-    return is_contracted(call->args[0].u.text) ? CAST_LOWER : CAST_NONE;
+    return is_contracted(call->args[0].u.text) ? KL_CAST_LOWER : KL_CAST_NONE;
 }
 
 /* The word "mode" of pad is its third. */
-static Cast
+static KlCast
 judge_padding(const KlCall *call)
 {
     const KlArg *mode = &call->args[2];
     bool is_text = mode->kind == KL_ARG_TEXT;
     bool is_listed =
         is_text && (strcmp(mode->u.text, "reflect") == 0 || strcmp(mode->u.text, "replicate") == 0);
-    return is_listed ? CAST_FLOAT : CAST_NONE;
+    return is_listed ? KL_CAST_FLOAT : KL_CAST_NONE;
 }
 
 static bool
@@ -155,24 +76,22 @@ is_all_float32(const KlCall *call)
     return true;
 }
 
-static Cast
+static KlCast
 judge(const KlAutocast *autocast, const KlCall *call)
 {
-    const char *name = call->row->name;
-    Cast cast = autocast->is_cuda
-                    ? find(cuda_lists, sizeof(cuda_lists) / sizeof(cuda_lists[0]), name)
-                    : find(cpu_lists, sizeof(cpu_lists) / sizeof(cpu_lists[0]), name);
+    bool is_inplace = call->row->kind == KL_ROW_INPLACE; /* torch casts none of these */
+    KlCast cast = is_inplace ? KL_CAST_NONE : call->row->cast[autocast->is_cuda];
     switch (cast) {
-    case CAST_REDUCE:
-        return names_dtype(call) ? CAST_NONE : CAST_FLOAT;
-    case CAST_EINSUM:
+    case KL_CAST_REDUCE:
+        return names_dtype(call) ? KL_CAST_NONE : KL_CAST_FLOAT;
+    case KL_CAST_EINSUM:
         return judge_einsum(call);
-    case CAST_PADDING:
+    case KL_CAST_PADDING:
         return judge_padding(call);
-    case CAST_LAYER:
-        return is_all_float32(call) ? CAST_LOWER : CAST_UNKNOWN;
-    case CAST_CELL:
-        return is_all_float32(call) ? CAST_NONE : CAST_UNKNOWN;
+    case KL_CAST_LAYER:
+        return is_all_float32(call) ? KL_CAST_LOWER : KL_CAST_UNKNOWN;
+    case KL_CAST_CELL:
+        return is_all_float32(call) ? KL_CAST_NONE : KL_CAST_UNKNOWN;
     default:
         return cast;
     }
@@ -213,17 +132,17 @@ KlStatus
 kl_autocast_inputs(const KlAutocast *autocast, const KlCall *call, KlMeta *cast,
                    const KlMeta **seen)
 {
-    Cast how = is_any_eligible(call) ? judge(autocast, call) : CAST_NONE;
+    KlCast how = is_any_eligible(call) ? judge(autocast, call) : KL_CAST_NONE;
     KlDtype to = autocast->lower;
-    if (how == CAST_ERROR || how == CAST_UNKNOWN ||
-        (how == CAST_WIDEST && !find_widest(autocast, call, &to))) {
+    if (how == KL_CAST_ERROR || how == KL_CAST_UNKNOWN ||
+        (how == KL_CAST_WIDEST && !find_widest(autocast, call, &to))) {
         return KL_DECLINED;
     }
-    to = how == CAST_FLOAT ? KL_DTYPE_FLOAT32 : to;
+    to = how == KL_CAST_FLOAT ? KL_DTYPE_FLOAT32 : to;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         const KlMeta *input = call->inputs[i];
         seen[i] = input;
-        if (how != CAST_NONE && is_eligible(input) && input->dtype != to) {
+        if (how != KL_CAST_NONE && is_eligible(input) && input->dtype != to) {
             cast[i] = *input;
             cast[i].dtype = to;
             kl_rules_preserve(&cast[i], input);

@@ -151,6 +151,21 @@ typedef enum {
     KL_GATHERS_ENTRIES,
 } KlGathers;
 
+/* What torch's autocast does to the inputs of an op. */
+typedef enum {
+    KL_CAST_NONE,
+    KL_CAST_LOWER,   /* to the lower dtype */
+    KL_CAST_FLOAT,   /* to float32 */
+    KL_CAST_REDUCE,  /* to float32, unless the call names a dtype */
+    KL_CAST_WIDEST,  /* to the widest dtype among the inputs */
+    KL_CAST_ERROR,   /* torch refuses the op under autocast */
+    KL_CAST_LAYER,   /* recurrent layers whose results are lowered, from float32 inputs */
+    KL_CAST_CELL,    /* nothing is cast where all are float32; of others it is not known */
+    KL_CAST_EINSUM,  /* lowered where two operands are contracted */
+    KL_CAST_PADDING, /* float32 where it reflects or replicates */
+    KL_CAST_UNKNOWN,
+} KlCast;
+
 /* An axis may be an *order*: the rows of another one, sorted in each chunk on its own. */
 typedef struct KlOrder {
     KlAxisId of; /* that axis; KL_ID_NONE: it is none, or is not any more */
@@ -289,6 +304,7 @@ struct KlRow {
     KlKinds kinds; /* of dtypes that a dtype rule takes */
     KlReduce reduce;
     KlTie tie;
+    KlCast cast[2]; /* on the CPU, on CUDA */
     KlGathers gathers;
     uint8_t gathered;     /* the word of that matrix */
     bool is_joining;      /* its place rule knows inputs of several batches */

@@ -64,6 +64,7 @@ class _Row(TypedDict):
     aliases: list[str]
     is_heavy: bool
     gathers: str
+    is_cast: tuple[bool, bool]
     held: _Held
 
 @type_check_only
