@@ -168,6 +168,20 @@ def before_a_call_that_cannot_be_recorded(lazy: Lazy) -> Any:
 
 
 @by_samples
+def before_such_a_call_with_a_hook_on_what_it_was_not_made_of(lazy: Lazy) -> Any:
+    """A bias has no part in the slope, so a backward of that alone does not come to its hook."""
+    D, w = critic(), torch.full((4,), 0.3, dtype=torch.float64).requires_grad_()
+    seen: list[Tensor] = []
+    D[2].bias.register_hook(lambda g: (seen.append(g), g.clamp(-0.1, 0.1))[1])
+    x = lazy(rows(4).requires_grad_())
+    slope = gradient(D(x).sum(), x)
+    out: Tensor = Square.apply(x * w)  # type: ignore[no-untyped-call]
+    slope.pow(2).sum().backward(retain_graph=True)
+    n_seen = len(seen)
+    return found(slope.sum() + D(x).sum() + out.sum(), D), n_seen, len(seen)
+
+
+@by_samples
 def steps_of_a_sequence(lazy: Lazy) -> Any:
     cell, last = nn.GRUCell(3, 4).double(), nn.Linear(4, 1).double()
     x = lazy(rows(3, 3).requires_grad_())

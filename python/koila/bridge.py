@@ -793,8 +793,12 @@ def _handed_out(cut: _Cut, roots: dict[int, _Root]) -> dict[int, torch.Tensor]:
     """The tensors of values, on nodes that lead to the leaves that each was made of."""
     leaves: dict[int, torch.Tensor] = {}
     made_of: dict[int, list[int]] = defaultdict(list)  # values, by ids of leaves
+    has_derivatives = "recipes" in _core.memo()
+    known = unsplit.leaves_behind(Program(list(roots)), roots) if has_derivatives else None
     for value in roots:
         behind = {id(leaf): leaf for leaf in reversed(_core.behind(value))}
+        if known is not None:
+            behind = {key: leaf for key, leaf in behind.items() if key in known[value]}
         leaves.update(behind)
         for leaf in behind:
             made_of[leaf].append(value)

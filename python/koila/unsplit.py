@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -285,6 +285,25 @@ def reached_by_gradients(
     return result
 
 
+def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[int]] | None:
+    """The leaves, by id, that torch's graphs of values lead to: a derivative is given calls' values
+    and weights of which it need not be made. None: meta tensors cannot tell."""
+    try:
+        with _on_meta_tensors():
+            trace = _Trace(program, values)
+    except Exception:  # of all of torch
+        return None
+    if any(trace.env[value] is None for value in values):
+        return None
+    named = {id(leaf): id(program.info(v).real) for v, leaf in trace.leaves.items()}
+    ends = ((v, node) for v in values for node in outside.nodes([trace.env[v]]))
+    result: dict[int, set[int]] = {value: set() for value in values}
+    for value, node in ends:
+        if _is_of_leaf(node):
+            result[value].add(named[id(node.variable)])
+    return result
+
+
 def _is_of_leaf(node: Any) -> bool:
     return type(node) is engine.ACCUMULATE_GRAD
 
@@ -300,14 +319,14 @@ def _of_layers(i: int) -> int:
 class _Trace:
     """The calls of a program, made on meta tensors in their order, as a live run makes them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, wanted: Iterable[int] = ()) -> None:
         self.program = program
         self.leaves: dict[int, Tensor] = {}  # by value
         self.env: list[Any] = [None] * program.n_values
         calls = [n for _, n in sorted(program.nodes.items()) if not n.is_for_chunks]
         reads = [[v for v in _core.node(n.id)[5] if v >= 0] for n in calls]
         made = {out for node in calls for out in node.outs}
-        kept = {*program.wanted, *program.roots}
+        kept = {*program.wanted, *program.roots, *wanted}
         last = {value: i for i, node in enumerate(calls) for value in (*reads[i], *node.outs)}
         with torch.utils._python_dispatch._disable_current_modes():  # leaves are there already
             for value in {v for some in reads for v in some} - made:
