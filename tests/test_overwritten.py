@@ -106,6 +106,11 @@ INPUTS = (
     "a = w * 2; b = v * a; (x @ b).pow(2).sum().backward(inputs=[v])",
     "l = (h * v).sum(); assert grad(l, u, allow_unused=True) == (None,); l = h.sum(); l.backward()",
     "l = (h * v).mean() ** 2 + h.std(); l.backward(inputs=[v], retain_graph=True); l.backward()",
+    # torch calls the hooks of its only root, also where no gradient goes on from there.
+    "l = (h * v).sum(); l.register_hook(see); assert grad(l, u, allow_unused=True) == (None,)",
+    "l = h.sum(); l.retain_grad(); n = grad(l, u, allow_unused=True, retain_graph=True); "
+    "see(l.grad); l.backward(); see(l.grad)",
+    "h.register_hook(see); k = h * v; k.register_hook(see); see(*grad([h, k], [v], [x, x]))",
     "b = F.batch_norm(h, None, None, v, v, training=True); see(grad((b * v).pow(2).sum(), v)[0])",
 )
 

@@ -650,6 +650,8 @@ class Replay:
         for root, given in zip(self.program.roots, gradients, strict=True):
             self.roots[root] = self.roots[root] + given if root in self.roots else given
         self._go()
+        if len(gradients) == 1:  # torch calls hooks of its only root wherever that leads
+            hooks.apply(self.program.roots[0], gradients[0], self.hooked)
         found = []
         for value, cross in self.cross.items():
             info = cross.info
