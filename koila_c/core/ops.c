@@ -29,6 +29,7 @@ enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
 #define HOLDS(...) .held = HELD(__VA_ARGS__)
 #define EACH(n) {n, n, n}
 #define BACK(n) HOLDS(.back_outs = EACH(n))
+#define BY_DEVICE .is_laid_out_by_device = true
 #define CAST(cpu_, cuda_) .cast = {KL_CAST_##cpu_, KL_CAST_##cuda_}
 #define COPIES .copies_expanded = true
 #define GATHERS(how_, word_) .gathers = KL_GATHERS_##how_, .gathered = word_

@@ -306,8 +306,9 @@ struct KlRow {
     KlTie tie;
     KlCast cast[2]; /* on the CPU, on CUDA */
     KlGathers gathers;
-    uint8_t gathered;     /* the word of that matrix */
-    bool is_joining;      /* its place rule knows inputs of several batches */
+    uint8_t gathered;           /* the word of that matrix */
+    bool is_joining;            /* its place rule knows inputs of several batches */
+    bool is_laid_out_by_device; /* a GPU may lay the result out otherwise than the CPU */
     bool copies_expanded; /* its formula copies the gradient of the result where that is expanded */
     const KlHeld *held;   /* NULL: operands, results and gradients are all there is */
 };

@@ -295,17 +295,12 @@ kl_rules_is_like_channels_last(const KlMeta *meta)
     return true;
 }
 
-/* Layouts are the CPU's. Of these calls a GPU lays the result out otherwise where the input is not in
- * row-major order: there nothing is said of it. */
-static const char laid_out_by_device[] = " channel_shuffle group_norm log_sigmoid pad "
-                                         "pixel_shuffle pixel_unshuffle upsample_bilinear2d ";
-
+/* Layouts are the CPU's. Where a GPU may lay the result out otherwise, nothing is said of it unless the input is
+ * in row-major order. */
 void
 kl_rules_settle_layout(const KlCall *call, KlInferred *result)
 {
-    size_t length = strlen(call->row->name);
-    const char *at = result->device != 0 ? strstr(laid_out_by_device, call->row->name) : NULL;
-    bool is_listed = at != NULL && at[-1] == ' ' && at[length] == ' ';
+    bool is_listed = result->device != 0 && call->row->is_laid_out_by_device;
     bool is_plain = call->inputs[0] != NULL && call->inputs[0]->is_strided &&
                     kl_meta_is_contiguous(call->inputs[0]);
     for (uint32_t i = 0; is_listed && !is_plain && i < result->n_outs; i++) {
