@@ -74,6 +74,9 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define shape_linear_between(n_) shape_linear_between, .n_spatial = n_
 #define shape_max_pool(n_, outs_) shape_max_pool, .n_spatial = n_, .n_outs = outs_
 #define shape_nearest(n_) shape_nearest, .n_spatial = n_
+#define shape_packed_rnn(gates_) shape_rnn, .n_gates = gates_, .is_packed = true
+#define shape_rnn(gates_) shape_rnn, .n_gates = gates_
+#define shape_rnn_cell(gates_) shape_rnn_cell, .n_gates = gates_
 #define shape_sort(outs_) shape_sort, .n_outs = outs_
 #define shape_std(outs_) shape_std, .n_outs = outs_
 #define dtype_compare_ordered dtype_compare, .kinds = KL_KINDS_ORDERED

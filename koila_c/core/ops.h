@@ -299,6 +299,8 @@ struct KlRow {
     /* What the cells are given, as conv(2) is: */
     uint8_t n_spatial; /* dims at the end that hold positions */
     uint8_t n_outs;    /* outputs, where a shape rule makes one or two */
+    uint8_t n_gates;   /* of a recurrent layer or cell; 4: it has a second state */
+    bool is_packed;    /* a recurrent layer over sequences of several lengths */
     uint8_t n_mixed;   /* dims at the end that cannot hold the rows */
     KlDtype dtype_to;
     KlKinds kinds; /* of dtypes that a dtype rule takes */

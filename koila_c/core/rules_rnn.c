@@ -38,23 +38,23 @@ typedef struct {
 } Layer;
 
 static bool
-is_packed(const KlCall *call)
+has_two_states(const KlCall *call)
 {
-    return strncmp(call->row->name, "packed_", 7) == 0;
+    return call->row->n_gates == 4;
 }
 
 /* Where the call has a word of an unpacked layer. */
 static uint32_t
 word(const KlCall *call, uint32_t of_layer)
 {
-    return of_layer + (is_packed(call) && of_layer > INPUT ? 1 : 0);
+    return of_layer + (call->row->is_packed && of_layer > INPUT ? 1 : 0);
 }
 
 static KlStatus
 read_options(const KlCall *call, Layer *layer)
 {
     bool has_biases = false, is_both = false;
-    layer->is_packed = is_packed(call);
+    layer->is_packed = call->row->is_packed;
     layer->is_sorted = true;
     bool is_read =
         kl_rules_bool(call, word(call, BIASES), false, &has_biases) == KL_OK &&
@@ -145,12 +145,10 @@ check_layer(const KlCall *call, Layer *layer)
 static KlStatus
 read_layer(const KlCall *call, Layer *layer)
 {
-    const char *name = call->row->name + (is_packed(call) ? strlen("packed_") : 0);
-    bool is_lstm = strcmp(name, "lstm") == 0;
     *layer = (Layer){.input = kl_rules_input(call, INPUT)};
-    layer->n_gates = is_lstm ? 4 : strcmp(name, "gru") == 0 ? 3 : 1;
+    layer->n_gates = call->row->n_gates;
     KlStatus status = read_options(call, layer);
-    status = status == KL_OK ? read_states(call, is_lstm, layer) : status;
+    status = status == KL_OK ? read_states(call, has_two_states(call), layer) : status;
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
@@ -159,7 +157,7 @@ KlStatus
 dtype_rnn(const KlCall *call, KlInferred *result, KlError *error)
 {
     (void)error;
-    const KlMeta *lengths = is_packed(call) ? kl_rules_input(call, 1) : NULL;
+    const KlMeta *lengths = call->row->is_packed ? kl_rules_input(call, 1) : NULL;
     KlDtype dtype = call->inputs[0]->dtype;
     bool is_fit =
         kl_meta_dtype_is_float(dtype) && (lengths == NULL || lengths->dtype == KL_DTYPE_INT64);
@@ -337,21 +335,20 @@ shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlArg *state = &call->args[1];
-    bool is_lstm = strcmp(call->row->name, "lstm_cell") == 0;
+    uint32_t n_states = has_two_states(call) ? 2 : 1;
     bool is_kind =
-        is_lstm ? state->kind == KL_ARG_VALUES && state->n == 2 : state->kind == KL_ARG_VALUE;
+        n_states == 2 ? state->kind == KL_ARG_VALUES && state->n == 2 : state->kind == KL_ARG_VALUE;
     if (input == NULL || input->n_dims != 2 || !is_kind || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
-    uint32_t n_states = is_lstm ? 2 : 1;
-    int64_t n_gates = is_lstm ? 4 : strcmp(call->row->name, "gru_cell") == 0 ? 3 : 1;
     int64_t n_hidden =
         call->inputs[state->input]->n_dims == 2 ? call->inputs[state->input]->shape[1] : 0;
     for (uint32_t arg = 2; arg < 6; arg++) {
         const KlMeta *meta = kl_rules_input(call, arg);
         int64_t n_columns = arg == 2 ? input->shape[1] : n_hidden;
-        if (meta == NULL ? arg < 4
-                         : !is_shape(meta, arg < 4 ? 2 : 1, n_gates * n_hidden, n_columns)) {
+        if (meta == NULL
+                ? arg < 4
+                : !is_shape(meta, arg < 4 ? 2 : 1, call->row->n_gates * n_hidden, n_columns)) {
             return KL_DECLINED;
         }
     }
@@ -387,12 +384,9 @@ void
 saves_rnn_cell(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     int64_t n = kl_meta_n_elements(&result->outs[0]);
-    const char *name = call->row->name;
     saves_all(call, result, saves);
-    if (strcmp(name, "lstm_cell") == 0) {
-        kl_rules_save_new(result, saves, 5 * n, result->outs[0].dtype);
-    } else if (strcmp(name, "gru_cell") == 0) {
-        kl_rules_save_new(result, saves, 6 * n, result->outs[0].dtype);
+    if (call->row->n_gates > 1) {
+        kl_rules_save_new(result, saves, (has_two_states(call) ? 5 : 6) * n, result->outs[0].dtype);
     } else {
         saves->outputs = 1;
     }
