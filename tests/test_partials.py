@@ -305,13 +305,20 @@ def test_losses(reduction: int) -> None:
     )
     labels = torch.randint(0, 3, (7,))
     margin = (f(7, 3), labels, 1, 1.0, plain(3), r)
-    check("LOSS", "multi_margin_loss", nn.multi_margin_loss, margin, {}, both)
+    check("ROW_LOSS", "multi_margin_loss", nn.multi_margin_loss, margin, {}, both)
     many = torch.tensor([[0, 2, -1]] * 7)
-    check("LOSS", "multilabel_margin_loss", nn.multilabel_margin_loss, (f(7, 3), many, r), {}, both)
+    check(
+        "ROW_LOSS",
+        "multilabel_margin_loss",
+        nn.multilabel_margin_loss,
+        (f(7, 3), many, r),
+        {},
+        both,
+    )
     triplet = (f(7, 3), f(7, 3), f(7, 3), 1.0, 2.0, 1e-6, True, r)
-    check("LOSS", "triplet_margin_loss", flat.triplet_margin_loss, triplet, {}, three)
+    check("ROW_LOSS", "triplet_margin_loss", flat.triplet_margin_loss, triplet, {}, three)
     cosine = (f(7, 3), f(7, 3), signs[:, 0], 0.1, r)
-    check("LOSS", "cosine_embedding_loss", flat.cosine_embedding_loss, cosine, {}, three)
+    check("ROW_LOSS", "cosine_embedding_loss", flat.cosine_embedding_loss, cosine, {}, three)
     ranking = (f(7), f(7), signs[:, 0], 0.1, r)
     check("LOSS", "margin_ranking_loss", flat.margin_ranking_loss, ranking, {}, three)
 

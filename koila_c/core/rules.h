@@ -214,7 +214,8 @@ KL_SHAPE(unsqueeze);
 
 /* rules_complex.c */
 KL_SHAPE(conj);
-KL_SHAPE(part); /* the real numbers of complex ones, or the others */
+KL_SHAPE(imag);
+KL_SHAPE(real);
 KL_SHAPE(view_as_complex);
 KL_SHAPE(view_as_real);
 

@@ -25,13 +25,12 @@ shape_conj(const KlCall *call, KlInferred *result, KlError *error)
     return is_complex ? view_of(call, result, error) : shape_itself(call, result, error);
 }
 
-/* Of a complex value every second number; a real one is its own real part, and has no other. */
+/* Every second number of a complex value; a real one has no other part than itself. */
 KlStatus
-shape_part(const KlCall *call, KlInferred *result, KlError *error)
+shape_imag(const KlCall *call, KlInferred *result, KlError *error)
 {
     if (!kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
-        bool is_real_part = strcmp(call->row->name, "real") == 0;
-        return is_real_part ? shape_itself(call, result, error) : KL_DECLINED;
+        return KL_DECLINED;
     }
     KlStatus status = view_of(call, result, error);
     for (int32_t dim = 0; status == KL_OK && dim < result->outs[0].n_dims; dim++) {
@@ -41,13 +40,20 @@ shape_part(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
+shape_real(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool is_complex = kl_meta_dtype_is_complex(call->inputs[0]->dtype);
+    return is_complex ? shape_imag(call, result, error) : shape_itself(call, result, error);
+}
+
+KlStatus
 shape_view_as_real(const KlCall *call, KlInferred *result, KlError *error)
 {
     if (!kl_meta_dtype_is_complex(call->inputs[0]->dtype) ||
         call->inputs[0]->n_dims == KL_DIMS_MAX) {
         return KL_DECLINED;
     }
-    KlStatus status = shape_part(call, result, error);
+    KlStatus status = shape_imag(call, result, error);
     if (status == KL_OK) {
         KlMeta *out = &result->outs[0];
         out->shape[out->n_dims] = 2;

@@ -259,29 +259,41 @@ shape_loss_triplet(const KlCall *call, KlInferred *result, KlError *error)
     return shape_vectors(call, 3, result, error);
 }
 
-/* input (n, c), target (n) or (n, c), weight (c) */
-KlStatus
-shape_loss_margin(const KlCall *call, KlInferred *result, KlError *error)
+/* input (n, c), target (n) of one class or (n, c) of several */
+static KlStatus
+make_margins(const KlCall *call, int32_t n_dims, KlInferred *result, KlError *error)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlMeta *target = kl_rules_input(call, 1);
     if (input == NULL || target == NULL || input->n_dims != 2 || kl_meta_n_elements(input) == 0 ||
-        target->dtype != KL_DTYPE_INT64 || target->n_dims < 1 ||
-        !is_same_shape(input, target, target->n_dims) || kl_rules_needs_grad(call, 4)) {
-        return KL_DECLINED;
-    }
-    bool is_many = strcmp(call->row->name, "multilabel_margin_loss") == 0;
-    const KlMeta *weight = is_many ? NULL : kl_rules_input(call, 4);
-    int64_t p = 1;
-    if ((weight != NULL && (weight->n_dims != 1 || weight->dtype != input->dtype ||
-                            weight->shape[0] != input->shape[1])) ||
-        (!is_many && (kl_rules_int(call, 2, 1, &p) != KL_OK || (p != 1 && p != 2)))) {
+        target->dtype != KL_DTYPE_INT64 || target->n_dims != n_dims ||
+        !is_same_shape(input, target, n_dims)) {
         return KL_DECLINED;
     }
     KlMeta terms = *input;
     terms.n_dims = 1;
-    return target->n_dims != (is_many ? 2 : 1) ? KL_DECLINED
-                                               : kl_rules_make_loss(call, result, &terms, error);
+    return kl_rules_make_loss(call, result, &terms, error);
+}
+
+/* The fifth word is the weight (c). */
+KlStatus
+shape_loss_margin(const KlCall *call, KlInferred *result, KlError *error)
+{
+    const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 4);
+    int64_t p = 1;
+    bool is_fit =
+        weight == NULL || (input != NULL && weight->n_dims == 1 && weight->dtype == input->dtype &&
+                           weight->shape[0] == input->shape[1]);
+    bool is_known = kl_rules_int(call, 2, 1, &p) == KL_OK && (p == 1 || p == 2);
+    return is_fit && is_known && !kl_rules_needs_grad(call, 4)
+               ? make_margins(call, 1, result, error)
+               : KL_DECLINED;
+}
+
+KlStatus
+shape_loss_multilabel(const KlCall *call, KlInferred *result, KlError *error)
+{
+    return make_margins(call, 2, result, error);
 }
 
 KlStatus
@@ -290,7 +302,7 @@ place_loss_vectors(const KlCall *call, KlInferred *result, KlError *error)
     bool is_reduced = false;
     (void)error;
     KlStatus status = kl_rules_reduction(call, &is_reduced);
-    KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_LOSS : KL_REDUCE_NONE,
+    KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_ROW_LOSS : KL_REDUCE_NONE,
                        .reason = "the batch is in features of the loss"};
     bool is_batched = call->inputs[0]->n_dims == 2;
     for (uint32_t i = 0; i < 3 && is_batched; i++) {

@@ -196,6 +196,7 @@ KL_SHAPE(loss_cosine);
 KL_SHAPE(loss_equal);
 KL_SHAPE(loss_equal_target);
 KL_SHAPE(loss_margin);
+KL_SHAPE(loss_multilabel);
 KL_SHAPE(loss_plain_target);
 KL_SHAPE(loss_ranking);
 KL_SHAPE(loss_triplet);

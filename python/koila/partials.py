@@ -606,14 +606,6 @@ class Loss(Reduction):
 
     n_parts = 2
     counts = frozenset((1,))
-    BY_ROW = frozenset(
-        {
-            "cosine_embedding_loss",
-            "triplet_margin_loss",
-            "multi_margin_loss",
-            "multilabel_margin_loss",
-        }
-    )
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         if part == 1:
@@ -624,8 +616,6 @@ class Loss(Reduction):
 
     def n_terms(self, call: Call) -> int:
         given = [t for t in call.words.values() if isinstance(t, torch.Tensor)]
-        if call.func.__name__ in self.BY_ROW:
-            return given[0].shape[0] if given[0].dim() > 1 else 1
         shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in given))
         return shape.numel()
 
@@ -633,6 +623,14 @@ class Loss(Reduction):
         if call.word("reduction", MEAN) == SUM:
             return total(parts[0]).to(call.dtype)
         return ratio(parts, call.dtype)
+
+
+class RowLoss(Loss):
+    """Losses whose terms are rows."""
+
+    def n_terms(self, call: Call) -> int:
+        first = next(t for t in call.words.values() if isinstance(t, torch.Tensor))
+        return first.shape[0] if first.dim() > 1 else 1
 
 
 class CrossEntropy(Loss):
@@ -751,6 +749,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "ALL": Again(torch.all),
     "ANY": Again(torch.any),
     "LOSS": Loss(),
+    "ROW_LOSS": RowLoss(),
     "CROSS_ENTROPY": CrossEntropy(),
     "CLASSES": Classes(),
 }
