@@ -572,8 +572,8 @@ MUTANTS = [
     Mutant(
         "noise: feature dropout draws for each number",
         "python/koila/noise.py",
-        'follows = not name.startswith("feature")',
-        'follows = not name.startswith("features")',
+        '"FEATURES": functools.partial(_dropout, follows=False)',
+        '"FEATURES": functools.partial(_dropout, follows=True)',
         NOISE,
     ),
 ]

@@ -141,6 +141,23 @@ typedef enum {
     KL_TIE_GROUPS,
 } KlTie;
 
+/* What a call fills with random numbers on the CPU; with which and in what order, koila/noise.py says. */
+typedef enum {
+    KL_DRAWS_NOTHING, /* or only the call itself can say what */
+    KL_DRAWS_FILL,    /* what it writes */
+    KL_DRAWS_UNIFORM, /* its result: of numbers between 0 and 1 */
+    KL_DRAWS_NORMAL,
+    KL_DRAWS_INTEGERS,
+    KL_DRAWS_SHIFTED, /* its result, before that is scaled and shifted */
+    KL_DRAWS_CHANCES, /* what is compared with chances */
+    KL_DRAWS_SAMPLES,
+    KL_DRAWS_ENTRIES, /* which entries are kept */
+    KL_DRAWS_MASK,    /* the same, and gives them */
+    KL_DRAWS_FEATURES,
+    KL_DRAWS_WEIGHTS, /* of attention */
+    KL_DRAWS_LAYERS,  /* results of the layers of a recurrent net */
+} KlDraws;
+
 /* Whose gradient is a sum over rows, which the call can add to what gathers without making it: that of a
  * matrix. How, koila/accrue.py says. */
 typedef enum {
@@ -307,6 +324,7 @@ struct KlRow {
     KlReduce reduce;
     KlTie tie;
     KlCast cast[2]; /* on the CPU, on CUDA */
+    KlDraws draws;
     KlGathers gathers;
     uint8_t gathered;           /* the word of that matrix */
     bool is_joining;            /* its place rule knows inputs of several batches */

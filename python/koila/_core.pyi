@@ -63,6 +63,7 @@ class _Row(TypedDict):
     kind: str
     aliases: list[str]
     is_heavy: bool
+    draws: str
     gathers: str
     is_cast: tuple[bool, bool]
     held: _Held

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from koila import budget, config, lines, reports
+from koila import budget, config, lines, plain, reports
 from koila.words import size
 
 _logger = logging.getLogger("koila")
-_DRAWS = frozenset(("normal", "rand", "randint", "randn"))
 _LEAST = 2**18  # bytes that are worth telling
 _MOST_NODES = 10_000
 #: What was made on the whole batch in bytes, and where noise may be drawn, by line of a backward.
@@ -88,6 +87,6 @@ def _draws_in(frame: FrameType | None) -> str:
     for step in dis.get_instructions(frame.f_code):
         if step.positions is not None and step.positions.lineno is not None:
             by_line.setdefault(step.positions.lineno, set()).add(str(step.argval))
-    found = [at for at, words in by_line.items() if words & _DRAWS and "lazy" not in words]
+    found = [at for at, words in by_line.items() if words & plain.MAKERS and "lazy" not in words]
     file = lines.name_of_file(frame.f_code.co_filename)
     return f" ({', '.join(f'{file}:{at}' for at in found[:3])})" if found else ""

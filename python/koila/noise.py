@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from koila import _core, rows
+from koila import _core, rows, table
 from koila.program import Info
 
 # As they were before koila patched them: for all others what was recorded draws before they answer.
@@ -29,11 +29,6 @@ set_state: Any = torch._C.Generator.set_state
 _BLOCK = 1 << 16  # elements drawn at a time where only the generator has to move
 _MANY = 1 << 9  # elements from which on it is moved without drawing
 _SIXTEEN = 16  # normal_() draws so many at once
-_FILLS = frozenset(
-    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split()
-)
-_LIKES = {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}
-_RECURRENT = frozenset("gru lstm rnn_relu rnn_tanh".split())
 
 
 class Noise(NamedTuple):
@@ -114,21 +109,15 @@ def _info(value: int) -> Info:
     return Info(*_core.value(value))
 
 
-def _bind(names: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(names.split(), args, strict=False)), **kwargs}
-
-
-def _dropout(name: str, source: Info, out: Info, p: float) -> Noise:
-    shape = source.shape
-    follows = not name.startswith("feature")
+def _dropout(call: _Drawn, follows: bool) -> list[Noise]:
+    """Of entries, or of features of all entries."""
+    (source, *_), shape = call.inputs, call.inputs[0].shape
     if not follows:
         shape = (*shape[:2], *(1 for _ in shape[2:]))
     strides = _like(shape, source.strides) if follows else _contiguous(shape)
     is_known = source.strides is not None or not follows
-    values = (1 - p,)
-    return Noise(
-        "bernoulli_", {}, values, shape, strides, source.dtype, out.place, follows, is_known
-    )
+    values, place = (1 - call.word("p"),), call.out.place
+    return [Noise("bernoulli_", {}, values, shape, strides, source.dtype, place, follows, is_known)]
 
 
 def _fill(method: str, out: Info, values: tuple[Any, ...], words: dict[str, Any]) -> Noise:
@@ -182,47 +171,93 @@ def _recurrent(source: Info, hidden: Info, args: tuple[Any, ...]) -> list[Noise]
     return [noise] * (n_layers - 1)
 
 
+class _Drawn(NamedTuple):
+    """A call that draws."""
+
+    row: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Info]
+    out: Info
+
+    def word(self, name: str, fallback: Any = None) -> Any:
+        return table.bind(table.ROWS[self.row]["call"], self.args, self.kwargs).get(name, fallback)
+
+
+def _of_fill(call: _Drawn) -> list[Noise]:
+    is_by_chance = call.row == "bernoulli_" and None in (*call.args[1:2], *call.kwargs.values())
+    if is_by_chance:
+        return [_by_chance(call.inputs[1], call.out, True)]
+    return [_fill(call.row, call.out, call.args[1:], call.kwargs)]
+
+
+def _of_like(method: str) -> Callable[[_Drawn], list[Noise]]:
+    def of_like(call: _Drawn) -> list[Noise]:
+        ends = (call.word("low"), call.word("high"))
+        return [_fill(method, call.out, tuple(end for end in ends if end is not None), {})]
+
+    return of_like
+
+
+def _of_shifted(call: _Drawn) -> list[Noise]:
+    std, out = call.word("std", 1.0), call.out
+    values = (0.0, std if len(call.inputs) == 1 and std is not None else 1.0)
+    strides = _contiguous(out.shape)
+    return [Noise("normal_", {}, values, out.shape, strides, out.dtype, out.place, False)]
+
+
+def _of_chances(call: _Drawn) -> list[Noise]:
+    p = call.word("p")
+    if p is None:
+        return [_by_chance(call.inputs[0], call.out, False)]
+    return [_fill("bernoulli_", call.out, (p,), {})._replace(follows=False)]
+
+
+def _of_samples(call: _Drawn) -> list[Noise]:
+    is_replaced = bool(call.word("replacement", False)) and call.word("num_samples") > 1
+    return [_multiple(call.inputs[0], call.out, is_replaced)]
+
+
+def _of_weights(call: _Drawn) -> list[Noise]:
+    return [_attention(call.out, call.inputs[0], call.inputs[1], call.word("dropout_p"))]
+
+
+def _of_layers(call: _Drawn) -> list[Noise] | None:
+    return None if call.kwargs else _recurrent(call.inputs[0], call.inputs[1], call.args)
+
+
+#: By what the cell of a row says.
+_OF: dict[str, Callable[[_Drawn], list[Noise] | None]] = {
+    "FILL": _of_fill,
+    "UNIFORM": _of_like("uniform_"),
+    "NORMAL": _of_like("normal_"),
+    "INTEGERS": _of_like("random_"),
+    "SHIFTED": _of_shifted,
+    "CHANCES": _of_chances,
+    "SAMPLES": _of_samples,
+    "ENTRIES": functools.partial(_dropout, follows=True),
+    "MASK": functools.partial(_dropout, follows=True),
+    "FEATURES": functools.partial(_dropout, follows=False),
+    "WEIGHTS": _of_weights,
+    "LAYERS": _of_layers,
+}
+
+
 def of(i: int, first_out: int) -> list[Noise] | None:
     """What one call draws, in this order; None: only the call itself can say."""
+    row = table.ROWS.get(str(_core.node(i)[1]))
+    if row is None or not row["draws"]:
+        return None
     _, args, kwargs = _core.call(i)
-    name = str(_core.node(i)[1])
     inputs = [_info(value) for value in _core.node(i)[5] if value >= 0]
-    out = _info(first_out)
     kwargs = {word: given for word, given in kwargs.items() if word != "generator"}
-    if name.rstrip("_").endswith("dropout"):
-        p = _bind("input p train", args, kwargs)["p"]
-        return [_dropout(name, inputs[0], out, p)]
-    if name == "bernoulli_" and None in (*args[1:2], *kwargs.values()):
-        return [_by_chance(inputs[1], out, True)]
-    if name in _FILLS:
-        return [_fill(name, out, args[1:], kwargs)]
-    if name in _LIKES:
-        limits = _bind("input low high", args, kwargs)
-        ends = tuple(limits[word] for word in ("low", "high") if limits.get(word) is not None)
-        return [_fill(_LIKES[name], out, ends, {})]
-    if name == "normal":
-        std = _bind("mean std", args, kwargs).get("std", 1.0)
-        values = (0.0, std if len(inputs) == 1 and std is not None else 1.0)
-        strides = _contiguous(out.shape)
-        return [Noise("normal_", {}, values, out.shape, strides, out.dtype, out.place, False)]
-    if name == "bernoulli":
-        p = _bind("input p", args, kwargs).get("p")
-        if p is None:
-            return [_by_chance(inputs[0], out, False)]
-        return [_fill("bernoulli_", out, (p,), {})._replace(follows=False)]
-    if name == "multinomial":
-        return [_multiple(inputs[0], out, _is_replaced(args, kwargs))]
-    if name == "scaled_dot_product_attention":
-        p = _bind("query key value attn_mask dropout_p", args, kwargs)["dropout_p"]
-        return [_attention(out, inputs[0], inputs[1], p)]
-    if name in _RECURRENT and not kwargs:
-        return _recurrent(inputs[0], inputs[1], args)
-    return None
+    return _OF[row["draws"]](_Drawn(row["name"], args, kwargs, inputs, _info(first_out)))
 
 
-def _is_replaced(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    words = _bind("input num_samples replacement", args, kwargs)
-    return bool(words.get("replacement", False)) and words["num_samples"] > 1
+def _draws(func: Any) -> str:
+    """What the row of a function says that it draws; "": nothing, or there is no row."""
+    row = table.ROWS.get(getattr(func, "__name__", ""))
+    return row["draws"] if row is not None else ""
 
 
 # In which order -----------------------------------------------------------------------------------
@@ -376,7 +411,7 @@ def call_given(
     noises: Sequence[torch.Tensor],
 ) -> Any:
     """Make a call with noise that was drawn for it."""
-    if getattr(func, "__name__", "") in _RECURRENT and len(args) == 9:
+    if _draws(func) == "LAYERS" and len(args) == 9:
         return _by_layers(func, args, noises)
     with Given(noises):
         return func(*args, **kwargs)
@@ -421,13 +456,13 @@ class Given(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         words = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name in _FILLS:
+        drawn = _draws(func.overloadpacket)
+        if drawn == "FILL":
             noise = next(self.noises)
             is_compared = len(args) > 1 and isinstance(args[1], torch.Tensor)
             return args[0].copy_(noise < args[1] if is_compared else noise)
-        if name in _DRAWN:
-            return _DRAWN[name](next(self.noises), *args, **words)
+        if drawn in _DRAWN:
+            return _DRAWN[drawn](next(self.noises), *args, **words)
         if torch.is_inference_mode_enabled() and _is_composite(func):
             with self:  # what else would have come here as the calls that it is made of
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **words)
@@ -467,11 +502,11 @@ def _multinomial(
 
 
 _DRAWN: dict[str, Callable[..., Any]] = {
-    "rand_like": _take,
-    "randn_like": _take,
-    "randint_like": _take,
-    "normal": _normal,
-    "bernoulli": _take_bernoulli,
-    "native_dropout": _native_dropout,
-    "multinomial": _multinomial,
+    "UNIFORM": _take,
+    "NORMAL": _take,
+    "INTEGERS": _take,
+    "SHIFTED": _normal,
+    "CHANCES": _take_bernoulli,
+    "MASK": _native_dropout,
+    "SAMPLES": _multinomial,
 }

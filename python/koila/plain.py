@@ -19,13 +19,11 @@ import torch
 import torch.nn.functional
 from torch._ops import OpOverloadPacket
 
-from koila import _core
+from koila import _core, table
 
 _OWNERS: tuple[Any, ...] = (torch, torch._VF, torch.Tensor, torch.nn.functional)
-# They draw inside, and torch does not say so.
-_INSIDE = ("dropout", "rrelu", "scaled_dot_product_attention")
-# They make a tensor of noise from its sizes.
-_MAKERS = ("normal", "rand", "randint", "randn")
+# Ops by name: they make a tensor of noise from its sizes, and all but one have no row.
+MAKERS = frozenset(("normal", "rand", "randint", "randn"))
 
 
 def draws(name: str) -> bool:
@@ -38,7 +36,7 @@ def draws(name: str) -> bool:
     if "generator" in words or name.startswith("_"):  # others by that sign are of one device
         return "generator" in words
     is_tagged = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-    return is_tagged or any(word in name for word in _INSIDE)
+    return is_tagged or (name in table.ROWS and bool(table.ROWS[name]["draws"]))
 
 
 _lock = threading.Lock()
@@ -55,7 +53,7 @@ def _is_lazy(arguments: Any) -> bool:
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    is_maker = original.__name__ in _MAKERS
+    is_maker = original.__name__ in MAKERS
 
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
