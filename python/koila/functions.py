@@ -285,8 +285,7 @@ def register_all() -> None:
         tuple,
     )
     _core.register(meets.shares, OP, "softmax", None, False, False, False, "var_mean", tuple)
-    for call in (meets.softmax, meets.log_softmax):
-        name = call.__name__
+    for name, call in meets.CALLS.items():
         _core.register(call, OP, name, meets.run_whole, False, False, False, name, tuple)
     for name, layer in packed.LAYERS.items():
         row = f"packed_{name}"
@@ -317,7 +316,7 @@ def register_all() -> None:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
         elif name == "data":  # reads like detach(); a write through it leaves no version behind
             _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
-        elif name in ("real", "imag"):
+        elif name in table.ROWS:
             _core.register(getter, OP, name, None, False, False, False, name, tuple)
         elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)

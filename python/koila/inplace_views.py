@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function
 
-from koila import _core, hooks, planner
+from koila import _core, hooks, planner, table
 
-NAMES = frozenset("squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split())
+#: In place there is no row of a view: torch has such methods of a few.
+NAMES = frozenset(
+    f"{name}_"
+    for name, row in table.ROWS.items()
+    if row["kind"] == "VIEW" and f"{name}_" not in table.ROWS and hasattr(torch.Tensor, f"{name}_")
+)
 
 
 def touch(x: torch.Tensor) -> torch.Tensor:

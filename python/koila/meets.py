@@ -86,7 +86,7 @@ N_OWN: dict[Callable[..., Any], int] = {
     norms.batch_norm: 9,
     **dict.fromkeys(scans.CALLS, 2),
 }
-_BY_NAME = {"softmax": softmax, "log_softmax": log_softmax}
+CALLS = {call.__name__: call for call in (softmax, log_softmax)}
 
 
 def run_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,7 +110,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logs, most = call(shares, (x,), x, [dim], **words)
     if not _core.set_for_chunks(most):
         return NotImplemented
-    return call(_BY_NAME[func.__name__], (x,), x, dim, None, logs, most)
+    return call(CALLS[func.__name__], (x,), x, dim, None, logs, most)
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from koila import _core, planner, reports
+from koila import _core, planner, reports, table
 
 LazyTensor = _core.LazyTensor
 _VF: Any = torch._C._VariableFunctions
@@ -384,4 +384,4 @@ HANDLERS = {
     "_pack_padded_sequence": _or_else(pack, pack_now),
     "_pad_packed_sequence": _or_else(pad, pad_now),
 }
-LAYERS = {name: _layer(name) for name in ("gru", "lstm", "rnn_relu", "rnn_tanh")}
+LAYERS = {name: _layer(name) for name, row in table.ROWS.items() if row["draws"] == "LAYERS"}

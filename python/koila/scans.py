@@ -173,17 +173,18 @@ def _join_sums(totals: list[Tensor], dim: int) -> Tensor:
     return torch.cat(totals, dim).cumsum(dim)
 
 
-SCANS = {
-    "cumsum": Scan(torch.cumsum, _total, 0.0, _add, _join_sums),
-    "cumprod": Scan(torch.cumprod, _total_product, 1.0, _multiply, _products),
-    "logcumsumexp": Scan(
+_ALL = (
+    Scan(torch.cumsum, _total, 0.0, _add, _join_sums),
+    Scan(torch.cumprod, _total_product, 1.0, _multiply, _products),
+    Scan(
         torch.logcumsumexp,
         _total_exponentials,
         -math.inf,
         _add_exponentials,
         _join_exponentials,
     ),
-}
+)
+SCANS = {scan.run.__name__: scan for scan in _ALL}
 
 
 def starts_of(scan: Scan, totals: list[Tensor], dim: int) -> Tensor:

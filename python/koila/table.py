@@ -10,6 +10,8 @@ from koila import _core
 
 ROWS = {name: row for row in _core.op_table() for name in (row["name"], *row["aliases"])}
 
+_HELD_STEPWISE = 7  # where KlHeld's flag of that stands in what a row holds
+
 # Names numpy uses, which torch takes for its own.
 _NUMPY_NAMES = {
     "axis": "dim",
@@ -45,3 +47,8 @@ def bind(signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
         known = name if name in names else others.get(name, _NUMPY_NAMES.get(name, name))
         words[known] = value
     return words
+
+
+def is_stepwise(name: str) -> bool:
+    """Whether an op goes through its input step by step: a recurrent layer."""
+    return name in ROWS and bool(ROWS[name]["held"][_HELD_STEPWISE])

@@ -35,6 +35,7 @@ from koila import (
     reports,
     storages,
     surroundings,
+    table,
 )
 from koila.errors import MemoryLimitError, let_go
 from koila.program import Program, name_of_node, where_of_node
@@ -312,8 +313,7 @@ def _of_layers(i: int) -> int:
     """Bytes that a recurrent layer keeps and holds on the CPU, where its kernels go another way."""
     _, row, *_, saves = _core.node(i)
     _, _, kept, _, fixed, workspace, back = saves
-    is_recurrent = str(row).endswith(("lstm", "gru", "rnn_tanh", "rnn_relu"))
-    return kept + fixed + workspace + back if is_recurrent else 0
+    return kept + fixed + workspace + back if table.is_stepwise(str(row)) else 0
 
 
 class _Trace:
