@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from koila import _core
+from koila import _core, accrue, noise
 
 CORE = Path(__file__).parents[1] / "koila_c" / "core"
 OPERATORS = torch._C._dispatch_get_all_op_names()
@@ -51,3 +51,10 @@ def test_rows_say_what_autocast_casts(device: int) -> None:
     cast = [row for row in rows if is_cast_by_torch(row["name"], key)]
     assert len(cast) > 30
     assert [row["name"] for row in cast if not row["is_cast"][device]] == []
+
+
+def test_words_for_python_are_known() -> None:
+    """Of draws and of gradients that gather only Python knows more than the word."""
+    rows = _core.op_table()
+    assert {row["draws"] for row in rows} == {None, *noise.OF_CELLS}
+    assert {row["gathers"] for row in rows} == {None, *accrue.OF_CELLS}

@@ -383,10 +383,6 @@ static PyObject *
 row_object(const KlRow *row)
 {
     static const char *const kinds[] = {"OP", "VIEW", "INPLACE", "RANDOM"};
-    static const char *const gathers[] = {"", "LINEAR", "PRODUCT", "SUM", "ENTRIES"};
-    static const char *const draws[] = {"",         "FILL",    "UNIFORM", "NORMAL",  "INTEGERS",
-                                        "SHIFTED",  "CHANCES", "SAMPLES", "ENTRIES", "MASK",
-                                        "FEATURES", "WEIGHTS", "LAYERS"};
     PyObject *names = PyList_New(0);
     const char *alias = NULL;
     const KlRow *target = NULL;
@@ -398,12 +394,12 @@ row_object(const KlRow *row)
     if (names == NULL) {
         return NULL;
     }
-    return Py_BuildValue(
-        "{s:s,s:s,s:s,s:N,s:N,s:s,s:s,s:(NN),s:N}", "name", row->name, "call", row->call, "kind",
-        kinds[row->kind], "aliases", names, "is_heavy", PyBool_FromLong(row->is_heavy), "draws",
-        draws[row->draws], "gathers", gathers[row->gathers], "is_cast",
-        PyBool_FromLong(row->cast[0] != KL_CAST_NONE),
-        PyBool_FromLong(row->cast[1] != KL_CAST_NONE), "held", held_object(kl_ops_held(row)));
+    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N,s:z,s:z,s:(NN),s:N}", "name", row->name, "call",
+                         row->call, "kind", kinds[row->kind], "aliases", names, "is_heavy",
+                         PyBool_FromLong(row->is_heavy), "draws", row->draws, "gathers",
+                         row->gathers, "is_cast", PyBool_FromLong(row->cast[0] != KL_CAST_NONE),
+                         PyBool_FromLong(row->cast[1] != KL_CAST_NONE), "held",
+                         held_object(kl_ops_held(row)));
 }
 
 PyObject *

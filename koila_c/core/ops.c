@@ -32,8 +32,8 @@ enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
 #define BY_DEVICE .is_laid_out_by_device = true
 #define CAST(cpu_, cuda_) .cast = {KL_CAST_##cpu_, KL_CAST_##cuda_}
 #define COPIES .copies_expanded = true
-#define DRAWS(what_) .draws = KL_DRAWS_##what_
-#define GATHERS(how_, word_) .gathers = KL_GATHERS_##how_, .gathered = word_
+#define DRAWS(what_) .draws = #what_
+#define GATHERS(how_, word_) .gathers = #how_, .gathered = word_
 #define TIE(to_) .tie = KL_TIE_##to_
 
 /* What torch keeps for backward where words of the signature say it (derivatives.yaml): an input is kept only

@@ -141,33 +141,6 @@ typedef enum {
     KL_TIE_GROUPS,
 } KlTie;
 
-/* What a call fills with random numbers on the CPU; with which and in what order, koila/noise.py says. */
-typedef enum {
-    KL_DRAWS_NOTHING, /* or only the call itself can say what */
-    KL_DRAWS_FILL,    /* what it writes */
-    KL_DRAWS_UNIFORM, /* its result: of numbers between 0 and 1 */
-    KL_DRAWS_NORMAL,
-    KL_DRAWS_INTEGERS,
-    KL_DRAWS_SHIFTED, /* its result, before that is scaled and shifted */
-    KL_DRAWS_CHANCES, /* what is compared with chances */
-    KL_DRAWS_SAMPLES,
-    KL_DRAWS_ENTRIES, /* which entries are kept */
-    KL_DRAWS_MASK,    /* the same, and gives them */
-    KL_DRAWS_FEATURES,
-    KL_DRAWS_WEIGHTS, /* of attention */
-    KL_DRAWS_LAYERS,  /* results of the layers of a recurrent net */
-} KlDraws;
-
-/* Whose gradient is a sum over rows, which the call can add to what gathers without making it: that of a
- * matrix. How, koila/accrue.py says. */
-typedef enum {
-    KL_GATHERS_NOTHING,
-    KL_GATHERS_LINEAR,
-    KL_GATHERS_PRODUCT,
-    KL_GATHERS_SUM, /* of what is given and a product */
-    KL_GATHERS_ENTRIES,
-} KlGathers;
-
 /* What torch's autocast does to the inputs of an op. */
 typedef enum {
     KL_CAST_NONE,
@@ -323,9 +296,10 @@ struct KlRow {
     KlKinds kinds; /* of dtypes that a dtype rule takes */
     KlReduce reduce;
     KlTie tie;
-    KlCast cast[2]; /* on the CPU, on CUDA */
-    KlDraws draws;
-    KlGathers gathers;
+    KlCast cast[2];    /* on the CPU, on CUDA */
+    const char *draws; /* what it fills with random numbers: a word of koila/noise.py, or NULL */
+    const char
+        *gathers; /* how the gradient of a matrix is added up: a word of koila/accrue.py, or NULL */
     uint8_t gathered;           /* the word of that matrix */
     bool is_joining;            /* its place rule knows inputs of several batches */
     bool is_laid_out_by_device; /* a GPU may lay the result out otherwise than the CPU */

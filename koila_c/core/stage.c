@@ -31,8 +31,8 @@ kl_stage_accruing(const KlTape *tape, const KlNode *node)
     const int64_t least = 1 << 18; /* of less, a second gradient takes less time than our call */
     const KlRow *row = node->row;
     uint32_t k = row != NULL ? row->gathered : 0;
-    if (node->mode != KL_MODE_ROWS || row == NULL || row->gathers == KL_GATHERS_NOTHING ||
-        k >= node->n_inputs || inputs_of(tape, node)[k].value == KL_ID_NONE) {
+    if (node->mode != KL_MODE_ROWS || row == NULL || row->gathers == NULL || k >= node->n_inputs ||
+        inputs_of(tape, node)[k].value == KL_ID_NONE) {
         return KL_ID_NONE;
     }
     const KlMeta *meta = &tape->values[inputs_of(tape, node)[k].value].meta;

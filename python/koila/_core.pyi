@@ -63,8 +63,8 @@ class _Row(TypedDict):
     kind: str
     aliases: list[str]
     is_heavy: bool
-    draws: str
-    gathers: str
+    draws: str | None
+    gathers: str | None
     is_cast: tuple[bool, bool]
     held: _Held
 

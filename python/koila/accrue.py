@@ -143,7 +143,7 @@ def _apply(function: Any, call: Call, weight: torch.Tensor, words: tuple[Any, ..
 
 
 #: By what the cell of the row says: given the call and its arguments by the row's words.
-_BY_CELL: dict[str, Callable[[Call, dict[str, Any]], torch.Tensor]] = {
+OF_CELLS: dict[str, Callable[[Call, dict[str, Any]], torch.Tensor]] = {
     "LINEAR": _linear,
     "PRODUCT": _product,
     "SUM": _sum,
@@ -162,7 +162,7 @@ def run(
     differentiate it twice, which these products do not know."""
     is_such = node.mode == ROWS and not program.is_derived
     row = table.ROWS.get(program.row_of(node)) if is_such else None
-    if row is None or not row["gathers"]:
+    if row is None or row["gathers"] is None:
         return None
     words = table.bind(row["call"], args, kwargs)
-    return _BY_CELL[row["gathers"]](lambda: func(*args, **kwargs), words)
+    return OF_CELLS[row["gathers"]](lambda: func(*args, **kwargs), words)

@@ -227,7 +227,7 @@ def _of_layers(call: _Drawn) -> list[Noise] | None:
 
 
 #: By what the cell of a row says.
-_OF: dict[str, Callable[[_Drawn], list[Noise] | None]] = {
+OF_CELLS: dict[str, Callable[[_Drawn], list[Noise] | None]] = {
     "FILL": _of_fill,
     "UNIFORM": _of_like("uniform_"),
     "NORMAL": _of_like("normal_"),
@@ -246,18 +246,18 @@ _OF: dict[str, Callable[[_Drawn], list[Noise] | None]] = {
 def of(i: int, first_out: int) -> list[Noise] | None:
     """What one call draws, in this order; None: only the call itself can say."""
     row = table.ROWS.get(str(_core.node(i)[1]))
-    if row is None or not row["draws"]:
+    if row is None or row["draws"] is None:
         return None
     _, args, kwargs = _core.call(i)
     inputs = [_info(value) for value in _core.node(i)[5] if value >= 0]
     kwargs = {word: given for word, given in kwargs.items() if word != "generator"}
-    return _OF[row["draws"]](_Drawn(row["name"], args, kwargs, inputs, _info(first_out)))
+    return OF_CELLS[row["draws"]](_Drawn(row["name"], args, kwargs, inputs, _info(first_out)))
 
 
-def _draws(func: Any) -> str:
-    """What the row of a function says that it draws; "": nothing, or there is no row."""
+def _draws(func: Any) -> str | None:
+    """What the row of a function says that it draws; None: nothing, or there is no row."""
     row = table.ROWS.get(getattr(func, "__name__", ""))
-    return row["draws"] if row is not None else ""
+    return row["draws"] if row is not None else None
 
 
 # In which order -----------------------------------------------------------------------------------
