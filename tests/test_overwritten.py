@@ -13,6 +13,7 @@ from torch import Tensor
 
 import koila
 from chunked import split
+from test_bridge import Square
 
 N_ROWS = 5
 TEXT = "one of the variables needed for gradient computation has been modified by an inplace"
@@ -126,6 +127,7 @@ def run(text: str, lazy: Any) -> list[Tensor] | str:
         seen.extend(gradient.clone() for gradient in gradients)
 
     env = dict(torch=torch, F=F, w=w, v=v, u=u, x=x, y=y, see=see, grad=torch.autograd.grad)
+    env["square"] = Square.apply
     try:
         exec(text, env)
     except RuntimeError as error:
@@ -343,5 +345,47 @@ def test_what_a_checkpoint_reads_again_is_written(text: str) -> None:
             got = run(text, koila.lazy)
         if any(text.count(one) for one in READ_AGAIN):
             assert "was written before backward, where torch runs that once more" in str(got)
+        else:
+            compare(got, want)
+
+
+#: What shares the memory of `h`, of which a call may keep the numbers, and is written when the
+#: program was cut; "CUT" is where a call of the user's cuts it, or where nothing does before.
+SHARED = (
+    "CUT\nwith torch.no_grad(): h.mul_(2)",
+    "CUT\nh.mul_(2)",
+    "d = h.detach()\nCUT\nd.mul_(2)",
+    "CUT\nd = h.detach()\nd[0].mul_(2)",
+    "k = h.detach().requires_grad_()\nCUT\nwith torch.no_grad(): k.mul_(2)",
+    "p = torch.nn.Parameter(h.detach())\nCUT\nwith torch.no_grad(): p.sub_(1)",
+    "h.sum().item(); p = h.detach(); p.requires_grad = True\nCUT\np.detach().sub_(1)",
+    "p = (x * 1.5).detach().clone().requires_grad_(); p.grad = h.detach()\nCUT\np.grad.mul_(2)",
+)
+#: The same, where torch does not count the write.
+UNCOUNTED = (
+    "k = h.detach().requires_grad_()\nCUT\nk.data.mul_(2)",
+    "k = h.detach().requires_grad_()\nCUT\nk.detach().data[0] = 0",
+    "k = h.data.requires_grad_()\nCUT\nwith torch.no_grad(): k.mul_(2)",
+    "d = h.data[1:3]\nsquare(d)\nCUT\nd[0].mul_(2)",
+    "d = h.detach()\nsquare(d)\nCUT\nd[0].data.mul_(2)",
+    "k = h.view(-1)\nsquare(k)\nCUT\nk.detach().data.mul_(2)",
+    "p = torch.zeros(5, 4).double(); p.data = h.detach()\nCUT\np.mul_(2)",
+)
+
+
+@pytest.mark.parametrize("text", SHARED + UNCOUNTED)
+@pytest.mark.parametrize("call", ["h.tanh()", "h + 1"])
+@pytest.mark.parametrize("cut", ["", "q = square(x * v)"])
+def test_what_shares_memory_is_written(text: str, call: str, cut: str) -> None:
+    text = f"""
+h = x @ w; h = {call}; l = h.softmax(-1).pow(2).sum()
+{text.replace("CUT", cut)}
+(l + (h * 3).sum()).backward()"""
+    want = run(text, lambda *given: given)
+    for chunks in (1, 2, N_ROWS):
+        with koila.config(chunks=chunks):
+            got = run(text, koila.lazy)
+        if chunks > 1 and "tanh" in call and not isinstance(want, str):
+            assert "was written through .data before its backward" in str(got)
         else:
             compare(got, want)

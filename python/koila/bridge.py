@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import (
     _core,
@@ -45,9 +46,10 @@ from koila import (
 )
 from koila.errors import KoilaError
 from koila.numbers import as_new
-from koila.program import Info, Program
+from koila.program import Info, Program, is_data
 from koila.rows import without_memory
 
+_data: Any = torch._C.TensorBase.data  # as torch has it
 _is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -100,7 +102,7 @@ class _Cut:
     def roots(self) -> tuple[Any, ...]:
         """What stands for all that was handed out, and has still to go back; who asks holds it: it
         is dropped at any time."""
-        return tuple(root.lazy for root in self._alive())
+        return tuple(root.lazy for root in self.alive())
 
     @property
     def waiting(self) -> tuple[Any, ...]:
@@ -262,7 +264,7 @@ class _Cut:
     ) -> list[torch.Tensor | None]:
         """The same, without a graph. Some: there are leaves that no gradient is asked for."""
         lazies = [root.lazy for root in roots]
-        if self.written or any(root.watched for root in self._alive()):
+        if self.written or any(root.how_written() for root in self.alive()):
             _core.held(lazies[0], self._check_written, (roots,), {})
         found: Any = NotImplemented  # whole, where a mode sees each call
         wanted = {id(leaf) for leaf in leaves}
@@ -285,21 +287,20 @@ class _Cut:
             by_leaf[key] = by_leaf[key] + gradient if key in by_leaf else gradient
         return [by_leaf.get(id(leaf)) for leaf in leaves]
 
-    def _alive(self) -> list[_Root]:
+    def alive(self) -> list[_Root]:
         """What was handed out, is held, and has still to go back."""
         roots = (handed() for handed in self.handed)
         return [root for root in roots if root is not None and root.lazy is not None]
 
     def _check_written(self, roots: Sequence[_Root]) -> None:
         program = Program([root.lazy for root in roots], unwanted=self.roots)
-        moved = {
-            program.info(value).storage
-            for root in self._alive()
-            if root.watched is not None and meta.checksum(root.watched[0]) != root.watched[1]
-            if (value := _core.id(root.lazy)) is not None
-        }
-        uncounted = self.uncounted.union(_values_in(program, moved) if moved else ())
-        overwritten.check_leaves(program, uncounted.union(self.written), uncounted)
+        moved: dict[str, set[int]] = {"": set(), "counted": set(), "uncounted": set()}
+        for root in self.alive():
+            if (value := _core.id(root.lazy)) is not None:
+                moved[root.how_written()].add(program.info(value).storage)
+        uncounted = self.uncounted | _values_in(program, moved["uncounted"])
+        counted = self.written | _values_in(program, moved["counted"])
+        overwritten.check_leaves(program, counted | uncounted, uncounted)
 
     def go_back_twice(
         self,
@@ -363,7 +364,7 @@ class _Cut:
             if root in over or (root.lazy is not None and _core.is_spent(root.lazy)):
                 outputs.pop(id(root.lazy), None)
                 root.lazy = None
-        values = {root.value for root in self._alive()}
+        values = {root.value for root in self.alive()}
         for group in self.groups:
             group.leaves = () if values.isdisjoint(group.values) else group.leaves
         if not values:  # no other has still to go back
@@ -432,6 +433,8 @@ class _Cut:
 
 def _values_in(program: Program, storages: set[int]) -> set[int]:
     """The values of a program that lie in some memories."""
+    if not storages:
+        return set()
     nodes = program.nodes.values()
     read = (program.imports[i].value for node in nodes for i in node.imports if i >= 0)
     made = (value for node in nodes for value in node.outs)
@@ -447,9 +450,33 @@ class _Root:
         self.value = value
         self.number = number
         self.lazy: Any = None  # what stands for it, until it went back
+        self.memory: StorageWeakRef | None = None
+        #: It counts the writes to that memory, as all its tensors do, and holds none.
+        self.counter, self.n_writes = torch.empty(0), 0
         #: Where x.data was taken of it: its memory, and what it was then.
         self.watched: tuple[torch.Tensor, tuple[int, int]] | None = None
         cut.handed.append(weakref.ref(self))
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """It was handed out as this tensor."""
+        self.memory = StorageWeakRef(tensor.untyped_storage())
+        self.counter = tensor.detach()
+        _data.__set__(self.counter, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+        self.n_writes = self.counter._version
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Its memory, which this tensor is of, is handed out behind autograd's back."""
+        if self.watched is None:
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            whole.set_(tensor.untyped_storage())
+            self.watched = whole, meta.checksum(whole)
+
+    def how_written(self) -> str:
+        """Whether its memory was written since, and whether torch counted that."""
+        if self.counter._version != self.n_writes:
+            return "counted"
+        is_same = self.watched is None or meta.checksum(self.watched[0]) == self.watched[1]
+        return "" if is_same else "uncounted"
 
     def is_inner(self, value: int) -> bool:
         """Whether what else was handed out, and can still be differentiated or asked about, was
@@ -695,15 +722,21 @@ def refuse_inner(tensors: Iterable[Any], what: str) -> None:
 
 
 def watch_handed_out(lazy: _core.LazyTensor) -> None:
-    """The same of what a part handed out, or of a view of that: going back, a part would make again
-    what eager's calls have kept, and find written."""
+    """The same of what has the memory of what a part handed out: going back, the part would make
+    again what eager's calls have kept, and find written."""
     value, tensor = _core.id(lazy), _core.real(lazy)
     if value is not None and tensor is None:
         tensor = _info(_info(value).base).real
-    whole = tensor if tensor is None or tensor._base is None else tensor._base
-    root = _root_of(whole) if whole is not None else None
-    if whole is not None and root is not None and root.watched is None:
-        root.watched = as_new(whole), meta.checksum(whole)
+    if tensor is not None:
+        _watch_roots(tensor)
+
+
+def _watch_roots(tensor: torch.Tensor) -> None:
+    roots = [root for cut in _state.cuts for root in cut.alive() if root.watched is None]
+    memory = StorageWeakRef(tensor.untyped_storage()) if roots else None
+    for root in roots:
+        if root.memory == memory:
+            root.watch(tensor)
 
 
 def is_read(tensor: torch.Tensor) -> bool:
@@ -722,6 +755,7 @@ def parts_that_read(tensor: torch.Tensor) -> weakref.WeakSet[_Cut]:
 def watch(tensor: torch.Tensor) -> None:
     """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
     trace but the numbers."""
+    _watch_roots(tensor)
     for roots in [cut.roots for cut in _state.cuts]:
         if roots:
             _core.held(roots[0], watch_here, (tensor,), {})
@@ -765,6 +799,8 @@ def _cut(func: Any) -> bool:
     cut = _Cut()
     made = {value: _Root(cut, value, number) for value, number in roots.items()}
     handed = _handed_out(cut, made)
+    for value, root in made.items():
+        root.note(handed[value])
     others = {value: numbers[value] for value, whole in wholes.items() if whole not in roots}
     program = Program([]) if len(roots) + len(others) < len(wholes) else None
     taken: dict[int, torch.Tensor] = {}  # a gradient of a view goes on through the views before
@@ -775,6 +811,8 @@ def _cut(func: Any) -> bool:
             node: Any = others[value].grad_fn
             if node is not None:
                 node.metadata[_VIEW] = made[whole], value
+            if _is_data(value):
+                made[whole].watch(handed[whole])
     if any(others[value].requires_grad != _info(value).requires_grad for value in others):
         return False
     with steps.cutting():
@@ -829,6 +867,14 @@ def _tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:
             yield from _tensors_in(one, of_lazies)
     elif isinstance(given, dict):
         yield from _tensors_in(list(given.values()), of_lazies)
+
+
+def _is_data(value: int) -> bool:
+    """Whether a value is x.data, or a view of that."""
+    view = _info(value).view
+    while view is not None and not is_data(_core.node(view[0])[0]):
+        view = _info(view[2]).view
+    return view is not None
 
 
 def _info(value: int) -> Info:

@@ -266,11 +266,15 @@ def _patch_data() -> None:
             if real is not None:
                 checkpoints.watch(real)
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
-        if _core.leaves_of(self):
-            watch(self)
-        bridge.watch(self)
-        checkpoints.watch(self)
+        share(self)
         return original.__get__(self)
+
+    def share(tensor: torch.Tensor) -> None:
+        """Writes that torch does not count come to the memory of a plain tensor."""
+        if _core.leaves_of(tensor):
+            watch(tensor)
+        bridge.watch(tensor)
+        checkpoints.watch(tensor)
 
     @in_turn
     def watch(self: torch.Tensor) -> None:
@@ -293,6 +297,7 @@ def _patch_data() -> None:
     def put(self: torch.Tensor, value: Any) -> None:
         if type(value) is _core.LazyTensor:
             value = _number_of(value, "data")  # it may be made of what it is put in
+        share(value)
         if not is_put(self, value):
             original.__set__(self, value)
 
@@ -302,11 +307,18 @@ def _patch_data() -> None:
 
 def _number_of(lazy: Any, attribute: str) -> Any:
     """The number that is to be an attribute of a plain tensor. It shares its memory, as torch's
-    would, so nothing is recorded of it any more."""
+    would, so nothing is recorded of it any more, nor of others that share it."""
+
+    def itself(number: torch.Tensor) -> torch.Tensor:
+        return number
+
     with reports.Asking(f".{attribute} ="):
         number = _core.read(lazy)
-    left = None if _core.is_busy() else _core.leave(lazy)
-    return number if left is None else left
+    left = number if _core.is_busy() else _core.leave(lazy)
+    if left is None:
+        itself.__name__ = f".{attribute} ="
+        left = _core.live_with_all(itself, (lazy,), {}, True)
+    return left
 
 
 def _patch_setters() -> None:
