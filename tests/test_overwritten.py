@@ -88,6 +88,15 @@ PROGRAMS = (
     "h = x @ w; l = (h * v).sum(); h.data.zero_(); l.backward()",
     "h = x @ w; r = h.exp(); r[0] = 0; r.sum().backward()",
     "h = x @ w; r = h.sigmoid(); r.masked_fill_(x > 0, 0); r.sum().backward()",
+    # What a backward went through is a leaf for other losses, also where all that waits runs whole.
+    "h = (x @ w).tanh(); l = (h + v).pow(2).sum(); h.sum().backward(); h.data.mul_(2); "
+    "see(grad(l, h)[0])",
+    "h = (x @ w).tanh(); l = (h + v).pow(2).sum(); h.sum().backward()\n"
+    "with torch.no_grad(): h.mul_(2)\nsee(grad(l, [h, v])[0])",
+    "h = (x @ w).tanh(); l = (F.dropout(h, 0.5) + v).pow(2).sum(); h.sum().backward(); "
+    "h.data.mul_(2); g = grad(l, h, create_graph=True)[0]; see(g); see(grad(g.sum(), v)[0])",
+    "a, b = (x @ w).tanh().split(2, 1); l = (a * b).sum(); a.sum().backward(); "
+    "a.data.mul_(2); see(grad(l, a)[0])",
     # Not on the way to the gradients that are asked for:
     "k = (x @ w) * v; q = (x @ w).exp(); l = k.sum() + q.sum(); q.mul_(2); l.backward(inputs=[v])",
     "k = (x @ w) * v; q = (x @ w).exp(); l = k.sum() + q.sum(); q.mul_(2); l.backward(inputs=[w])",

@@ -65,6 +65,9 @@ check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 static int
 bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
+    if (tape->core.values[value].node != id) {
+        return 0; /* it was cut: what reads it goes no further */
+    }
     if (check_output(tape, id, value, real) < 0) {
         return -1;
     }
