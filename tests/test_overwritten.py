@@ -95,6 +95,11 @@ PROGRAMS = (
     "with torch.no_grad(): h.mul_(2)\nsee(grad(l, [h, v])[0])",
     "h = (x @ w).tanh(); l = (F.dropout(h, 0.5) + v).pow(2).sum(); h.sum().backward(); "
     "h.data.mul_(2); g = grad(l, h, create_graph=True)[0]; see(g); see(grad(g.sum(), v)[0])",
+    # What is to have a gradient after others have read it has none from those.
+    "h = x * 3; l = (h * v).sum(); h.requires_grad_(); h.data.mul_(3); (l + (h * w[0]).sum())"
+    ".backward(); see(h.grad)",
+    "h = x * 3; l = (h + v).sum(); h.requires_grad_(); n = h.nonzero(); (l + (h * w[0]).sum())"
+    ".backward(); see(h.grad)",
     "a, b = (x @ w).tanh().split(2, 1); l = (a * b).sum(); a.sum().backward(); "
     "a.data.mul_(2); see(grad(l, a)[0])",
     # Not on the way to the gradients that are asked for:

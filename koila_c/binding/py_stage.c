@@ -611,8 +611,12 @@ kl_stage_deliver(PyObject *module, PyObject *args)
         kl_lazy_leave(tape, id, tensor);
     }
     bool is_dead = kl_tape_is_dead(&tape->core, id); /* the number is the lazy's alone */
-    Py_XSETREF(tape->values[id].result, is_dead ? NULL : Py_NewRef(tensor));
-    return Py_NewRef(Py_None);
+    bool is_left = !is_dead && is_final; /* what is said of it then is not said to what waits */
+    PyObject *result = is_dead   ? NULL
+                       : is_left ? PyObject_CallMethod(tensor, "detach", NULL)
+                                 : Py_NewRef(tensor);
+    Py_XSETREF(tape->values[id].result, result);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* cut(value, tensor): the number of a value, which is a leaf from now on where anything reads it or stands for it. */
