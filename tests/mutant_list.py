@@ -425,9 +425,23 @@ MUTANTS = [
     Mutant(
         "bridge: eager's error about what was written is not raised",
         "python/koila/bridge.py",
-        "        if self.written or any(root.watched for root in self._alive()):\n",
+        "        if self.written or any(root.how_written() for root in self.alive()):\n",
         "        if self.written is None:\n",
         BRIDGE,
+    ),
+    Mutant(
+        "bridge: what has the memory of what was handed out is written unseen",
+        "python/koila/bridge.py",
+        "if root.memory == memory:",
+        "if root.memory is None:",
+        "tests/test_overwritten.py",
+    ),
+    Mutant(
+        "checkpoint: what its function was not given is not looked at",
+        "python/koila/overwritten.py",
+        "        for value in body.read:\n",
+        "        for value in body.given:\n",
+        "tests/test_overwritten.py",
     ),
     Mutant(
         "bridge: second derivatives go only to what the first were asked for",
