@@ -440,7 +440,7 @@ MUTANTS = [
         "checkpoint: what its function was not given is not looked at",
         "python/koila/overwritten.py",
         "        for value in body.read:\n",
-        "        for value in body.given:\n",
+        "        for value in body.read.intersection(body.given):\n",
         "tests/test_overwritten.py",
     ),
     Mutant(

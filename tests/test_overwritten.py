@@ -102,6 +102,15 @@ PROGRAMS = (
     ".backward(); see(h.grad)",
     "a, b = (x @ w).tanh().split(2, 1); l = (a * b).sum(); a.sum().backward(); "
     "a.data.mul_(2); see(grad(l, a)[0])",
+    # A derivative is given what calls made that take no part in it.
+    "h = (x @ w).tanh(); g = grad((h @ w).sum(), h, create_graph=True)[0].pow(2).sum(); h.mul_(2)"
+    "; g.backward()",
+    "h = (x @ w).tanh(); g = grad((h @ w).sum(), h, create_graph=True)[0].pow(2).sum(); h.mul_(2)"
+    "; (g + h.sum()).backward()",
+    "h = (x @ w) * 1; g = grad((h @ w).sum(), h, create_graph=True)[0].pow(2).sum(); h.mul_(2)"
+    "; (g + h.sum()).backward()",
+    "h = (x @ w) * 1; g = grad((h @ w).tanh().sum(), h, create_graph=True)[0].sum(); h.mul_(2)"
+    "; g.backward()",
     # Not on the way to the gradients that are asked for:
     "k = (x @ w) * v; q = (x @ w).exp(); l = k.sum() + q.sum(); q.mul_(2); l.backward(inputs=[v])",
     "k = (x @ w) * v; q = (x @ w).exp(); l = k.sum() + q.sum(); q.mul_(2); l.backward(inputs=[w])",

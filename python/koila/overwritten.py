@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from koila import _core, checkpoints, derived, draws, meta, norms
+from koila import _core, checkpoints, derived, draws, meta, norms, unsplit
 from koila.errors import StaleError
 from koila.program import Node, Program, is_data, name_of_call
 
@@ -43,7 +43,7 @@ def check(program: Program) -> None:
             writer, region = _core.writer_from(before + 1, value) or (before, node.region)
             if _is_made_again(program, node, value, region) or _is_uncounted(program, value):
                 continue
-            if _needs_as_before(program, node, value):
+            if _needs_as_before(program, node, value) and _is_gone_through(program, node):
                 _refuse(program, value, _call(node.id), writer)
 
 
@@ -109,7 +109,8 @@ def check_leaves(program: Program, leaves: set[int], uncounted: Collection[int] 
         for value in read.union(node.outs).intersection(leaves):
             # What a normalization itself moved, it does not need; nor does torch count such writes.
             is_moved = value in uncounted and value in _moved_by(program, node)
-            if not is_moved and _needs_as_before(program, node, value):
+            is_needed = not is_moved and _needs_as_before(program, node, value)
+            if is_needed and _is_gone_through(program, node):
                 info = program.info(value)
                 if value in uncounted:
                     raise StaleError(
@@ -117,6 +118,12 @@ def check_leaves(program: Program, leaves: set[int], uncounted: Collection[int] 
                         "written through .data before its backward; write it after backward()"
                     )
                 _raise(program, value, _call(node.id), _ELSEWHERE)
+
+
+def _is_gone_through(program: Program, node: Node) -> bool:
+    """Whether torch's backward comes to a call: a derivative may have been given what it made."""
+    known = unsplit.gone_through(program) if "recipes" in _core.memo() else None
+    return known is None or node.id in known
 
 
 def _moved_by(program: Program, node: Node) -> set[int]:

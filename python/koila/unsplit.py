@@ -305,6 +305,19 @@ def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[in
     return result
 
 
+def gone_through(program: Program) -> set[int] | None:
+    """The calls that torch's backward of a program comes to: a derivative is given what calls made
+    that take no part in it. None: meta tensors cannot tell."""
+    calls_of: dict[Any, int] = {}
+    try:
+        with _on_meta_tensors():
+            trace = _Trace(program, calls_of=calls_of)
+    except Exception:  # of all of torch
+        return None
+    reached = set(outside.nodes([trace.env[root] for root in program.roots]))
+    return {call for node, call in calls_of.items() if node in reached}
+
+
 def _is_of_leaf(node: Any) -> bool:
     return type(node) is engine.ACCUMULATE_GRAD
 
@@ -319,7 +332,12 @@ def _of_layers(i: int) -> int:
 class _Trace:
     """The calls of a program, made on meta tensors in their order, as a live run makes them."""
 
-    def __init__(self, program: Program, wanted: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        program: Program,
+        wanted: Iterable[int] = (),
+        calls_of: dict[Any, int] | None = None,  # by their nodes, as they are made
+    ) -> None:
         self.program = program
         self.leaves: dict[int, Tensor] = {}  # by value
         self.env: list[Any] = [None] * program.n_values
@@ -333,6 +351,9 @@ class _Trace:
                 self._enter(value)
         for i, node in enumerate(calls):
             _core.run_alone(node.id, self.env, -1, False, self._call)
+            if calls_of is not None:  # which holds all graphs, with what they keep
+                results = [self.env[out] for out in node.outs if self.env[out] is not None]
+                calls_of.update((one.grad_fn, node.id) for one in results)
             for value in (*reads[i], *node.outs):
                 if last[value] == i and value not in kept:
                     self.env[value] = None
