@@ -71,8 +71,9 @@ test_kinds_and_effects(void)
 static void
 test_products_are_heavy(void)
 {
-    static const char *const heavy[] = {"linear", "matmul", "mm",   "bmm",      "baddbmm", "einsum",
-                                        "conv2d", "mv",     "lstm", "bilinear", "cdist",   "outer"};
+    static const char *const heavy[] = {"linear", "matmul", "mm",       "bmm",    "baddbmm",
+                                        "einsum", "addmm",  "addmv",    "addbmm", "conv2d",
+                                        "mv",     "lstm",   "bilinear", "cdist",  "outer"};
     static const char *const light[] = {"add", "relu", "mean",    "view",       "softmax",
                                         "cat", "ne",   "dropout", "layer_norm", "add_"};
     for (size_t i = 0; i < sizeof(heavy) / sizeof(heavy[0]); i++) {
