@@ -82,7 +82,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **each(
         """abs acos asin atan atanh cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1
         frac i0 lgamma log log10 log1p log2 logit neg positive rad2deg reciprocal rsqrt
-        sgn sigmoid sign sin sinc sinh sqrt square tan tanh""",
+        sgn sigmoid sign sin sinc sinh special_entr special_log_ndtr sqrt square tan tanh""",
         unary,
     ),
     **each(
@@ -101,6 +101,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **each(
         "add div eq ge gt le lt mul ne remainder fmod floor_divide pow rsub sub xlogy", with_numbers
     ),
+    "special_xlog1py": with_numbers,
     **each("atan2 copysign fmax fmin hypot logaddexp logaddexp2 maximum minimum", binary),
     **each("logical_and logical_or logical_xor", binary),
     **each("bitwise_and bitwise_or bitwise_xor", binary_bits),
