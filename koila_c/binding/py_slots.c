@@ -150,7 +150,7 @@ install_method(PyObject *name, PyObject *func, Function *function)
 
 typedef enum { ADD, SUBTRACT, MULTIPLY, DIVIDE, MATMUL, NEGATE, N_OPERATORS } Operator;
 
-/* Under which name torch hands each operator over, and what it is called on either side. */
+/* Ops by name: under which name torch hands each operator over, and what it is called on either side. */
 static const char *const operator_names[N_OPERATORS][3] = {
     {"add", "__add__", "__radd__"},          {"sub", "__sub__", "__rsub__"},
     {"mul", "__mul__", "__rmul__"},          {"div", "__truediv__", "__rtruediv__"},

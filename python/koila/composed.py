@@ -274,6 +274,7 @@ def _handler(compose: Callable[..., Any]) -> Handler:
     return call
 
 
+#: Ops by name: the code of each; most have no row.
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "atleast_1d": _all(_row),
     "atleast_2d": _all(_matrix),

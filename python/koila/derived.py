@@ -258,6 +258,7 @@ def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
         return "a sum or mean is given grad_outputs, and without them it goes by samples"
     name, terms = program.row_of(node), program.imports[node.imports[0]].value
     of = program.info(terms)
+    # Ops by name: nansum() is split as sum() is, and its gradient is another one.
     if name not in ("sum", "mean") or of.place is None or of.dtype != info.dtype:
         start = _name_and_line(node)
         return f"it starts from {start}, and only a sum() or mean() of samples goes by samples"

@@ -69,7 +69,7 @@ QUERIES = frozenset(
     dim_order __len__ is_tensor""".split()
 )
 
-# Asked on meta tensors, these promise what the real call does not keep.
+# Ops by name: asked on meta tensors, these promise what the real call does not keep.
 META_UNRELIABLE = frozenset(
     """native_batch_norm embedding_bag _embedding_bag batch_norm quantize_per_tensor
     quantize_per_channel quantize_per_tensor_dynamic""".split()

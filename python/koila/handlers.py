@@ -556,6 +556,7 @@ def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
+#: Ops by name: torch's functions in whose place these stand; most have no row.
 HANDLERS: dict[str, Handler] = {
     "numpy": to_numpy,
     "__array__": to_numpy,
@@ -595,7 +596,7 @@ HANDLERS: dict[str, Handler] = {
     "is_vulkan": _device_type("vulkan"),
 }
 
-#: What is tried where the row of an op declines a call, before it runs at once.
+#: Ops by name: what is tried where the row of an op declines a call, before it runs at once.
 DECLINED: dict[str, Handler] = {
     "__getitem__": masks.select,
     "__setitem__": masks.assign,

@@ -509,6 +509,7 @@ class _Least(NamedTuple):
 #: again only for a program that takes so much more.
 _least_limits: dict[tuple[str, int, int, int, int], _Least] = {}
 _GROWN = 0.02
+# Ops by name: their programs cannot be staged for other ways without an effect on the tape.
 _SORTS = frozenset(("sort", "argsort"))
 
 

@@ -19,7 +19,8 @@ _NUMBERS = frozenset("int SymInt number float Scalar".split())
 #: A tensor of no dims selects where it is one of these; of others it is a mask.
 _INTS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 
-#: Words that may be a tensor, of which torch only asks the number.
+#: Ops by name: words that may be a tensor, of which torch only asks the number; its schemas do not
+#: tell them from others.
 _READ_TENSORS = {
     "narrow": "start",
     "repeat_interleave": "repeats",
@@ -135,7 +136,7 @@ def instead(name: str, handler: Handler | None) -> Handler:
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (*args, *kwargs.values())
         read, words = args, kwargs
-        if name in ("__getitem__", "__setitem__"):
+        if name in ("__getitem__", "__setitem__"):  # Ops by name: both have an index in brackets
             read = _read_indexing(args)
         elif any(map(_holds_number, given)):
             read, words = _read_words(name, args, kwargs)
