@@ -60,6 +60,7 @@ TESTS_OF_ROWS = {
         "test_opdb_chunks.py",
         "test_ops.py",
     ],
+    "schedule_units": ["core/test_schedule.c"],
     "stage_sink": ["core/test_stage.c"],
     "stage_tail": ["core/test_stage.c"],
     "sweep_known": ["core/test_sweep.c"],

@@ -44,20 +44,20 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     seen = Seen()
 
     def force(way: Way) -> Seen:
-        original, schedule = planner.plan, Program.schedule_of
+        original, schedule = planner.plan, Program.schedule
 
         def changed(*args: Any, **kwargs: Any) -> planner.Plan:
             planned = original(*args, **kwargs)
             return dataclasses.replace(planned, way=way)
 
         def noted(*args: Any) -> Any:
-            steps, lights = schedule(*args)
-            for step in steps:
+            made = schedule(*args)
+            for step in made.steps:
                 seen.n_segments = max(seen.n_segments, len(step.runs))
-                seen.n_again += step.op == Op.AGAIN
-                seen.n_emptied += len(step.values) * (step.op == Op.EMPTY)
-                seen.n_offloaded += len(step.values) * (step.op == Op.FORWARD)
-            return steps, lights
+            seen.n_again += len(made.values_of(Op.REMAKE))
+            seen.n_emptied += len(made.values_of(Op.EMPTY))
+            seen.n_offloaded += len(made.values_of(Op.HOME))
+            return made
 
         def cut(self: replay.Replay, head: Any) -> None:
             cut_in_pieces(self, head)
@@ -66,7 +66,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
         cut_in_pieces = replay.Replay._cut_in_pieces
         monkeypatch.setattr(replay.Replay, "_cut_in_pieces", cut)
         monkeypatch.setattr(planner, "plan", changed)
-        monkeypatch.setattr(Program, "schedule_of", noted)
+        monkeypatch.setattr(Program, "schedule", noted)
         return seen
 
     yield force

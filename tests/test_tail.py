@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import koila
 from chunked import split
 from koila import tail
-from koila.program import Light, Op, Program, Step, Way
+from koila.program import Graph, Op, Program, Schedule, Step
 from oracle import assert_same, eager
 from programs import JOINT
 
@@ -88,25 +88,33 @@ def gradient_of(lazy: Any, loss: Callable[[Tensor], Tensor]) -> Tensor | None:
 def lie(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """Have tails taken for linear that are not, as by a row that says an op keeps nothing, when it
     keeps its input; returns a list, to which programs are added that are lied about."""
-    schedule = Program.schedule_of
+    schedule = Program.schedule
     found: list[Program] = []
 
-    def lies(program: Program, is_graph: bool, way: Way) -> tuple[list[Step], dict[int, Light]]:
-        steps, lights = schedule(program, is_graph, way)
-        ops = [step.op for step in steps]
-        if program.is_tail_linear or Op.BACK not in ops:
-            return steps, lights
-        end = ops.index(Op.BACK)
-        last = steps[end].runs
-        at = next(i for i, step in enumerate(steps) if step.op == Op.SEED and step.runs == last)
-        assert set(ops[at + 1 : end]) <= {Op.RELEASE}
-        steps[at : end + 1] = [Step(Op.CHECK, last, (), (), False, (), ())]
-        is_last = [step.op == Op.FORWARD and step.runs == last for step in steps]
-        steps[is_last.index(True)] = Step(Op.FUSED, last, (), (), False, (), ())
+    def lies(program: Program, is_graph: bool, *words: Any) -> Schedule:
+        made = schedule(program, is_graph, *words)
+        steps = made.steps
+        is_back = [step.op == Op.LOOP and step.graph != Graph.NONE for step in steps]
+        if program.is_tail_linear or not any(is_back):
+            return made
+        begin = is_back.index(True)
+        last = steps[begin].runs
+        end = next(i for i in range(begin, len(steps)) if steps[i].op == Op.END)
+        while steps[begin].op != Op.SEED:
+            begin -= 1
+            assert steps[begin].op in (Op.FREE, Op.SEED) and len(last) == 1
+        steps[begin : end + 1] = [Step(Op.CHECK, Graph.NOW, last)]
+        at = next(i for i, step in enumerate(steps) if step.op == Op.HOME and step.runs == last)
+        run = next(step for step in steps[at:] if step.op == Op.RUN)
+        end = next(i for i in range(at, len(steps)) if steps[i].op == Op.END)
+        fused = Op.LOOP, Op.RUN, Op.TAIL, Op.BACK, Op.TAKE, Op.END, Op.WATCH
+        steps[at + 1 : end + 1] = [
+            Step(op, Graph.NOW, last, run.values if op == Op.RUN else ()) for op in fused
+        ]
         found.append(program)
-        return steps, lights
+        return made
 
-    monkeypatch.setattr(Program, "schedule_of", lies)
+    monkeypatch.setattr(Program, "schedule", lies)
     return found
 
 

@@ -163,19 +163,12 @@ def state(model: nn.Module) -> list[Tensor]:
 def test_numbers(name: str, chunks: int) -> None:
     model, x, y = make(name)
     other = copy.deepcopy(model)
-    waited = []
-    original = waiting.forward
-
-    def note(replay: Any, step: Any) -> Any:
-        waited.append(step)
-        return original(replay, step)
-
-    with mock.patch.object(waiting, "forward", note):
+    with mock.patch.object(waiting, "Waiting", wraps=waiting.Waiting) as waited:
         loss = step(other, x, y, chunks)
     assert torch.allclose(loss, step(model, x, y, None), rtol=1e-12)
     for got, want in zip(state(other), state(model), strict=True):
         assert (got - want).abs().max() <= 1e-10 * (1 + want.abs().max())
-    assert len(waited) == (MODELS[name][1] if chunks > 1 else 0)
+    assert waited.call_count == (MODELS[name][1] if chunks > 1 else 0)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, ROWS])
@@ -296,9 +289,9 @@ def test_graphs_do_not_wait_where_they_are_most_of_it(size: int, does_wait: bool
     """Many chunks, of few numbers or of many."""
     model = between(nn.ReLU())
     x, y = torch.randn(160, 3, size, size), torch.randint(0, 5, (160,))
-    with mock.patch.object(waiting, "forward", wraps=waiting.forward) as forward:
+    with mock.patch.object(waiting, "Waiting", wraps=waiting.Waiting) as waited:
         step(model, x, y, 160)
-    assert forward.called == does_wait
+    assert waited.called == does_wait
 
 
 def test_where_saved_tensors_may_not_be_looked_at() -> None:
@@ -447,7 +440,7 @@ def emptied(monkeypatch: pytest.MonkeyPatch, n_light: int) -> list[tuple[float, 
         way = Way(n_light=n_light)
         estimate = memory.estimate(program, True, way)
         size = largest(estimate.rows, planned.n_chunks, planned.unit)
-        seen.append((estimate.peak(size)[0], len(program.schedule_of(True, way)[1])))
+        seen.append((estimate.peak(size)[0], len(program.schedule(True, way).lights)))
         return dataclasses.replace(planned, way=way)
 
     monkeypatch.setattr(planner, "plan", changed)

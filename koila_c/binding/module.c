@@ -42,9 +42,8 @@ kl_py_id(PyObject *object, void *id)
 
 /* bind(folders, reductions, objects): each object of the dict by the name that it has here. */
 static PyObject *
-core_bind(PyObject *module, PyObject *args)
+core_bind(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const struct {
         PyObject **where;
         const char *name;
@@ -103,9 +102,8 @@ core_bind(PyObject *module, PyObject *args)
 
 /* set_blocks(width, dtypes): see KlCall. */
 static PyObject *
-core_set_blocks(PyObject *module, PyObject *args)
+core_set_blocks(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     uint32_t bits = 0;
     long long width = 0;
     PyObject *dtypes = NULL;

@@ -28,10 +28,8 @@ is_without_tensor(const Tape *tape, KlValueId id)
 }
 
 PyObject *
-kl_bridge_can_cut(PyObject *module, PyObject *ignored)
+kl_bridge_can_cut(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
         return NULL;
@@ -45,9 +43,8 @@ kl_bridge_can_cut(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-kl_bridge_behind(PyObject *module, PyObject *args)
+kl_bridge_behind(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     KlValueId id = KL_ID_NONE;
     const Tape *tape = kl_tape_open();
     if (tape == NULL || !PyArg_ParseTuple(args, "O&:behind", kl_py_id, &id)) {
@@ -93,10 +90,8 @@ done:
 }
 
 PyObject *
-kl_bridge_reached(PyObject *module, PyObject *ignored)
+kl_bridge_reached(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
         return NULL;
@@ -181,10 +176,8 @@ bytes_won_whole(const Tape *tape, bool *is_saved, bool *is_held /* [n_storages] 
     return won;
 }
 PyObject *
-kl_bridge_won_whole(PyObject *module, PyObject *ignored)
+kl_bridge_won_whole(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
         return NULL;
@@ -280,9 +273,8 @@ take_off(Tape *tape, KlValueId id)
 }
 
 PyObject *
-kl_bridge_hand_out(PyObject *module, PyObject *args)
+kl_bridge_hand_out(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *roots = NULL, *others = NULL, *lazies = NULL;
     Tape *tape = kl_tape_open(), *fresh = NULL;
     if (tape == NULL ||
@@ -329,9 +321,8 @@ error:
 }
 
 PyObject *
-kl_bridge_set_wanted(PyObject *module, PyObject *args)
+kl_bridge_set_wanted(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *lazies = NULL;
     int flag = 0;
     if (!PyArg_ParseTuple(args, "O!p:set_wanted", &PyTuple_Type, &lazies, &flag)) {
@@ -351,9 +342,8 @@ kl_bridge_set_wanted(PyObject *module, PyObject *args)
 }
 
 PyObject *
-kl_bridge_replace_leaves(PyObject *module, PyObject *args)
+kl_bridge_replace_leaves(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *lazy = NULL, *make = NULL;
     if (!PyArg_ParseTuple(args, "O!O:replace_leaves", kl_py.lazy, &lazy, &make)) {
         return NULL;
@@ -375,9 +365,8 @@ kl_bridge_replace_leaves(PyObject *module, PyObject *args)
 }
 
 PyObject *
-kl_bridge_replace_leaf(PyObject *module, PyObject *args)
+kl_bridge_replace_leaf(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *lazy = NULL, *tensor = NULL;
     unsigned int id = 0;
     if (!PyArg_ParseTuple(args, "O!O&O!:replace_leaf", kl_py.lazy, &lazy, kl_py_id, &id,

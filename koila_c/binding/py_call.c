@@ -309,10 +309,8 @@ kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId)
 }
 
 static PyObject *
-no_tensor(void *env, KlValueId value)
+no_tensor(void *Py_UNUSED(env), KlValueId Py_UNUSED(value))
 {
-    (void)env;
-    (void)value;
     return Py_None;
 }
 
@@ -415,10 +413,8 @@ kl_call_visit(PyObject *object, int (*visit)(PyObject *, void *), void *context)
 }
 
 static int
-is_met(PyObject *lazy, void *context)
+is_met(PyObject *Py_UNUSED(lazy), void *Py_UNUSED(context))
 {
-    (void)lazy;
-    (void)context;
     return 1;
 }
 
@@ -461,9 +457,8 @@ kl_call_map(PyObject *object, PyObject *(*item)(void *, PyObject *), void *conte
 }
 
 static PyObject *
-real_item(void *context, PyObject *object)
+real_item(void *Py_UNUSED(context), PyObject *object)
 {
-    (void)context;
     return kl_call_real(object);
 }
 

@@ -238,9 +238,8 @@ kl_context_now(bool *is_grad_enabled)
 }
 
 PyObject *
-kl_context_note_switches(PyObject *module, PyObject *args)
+kl_context_note_switches(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int index = 0;
     int is_flash_allowed = 0;
     if (!PyArg_ParseTuple(args, "Ip", &index, &is_flash_allowed)) {

@@ -19,10 +19,8 @@ value_argument(PyObject *object)
 }
 
 PyObject *
-core_new_axis(PyObject *module, PyObject *ignored)
+core_new_axis(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL && kl_lock_take(&tape->lock) < 0) {
         return NULL;
@@ -37,9 +35,8 @@ core_new_axis(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-core_input(PyObject *module, PyObject *args)
+core_input(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *tensor = NULL;
     int dim = 0;
     unsigned long long key = 0;
@@ -53,9 +50,8 @@ core_input(PyObject *module, PyObject *args)
 }
 
 PyObject *
-core_like(PyObject *module, PyObject *args)
+core_like(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *tensor = NULL, *lazy = NULL;
     if (!PyArg_ParseTuple(args, "O!O:like", kl_py.tensor_base, &tensor, &lazy)) {
         return NULL;
@@ -80,26 +76,23 @@ core_like(PyObject *module, PyObject *args)
 }
 
 PyObject *
-core_force(PyObject *module, PyObject *object)
+core_force(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     Value *value = value_argument(object);
     return value == NULL ? NULL : kl_live_force(value);
 }
 
 PyObject *
-core_real(PyObject *module, PyObject *object)
+core_real(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     Value *value = value_argument(object);
     PyObject *real = value == NULL ? NULL : kl_lazy_real(value);
     return value == NULL ? NULL : Py_NewRef(real != NULL ? real : Py_None);
 }
 
 PyObject *
-core_is_input(PyObject *module, PyObject *object)
+core_is_input(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     Value *value = value_argument(object);
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
@@ -107,9 +100,8 @@ core_is_input(PyObject *module, PyObject *object)
 /* Whether nobody but a lazy, and the tape, holds its tensor, and no call waits that reads it: then what is done
  * with it is recorded from now on, as with an input. */
 PyObject *
-core_keep_lazy(PyObject *module, PyObject *object)
+core_keep_lazy(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     Value *value = value_argument(object);
     const Tape *tape = value != NULL ? kl_tape_open() : NULL;
     PyObject *real = tape != NULL ? kl_lazy_real(value) : NULL;
@@ -130,9 +122,8 @@ core_keep_lazy(PyObject *module, PyObject *object)
 }
 
 PyObject *
-core_rows_dim(PyObject *module, PyObject *object)
+core_rows_dim(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     const Value *value = value_argument(object);
     if (value == NULL) {
         return NULL;
@@ -144,9 +135,8 @@ core_rows_dim(PyObject *module, PyObject *object)
 }
 
 PyObject *
-core_is_pending_here(PyObject *module, PyObject *object)
+core_is_pending_here(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     const Value *value = value_argument(object);
     if (value == NULL) {
         return NULL;
@@ -177,9 +167,8 @@ describe(const KlMeta *meta)
 }
 
 PyObject *
-core_describe(PyObject *module, PyObject *object)
+core_describe(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     KlMeta meta;
     PyObject *real = object;
     if (kl_lazy_check(object)) {
@@ -214,43 +203,35 @@ live_by(RunLive run, PyObject *args)
 }
 
 PyObject *
-core_live(PyObject *module, PyObject *args)
+core_live(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     return live_by(kl_live_call, args);
 }
 
 PyObject *
-core_live_with_all(PyObject *module, PyObject *args)
+core_live_with_all(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     return live_by(kl_record_live, args);
 }
 
 PyObject *
-core_flush(PyObject *module, PyObject *ignored)
+core_flush(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
     return tape != NULL && kl_live_run(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *
-core_has_known(PyObject *module, PyObject *ignored)
+core_has_known(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
     kl_py.n_looks++;
     return PyBool_FromLong(tape != NULL && kl_tape_find_known(&tape->core));
 }
 
 PyObject *
-core_has_numbers(PyObject *module, PyObject *ignored)
+core_has_numbers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     const Tape *tape = kl_tape_open_or_null();
     for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
         const KlValue *value = &tape->core.values[i];
@@ -263,9 +244,8 @@ core_has_numbers(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-core_read(PyObject *module, PyObject *object)
+core_read(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     Value *value = value_argument(object);
     return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
 }
@@ -300,9 +280,8 @@ is_shared(const Tape *tape, KlValueId id)
 /* leave(lazy): its tensor. Where other lazies may show what is done with that, and what they show is still on
  * the tape: None. One that has a number is that from now on; what made it has a tensor of its own. */
 PyObject *
-core_leave(PyObject *module, PyObject *object)
+core_leave(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     Value *value = value_argument(object);
     if (value == NULL) {
         return NULL;
@@ -327,19 +306,16 @@ core_leave(PyObject *module, PyObject *object)
 }
 
 PyObject *
-core_release(PyObject *module, PyObject *ignored)
+core_release(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
     bool is_still = tape != NULL && !tape->is_running;
     return is_still && kl_stale_release(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *
-core_call(PyObject *module, PyObject *args)
+core_call(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
     if (tape == NULL || !PyArg_ParseTuple(args, "O&:call", kl_py_id, &id)) {
@@ -351,9 +327,8 @@ core_call(PyObject *module, PyObject *args)
 }
 
 PyObject *
-core_refresh_leaf(PyObject *module, PyObject *args)
+core_refresh_leaf(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
     if (tape == NULL || !PyArg_ParseTuple(args, "O&:refresh_leaf", kl_py_id, &id)) {
@@ -367,29 +342,23 @@ core_refresh_leaf(PyObject *module, PyObject *args)
 }
 
 PyObject *
-core_note_backward(PyObject *module, PyObject *ignored)
+core_note_backward(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     kl_py.n_backwards++;
     kl_py.n_looks++;
     return Py_NewRef(Py_None);
 }
 
 PyObject *
-core_is_busy(PyObject *module, PyObject *ignored)
+core_is_busy(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     const Tape *tape = kl_tape_open_or_null();
     return PyBool_FromLong(kl_py.is_looking || (tape != NULL && tape->is_running));
 }
 
 PyObject *
-core_forget(PyObject *module, PyObject *ignored)
+core_forget(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
         kl_tape_close(tape);
@@ -398,10 +367,8 @@ core_forget(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-core_abandon(PyObject *module, PyObject *ignored)
+core_abandon(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
         kl_tape_abandon(&tape->core, true);
@@ -413,9 +380,8 @@ core_abandon(PyObject *module, PyObject *ignored)
 /* leaves_of(tensor or None) -> [value] of the real tensors that pending calls read and that share its memory;
  * None: that have no rows and need no gradient, a module's buffers for one. */
 PyObject *
-core_leaves_of(PyObject *module, PyObject *tensor)
+core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
-    (void)module;
     const Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && tape != NULL && i < tape->core.n_values; i++) {
@@ -440,9 +406,8 @@ core_leaves_of(PyObject *module, PyObject *tensor)
 }
 
 PyObject *
-core_swap(PyObject *module, PyObject *args)
+core_swap(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *left = NULL, *right = NULL;
     if (!PyArg_ParseTuple(args, "OO:swap", &left, &right)) {
         return NULL;
@@ -461,9 +426,8 @@ core_swap(PyObject *module, PyObject *args)
 }
 
 PyObject *
-core_storage(PyObject *module, PyObject *object)
+core_storage(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     const Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
     if (value == NULL) {
@@ -480,9 +444,8 @@ core_storage(PyObject *module, PyObject *object)
 
 /* has_views(lazy): whether a lazy that is no view itself has views that need a gradient. */
 PyObject *
-core_has_views(PyObject *module, PyObject *object)
+core_has_views(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     const Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
     if (value == NULL) {
@@ -502,9 +465,8 @@ core_has_views(PyObject *module, PyObject *object)
 /* set_for_chunks(lazy): only chunks need the reduction that made it, for the call that comes next. Whether it is
  * one. */
 PyObject *
-core_set_for_chunks(PyObject *module, PyObject *object)
+core_set_for_chunks(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
     if (value == NULL) {
@@ -521,9 +483,8 @@ core_set_for_chunks(PyObject *module, PyObject *object)
 }
 
 PyObject *
-core_has_draw(PyObject *module, PyObject *is_dead)
+core_has_draw(PyObject *Py_UNUSED(module), PyObject *is_dead)
 {
-    (void)module;
     Tape *tape = kl_tape_open_or_null();
     return PyBool_FromLong(tape != NULL && (is_dead == Py_True ? kl_tape_has_dead_draw(&tape->core)
                                                                : kl_tape_has_draw(&tape->core)));
@@ -531,10 +492,8 @@ core_has_draw(PyObject *module, PyObject *is_dead)
 
 /* [(node, first output, number of outputs)] of the random calls that have still to draw. */
 PyObject *
-core_waiting_draws(PyObject *module, PyObject *ignored)
+core_waiting_draws(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     const Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0);
     KlNodeId id = tape != NULL && list != NULL ? kl_tape_next_draw(&tape->core, 0) : KL_ID_NONE;
@@ -553,9 +512,8 @@ core_waiting_draws(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-core_hook(PyObject *module, PyObject *args)
+core_hook(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *object = NULL;
     int is_retained = 0, is_live = 0;
     if (!PyArg_ParseTuple(args, "O|pp:hook", &object, &is_retained, &is_live)) {
@@ -588,9 +546,8 @@ core_hook(PyObject *module, PyObject *args)
 
 /* As what the gradient is kept of a value, or of the one that the lazy of a value keeps it of. */
 PyObject *
-core_retained(PyObject *module, PyObject *args)
+core_retained(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const Tape *tape = kl_tape_open_or_null();
     KlValueId id = KL_ID_NONE;
     int is_of_lazy = 0;
@@ -607,18 +564,16 @@ core_retained(PyObject *module, PyObject *args)
 }
 
 PyObject *
-core_id(PyObject *module, PyObject *object)
+core_id(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     const Value *value = value_argument(object);
     bool is_here = value != NULL && value->tape != NULL && value->tape == kl_tape_open_or_null();
     return value == NULL ? NULL : is_here ? PyLong_FromUnsignedLong(value->id) : Py_NewRef(Py_None);
 }
 
 PyObject *
-core_lazy_of(PyObject *module, PyObject *object)
+core_lazy_of(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open();
     return tape == NULL || !kl_py_id(object, &id) ? NULL
@@ -627,9 +582,8 @@ core_lazy_of(PyObject *module, PyObject *object)
 }
 
 PyObject *
-core_is_spent(PyObject *module, PyObject *object)
+core_is_spent(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     const Value *value = value_argument(object);
     const KlTape *core = value != NULL && value->tape != NULL ? &value->tape->core : NULL;
     KlNodeId node = core != NULL ? core->values[value->id].node : KL_ID_NONE;
@@ -637,9 +591,8 @@ core_is_spent(PyObject *module, PyObject *object)
 }
 
 PyObject *
-core_note_drawn(PyObject *module, PyObject *id)
+core_note_drawn(PyObject *Py_UNUSED(module), PyObject *id)
 {
-    (void)module;
     Tape *tape = kl_tape_open();
     unsigned long node = PyLong_AsUnsignedLong(id);
     if (tape == NULL || PyErr_Occurred()) {
@@ -653,9 +606,8 @@ core_note_drawn(PyObject *module, PyObject *id)
 }
 
 PyObject *
-core_set_type_attribute(PyObject *module, PyObject *args)
+core_set_type_attribute(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyTypeObject *type = NULL;
     PyObject *name = NULL, *value = NULL;
     if (!PyArg_ParseTuple(args, "O!UO:set_type_attribute", &PyType_Type, &type, &name, &value) ||
@@ -667,9 +619,8 @@ core_set_type_attribute(PyObject *module, PyObject *args)
 }
 
 PyObject *
-core_set_busy(PyObject *module, PyObject *flag)
+core_set_busy(PyObject *Py_UNUSED(module), PyObject *flag)
 {
-    (void)module;
     Tape *tape = kl_tape_open();
     if (tape != NULL) {
         tape->is_running = flag == Py_True;
@@ -678,19 +629,15 @@ core_set_busy(PyObject *module, PyObject *flag)
 }
 
 PyObject *
-core_check_leaves(PyObject *module, PyObject *ignored)
+core_check_leaves(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open();
     return tape == NULL || kl_tape_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *
-core_close(PyObject *module, PyObject *ignored)
+core_close(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open();
     if (tape == NULL) {
         return NULL;
@@ -713,10 +660,8 @@ core_close(PyObject *module, PyObject *ignored)
 
 /* Bytes that the pending calls would make and keep, by a quick sum. */
 PyObject *
-core_pending_bytes(PyObject *module, PyObject *ignored)
+core_pending_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     const Tape *tape = kl_tape_open_or_null();
     long long bytes = 0;
     for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
@@ -728,9 +673,8 @@ core_pending_bytes(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-core_fix_malloc(PyObject *module, PyObject *size)
+core_fix_malloc(PyObject *Py_UNUSED(module), PyObject *size)
 {
-    (void)module;
     int n_bytes = 0;
     if (!PyArg_Parse(size, "i", &n_bytes)) {
         return NULL;
@@ -747,10 +691,8 @@ core_fix_malloc(PyObject *module, PyObject *size)
 }
 
 PyObject *
-core_memo(PyObject *module, PyObject *ignored)
+core_memo(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open();
     if (tape == NULL) {
         return NULL;
@@ -773,23 +715,20 @@ count(int64_t *where, PyObject *n)
 }
 
 PyObject *
-core_count_interpreters(PyObject *module, PyObject *n)
+core_count_interpreters(PyObject *Py_UNUSED(module), PyObject *n)
 {
-    (void)module;
     return count(&kl_py.n_transforms, n);
 }
 
 PyObject *
-core_count_dual_levels(PyObject *module, PyObject *n)
+core_count_dual_levels(PyObject *Py_UNUSED(module), PyObject *n)
 {
-    (void)module;
     return count(&kl_py.n_dual_levels, n);
 }
 
 PyObject *
-core_set_region(PyObject *module, PyObject *region)
+core_set_region(PyObject *Py_UNUSED(module), PyObject *region)
 {
-    (void)module;
     uint32_t before = kl_record_region;
     unsigned long now = PyLong_AsUnsignedLong(region);
     if (PyErr_Occurred()) {
@@ -800,19 +739,16 @@ core_set_region(PyObject *module, PyObject *region)
 }
 
 PyObject *
-core_fast_ways(PyObject *module, PyObject *ignored)
+core_fast_ways(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     return Py_BuildValue("{s:N,s:N,s:N}", "handles", PyBool_FromLong(kl_meta_by_handle()),
                          "contexts", PyBool_FromLong(kl_context_is_direct()), "recycling",
                          PyBool_FromLong(kl_recycle_works()));
 }
 
 PyObject *
-core_fail_alloc_after(PyObject *module, PyObject *n)
+core_fail_alloc_after(PyObject *Py_UNUSED(module), PyObject *n)
 {
-    (void)module;
     long long left = PyLong_AsLongLong(n);
     if (left == -1 && PyErr_Occurred()) {
         return NULL;
@@ -822,9 +758,7 @@ core_fail_alloc_after(PyObject *module, PyObject *n)
 }
 
 PyObject *
-core_n_blocks(PyObject *module, PyObject *ignored)
+core_n_blocks(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     return PyLong_FromLongLong(kl_alloc_n_blocks());
 }

@@ -22,9 +22,9 @@ is_named(PyObject *name, const char *text, Py_ssize_t n)
 }
 
 static PyObject *
-TorchFunction_call(PyObject *self, PyObject *const *args, size_t n_flagged, PyObject *names)
+TorchFunction_call(PyObject *Py_UNUSED(self), PyObject *const *args, size_t n_flagged,
+                   PyObject *names)
 {
-    (void)self;
     if (names != NULL && PyTuple_GET_SIZE(names) > 0) {
         return PyErr_Format(PyExc_TypeError, "__torch_function__ takes no keyword arguments");
     }
@@ -39,10 +39,8 @@ TorchFunction_getattro(PyObject *self, PyObject *name)
 }
 
 static PyObject *
-get_name(PyObject *self, void *closure)
+get_name(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
 {
-    (void)self;
-    (void)closure;
     return PyUnicode_FromString("__torch_function__");
 }
 

@@ -51,9 +51,8 @@ kl_failure_set(Tape *tape, KlNodeId id)
 
 /* failed(error) -> bool: whether a call raised it in the last run in chunks, for which it then stands. */
 PyObject *
-kl_failure_failed(PyObject *module, PyObject *error)
+kl_failure_failed(PyObject *Py_UNUSED(module), PyObject *error)
 {
-    (void)module;
     Tape *tape = kl_tape_open_or_null();
     KlNodeId id = tape != NULL ? tape->raised : KL_ID_NONE;
     if (id == KL_ID_NONE || id >= tape->core.n_nodes) {

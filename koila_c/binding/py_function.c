@@ -110,9 +110,8 @@ kl_function_find(PyObject *func)
 }
 
 PyObject *
-kl_function_register(PyObject *module, PyObject *args)
+kl_function_register(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *func = NULL, *name = NULL, *handler = NULL, *container = NULL;
     const char *row_name = NULL;
     int kind = 0, has_meta = 0, returns_list = 0, is_random = 0;

@@ -24,9 +24,8 @@ kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted)
 /* writer_from(node, value) -> (the first node from that one on, in a program or not, that writes the memory of a
  * value, the node's region) or None */
 PyObject *
-kl_gradient_writer_from(PyObject *module, PyObject *args)
+kl_gradient_writer_from(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0, value = 0;
     const Tape *tape = kl_tape_open();
     if (tape == NULL || !PyArg_ParseTuple(args, "II:writer_from", &id, &value)) {
@@ -45,9 +44,8 @@ kl_gradient_writer_from(PyObject *module, PyObject *args)
 /* overwritten(program, before) -> (node, [value]) or None: the last node before `before`
  * whose backward needs what is not there any more. */
 PyObject *
-kl_gradient_overwritten(PyObject *module, PyObject *args)
+kl_gradient_overwritten(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int before = 0;
     PyObject *handle = NULL;
     const Tape *tape = kl_tape_open();

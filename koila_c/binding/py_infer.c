@@ -100,9 +100,8 @@ desk_meta_of(void *context, PyObject *object)
 }
 
 static int
-desk_device_of(void *context, PyObject *object)
+desk_device_of(void *Py_UNUSED(context), PyObject *object)
 {
-    (void)context;
     int device = kl_meta_device_from(object);
     PyErr_Clear();
     return device;
@@ -110,9 +109,8 @@ desk_device_of(void *context, PyObject *object)
 
 /* A 1-dim int64 index, or one with further dims of 1, that counts 0, 1, 2, ... */
 static bool
-desk_is_row_range(void *context, PyObject *object, const KlMeta *meta)
+desk_is_row_range(void *Py_UNUSED(context), PyObject *object, const KlMeta *meta)
 {
-    (void)context;
     if (meta->dtype != KL_DTYPE_INT64 || meta->n_dims == 0 ||
         meta->shape[0] != kl_meta_n_elements(meta)) {
         return false;
@@ -292,14 +290,13 @@ error:
 }
 
 PyObject *
-core_infer(PyObject *module, PyObject *args)
+core_infer(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *name = NULL;
     PyObject *call_args = NULL;
     PyObject *call_kwargs = Py_None;
     PyObject *places = Py_None;
     PyObject *rows = Py_None;
-    (void)module;
     if (!PyArg_ParseTuple(args, "sO!|OOO", &name, &PyTuple_Type, &call_args, &call_kwargs, &places,
                           &rows)) {
         return NULL;
@@ -359,10 +356,8 @@ held_object(const KlHeld *held)
 }
 
 PyObject *
-core_parts_table(PyObject *module, PyObject *unused)
+core_parts_table(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     PyObject *table = PyList_New(0);
     for (int reduce = KL_REDUCE_NONE; table != NULL && reduce <= KL_N_REDUCES; reduce++) {
         bool is_last = reduce == KL_N_REDUCES;
@@ -403,10 +398,8 @@ row_object(const KlRow *row)
 }
 
 PyObject *
-core_op_table(PyObject *module, PyObject *unused)
+core_op_table(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     PyObject *table = PyList_New(0);
     for (uint32_t i = 0; table != NULL && i < kl_ops_n_rows; i++) {
         if (kl_py_append_new(table, row_object(&kl_ops_rows[i])) < 0) {

@@ -311,9 +311,8 @@ look(PyObject *self, Answer *answer)
 }
 
 static PyObject *
-get_shape(PyObject *self, void *closure)
+get_shape(PyObject *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     Answer answer;
     if (!look(self, &answer)) {
         return NULL;
@@ -328,9 +327,8 @@ get_shape(PyObject *self, void *closure)
 }
 
 static PyObject *
-get_dtype(PyObject *self, void *closure)
+get_dtype(PyObject *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     Answer answer;
     if (!look(self, &answer)) {
         return NULL;
@@ -340,9 +338,8 @@ get_dtype(PyObject *self, void *closure)
 }
 
 static PyObject *
-get_device(PyObject *self, void *closure)
+get_device(PyObject *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     Answer answer;
     if (!look(self, &answer)) {
         return NULL;
@@ -352,9 +349,8 @@ get_device(PyObject *self, void *closure)
 }
 
 static PyObject *
-get_ndim(PyObject *self, void *closure)
+get_ndim(PyObject *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     Answer answer;
     if (!look(self, &answer)) {
         return NULL;
@@ -366,7 +362,6 @@ get_ndim(PyObject *self, void *closure)
 static PyObject *
 get_requires_grad(PyObject *self, void *closure)
 {
-    (void)closure;
     Answer answer;
     if (!look(self, &answer)) {
         return NULL;
@@ -394,9 +389,8 @@ get_requires_grad(PyObject *self, void *closure)
 }
 
 static int
-set_requires_grad(PyObject *self, PyObject *flag, void *closure)
+set_requires_grad(PyObject *self, PyObject *flag, void *Py_UNUSED(closure))
 {
-    (void)closure;
     Value *value = kl_lazy_checked(self);
     if (value == NULL) {
         return -1;
@@ -413,9 +407,8 @@ set_requires_grad(PyObject *self, PyObject *flag, void *closure)
 }
 
 static PyObject *
-lazy_dim(PyObject *self, PyObject *ignored)
+lazy_dim(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    (void)ignored;
     return get_ndim(self, NULL);
 }
 
@@ -464,9 +457,8 @@ lazy_size(PyObject *self, PyObject *const *args, Py_ssize_t n_args, PyObject *kw
 }
 
 static PyObject *
-lazy_numel(PyObject *self, PyObject *ignored)
+lazy_numel(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    (void)ignored;
     Answer answer;
     if (!look(self, &answer)) {
         return NULL;

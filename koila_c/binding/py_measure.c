@@ -126,9 +126,8 @@ told(const KlMeasured *measured)
 /* measure(program, homes, cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) -> (moments:
  * KlMoment[] as bytes, rows, bytes of a live run) */
 PyObject *
-kl_measure_program(PyObject *module, PyObject *args)
+kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *handle = NULL, *cloned = NULL, *noise_of = NULL, *peak_of = NULL, *result = NULL;
     KlHomes homes = {0};
     long long bytes_state = 0, bytes_drawn = 0;
@@ -207,9 +206,8 @@ read_measured(PyObject *args, const char *format, KlMeasured *measured, void *mo
 
 /* peak(moments, rows of all, rows of a chunk) -> (bytes, of these fixed, node) */
 PyObject *
-kl_measure_peak_of(PyObject *module, PyObject *args)
+kl_measure_peak_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     long long rows = 0;
     KlMeasured measured = {0};
     if (read_measured(args, "SLL:peak", &measured, &rows) < 0) {
@@ -223,9 +221,8 @@ kl_measure_peak_of(PyObject *module, PyObject *args)
 /* moments(moments, rows of all, rows of a chunk) -> [(step of the schedule, node, is back, bytes, of these
  * gradients, of these temporary), ...] in the order of the step */
 PyObject *
-kl_measure_moments_of(PyObject *module, PyObject *args)
+kl_measure_moments_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     long long rows = 0;
     KlMeasured measured = {0};
     if (read_measured(args, "SLL:moments", &measured, &rows) < 0) {
@@ -250,9 +247,8 @@ kl_measure_moments_of(PyObject *module, PyObject *args)
 
 /* largest_chunk(moments, rows of all, budget) -> rows */
 PyObject *
-kl_measure_largest_of(PyObject *module, PyObject *args)
+kl_measure_largest_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     double budget = 0;
     KlMeasured measured = {0};
     if (read_measured(args, "SLd:largest_chunk", &measured, &budget) < 0) {

@@ -538,9 +538,8 @@ is_saving(const KlNode *node)
 }
 
 PyObject *
-kl_program_spend(PyObject *module, PyObject *args)
+kl_program_spend(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *handle = NULL;
     int is_asked = 0;
     Tape *tape = kl_tape_open();
@@ -564,9 +563,8 @@ kl_program_spend(PyObject *module, PyObject *args)
 /* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "drops"
  * or "runs". */
 PyObject *
-kl_program_told(PyObject *module, PyObject *args)
+kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *handle = NULL;
     const char *what = NULL;
     const Tape *tape = kl_tape_open();
@@ -596,9 +594,8 @@ read_index(const Tape *tape, PyObject *args, unsigned int *index)
 /* maker(program, value) -> (the node that makes a value in this program or None, is it a leaf, does a gradient
  * flow to it, is it kept) */
 PyObject *
-kl_program_maker(PyObject *module, PyObject *args)
+kl_program_maker(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
     const KlProgram *program = read_index(tape, args, &id);
@@ -618,9 +615,8 @@ kl_program_maker(PyObject *module, PyObject *args)
 
 /* staged(program, node) -> what told() has of a node */
 PyObject *
-kl_program_staged(PyObject *module, PyObject *args)
+kl_program_staged(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
     const KlProgram *program = read_index(tape, args, &id);
@@ -701,9 +697,8 @@ build(Tape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
  * every value the user can reach, or only those that have no gradient in their history, and differentiates the
  * roots: lazies, or numbers of values. */
 PyObject *
-kl_program_stage(PyObject *module, PyObject *args)
+kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *roots = NULL, *gets = Py_None, *result = NULL, *handle = NULL;
     PyObject *shared = PyList_New(0);
     int is_known_only = 0, is_headed = 0;
@@ -765,9 +760,8 @@ error:
 /* gradient_part(program, run, values) -> (number, nodes, imports, exports, combined): the part of a joint
  * that gradients go through, after those of its combined reductions whose first results are given. */
 PyObject *
-kl_program_gradient_part(PyObject *module, PyObject *args)
+kl_program_gradient_part(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *handle = NULL, *values = NULL, *result = NULL;
     unsigned int index = 0;
     uint32_t added = 0;
@@ -828,9 +822,8 @@ view_object(const Tape *tape, KlValueId value)
 /* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage, value of the
  * whole storage, view, device, strides or None, whether other memory may be the same) */
 PyObject *
-kl_program_value(PyObject *module, PyObject *args)
+kl_program_value(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
     if (tape == NULL || !PyArg_ParseTuple(args, "O&:value", kl_py_id, &id)) {
@@ -862,9 +855,8 @@ kl_program_value(PyObject *module, PyObject *args)
  * (inputs saved for backward, outputs saved, further bytes saved, do those grow with the rows,
  *  bytes saved that do not, bytes of workspace, and while its backward runs)) */
 PyObject *
-kl_program_node(PyObject *module, PyObject *args)
+kl_program_node(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     Tape *tape = kl_tape_open();
     if (tape == NULL || !PyArg_ParseTuple(args, "O&:node", kl_py_id, &id)) {

@@ -95,9 +95,8 @@ kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
 
 /* check_result(node, value, tensor): raise where a value made outside of a run is not what was promised. */
 PyObject *
-kl_promise_check_result(PyObject *module, PyObject *args)
+kl_promise_check_result(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0, value = 0;
     PyObject *tensor = NULL;
     const Tape *tape = kl_tape_open();

@@ -360,9 +360,8 @@ draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
 }
 
 static int
-has_gradient(PyObject *lazy, void *context)
+has_gradient(PyObject *lazy, void *Py_UNUSED(context))
 {
-    (void)context;
     const Value *value = kl_lazy_value(lazy);
     if (value->tape != NULL) {
         return value->tape->core.values[value->id].meta.requires_grad;
@@ -469,10 +468,9 @@ kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind
 
 /* A call may write a lazy that has its tensor: what waits and reads that memory runs before. */
 static int
-run_readers(PyObject *lazy, void *context)
+run_readers(PyObject *lazy, void *Py_UNUSED(context))
 {
     Tape *tape = kl_tape_open_or_null();
-    (void)context;
     return is_lazy_read(tape, lazy) ? kl_live_run(tape) : 0;
 }
 
@@ -567,9 +565,8 @@ is_of_number(const Function *function, PyObject *args, PyObject *kwargs)
 }
 
 static int
-is_lost_lazy(PyObject *lazy, void *context)
+is_lost_lazy(PyObject *lazy, void *Py_UNUSED(context))
 {
-    (void)context;
     return is_lost(kl_lazy_value(lazy));
 }
 
@@ -844,9 +841,8 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
 /* -- the net ------------------------------------------------------------------------------------------------ */
 
 static int
-is_tracked(PyObject *lazy, void *context)
+is_tracked(PyObject *lazy, void *Py_UNUSED(context))
 {
-    (void)context;
     Value *value = kl_lazy_value(lazy);
     if (value != NULL) {
         value->is_touched = true;
@@ -859,17 +855,15 @@ is_tracked(PyObject *lazy, void *context)
 }
 
 static int
-is_pending(PyObject *lazy, void *context)
+is_pending(PyObject *lazy, void *Py_UNUSED(context))
 {
-    (void)context;
     const Value *value = kl_lazy_value(lazy);
     return value != NULL && kl_lazy_real(value) == NULL;
 }
 
 static int
-force_one(PyObject *lazy, void *context)
+force_one(PyObject *lazy, void *Py_UNUSED(context))
 {
-    (void)context;
     Value *value = kl_lazy_checked(lazy);
     PyObject *real = value != NULL ? kl_live_force(value) : NULL;
     Py_XDECREF(real);
@@ -877,9 +871,8 @@ force_one(PyObject *lazy, void *context)
 }
 
 static int
-read_one(PyObject *lazy, void *context)
+read_one(PyObject *lazy, void *Py_UNUSED(context))
 {
-    (void)context;
     Value *value = kl_lazy_checked(lazy);
     return value == NULL ? -1 : kl_live_read(value);
 }
@@ -915,9 +908,8 @@ force_with_graph(PyObject *args, PyObject *kwargs, int (*force)(PyObject *, void
 /* What reaches the dispatcher went past __torch_function__. It runs on real tensors; but autograd already
  * looked at the placeholder, so a gradient would be lost here: that is refused. */
 PyObject *
-kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
+kl_record_torch_dispatch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n_args)
 {
-    (void)module;
     if (n_args != 3 && n_args != 4) {
         return PyErr_Format(PyExc_TypeError, "__torch_dispatch__ takes func, types, args, kwargs");
     }

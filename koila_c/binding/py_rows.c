@@ -51,9 +51,8 @@ desk_meta_of(void *context, PyObject *object)
 }
 
 static int
-desk_device_of(void *context, PyObject *object)
+desk_device_of(void *Py_UNUSED(context), PyObject *object)
 {
-    (void)context;
     int result = kl_meta_device_from(object);
     PyErr_Clear();
     return result;
@@ -61,9 +60,8 @@ desk_device_of(void *context, PyObject *object)
 
 /* Looked at in every recording: an index that counts the rows today may be a permutation tomorrow. */
 static bool
-desk_is_row_range(void *context, PyObject *object, const KlMeta *meta)
+desk_is_row_range(void *context, PyObject *object, const KlMeta *Py_UNUSED(meta))
 {
-    (void)meta;
     MetaReader *reader = context;
     KlValueId id = value_of(reader->tape, object);
     PyObject *real = id != KL_ID_NONE ? reader->tape->values[id].real : NULL;

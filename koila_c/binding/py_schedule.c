@@ -19,10 +19,11 @@ kl_schedule_homes(PyObject *object, void *homes)
     int is_graph = 0, is_live = 0;
     KlHomes *found = homes;
     if (!PyTuple_Check(object) ||
-        !PyArg_ParseTuple(object, "pIIIII|p", &is_graph, &found->keep_every, &found->offload_every,
-                          &found->n_pieces, &found->n_light, &found->n_across, &is_live)) {
+        !PyArg_ParseTuple(object, "pIIIII|pI", &is_graph, &found->keep_every, &found->offload_every,
+                          &found->n_pieces, &found->n_light, &found->n_across, &is_live,
+                          &found->n_chunks)) {
         PyErr_SetString(PyExc_TypeError, "homes must be (is_graph, keep_every, offload_every, "
-                                         "n_pieces, n_light, n_across[, is_live])");
+                                         "n_pieces, n_light, n_across[, is_live, n_chunks])");
         return 0;
     }
     found->is_graph = is_graph != 0;
@@ -49,12 +50,11 @@ lights_of(const KlSchedule *schedule)
     return lights;
 }
 
-/* schedule(program, homes) -> ([(op, first run, runs, values, whole, waits, again, needs)], {value: (run, needs)}),
- * see KlStep and KlLight. */
+/* schedule(program, homes) -> ([(op, graph, first run, runs, values, others)], of these going forward,
+ * {value: (run, needs)}), see KlStep and KlLight. */
 PyObject *
-kl_schedule_of(PyObject *module, PyObject *args)
+kl_schedule_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *handle = NULL;
     KlHomes homes = {0};
     KlSchedule schedule;
@@ -75,10 +75,9 @@ kl_schedule_of(PyObject *module, PyObject *args)
     PyObject *list = PyList_New((Py_ssize_t)schedule.n_steps);
     for (size_t i = 0; list != NULL && i < schedule.n_steps; i++) {
         const KlStep *step = &schedule.steps[i];
-        PyObject *item = Py_BuildValue("(iIINNNNN)", (int)step->op, step->run, step->n_runs,
-                                       ids_in(values, step->values), ids_in(values, step->whole),
-                                       PyBool_FromLong(step->waits), ids_in(values, step->again),
-                                       ids_in(values, step->needs));
+        PyObject *item =
+            Py_BuildValue("(iiIINN)", (int)step->op, (int)step->graph, step->run, step->n_runs,
+                          ids_in(values, step->values), ids_in(values, step->others));
         if (item == NULL) {
             Py_CLEAR(list);
             break;
@@ -86,7 +85,9 @@ kl_schedule_of(PyObject *module, PyObject *args)
         PyList_SET_ITEM(list, (Py_ssize_t)i, item);
     }
     /* N takes a reference also where it fails, and NULL as an error. */
-    PyObject *result = list != NULL ? Py_BuildValue("(NN)", list, lights_of(&schedule)) : NULL;
+    PyObject *result = list != NULL ? Py_BuildValue("(NnN)", list, (Py_ssize_t)schedule.n_forward,
+                                                    lights_of(&schedule))
+                                    : NULL;
     kl_schedule_fini(&schedule);
     return result;
 }

@@ -29,9 +29,8 @@ set_attribute(PyObject *tensor, PyObject *value, void *closure)
 /* set_attribute_by(descriptor, put): from now on put(tensor, lazy) sets the attribute to a lazy; None gives
  * torch its own way back. False where the descriptor is not as this needs it. */
 PyObject *
-core_set_attribute_by(PyObject *module, PyObject *args)
+core_set_attribute_by(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *descriptor = NULL, *put = NULL;
     if (!PyArg_ParseTuple(args, "O!O:set_attribute_by", &PyGetSetDescr_Type, &descriptor, &put)) {
         return NULL;

@@ -76,9 +76,8 @@ LazyMethod_call(PyObject *self, PyObject *const *args, size_t n_flagged, PyObjec
 }
 
 static PyObject *
-LazyMethod_get(PyObject *self, PyObject *object, PyObject *type)
+LazyMethod_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
 {
-    (void)type;
     return object == NULL ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 

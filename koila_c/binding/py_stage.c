@@ -521,9 +521,8 @@ has_room(const Run *run)
  * gathers there, until settle(node) is called. `again`, a tuple or None: run only what makes these values, which
  * stay as they were made, of what env has and is given. `aside`, a tape or None: calls are recorded on that. */
 PyObject *
-kl_stage_run(PyObject *module, PyObject *args)
+kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *handle = NULL;
     unsigned int integer = 0;
     int is_grad_off = 0;
@@ -563,9 +562,8 @@ kl_stage_run(PyObject *module, PyObject *args)
 
 /* run_alone(node, env, rows, no_grad, run_other): run one node; env has all that it reads. */
 PyObject *
-kl_stage_run_alone(PyObject *module, PyObject *args)
+kl_stage_run_alone(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     int is_grad_off = 0;
     Run run = {.tape = kl_tape_open()};
@@ -587,9 +585,8 @@ kl_stage_run_alone(PyObject *module, PyObject *args)
 /* deliver(value, tensor, is_final): the number of a value the user can reach. Final: it leaves the tape,
  * with that tensor; else it is known, and its node stays. */
 PyObject *
-kl_stage_deliver(PyObject *module, PyObject *args)
+kl_stage_deliver(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     PyObject *tensor = NULL;
     int is_final = 0;
@@ -621,9 +618,8 @@ kl_stage_deliver(PyObject *module, PyObject *args)
 
 /* cut(value, tensor): the number of a value, which is a leaf from now on where anything reads it or stands for it. */
 PyObject *
-kl_stage_cut(PyObject *module, PyObject *args)
+kl_stage_cut(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned int id = 0;
     PyObject *tensor = NULL;
     Tape *tape = kl_tape_open();

@@ -245,10 +245,8 @@ kl_stale_drop_numbers(Tape *tape)
 }
 
 PyObject *
-kl_stale_forget_left(PyObject *module, PyObject *ignored)
+kl_stale_forget_left(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     Tape *tape = kl_tape_open_or_null();
     size_t n_values = tape != NULL ? tape->core.n_values : 0;
     enum { REACHED = 1, DIFFERENTIATED = 2 };
@@ -334,9 +332,8 @@ find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool i
 }
 
 PyObject *
-kl_stale_outdated(PyObject *module, PyObject *is_over)
+kl_stale_outdated(PyObject *Py_UNUSED(module), PyObject *is_over)
 {
-    (void)module;
     Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0), *cuts = PyList_New(0);
     int status = list != NULL && cuts != NULL ? 1 : -1;

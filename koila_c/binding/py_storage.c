@@ -288,9 +288,8 @@ note_young(void)
 /* -- what Python calls ----------------------------------------------------------------------------- */
 
 PyObject *
-kl_storage_note(PyObject *module, PyObject *objects)
+kl_storage_note(PyObject *Py_UNUSED(module), PyObject *objects)
 {
-    (void)module;
     if (!PyList_Check(objects)) {
         PyErr_SetString(PyExc_TypeError, "note_storages: a list of objects is wanted");
         return NULL;
@@ -299,19 +298,16 @@ kl_storage_note(PyObject *module, PyObject *objects)
 }
 
 PyObject *
-kl_storage_note_young(PyObject *module, PyObject *ignored)
+kl_storage_note_young(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     state.n_idle = 0;
     return note_young() < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* In C, for what a Ctrl-C raises in a callback of the collector is lost. */
 PyObject *
-kl_storage_collecting(PyObject *module, PyObject *args)
+kl_storage_collecting(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *phase = NULL;
     PyObject *info = NULL;
     if (!PyArg_ParseTuple(args, "sO:collecting", &phase, &info)) {
@@ -332,9 +328,8 @@ kl_storage_collecting(PyObject *module, PyObject *args)
 }
 
 PyObject *
-kl_storage_follow(PyObject *module, PyObject *parts)
+kl_storage_follow(PyObject *Py_UNUSED(module), PyObject *parts)
 {
-    (void)module;
     state.n_idle = 0;
     state.is_following = parts != Py_None;
     Py_XSETREF(state.parts, state.is_following ? Py_NewRef(parts) : NULL);
@@ -342,10 +337,8 @@ kl_storage_follow(PyObject *module, PyObject *parts)
 }
 
 PyObject *
-kl_storage_is_following(PyObject *module, PyObject *ignored)
+kl_storage_is_following(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     return PyBool_FromLong(state.is_following);
 }
 
@@ -374,10 +367,8 @@ bytes_in(Range *ranges, size_t n)
 }
 
 PyObject *
-kl_storage_bytes(PyObject *module, PyObject *ignored)
+kl_storage_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     size_t n = 0, n_dead = 0, total = 0;
     KlError error;
     if (kl_alloc_reserve((void **)&state.ranges, &state.n_ranges_max, state.n_known,
@@ -403,10 +394,8 @@ kl_storage_bytes(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-kl_storage_unsettled(PyObject *module, PyObject *ignored)
+kl_storage_unsettled(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     PyObject *result = PyList_New(0);
     for (size_t i = 0; result != NULL && i < state.n_known_max; i++) {
         const Known *known = &state.known[i];
@@ -425,9 +414,8 @@ kl_storage_unsettled(PyObject *module, PyObject *ignored)
 }
 
 PyObject *
-kl_storage_settle(PyObject *module, PyObject *args)
+kl_storage_settle(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned long long key = 0;
     int is_apart = 0;
     if (!PyArg_ParseTuple(args, "Kp:settle_storage", &key, &is_apart)) {
@@ -561,9 +549,7 @@ kl_storage_init(void)
 }
 
 PyObject *
-kl_storage_works(PyObject *module, PyObject *ignored)
+kl_storage_works(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     return PyBool_FromLong(state.works);
 }

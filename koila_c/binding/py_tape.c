@@ -479,10 +479,8 @@ kl_tape_new(void)
 }
 
 PyObject *
-kl_tape_make(PyObject *module, PyObject *ignored)
+kl_tape_make(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    (void)module;
-    (void)ignored;
     return (PyObject *)kl_tape_new();
 }
 

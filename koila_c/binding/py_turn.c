@@ -227,9 +227,8 @@ stop(Tape *tape)
 }
 
 PyObject *
-kl_turn_held(PyObject *module, PyObject *args)
+kl_turn_held(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *of = NULL, *func = NULL, *func_args = NULL, *kwargs = NULL;
     Tape *tape = NULL;
     if (!PyArg_ParseTuple(args, "OOO!O!:held", &of, &func, &PyTuple_Type, &func_args, &PyDict_Type,
@@ -267,9 +266,8 @@ kl_turn_drawn(void)
 }
 
 PyObject *
-kl_turn_drawing(PyObject *module, PyObject *func)
+kl_turn_drawing(PyObject *Py_UNUSED(module), PyObject *func)
 {
-    (void)module;
     if (kl_turn_draw() < 0) {
         return NULL;
     }

@@ -27,9 +27,8 @@ is_legal(const State *state)
 
 /* skip_words(state, n) -> the state after n words more */
 PyObject *
-kl_twister_skip_words(PyObject *module, PyObject *args)
+kl_twister_skip_words(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *before = NULL;
     unsigned long long n = 0;
     State state;

@@ -2,6 +2,7 @@
 /* alloc.c - the one door to malloc; counts blocks and can fail the nth request for tests. */
 #include "alloc.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -57,6 +58,38 @@ kl_alloc_free(void *block)
     if (block != NULL) {
         n_blocks--;
         free(block);
+    }
+}
+
+/* Before each block of scratch stands where the next one is; as long as what malloc aligns to. */
+typedef union Link {
+    void *next;
+    max_align_t align;
+} Link;
+
+void *
+kl_alloc_scratch(KlScratch *scratch, size_t n_items, size_t size)
+{
+    size_t bytes = 0;
+    bool is_too_much = __builtin_mul_overflow(n_items, size, &bytes) ||
+                       __builtin_add_overflow(bytes, sizeof(Link), &bytes);
+    Link *link = is_too_much ? NULL : kl_alloc_zeroed(1, bytes);
+    if (link == NULL) {
+        scratch->is_short = true;
+        return NULL;
+    }
+    link->next = scratch->blocks;
+    scratch->blocks = link;
+    return link + 1;
+}
+
+void
+kl_alloc_scratch_free(KlScratch *scratch)
+{
+    while (scratch->blocks != NULL) {
+        Link *link = scratch->blocks;
+        scratch->blocks = link->next;
+        kl_alloc_free(link);
     }
 }
 

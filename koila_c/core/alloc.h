@@ -15,6 +15,16 @@ void *kl_alloc_zeroed(size_t n_items, size_t size);
 /* Release a block; NULL is allowed. */
 void kl_alloc_free(void *block);
 
+/* Blocks that one computation looks things up in, and that are released together. */
+typedef struct KlScratch {
+    void *blocks;  /* a list */
+    bool is_short; /* there was no memory for one of them */
+} KlScratch;
+
+/* A zeroed block of `n_items` of `size` bytes, at most 16 of which need be aligned; NULL is noted in `is_short`. */
+void *kl_alloc_scratch(KlScratch *scratch, size_t n_items, size_t size);
+void kl_alloc_scratch_free(KlScratch *scratch);
+
 /* Make sure `*block` has room for `n_needed` items of `size` bytes, growing `*n_max` geometrically. */
 KlStatus kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size,
                           KlError *error);

@@ -19,6 +19,9 @@ typedef uint32_t KlValueId;   /* one output of a node, or a leaf */
 typedef uint32_t KlAxisId;    /* one batch; KL_ID_NONE: no axis */
 typedef uint32_t KlStorageId; /* memory that values may share */
 
+/* The name of a parameter that a function of this type has and does not read. */
+#define KL_UNUSED(name) unused_##name __attribute__((unused))
+
 typedef enum {
     KL_OK = 0,
     KL_DECLINED,       /* not a failure: the row cannot describe this call */

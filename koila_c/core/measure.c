@@ -43,37 +43,39 @@ add_held(Step *step, size_t first)
     }
 }
 
-static KlStatus
+static void
 note(Step *step, KlMoment moment)
 {
     KlMoments *moments = step->moments;
-    KlStatus status = kl_alloc_reserve((void **)&moments->moments, &moments->n_max, moments->n + 1,
-                                       sizeof(KlMoment), step->error);
-    if (status == KL_OK) {
+    if (step->status == KL_OK) {
+        step->status = kl_alloc_reserve((void **)&moments->moments, &moments->n_max, moments->n + 1,
+                                        sizeof(KlMoment), step->error);
+    }
+    if (step->status == KL_OK) {
         moments->moments[moments->n++] = moment;
         add_held(step, moments->n - 1);
     }
-    return status;
 }
 
 /* At the end, when the last node that is needed has run. */
-static KlStatus
+static void
 note_end(Step *step, double more)
 {
     size_t n = step->stages->n_nodes;
     while (n > 0 && step->stages->node_stage[n - 1] == KL_STAGE_NONE) {
         n--;
     }
-    return n > 0 ? note(step, (KlMoment){.fixed = more, .node = (KlNodeId)(n - 1)}) : KL_OK;
+    if (n > 0) {
+        note(step, (KlMoment){.fixed = more, .node = (KlNodeId)(n - 1)});
+    }
 }
 
 /* What a body reads whole is put together from the chunks, which lie in that from then on; not those in whose
  * memory other values are. */
-static KlStatus
+static void
 put_together(Step *step, const KlRun *run)
 {
-    KlStatus status = KL_OK;
-    for (uint32_t i = 0; i < run->imports.n && status == KL_OK; i++) {
+    for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId id = import_of(step, run, i);
         KlMeasureValue *value = &step->values[id];
         if (value->is_whole || step->sweep.sizes[id].is_put_together || !value->is_held ||
@@ -81,40 +83,49 @@ put_together(Step *step, const KlRun *run)
             continue;
         }
         KlNodeId node = step->program->nodes.ids[run->nodes.first];
-        status = note(step, (KlMoment){.fixed = whole(step, id), .node = node});
+        note(step, (KlMoment){.fixed = whole(step, id), .node = node});
         value->is_whole = true;
         value->is_beside = step->storages[storage_of(step, id)].n_held > 1;
         step->held += value->is_beside ? whole(step, id) : 0;
     }
-    return status;
 }
 
-static KlStatus
-sweep_span(Step *step, KlSpan span)
+/* Go forward through a span; NULL: of its moments only the most is asked for. */
+static void
+sweep_span(Step *step, KlSpan span, KlMoments *moments)
 {
     size_t first = step->moments->n;
     kl_sweep_open(&step->sweep, &span);
-    KlStatus status = kl_sweep_forward(&step->sweep, step->moments, step->error);
-    add_held(step, first);
-    return status;
+    if (step->status == KL_OK) {
+        step->status = kl_sweep_forward(&step->sweep, moments, step->error);
+        add_held(step, first);
+    }
 }
 
-static KlStatus
+static void
 sweep_forward(Step *step, const KlRun *run, bool is_graph)
 {
-    KlStatus status = put_together(step, run);
-    return status == KL_OK ? sweep_span(step, kl_sweep_span(step->program, run, is_graph)) : status;
+    put_together(step, run);
+    sweep_span(step, kl_sweep_span(step->program, run, is_graph), step->moments);
 }
 
-static KlStatus
+/* Find what a run left and its graph keeps, of which the moments are known already. */
+static void
+sweep_again(Step *step, const KlRun *run)
+{
+    sweep_span(step, kl_sweep_span(step->program, run, true), NULL);
+}
+
+static void
 sweep_back(Step *step)
 {
     size_t first = step->moments->n;
-    KlStatus status = kl_sweep_back(&step->sweep, step->moments, step->error);
-    step->is_back = true;
-    add_held(step, first);
-    step->is_back = false;
-    return status;
+    if (step->status == KL_OK) {
+        step->status = kl_sweep_back(&step->sweep, step->moments, step->error);
+        step->is_back = true;
+        add_held(step, first);
+        step->is_back = false;
+    }
 }
 
 /* Gradients that outlive a run come, or go. */
@@ -130,13 +141,6 @@ hold_gradients_by_row(Step *step, double bytes)
 {
     step->held_per_row += bytes;
     step->gradients_per_row += bytes;
-}
-
-/* A body is done: nothing of a chunk is there. */
-static void
-drop_chunk(Step *step)
-{
-    step->held_per_row = step->gradients_per_row = 0;
 }
 
 /* -- what outlives runs -------------------------------------------------------------------------------- */
@@ -265,36 +269,33 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body)
 
 /* -- forward ------------------------------------------------------------------------------------------ */
 
-static KlStatus
-run_joint(Step *step, uint32_t i)
+static void
+run_joint(Step *step, const KlStep *of)
 {
+    uint32_t i = of->run;
     double kept, seeds;
     find_combined(step, &step->program->runs[i], &kept, &seeds);
     step->held_per_chunk += kept;
-    KlStatus status = sweep_forward(step, &step->program->runs[i], step->homes->is_graph);
+    sweep_forward(step, &step->program->runs[i], step->homes->is_graph);
     step->live[i] = kl_sweep_live(&step->sweep).fixed;
     step->held += step->live[i];
-    return status;
 }
 
-/* Note what the segments of a body make, and return the bytes of a row of what they hand to later ones. What is held
- * of all chunks is there already. */
+/* A chunk is given these beside what is held: what is brought back from where it is offloaded. Note what the segments
+ * of a body make. */
 static double
-find_handed(Step *step, const KlStep *of)
+find_given(Step *step, const KlStep *of)
 {
     const KlRun *runs = &step->program->runs[of->run];
     double values = 0;
     for (uint32_t r = 0; r < of->n_runs; r++) {
         for (uint32_t i = 0; i < runs[r].imports.n; i++) {
             KlValueId value = import_of(step, &runs[r], i);
-            const KlSize *size = &step->sweep.sizes[value];
-            if (step->values[value].is_offloaded && step->tape->values[value].meta.device != 0) {
-                values += size->per_row; /* it is brought back */
-            }
             KlMeasureValue *known = &step->values[value];
-            if (r > 0 && known->body == of->run + 1 && !known->is_held && !known->is_handed) {
-                known->is_handed = true;
-                values += size->per_row;
+            bool is_beside = step->tape->values[value].meta.device != 0;
+            if (known->is_offloaded && is_beside && known->given_in != step->at + 1) {
+                known->given_in = step->at + 1;
+                values += step->sweep.sizes[value].per_row;
             }
         }
         for (uint32_t i = 0; i < runs[r].exports.n; i++) {
@@ -308,12 +309,12 @@ find_handed(Step *step, const KlStep *of)
 
 /* A segment goes back: the gradients of what earlier ones handed to it are there from now on. */
 static void
-come_to_handed(Step *step, const KlStep *of, const KlRun *run)
+come_to_handed(Step *step, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
         KlMeasureValue *known = &step->values[value];
-        bool is_first = known->body == of->run + 1 && !known->is_coming;
+        bool is_first = known->body == step->loop->run + 1 && !known->is_coming;
         if (is_first && needs_gradient(step, value)) {
             known->is_coming = true;
             hold_gradients_by_row(step, step->sweep.sizes[value].per_row);
@@ -321,90 +322,40 @@ come_to_handed(Step *step, const KlStep *of, const KlRun *run)
     }
 }
 
-/* All that a segment handed on was read for the last time; or its gradients have gone back through it. */
+/* The gradients of what a segment handed on have gone back through it. */
 static void
-let_go_of_handed(Step *step, const KlRun *run, bool is_gradient)
+go_from_handed(Step *step, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = export_of(step, run, i);
         KlMeasureValue *known = &step->values[value];
-        double per_row = step->sweep.sizes[value].per_row;
-        if (is_gradient) {
-            hold_gradients_by_row(step, known->is_coming ? -per_row : 0);
-        } else {
-            step->held_per_row -= known->is_handed ? per_row : 0;
-        }
-        known->is_handed = false;
-        known->is_coming = known->is_coming && !is_gradient;
+        hold_gradients_by_row(step, known->is_coming ? -step->sweep.sizes[value].per_row : 0);
+        known->is_coming = false;
     }
-}
-
-/* A body without a graph; of what leaves it, what is held was said. */
-static KlStatus
-run_forward(Step *step, const KlStep *of)
-{
-    KlStatus status = KL_OK;
-    step->held_per_row = find_handed(step, of);
-    for (uint32_t r = 0; r < of->n_runs && status == KL_OK; r++) {
-        status = sweep_forward(step, &step->program->runs[of->run + r], false);
-    }
-    drop_chunk(step);
-    return status;
-}
-
-/* The segments of a body but for the last, without their graphs; or with them, the last first, and back. */
-static KlStatus
-run_others(Step *step, const KlStep *of, bool is_back)
-{
-    KlStatus status = KL_OK;
-    for (uint32_t i = 0; i + 1 < of->n_runs && status == KL_OK; i++) {
-        const KlRun *run = &step->program->runs[of->run + (is_back ? of->n_runs - 2 - i : i)];
-        if (is_back) {
-            let_go_of_handed(step, run, false);
-        }
-        status = sweep_forward(step, run, is_back);
-        if (is_back && status == KL_OK) {
-            come_to_handed(step, of, run);
-            status = sweep_back(step);
-            let_go_of_handed(step, run, true);
-        }
-    }
-    return status;
 }
 
 /* What the tail needs when it is run on zeros, in the midst of the first chunk. */
-static KlStatus
-run_tail(Step *step, double *worst)
+static double
+sweep_tail(Step *step)
 {
-    double held = 0;
-    KlStatus status = KL_OK;
-    *worst = 0;
-    for (size_t i = 0; i < step->program->n_staged && status == KL_OK; i++) {
+    double held = 0, worst = 0;
+    for (size_t i = 0; i < step->program->n_staged && step->status == KL_OK; i++) {
         const KlRun *run = &step->program->runs[i];
-        if (!is_joint_after(step, run)) {
-            continue;
+        if (is_joint_after(step, run)) {
+            sweep_again(step, run);
+            double end = kl_sweep_live(&step->sweep).fixed;
+            step->status = kl_sweep_back(&step->sweep, NULL, step->error);
+            worst = fmax(worst, held + step->sweep.most);
+            held += end;
         }
-        KlSpan span = kl_sweep_span(step->program, run, true);
-        kl_sweep_open(&step->sweep, &span);
-        status = kl_sweep_forward(&step->sweep, NULL, step->error);
-        double end = kl_sweep_live(&step->sweep).fixed;
-        status = status == KL_OK ? kl_sweep_back(&step->sweep, NULL, step->error) : status;
-        *worst = fmax(*worst, held + step->sweep.most);
-        held += end;
     }
-    *worst = fmax(*worst, held);
-    return status;
+    return fmax(worst, held);
 }
 
-/* What stands in for what a body leaves, when its tail runs on zeros. */
-typedef struct StandIns {
-    double values, seeds, parts;
-} StandIns;
-
-static StandIns
-find_stand_ins(const Step *step, const KlStep *of)
+static void
+find_stand_ins(Step *step, const KlStep *of)
 {
-    StandIns found = {0};
+    KlStandIns found = {0};
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
@@ -422,45 +373,26 @@ find_stand_ins(const Step *step, const KlStep *of)
             found.seeds += is_read && needs_gradient(step, value) ? whole(step, value) : 0;
         }
     }
-    return found;
+    found.tail = sweep_tail(step);
+    step->stand_ins = found;
 }
 
-/* The tail runs on zeros when the first chunk, or the first piece of it, has gone forward through `last`. */
-static KlStatus
-meet_tail(Step *step, const KlStep *of, const KlRun *last)
+/* The tail runs on zeros when the first chunk, or the first piece of it, has gone forward. */
+static void
+run_tail(Step *step, const KlStep *of)
 {
-    double tail = 0;
-    KlStatus status = run_tail(step, &tail);
-    StandIns stand_ins = find_stand_ins(step, of);
-    status = status == KL_OK ? sweep_forward(step, last, true) : status;
+    const KlRun *last = &step->program->runs[of->run + of->n_runs - 1];
+    const KlStandIns *stand_ins = &step->stand_ins;
     KlBytes live = kl_sweep_live(&step->sweep);
-    step->held_per_chunk += stand_ins.parts;
-    if (status == KL_OK) {
-        KlNodeId node = step->program->nodes.ids[last->nodes.first + last->nodes.n - 1];
-        double more = tail + stand_ins.values + stand_ins.seeds;
-        status = note(step, (KlMoment){.fixed = live.fixed + more,
-                                       .per_row = live.per_row,
-                                       .node = node,
-                                       .rows = (uint32_t)rows_of(step, last)});
-    }
-    step->held_per_chunk -= stand_ins.parts;
-    hold_gradients(step, stand_ins.seeds);
-    return status;
-}
-
-/* What is handed to the head is read by it in pieces, whose gradients go to their places in that of the chunk. */
-static double
-gradients_handed(const Step *step, const KlRun *body, const KlRun *head)
-{
-    double gradients = 0;
-    for (uint32_t i = 0; i < head->imports.n; i++) {
-        KlValueId value = import_of(step, head, i);
-        for (uint32_t k = 0; k < body->exports.n; k++) {
-            bool is_handed = export_of(step, body, k) == value && needs_gradient(step, value);
-            gradients += is_handed ? step->sweep.sizes[value].per_row : 0;
-        }
-    }
-    return gradients;
+    double more = stand_ins->tail + stand_ins->values + stand_ins->seeds;
+    step->held_per_chunk += stand_ins->parts;
+    KlNodeId node = step->program->nodes.ids[last->nodes.first + last->nodes.n - 1];
+    note(step, (KlMoment){.fixed = live.fixed + more,
+                          .per_row = live.per_row,
+                          .node = node,
+                          .rows = (uint32_t)rows_of(step, last)});
+    step->held_per_chunk -= stand_ins->parts;
+    hold_gradients(step, stand_ins->seeds);
 }
 
 /* What goes across a second axis is a program of its own, whose gradients of what it reads whole are there beside
@@ -480,82 +412,50 @@ gradients_beside(const Step *step, const KlRun *last)
     return gradients;
 }
 
-/* A chunk goes forward; its head goes forward and back in pieces; the rest goes back. */
-static KlStatus
-run_in_pieces(Step *step, const KlStep *of)
+/* What is kept of a chunk for later segments of its body. */
+static void
+hold_chunk(Step *step, const KlStep *of)
 {
-    const KlRun *body = &step->program->runs[of->run], *head = body + 1;
-    double handed = gradients_handed(step, body, head);
-    for (uint32_t i = 0; i < of->n_runs; i++) {
-        (void)gather_gradients(step, &body[i], of->run + 1);
-        for (uint32_t k = 0; k < body[i].exports.n; k++) {
-            step->values[export_of(step, &body[i], k)].body = of->run + 1;
+    for (uint32_t k = 0; k < of->values.n; k++) {
+        KlValueId value = value_of(step, of, k);
+        KlMeasureValue *known = &step->values[value];
+        bool is_here = known->is_for_segments || !known->is_offloaded;
+        if (!known->is_held && is_here && !known->is_handed) {
+            known->is_handed = true;
+            step->held_per_row += step->sweep.sizes[value].per_row;
         }
     }
-    KlStatus status = sweep_forward(step, body, true);
-    const KlBytes live = kl_sweep_live(&step->sweep);
-    double beside = gradients_beside(step, head);
-    step->held += live.fixed;
-    step->held_per_row += live.per_row;
-    hold_gradients(step, beside);
-    hold_gradients_by_row(step, handed);
-    step->n_pieces = step->homes->n_pieces;
-    status = status == KL_OK ? meet_tail(step, of, head) : status;
-    status = status == KL_OK ? sweep_back(step) : status;
-    step->n_pieces = 1;
-    step->held -= live.fixed;
-    step->held_per_row -= live.per_row;
-    hold_gradients(step, -beside);
-    if (status == KL_OK) {
-        KlSpan span = kl_sweep_span(step->program, body, true);
-        kl_sweep_open(&step->sweep, &span);
-        status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
-    }
-    status = status == KL_OK ? sweep_back(step) : status;
-    drop_chunk(step);
-    return status;
 }
 
-/* A chunk goes forward, meets the tail, and goes back at once. */
-static KlStatus
-run_fused(Step *step, const KlStep *of)
+/* A segment on a chunk. With a graph its sweep stays open, which has what it left too. */
+static void
+run_chunk(Step *step, const KlStep *of)
 {
-    const KlRun *last = &step->program->runs[of->run + of->n_runs - 1];
-    step->held_per_row = find_handed(step, of);
-    for (uint32_t r = 0; r < of->n_runs; r++) {
-        double come = gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
-        hold_gradients_by_row(step,
-                              -come / (double)rows_of(step, last)); /* a sweep has a chunk's */
+    const KlRun *run = &step->program->runs[of->run];
+    bool is_graph = of->graph == KL_GRAPH_NOW || of->graph == KL_GRAPH_ACROSS;
+    if (of->graph == KL_GRAPH_ACROSS) {
+        hold_gradients(step, gradients_beside(step, run));
+        come_to_handed(step, run);
+        step->n_pieces = step->homes->n_pieces;
     }
-    KlStatus status = run_others(step, of, false);
-    bool is_across = step->homes->n_across > 0;
-    double beside = gradients_beside(step, last);
-    hold_gradients(step, beside);
-    if (is_across) {
-        come_to_handed(step, of, last);
+    sweep_forward(step, run, is_graph);
+    if (!is_graph) {
+        hold_chunk(step, of);
     }
-    step->n_pieces = is_across ? step->homes->n_pieces : 1;
-    status = status == KL_OK ? meet_tail(step, of, last) : status;
-    come_to_handed(step, of, last);
-    status = status == KL_OK ? sweep_back(step) : status;
-    step->n_pieces = 1;
-    hold_gradients(step, -beside);
-    status = status == KL_OK ? run_others(step, of, true) : status;
-    drop_chunk(step);
-    return status;
+    step->open = is_graph ? of->run : KL_ID_NONE;
 }
 
 /* Hold what a body leaves for others, but for what is offloaded. */
 static void
 hold_left(Step *step, const KlStep *of)
 {
+    bool is_fused = of->graph == KL_GRAPH_NOW;
     for (uint32_t k = 0; k < of->values.n; k++) {
-        KlValueId value = step->schedule.values.ids[of->values.first + k];
-        step->values[value].is_offloaded = true;
+        step->values[value_of(step, of, k)].is_offloaded = true;
     }
-    for (uint32_t k = 0; k < of->whole.n; k++) {
-        KlValueId value = step->schedule.values.ids[of->whole.first + k];
-        bool is_awaited = of->op == KL_STEP_FORWARD || step->values[value].is_read_by_tail;
+    for (uint32_t k = 0; k < of->others.n; k++) {
+        KlValueId value = step->schedule.values.ids[of->others.first + k];
+        bool is_awaited = !is_fused || step->values[value].is_read_by_tail;
         step->sweep.sizes[value].is_put_together = true;
         step->values[value].is_one_gradient =
             needs_gradient(step, value) && step->values[value].is_read_whole;
@@ -568,6 +468,33 @@ hold_left(Step *step, const KlStep *of)
             if (!value->is_inner && !value->is_offloaded) {
                 hold(step, export_of(step, run, i));
             }
+        }
+    }
+    if (is_fused) {
+        find_stand_ins(step, of);
+    }
+}
+
+static void
+hold_values(Step *step, const KlStep *of)
+{
+    for (uint32_t k = 0; k < of->values.n; k++) {
+        hold(step, value_of(step, of, k));
+    }
+}
+
+/* Of one chunk, or of all. */
+static void
+free_values(Step *step, const KlStep *of)
+{
+    for (uint32_t k = 0; k < of->values.n; k++) {
+        KlValueId value = value_of(step, of, k);
+        KlMeasureValue *known = &step->values[value];
+        if (step->depth == 0) {
+            release_value(step, value);
+        } else {
+            step->held_per_row -= known->is_handed ? step->sweep.sizes[value].per_row : 0;
+            known->is_handed = false;
         }
     }
 }
@@ -598,9 +525,10 @@ bytes_left(Step *step, const KlRun *run)
     return left;
 }
 
-static KlStatus
-go_back_joint(Step *step, uint32_t i)
+static void
+go_back_joint(Step *step, const KlStep *of)
 {
+    uint32_t i = of->run;
     const KlRun *run = &step->program->runs[i];
     double kept, seeds;
     (void)gather_gradients(step, run, UINT32_MAX);
@@ -609,9 +537,7 @@ go_back_joint(Step *step, uint32_t i)
         step->held_per_chunk += seeds; /* else what comes is only looked at */
     }
     step->held -= step->live[i]; /* what is live at the start of its backward is counted there */
-    KlSpan span = kl_sweep_span(step->program, run, true);
-    kl_sweep_open(&step->sweep, &span);
-    KlStatus status = kl_sweep_forward(&step->sweep, NULL, step->error); /* again: what it left */
+    sweep_again(step, run);
     for (uint32_t k = 0; k < run->exports.n; k++) {
         KlValueId value = export_of(step, run, k);
         if (step->values[value].is_gathering) {
@@ -621,7 +547,7 @@ go_back_joint(Step *step, uint32_t i)
             kl_sweep_let_go(&step->sweep, value);
         }
     }
-    status = status == KL_OK ? sweep_back(step) : status;
+    sweep_back(step);
     for (uint32_t k = 0; k < run->exports.n; k++) {
         KlValueId value = export_of(step, run, k);
         hold_gradients(step, step->values[value].is_gathering ? -gradient(step, value) : 0);
@@ -630,7 +556,6 @@ go_back_joint(Step *step, uint32_t i)
     /* The graph is let go, and with it what was put together for it. */
     step->held += fmin(step->live[i] - step->sweep.freed, bytes_left(step, run));
     step->held_per_chunk -= kept;
-    return status;
 }
 
 /* The gradients that came for what a body left: chunk by chunk, or for what others were given whole. */
@@ -658,7 +583,7 @@ let_go_of_left(Step *step, const KlStep *of)
 {
     double before = step->held;
     for (uint32_t k = 0; k < of->values.n; k++) {
-        release_value(step, step->schedule.values.ids[of->values.first + k]);
+        release_value(step, value_of(step, of, k));
     }
     double left = before - step->held;
     step->held = before;
@@ -667,10 +592,9 @@ let_go_of_left(Step *step, const KlStep *of)
 
 /* Whether a graph that waited has what its body left, or what was made again for it: no chunk makes that beside. */
 static void
-set_there(Step *step, const KlStep *of, bool is_there)
+set_there(Step *step, const KlRun *run, bool is_there)
 {
-    const KlRun *run = &step->program->runs[of->run];
-    for (uint32_t i = 0; i < run->exports.n && of->waits; i++) {
+    for (uint32_t i = 0; i < run->exports.n; i++) {
         step->sweep.sizes[export_of(step, run, i)].is_there = is_there;
     }
 }
@@ -686,117 +610,174 @@ empty(Step *step, const KlIds *ids, KlSlice values, uint8_t level)
 
 /* A chunk of emptied values is made again and put where it was: before each what that is made of, which then goes,
  * unless it was there. */
-static KlStatus
+static void
 fill(Step *step, const KlIds *ids, KlSlice values, uint8_t level)
 {
     const KlLights *lights = &step->schedule.lights;
-    KlStatus status = KL_OK;
-    for (uint32_t i = 0; i < values.n && status == KL_OK; i++) {
+    for (uint32_t i = 0; i < values.n; i++) {
         KlValueId value = ids->ids[values.first + i];
         const KlLight *light = &lights->lights[lights->number[value] - 1];
         double there = step->held_per_row + step->sweep.sizes[value].per_row;
         if (step->values[value].is_filled == 0) {
-            status = fill(step, &lights->ids, light->needs, level + 1);
+            fill(step, &lights->ids, light->needs, level + 1);
             step->held_per_row += step->sweep.sizes[value].per_row;
-            KlSpan span = kl_sweep_span_of_light(step->program, lights, light);
-            status = status == KL_OK ? sweep_span(step, span) : status;
+            sweep_span(step, kl_sweep_span_of_light(step->program, lights, light), step->moments);
             empty(step, &lights->ids, light->needs, level + 1);
             step->values[value].is_filled = level;
             step->held_per_row = there;
         }
     }
-    return status;
 }
 
-/* A body again, a chunk forward with its graph and back; the gradients for what it left go with that. Where the
- * graph waited, nothing that it left is made again. */
-static KlStatus
-go_back_body(Step *step, const KlStep *of)
+static void
+fill_chunk(Step *step, const KlStep *of)
 {
-    const KlRun *runs = &step->program->runs[of->run];
-    double come = 0;
-    double gradients = left_gradients(step, of, false);
-    double left = gradients + let_go_of_left(step, of);
-    step->held_per_row = find_handed(step, of);
-    for (uint32_t r = 0; r < of->n_runs; r++) {
-        come += gather_gradients(step, &runs[r], of->run + 1);
+    fill(step, &step->schedule.values, of->values, 1);
+}
+
+/* Of one chunk, until the loop ends; or of all. */
+static void
+empty_values(Step *step, const KlStep *of)
+{
+    if (step->depth == 0) {
+        free_values(step, of);
+    } else {
+        empty(step, &step->schedule.values, of->values, 1);
     }
-    /* A chunk's come as a chunk's go: before the first, or after all but the last. */
+}
+
+/* A chunk goes back through a segment: through the graph that its run left, or that waited. */
+static void
+go_back_chunk(Step *step, const KlStep *of)
+{
+    const KlRun *run = &step->program->runs[of->run];
+    if (of->graph == KL_GRAPH_WAIT) {
+        set_there(step, run, true);
+        sweep_forward(step, run, true);
+    } else if (step->open != of->run) {
+        sweep_again(step, run);
+    }
+    come_to_handed(step, run);
+    sweep_back(step);
+    go_from_handed(step, run);
+    set_there(step, run, false);
+    step->open = KL_ID_NONE;
+    if (of->graph == KL_GRAPH_ACROSS) {
+        hold_gradients(step, -gradients_beside(step, run));
+        step->n_pieces = 1;
+    }
+}
+
+static void
+do_nothing(Step *KL_UNUSED(step), const KlStep *KL_UNUSED(of))
+{
+}
+
+/* -- loops -------------------------------------------------------------------------------------------- */
+
+/* Pieces of a chunk: the graph of what is before them waits, and the gradients of what they are cut of are there from
+ * the first on. */
+static void
+open_pieces(Step *step, const KlStep *of)
+{
+    step->waiting = kl_sweep_live(&step->sweep);
+    step->held += step->waiting.fixed;
+    step->held_per_row += step->waiting.per_row;
+    step->n_pieces = step->homes->n_pieces;
+    come_to_handed(step, &step->program->runs[of->run]);
+    hold_gradients_by_row(step, -step->exchange.by_row); /* a sweep has only a piece's now */
+}
+
+static void
+close_pieces(Step *step)
+{
+    step->n_pieces = 1;
+    step->held -= step->waiting.fixed;
+    step->held_per_row -= step->waiting.per_row;
+}
+
+/* Chunks go back: the gradients of what they read come, a chunk's as those of what they left go, before the first
+ * chunk or after all but the last. A sweep has a chunk's. */
+static void
+open_exchange(Step *step, const KlStep *of)
+{
+    double come = 0, gradients = left_gradients(step, of, false);
+    double left = gradients + let_go_of_left(step, of);
+    for (uint32_t r = 0; r < of->n_runs; r++) {
+        come += gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
+    }
     double less = fmin(come, left), of_gradients = fmin(come, gradients);
     step->held -= less - of_gradients;
     hold_gradients(step, -of_gradients);
-    hold_gradients_by_row(step, fmin(left - come, 0) / (double)rows_of(step, runs));
-    KlStatus status = fill(step, &step->schedule.values, of->needs, 1);
-    status = status == KL_OK ? run_others(step, of, false) : status;
-    come_to_handed(step, of, &runs[of->n_runs - 1]);
-    set_there(step, of, true);
-    status = status == KL_OK ? sweep_forward(step, &runs[of->n_runs - 1], true) : status;
-    status = status == KL_OK ? sweep_back(step) : status;
-    set_there(step, of, false);
-    status = status == KL_OK ? run_others(step, of, true) : status;
-    empty(step, &step->schedule.values, of->needs, 1);
-    drop_chunk(step);
-    step->held += less - of_gradients - (left - gradients);
-    hold_gradients(step, of_gradients - gradients - left_gradients(step, of, true));
-    return status;
+    int64_t rows = rows_of(step, &step->program->runs[of->run]);
+    step->exchange = (KlExchange){.less = less,
+                                  .of_gradients = of_gradients,
+                                  .left = left,
+                                  .gradients = gradients,
+                                  .by_row = fmin(left - come, 0) / (double)rows};
+    hold_gradients_by_row(step, step->exchange.by_row);
+}
+
+static void
+close_exchange(Step *step, const KlStep *of)
+{
+    const KlExchange *made = &step->exchange;
+    step->held += made->less - made->of_gradients - (made->left - made->gradients);
+    hold_gradients(step, made->of_gradients - made->gradients - left_gradients(step, of, true));
+}
+
+static void
+open_loop(Step *step, const KlStep *of)
+{
+    if (step->depth++ > 0) {
+        open_pieces(step, of);
+        return;
+    }
+    step->loop = of;
+    step->open = KL_ID_NONE;
+    step->held_per_row = find_given(step, of);
+    if (of->graph != KL_GRAPH_NONE) {
+        open_exchange(step, of);
+    }
+}
+
+static void
+close_loop(Step *step, const KlStep *of)
+{
+    if (--step->depth > 0) {
+        close_pieces(step);
+        return;
+    }
+    step->held_per_row = step->gradients_per_row = 0; /* nothing of a chunk is there */
+    if (of->graph != KL_GRAPH_NONE) {
+        close_exchange(step, of);
+    }
 }
 
 /* -- the schedule ------------------------------------------------------------------------------------- */
 
-static KlStatus
+typedef void Effect(Step *step, const KlStep *of);
+
+static Effect *const EFFECTS[] = {
+#define KL_INSTRUCTION(name, effect, meaning) [KL_STEP_##name] = effect,
+#include "schedule.def"
+#undef KL_INSTRUCTION
+};
+
+static void
 walk(Step *step)
 {
-    KlStatus status = KL_OK;
-    for (size_t i = 0; i < step->schedule.n_steps && status == KL_OK; i++) {
+    for (size_t i = 0; i < step->schedule.n_steps && step->status == KL_OK; i++) {
         const KlStep *of = &step->schedule.steps[i];
         step->at = (uint32_t)i;
-        const KlValueId *values = step->schedule.values.ids + of->values.first;
-        switch ((KlStepOp)of->op) {
-        case KL_STEP_JOINT:
-            status = run_joint(step, of->run);
-            break;
-        case KL_STEP_FORWARD:
-            hold_left(step, of);
-            status = run_forward(step, of);
-            break;
-        case KL_STEP_AGAIN:
-            for (uint32_t k = 0; k < of->values.n; k++) {
-                hold(step, values[k]);
-            }
-            status = run_forward(step, of);
-            break;
-        case KL_STEP_FUSED:
-            hold_left(step, of);
-            status = run_fused(step, of);
-            break;
-        case KL_STEP_PIECES:
-            hold_left(step, of);
-            status = run_in_pieces(step, of);
-            break;
-        case KL_STEP_JOINT_BACK:
-            status = go_back_joint(step, of->run);
-            break;
-        case KL_STEP_BACK:
-            status = go_back_body(step, of);
-            break;
-        case KL_STEP_RELEASE:
-        case KL_STEP_EMPTY:
-            for (uint32_t k = 0; k < of->values.n; k++) {
-                release_value(step, values[k]);
-            }
-            break;
-        case KL_STEP_CHECK:
-        case KL_STEP_SEED:
-            break;
-        }
+        EFFECTS[of->op](step, of);
     }
-    return status;
 }
 
 /* -- what comes at the end ---------------------------------------------------------------------------- */
 
 /* Gradients of half precision are cast. Then torch goes on through graphs that were there before. */
-static KlStatus
+static void
 deliver(Step *step)
 {
     double more = step->outside->bytes_graphs;
@@ -807,11 +788,11 @@ deliver(Step *step)
             more += whole(step, value);
         }
     }
-    return note_end(step, more);
+    note_end(step, more);
 }
 
 /* The numbers of the user's lazies are put together from the chunks, one by one, but for those that are. */
-static KlStatus
+static void
 commit(Step *step)
 {
     double more = 0, worst = 0;
@@ -823,7 +804,7 @@ commit(Step *step)
             more += whole(step, value) * (needs_gradient(step, value) ? 2 : 1);
         }
     }
-    return note_end(step, fmax(more, worst));
+    note_end(step, fmax(more, worst));
 }
 
 /* -- the whole ---------------------------------------------------------------------------------------- */
@@ -831,25 +812,15 @@ commit(Step *step)
 static KlStatus
 allocate(Step *step)
 {
-    step->live = kl_alloc_zeroed(step->program->n_staged, sizeof(double));
-    step->values = kl_alloc_zeroed(step->stages->n_values, sizeof(KlMeasureValue));
-    step->storages = kl_alloc_zeroed(step->tape->n_storages, sizeof(KlMeasureStorage));
-    step->met = kl_alloc_zeroed(step->tape->n_storages, sizeof(KlValueId));
-    return step->live != NULL && step->values != NULL && step->storages != NULL && step->met != NULL
+    KlScratch *scratch = &step->scratch;
+    step->live = kl_alloc_scratch(scratch, step->program->n_staged, sizeof(double));
+    step->values = kl_alloc_scratch(scratch, step->stages->n_values, sizeof(KlMeasureValue));
+    step->storages = kl_alloc_scratch(scratch, step->tape->n_storages, sizeof(KlMeasureStorage));
+    step->met = kl_alloc_scratch(scratch, step->tape->n_storages, sizeof(KlValueId));
+    return !scratch->is_short
                ? KL_OK
                : kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
                               step->stages->n_nodes);
-}
-
-static void
-release(Step *step)
-{
-    kl_sweep_fini(&step->sweep);
-    kl_schedule_fini(&step->schedule);
-    kl_alloc_free(step->live);
-    kl_alloc_free(step->storages);
-    kl_alloc_free(step->values);
-    kl_alloc_free(step->met);
 }
 
 /* What is known of values before the walk; and the rows of the longest axis. */
@@ -867,6 +838,7 @@ look_up(Step *step, KlMeasured *measured)
         for (uint32_t k = 0; k < run->imports.n; k++) {
             KlMeasureValue *value = &step->values[import_of(step, run, k)];
             value->is_read_by_tail |= is_joint_after(step, run);
+            value->is_for_segments |= is_made_in(step, run, import_of(step, run, k));
             value->is_read_whole |= !kl_program_is_body(run) || is_gathered(step, run, k);
         }
         KlAxisId axis = kl_tape_axis_find(step->tape, run->axis);
@@ -889,32 +861,40 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
                  .error = error,
                  .n_pieces = 1,
                  .moments = &measured->moments};
-    KlStatus status = kl_sweep_init(&step.sweep, tape, program, &outside->known, error);
-    status = status == KL_OK ? allocate(&step) : status;
-    status =
-        status == KL_OK ? kl_schedule_build(tape, program, homes, &step.schedule, error) : status;
-    if (status != KL_OK) {
+    step.status = kl_sweep_init(&step.sweep, tape, program, &outside->known, error);
+    if (step.status == KL_OK) {
+        step.status = allocate(&step);
+    }
+    if (step.status == KL_OK) {
+        step.status = kl_schedule_build(tape, program, homes, &step.schedule, error);
+    }
+    if (step.status != KL_OK) {
         goto done;
     }
     look_up(&step, measured);
     hold_states(&step);
-    status = homes->is_live ? KL_OK : walk(&step);
     step.at = (uint32_t)step.schedule.n_steps;
-    if (homes->is_graph && !homes->is_live) {
-        status = status == KL_OK ? deliver(&step) : status;
+    if (!homes->is_live) {
+        walk(&step);
+        step.at = (uint32_t)step.schedule.n_steps;
+        if (homes->is_graph) {
+            deliver(&step);
+        }
+        commit(&step);
     }
-    status = status == KL_OK && !homes->is_live ? commit(&step) : status;
-    if (status == KL_OK) {
+    if (step.status == KL_OK) {
         KlMoments *moments = homes->is_live ? &measured->moments : NULL;
-        status = kl_measure_whole(&step.sweep, homes->is_graph, outside->bytes_graphs, moments,
-                                  &measured->whole, error);
+        step.status = kl_measure_whole(&step.sweep, homes->is_graph, outside->bytes_graphs, moments,
+                                       &measured->whole, error);
     }
 done:
-    release(&step);
-    if (status != KL_OK) {
+    kl_sweep_fini(&step.sweep);
+    kl_schedule_fini(&step.schedule);
+    kl_alloc_scratch_free(&step.scratch);
+    if (step.status != KL_OK) {
         kl_measure_fini(measured);
     }
-    return status;
+    return step.status;
 }
 
 void

@@ -10,6 +10,7 @@ typedef struct KlMeasureValue {
     bool is_gathering; /* its gradient gathers */
     bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
     bool is_read_by_tail, is_read_whole;
+    bool is_for_segments; /* a later segment of the body that makes it reads it */
     bool is_one_gradient; /* what reads it whole and by rows adds to one gradient of all rows */
     bool is_whole;        /* its chunks are put together, for bodies */
     bool is_beside;       /* likewise, beside the chunks */
@@ -17,6 +18,7 @@ typedef struct KlMeasureValue {
     bool is_handed;       /* a chunk of it is there for later segments of its body */
     bool is_coming;       /* and of its gradient, from these */
     bool is_offloaded;    /* it is kept beside its device */
+    uint32_t given_in;    /* the step, plus one, of the last loop that it is brought back for */
     bool is_held;         /* what a body left, of all chunks */
     uint8_t is_filled;    /* it was emptied, and a chunk of it is there: from which level on */
     bool is_let_go;       /* what a joint left */
@@ -27,6 +29,19 @@ typedef struct KlMeasureStorage {
     double bytes;    /* of these, counted once */
 } KlMeasureStorage;
 
+/* What stands in for what a body leaves, when its tail runs on zeros; and what the tail takes then. */
+typedef struct KlStandIns {
+    double values, seeds, parts, tail;
+} KlStandIns;
+
+/* In a loop that goes back the gradients of what it reads come as those of what it left go. */
+typedef struct KlExchange {
+    double less,
+        of_gradients; /* of what comes, what may be where something goes; of that, gradients */
+    double left, gradients; /* what goes; of that, gradients */
+    double by_row;          /* of what comes, what sweeps have too */
+} KlExchange;
+
 /* The walk; `held` is what outlives the runs so far. */
 typedef struct Step {
     const KlTape *tape;
@@ -35,6 +50,8 @@ typedef struct Step {
     const KlOutside *outside;
     const KlHomes *homes;
     KlError *error;
+    KlStatus status; /* the first failure stays, and nothing is noted after it */
+    KlScratch scratch;
     KlSweep sweep;
     KlMoments *moments;
     KlSchedule schedule;
@@ -42,9 +59,15 @@ typedef struct Step {
     double gradients, gradients_per_row; /* of these */
     uint32_t at;                         /* which step of the schedule */
     bool is_back;
-    double n_pieces;            /* of a chunk, for the head that is gone through now; 1: none */
-    double *live;               /* [n_staged] of a joint: what its graph keeps */
-    KlMeasureValue *values;     /* [n_values] */
+    uint32_t depth;         /* loops that are open */
+    const KlStep *loop;     /* the outer one */
+    uint32_t open;          /* the run whose sweep is open, with its graph; KL_ID_NONE: none is */
+    KlBytes waiting;        /* in pieces of a chunk: the graph of what is before them */
+    KlExchange exchange;    /* of the outer loop */
+    KlStandIns stand_ins;   /* of the last body */
+    double n_pieces;        /* of a chunk, for the head that is gone through now; 1: none */
+    double *live;           /* [n_staged] of a joint: what its graph keeps */
+    KlMeasureValue *values; /* [n_values] */
     KlMeasureStorage *storages; /* [n_storages] */
     KlValueId *met;             /* [n_storages] the last value met of it */
 } Step;
@@ -131,6 +154,12 @@ n_parts_of(const Step *step)
     return is_for_each ? (double)step->homes->n_pieces : 1;
 }
 
+static inline KlValueId
+value_of(const Step *step, const KlStep *of, uint32_t i)
+{
+    return step->schedule.values.ids[of->values.first + i];
+}
+
 /* Whether a body reads an import whole, of a value that is made by rows. */
 static inline bool
 is_gathered(const Step *step, const KlRun *run, uint32_t i)
@@ -148,6 +177,14 @@ is_made_by_rows(const Step *step, KlValueId value)
     const KlValue *v = &step->tape->values[value];
     return !step->stages->is_leaf[value] && kl_place_is_rows(&v->meta.place) &&
            kl_stage_is_body(step->stages->node_stage[v->node]);
+}
+
+/* Whether a segment of the same body makes a value. */
+static inline bool
+is_made_in(const Step *step, const KlRun *run, KlValueId value)
+{
+    return kl_program_is_body(run) && !step->stages->is_leaf[value] &&
+           step->stages->node_stage[step->tape->values[value].node] == run->stage;
 }
 
 #endif

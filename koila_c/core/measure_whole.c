@@ -49,11 +49,12 @@ kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *
     const KlProgram *program = sweep->program;
     const KlStages *stages = &program->stages;
     size_t n_asked = program->reached.n + program->roots.n;
-    uint32_t *lists =
-        kl_alloc_resize(NULL, stages->n_nodes + stages->n_imports + n_asked + 1, sizeof(uint32_t));
-    bool *is_made = kl_alloc_zeroed(stages->n_values, sizeof(bool)); /* [n_values] */
+    KlScratch scratch = {0};
+    size_t n_lists = stages->n_nodes + stages->n_imports + n_asked;
+    uint32_t *lists = kl_alloc_scratch(&scratch, n_lists, sizeof(uint32_t));
+    bool *is_made = kl_alloc_scratch(&scratch, stages->n_values, sizeof(bool)); /* [n_values] */
     KlStatus status = KL_OK;
-    if (lists == NULL || is_made == NULL) {
+    if (scratch.is_short) {
         status =
             kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes", stages->n_nodes);
         goto done;
@@ -72,7 +73,6 @@ kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *
     }
     *most = fmax(sweep->most, end);
 done:
-    kl_alloc_free(is_made);
-    kl_alloc_free(lists);
+    kl_alloc_scratch_free(&scratch);
     return status;
 }

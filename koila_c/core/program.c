@@ -8,12 +8,15 @@
 #include "alloc.h"
 #include "segment.h"
 
-/* What building looks things up in; it lives as long as that. */
+/* What building looks things up in; it lives as long as that. The first failure stays in `status`, and nothing is added
+ * after it. */
 typedef struct Build {
     const KlTape *tape;
     const KlAsked *asked;
     KlProgram *program;
     KlError *error;
+    KlStatus status;
+    KlScratch scratch;
     uint32_t *first_reader; /* [n_values + 1] where its slice of readers begins */
     KlNodeId *readers;      /* [n_inputs] nodes that read a value */
     uint32_t *first_at;     /* [n_stages + 1] where its slice of at begins */
@@ -28,15 +31,16 @@ typedef struct Build {
     KlIds stack;          /* of nodes, or of values */
 } Build;
 
-static KlStatus
+static void
 push(Build *build, KlIds *ids, uint32_t id)
 {
-    KlStatus status = kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1,
-                                       sizeof(uint32_t), build->error);
-    if (status == KL_OK) {
+    if (build->status == KL_OK) {
+        build->status = kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1,
+                                         sizeof(uint32_t), build->error);
+    }
+    if (build->status == KL_OK) {
         ids->ids[ids->n++] = id;
     }
-    return status;
 }
 
 static KlSlice
@@ -253,13 +257,11 @@ parts_at(const KlTape *tape, const KlStages *stages, KlNodeId id, uint32_t stage
 }
 
 /* Note what the node at `position` reads: from this run, or from outside. */
-static KlStatus
+static void
 note_reads(Build *build, const KlRun *run, KlNodeId id, uint32_t position)
 {
     const KlNode *node = &build->tape->nodes[id];
-    KlStatus status = KL_OK;
-    for (uint32_t k = first_read(build, id, run->stage); k < node->n_inputs && status == KL_OK;
-         k++) {
+    for (uint32_t k = first_read(build, id, run->stage); k < node->n_inputs; k++) {
         KlValueId value = build->tape->inputs[node->first_input + k].value;
         uint32_t import = build->program->stages.import_of[node->first_input + k];
         if (value == KL_ID_NONE) {
@@ -270,22 +272,20 @@ note_reads(Build *build, const KlRun *run, KlNodeId id, uint32_t position)
             build->last_use[value] = position;
         } else if (build->given_in[import] != serial_of(build)) {
             build->given_in[import] = serial_of(build);
-            status = push(build, &build->program->imports, import);
+            push(build, &build->program->imports, import);
         }
     }
-    return status;
 }
 
 /* Note what leaves the run of what a node makes, and whether a gradient goes through it. */
-static KlStatus
+static void
 note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
 {
     const KlProgram *program = build->program;
     const KlNode *node = &build->tape->nodes[id];
     bool is_home = program->stages.node_stage[id] == run->stage;
     bool is_body = kl_program_is_body(run);
-    KlStatus status = KL_OK;
-    for (uint32_t k = 0; k < node->n_outs && status == KL_OK; k++) {
+    for (uint32_t k = 0; k < node->n_outs; k++) {
         KlValueId out = node->first_out + k;
         if (program->stages.is_leaf[out]) {
             continue; /* it has its number; the node runs for another of its results */
@@ -296,26 +296,24 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
         bool is_inner =
             is_leaving && is_body && parts == 0 && !is_read_elsewhere(build, out, run, true);
         if (is_leaving) {
-            status = push(build, &build->program->exports, out);
+            push(build, &build->program->exports, out);
         }
-        if (is_inner && status == KL_OK) {
-            status = push(build, &build->program->inner, out);
+        if (is_inner) {
+            push(build, &build->program->inner, out);
         }
     }
     /* An early part of a reduction is of labels alone: no gradient goes through that. */
     run->has_gradient = run->has_gradient ||
                         (is_home && kl_stage_has_gradient(build->tape, &program->stages, node));
-    return status;
 }
 
 /* Imports of which a node of the run reads only the sizes, and no other their numbers. */
-static KlStatus
+static void
 note_shadows(Build *build, const KlRun *run)
 {
     const KlProgram *program = build->program;
-    KlStatus status = KL_OK;
     for (int is_open = 0; is_open < 2; is_open++) {
-        for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
+        for (uint32_t i = 0; i < run->nodes.n; i++) {
             KlNodeId id = program->nodes.ids[run->nodes.first + i];
             const KlNode *node = &build->tape->nodes[id];
             bool is_early = program->parts.ids[run->nodes.first + i] != 0 &&
@@ -323,30 +321,28 @@ note_shadows(Build *build, const KlRun *run)
             if (is_open ? node->is_open : is_early) {
                 uint32_t import = program->stages.import_of[node->first_input];
                 if (build->given_in[import] != serial_of(build)) {
-                    status = push(build, &build->program->shadows, import);
+                    push(build, &build->program->shadows, import);
                 }
             }
         }
     }
-    return status;
 }
 
 /* Values die after their last reader, but for those that leave, and whose memory the run writes. */
-static KlStatus
+static void
 note_deaths(Build *build, const KlRun *run)
 {
     KlProgram *program = build->program;
     const KlTape *tape = build->tape;
     KlIds *by_reader = &build->stack; /* values, by position of their last reader: linked lists */
-    KlStatus status = KL_OK;
     by_reader->n = 0;
-    for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
-        status = push(build, by_reader, KL_ID_NONE);
+    for (uint32_t i = 0; i < run->nodes.n; i++) {
+        push(build, by_reader, KL_ID_NONE);
     }
     for (uint32_t i = 0; i < run->exports.n; i++) {
         build->last_use[program->exports.ids[run->exports.first + i]] = UINT32_MAX;
     }
-    for (uint32_t i = run->nodes.n; i-- > 0 && status == KL_OK;) {
+    for (uint32_t i = run->nodes.n; i-- > 0 && build->status == KL_OK;) {
         const KlNode *node = &tape->nodes[program->nodes.ids[run->nodes.first + i]];
         for (uint32_t k = node->n_outs; k-- > 0;) {
             KlValueId out = node->first_out + k;
@@ -359,25 +355,24 @@ note_deaths(Build *build, const KlRun *run)
             }
         }
     }
-    for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
-        for (KlValueId v = by_reader->ids[i]; v != KL_ID_NONE && status == KL_OK;
-             v = build->next_dead[v]) {
-            status = push(build, &program->dropped, v);
+    for (uint32_t i = 0; i < run->nodes.n && build->status == KL_OK; i++) {
+        for (KlValueId v = by_reader->ids[i]; v != KL_ID_NONE; v = build->next_dead[v]) {
+            push(build, &program->dropped, v);
         }
-        if (status == KL_OK) {
-            status = push(build, &program->drops, (uint32_t)program->dropped.n);
-        }
+        push(build, &program->drops, (uint32_t)program->dropped.n);
     }
-    return status;
 }
 
 /* The nodes of the run are there: find what it reads, what leaves it, when its values die; and keep it. */
-static KlStatus
+static void
 finish_run(Build *build, KlRun *run)
 {
     KlProgram *program = build->program;
     const KlTape *tape = build->tape;
     uint32_t serial = serial_of(build);
+    if (build->status != KL_OK) {
+        return;
+    }
     run->nodes = slice_since(&program->nodes, run->nodes.first);
     for (uint32_t i = 0; i < run->nodes.n; i++) {
         KlNodeId id = program->nodes.ids[run->nodes.first + i];
@@ -401,28 +396,24 @@ finish_run(Build *build, KlRun *run)
     run->exports.first = (uint32_t)program->exports.n;
     run->inner.first = (uint32_t)program->inner.n;
     run->shadows.first = (uint32_t)program->shadows.n;
-    KlStatus status = KL_OK;
-    for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
+    for (uint32_t i = 0; i < run->nodes.n; i++) {
         KlNodeId id = program->nodes.ids[run->nodes.first + i];
-        status = note_reads(build, run, id, i);
-        if (status == KL_OK) {
-            status = note_leaving(build, run, id, program->parts.ids[run->nodes.first + i]);
-        }
+        note_reads(build, run, id, i);
+        note_leaving(build, run, id, program->parts.ids[run->nodes.first + i]);
     }
     run->imports = slice_since(&program->imports, run->imports.first);
     run->exports = slice_since(&program->exports, run->exports.first);
     run->inner = slice_since(&program->inner, run->inner.first);
-    status = status == KL_OK ? note_shadows(build, run) : status;
+    note_shadows(build, run);
     run->shadows = slice_since(&program->shadows, run->shadows.first);
-    status = status == KL_OK ? note_deaths(build, run) : status;
-    if (status == KL_OK) {
-        status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
-                                  program->n_runs + 1, sizeof(KlRun), build->error);
+    note_deaths(build, run);
+    if (build->status == KL_OK) {
+        build->status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
+                                         program->n_runs + 1, sizeof(KlRun), build->error);
     }
-    if (status == KL_OK) {
+    if (build->status == KL_OK) {
         program->runs[program->n_runs++] = *run;
     }
-    return status;
 }
 
 static KlRun
@@ -434,37 +425,35 @@ run_at(const KlProgram *program, uint32_t stage, KlAxisId axis)
                    .combined.first = (uint32_t)program->combined.n};
 }
 
-static KlStatus
+static void
 add_node(Build *build, KlNodeId id, uint32_t stage)
 {
     uint32_t parts = parts_at(build->tape, &build->program->stages, id, stage);
-    KlStatus status = push(build, &build->program->nodes, id);
-    return status == KL_OK ? push(build, &build->program->parts, parts) : status;
+    push(build, &build->program->nodes, id);
+    push(build, &build->program->parts, parts);
 }
 
-static KlStatus
+static void
 build_joint(Build *build, uint32_t stage)
 {
     KlProgram *program = build->program;
     const KlStages *stages = &program->stages;
     KlRun run = run_at(program, stage, KL_ID_NONE);
-    KlStatus status = KL_OK;
     uint32_t first_before = stage > 0 ? build->first_at[stage - 1] : build->first_at[stage];
-    for (uint32_t i = first_before; i < build->first_at[stage] && status == KL_OK; i++) {
+    for (uint32_t i = first_before; i < build->first_at[stage]; i++) {
         KlNodeId id = build->at[i];
         if (build->tape->nodes[id].mode == KL_MODE_REDUCE && stages->node_stage[id] + 1 == stage) {
-            status = push(build, &program->combined, id);
+            push(build, &program->combined, id);
         }
     }
     run.combined = slice_since(&program->combined, run.combined.first);
-    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1] && status == KL_OK;
-         i++) {
+    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1]; i++) {
         KlNodeId id = build->at[i];
         if (build->tape->nodes[id].mode == KL_MODE_ONCE && stages->node_stage[id] == stage) {
-            status = add_node(build, id, stage);
+            add_node(build, id, stage);
         }
     }
-    return status == KL_OK ? finish_run(build, &run) : status;
+    finish_run(build, &run);
 }
 
 static int
@@ -475,31 +464,29 @@ compare_ids(const void *left, const void *right)
 }
 
 /* Take a node into the run, and with it the light work on data that it reads, again. */
-static KlStatus
+static void
 take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
 {
     KlIds *stack = &build->stack;
     stack->n = 0;
-    KlStatus status = push(build, stack, id);
-    while (stack->n > 0 && status == KL_OK) {
+    push(build, stack, id);
+    while (stack->n > 0 && build->status == KL_OK) {
         KlNodeId next = stack->ids[--stack->n];
         const KlNode *node = &build->tape->nodes[next];
         if (build->taken_in[next] == serial_of(build)) {
             continue;
         }
         build->taken_in[next] = serial_of(build);
-        status = push(build, taken, next);
-        for (uint32_t k = first_read(build, next, stage); k < node->n_inputs && status == KL_OK;
-             k++) {
+        push(build, taken, next);
+        for (uint32_t k = first_read(build, next, stage); k < node->n_inputs; k++) {
             KlValueId value = build->tape->inputs[node->first_input + k].value;
             KlNodeId maker = value != KL_ID_NONE ? maker_of(build, value) : KL_ID_NONE;
             if (maker != KL_ID_NONE && build->program->stages.is_data[maker] &&
                 !kl_stage_is_gathered(build->tape, &build->program->stages, node, k)) {
-                status = push(build, stack, maker);
+                push(build, stack, maker);
             }
         }
     }
-    return status;
 }
 
 /* Whether a node of this stage has to run there: what is light work on data only where its result leaves. */
@@ -514,31 +501,30 @@ is_sink(const Build *build, KlNodeId id, const KlRun *run)
     return is_needed;
 }
 
-static KlStatus
+static void
 build_segment(Build *build, uint32_t stage, KlAxisId axis, uint32_t segment)
 {
     KlProgram *program = build->program;
     KlRun run = run_at(program, stage, axis);
     KlIds taken = {0};
-    KlStatus status = KL_OK;
     run.segment = segment;
-    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1] && status == KL_OK;
-         i++) {
+    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1]; i++) {
         KlNodeId id = build->at[i];
         bool is_here = build->tape->nodes[id].mode != KL_MODE_ONCE && is_in_run(build, id, &run);
         if (is_here && is_sink(build, id, &run)) {
-            status = take(build, id, stage, &taken);
+            take(build, id, stage, &taken);
         }
     }
     if (taken.n > 0) {
         qsort(taken.ids, taken.n, sizeof(uint32_t), compare_ids);
     }
-    for (size_t i = 0; i < taken.n && status == KL_OK; i++) {
-        status = add_node(build, taken.ids[i], stage);
+    for (size_t i = 0; i < taken.n; i++) {
+        add_node(build, taken.ids[i], stage);
     }
-    bool is_empty = taken.n == 0;
+    if (taken.n > 0) {
+        finish_run(build, &run);
+    }
     kl_alloc_free(taken.ids);
-    return status == KL_OK && !is_empty ? finish_run(build, &run) : status;
 }
 
 /* Whether the rows of a value are in an order of the chunk's: other chunks would have others. */
@@ -603,23 +589,23 @@ is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
 }
 
 /* Cut the first `n` nodes of a body into segments: where the user's checkpoints are, or into more. */
-static KlStatus
+static void
 cut_nodes(Build *build, const KlIds *nodes, size_t n, uint32_t n_segments)
 {
     uint32_t *segment = build->program->stages.segment, n_regions = 0;
-    KlStatus status = KL_OK;
     if (build->program->is_checkpointed) {
-        status = kl_segment_regions(build->tape, nodes->ids, n, segment, &n_regions, build->error);
+        build->status =
+            kl_segment_regions(build->tape, nodes->ids, n, segment, &n_regions, build->error);
     }
-    if (status == KL_OK && n_segments > 1 && n_segments > n_regions) {
-        status = kl_segment_cut(build->tape, nodes->ids, n, n_segments, segment, build->error);
+    if (build->status == KL_OK && n_segments > 1 && n_segments > n_regions) {
+        build->status =
+            kl_segment_cut(build->tape, nodes->ids, n, n_segments, segment, build->error);
     }
-    return status;
 }
 
 /* Cut the body whose gradients come from a linear tail before its head, if that can run in pieces of a chunk, and
  * what is before that into segments. */
-static KlStatus
+static void
 cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
 {
     KlStages *stages = &build->program->stages;
@@ -628,83 +614,76 @@ cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
         first--;
     }
     uint32_t n_before = build->asked->n_segments > 1 ? build->asked->n_segments : 1;
-    KlStatus status = kl_segment_head(build->tape, nodes->ids, nodes->n, n_before + 1,
-                                      stages->segment, &first, build->error);
-    for (size_t i = 0; i < nodes->n && status == KL_OK; i++) {
+    build->status = kl_segment_head(build->tape, nodes->ids, nodes->n, n_before + 1,
+                                    stages->segment, &first, build->error);
+    for (size_t i = 0; i < nodes->n; i++) {
         stages->segment[nodes->ids[i]] = i >= first;
     }
-    bool is_able = status == KL_OK && is_counted_for_head(build, stage, axis);
+    bool is_able = build->status == KL_OK && is_counted_for_head(build, stage, axis);
     for (size_t i = first; i < nodes->n && !is_able; i++) {
         stages->segment[nodes->ids[i]] = 0;
     }
     if (!is_able || n_before <= 1 || first == nodes->n) {
-        return status;
+        return;
     }
-    status = cut_nodes(build, nodes, first, n_before);
+    cut_nodes(build, nodes, first, n_before);
     uint32_t last =
         stages->segment[nodes->ids[first - 1]]; /* there is one: no head is all of a body */
-    for (size_t i = first; i < nodes->n && status == KL_OK; i++) {
+    for (size_t i = first; i < nodes->n; i++) {
         stages->segment[nodes->ids[i]] = last + 1;
     }
-    return status;
 }
 
-/* Note which segments the nodes of a body belong to; `*n_segments` is their number. */
-static KlStatus
-cut_body(Build *build, uint32_t stage, KlAxisId axis, uint32_t *n_segments)
+/* Note which segments the nodes of a body belong to; returns their number. */
+static uint32_t
+cut_body(Build *build, uint32_t stage, KlAxisId axis)
 {
     KlStages *stages = &build->program->stages;
     KlIds nodes = {0};
-    KlStatus status = KL_OK;
     bool has_gradient = false;
-    *n_segments = 1;
-    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1] && status == KL_OK;
-         i++) {
+    uint32_t n_segments = 1;
+    for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1]; i++) {
         KlNodeId id = build->at[i];
         const KlNode *node = &build->tape->nodes[id];
         if (node->mode != KL_MODE_ONCE && stages->node_stage[id] == stage &&
             axis_of(build, id) == axis) {
-            status = push(build, &nodes, id);
+            push(build, &nodes, id);
             has_gradient = has_gradient || kl_stage_has_gradient(build->tape, stages, node);
         }
     }
     bool has_head = build->asked->is_headed && stage == stages->last_body &&
                     stages->is_tail_linear &&
                     (build->asked->n_segments > 1 || !build->program->is_checkpointed);
-    if (status == KL_OK && has_gradient && has_head) {
-        status = cut_head(build, stage, axis, &nodes);
-    } else if (status == KL_OK && has_gradient) {
-        status = cut_nodes(build, &nodes, nodes.n, build->asked->n_segments);
+    if (build->status == KL_OK && has_gradient && has_head) {
+        cut_head(build, stage, axis, &nodes);
+    } else if (build->status == KL_OK && has_gradient) {
+        cut_nodes(build, &nodes, nodes.n, build->asked->n_segments);
     }
-    for (size_t i = 0; i < nodes.n && status == KL_OK; i++) {
+    for (size_t i = 0; i < nodes.n; i++) {
         uint32_t segment = stages->segment[nodes.ids[i]];
-        *n_segments = segment >= *n_segments ? segment + 1 : *n_segments;
+        n_segments = segment >= n_segments ? segment + 1 : n_segments;
     }
     kl_alloc_free(nodes.ids);
-    return status;
+    return n_segments;
 }
 
-static KlStatus
+static void
 build_body(Build *build, uint32_t stage, KlAxisId axis)
 {
-    uint32_t n_segments = 1;
     bool is_cut =
         build->asked->n_segments > 1 || build->asked->is_headed || build->program->is_checkpointed;
-    KlStatus status = is_cut ? cut_body(build, stage, axis, &n_segments) : KL_OK;
-    for (uint32_t i = 0; i < n_segments && status == KL_OK; i++) {
-        status = build_segment(build, stage, axis, i);
+    uint32_t n_segments = is_cut ? cut_body(build, stage, axis) : 1;
+    for (uint32_t i = 0; i < n_segments; i++) {
+        build_segment(build, stage, axis, i);
     }
-    return status;
 }
 
 /* A body for each axis that a stage has calls over, in the order of the axes. */
-static KlStatus
+static void
 build_bodies(Build *build, uint32_t stage)
 {
-    KlStatus status = KL_OK;
-    bool is_next = true;
     KlAxisId last = KL_ID_NONE; /* none yet */
-    while (is_next && status == KL_OK) {
+    for (;;) {
         KlAxisId next = KL_ID_NONE;
         for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1]; i++) {
             KlAxisId axis = axis_of(build, build->at[i]);
@@ -714,72 +693,52 @@ build_bodies(Build *build, uint32_t stage)
                 next = axis;
             }
         }
-        is_next = next != KL_ID_NONE;
-        status = is_next ? build_body(build, stage, next) : KL_OK;
+        if (next == KL_ID_NONE) {
+            return;
+        }
+        build_body(build, stage, next);
         last = next;
     }
-    return status;
 }
 
 /* -- the whole ---------------------------------------------------------------------------------------- */
 
-static KlStatus
+static void
 allocate(Build *build)
 {
     const KlTape *tape = build->tape;
     const KlStages *stages = &build->program->stages;
-    build->first_reader = kl_alloc_zeroed(tape->n_values + 1, sizeof(uint32_t));
-    build->readers = kl_alloc_resize(NULL, tape->n_inputs, sizeof(KlNodeId));
-    build->first_at = kl_alloc_zeroed((size_t)stages->n_stages + 1, sizeof(uint32_t));
-    build->at = kl_alloc_resize(NULL, 2 * tape->n_nodes, sizeof(KlNodeId));
-    build->is_root = kl_alloc_zeroed(tape->n_values, sizeof(bool));
-    build->last_use = kl_alloc_resize(NULL, tape->n_values, sizeof(uint32_t));
-    build->next_dead = kl_alloc_resize(NULL, tape->n_values, sizeof(uint32_t));
-    build->made_in = kl_alloc_zeroed(tape->n_values, sizeof(uint32_t));
-    build->given_in = kl_alloc_zeroed(stages->n_imports, sizeof(uint32_t));
-    build->taken_in = kl_alloc_zeroed(tape->n_nodes, sizeof(uint32_t));
-    build->written_in = kl_alloc_zeroed(tape->n_storages, sizeof(uint32_t));
+    KlScratch *scratch = &build->scratch;
+    build->first_reader = kl_alloc_scratch(scratch, tape->n_values + 1, sizeof(uint32_t));
+    build->readers = kl_alloc_scratch(scratch, tape->n_inputs, sizeof(KlNodeId));
+    build->first_at = kl_alloc_scratch(scratch, (size_t)stages->n_stages + 1, sizeof(uint32_t));
+    build->at = kl_alloc_scratch(scratch, 2 * tape->n_nodes, sizeof(KlNodeId));
+    build->is_root = kl_alloc_scratch(scratch, tape->n_values, sizeof(bool));
+    build->last_use = kl_alloc_scratch(scratch, tape->n_values, sizeof(uint32_t));
+    build->next_dead = kl_alloc_scratch(scratch, tape->n_values, sizeof(uint32_t));
+    build->made_in = kl_alloc_scratch(scratch, tape->n_values, sizeof(uint32_t));
+    build->given_in = kl_alloc_scratch(scratch, stages->n_imports, sizeof(uint32_t));
+    build->taken_in = kl_alloc_scratch(scratch, tape->n_nodes, sizeof(uint32_t));
+    build->written_in = kl_alloc_scratch(scratch, tape->n_storages, sizeof(uint32_t));
     build->program->is_kept = kl_alloc_zeroed(tape->n_values, sizeof(bool));
-    bool is_there = build->first_reader != NULL && build->readers != NULL &&
-                    build->first_at != NULL && build->at != NULL && build->is_root != NULL &&
-                    build->last_use != NULL && build->next_dead != NULL && build->made_in != NULL &&
-                    build->given_in != NULL && build->taken_in != NULL &&
-                    build->written_in != NULL && build->program->is_kept != NULL;
-    return is_there ? KL_OK
-                    : kl_error_set(build->error, KL_ERROR_MEMORY, "no memory to plan %zu calls",
-                                   tape->n_nodes);
+    if (scratch->is_short || build->program->is_kept == NULL) {
+        build->status = kl_error_set(build->error, KL_ERROR_MEMORY, "no memory to plan %zu calls",
+                                     tape->n_nodes);
+    }
 }
 
 static void
-release(Build *build)
-{
-    kl_alloc_free(build->first_reader);
-    kl_alloc_free(build->readers);
-    kl_alloc_free(build->first_at);
-    kl_alloc_free(build->at);
-    kl_alloc_free(build->is_root);
-    kl_alloc_free(build->last_use);
-    kl_alloc_free(build->next_dead);
-    kl_alloc_free(build->made_in);
-    kl_alloc_free(build->given_in);
-    kl_alloc_free(build->taken_in);
-    kl_alloc_free(build->written_in);
-    kl_alloc_free(build->stack.ids);
-}
-
-static KlStatus
 note_asked(Build *build)
 {
     const KlAsked *asked = build->asked;
-    KlStatus status = KL_OK;
-    for (size_t i = 0; i < asked->n_reached && status == KL_OK; i++) {
-        bool is_made = maker_of(build, asked->reached[i]) != KL_ID_NONE;
-        status = is_made ? push(build, &build->program->reached, asked->reached[i]) : KL_OK;
+    for (size_t i = 0; i < asked->n_reached; i++) {
+        if (maker_of(build, asked->reached[i]) != KL_ID_NONE) {
+            push(build, &build->program->reached, asked->reached[i]);
+        }
     }
-    for (size_t i = 0; i < asked->goal.n_roots && status == KL_OK; i++) {
-        status = push(build, &build->program->roots, asked->goal.roots[i]);
+    for (size_t i = 0; i < asked->goal.n_roots; i++) {
+        push(build, &build->program->roots, asked->goal.roots[i]);
     }
-    return status;
 }
 
 KlStatus
@@ -788,9 +747,11 @@ kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, K
     memset(program, 0, sizeof(*program));
     program->is_checkpointed = tape->has_regions && asked->n_segments > 0;
     Build build = {.tape = tape, .asked = asked, .program = program, .error = error};
-    KlStatus status = kl_stage_build(tape, &asked->goal, &program->stages, error);
-    status = status == KL_OK ? allocate(&build) : status;
-    if (status != KL_OK) {
+    build.status = kl_stage_build(tape, &asked->goal, &program->stages, error);
+    if (build.status == KL_OK) {
+        allocate(&build);
+    }
+    if (build.status != KL_OK) {
         goto done;
     }
     memset(build.last_use, 0xff, tape->n_values * sizeof(uint32_t));
@@ -800,57 +761,55 @@ kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, K
     find_readers(&build);
     find_nodes_of_stages(&build);
     find_kept(&build);
-    for (uint32_t stage = 0; stage < program->stages.n_stages && status == KL_OK; stage++) {
-        status = kl_stage_is_body(stage) ? build_bodies(&build, stage) : build_joint(&build, stage);
+    for (uint32_t stage = 0; stage < program->stages.n_stages; stage++) {
+        (kl_stage_is_body(stage) ? build_bodies : build_joint)(&build, stage);
     }
     program->n_staged = program->n_runs;
-    status = status == KL_OK ? note_asked(&build) : status;
+    note_asked(&build);
 done:
-    release(&build);
-    if (status != KL_OK) {
+    kl_alloc_free(build.stack.ids);
+    kl_alloc_scratch_free(&build.scratch);
+    if (build.status != KL_OK) {
         kl_program_fini(program);
     }
-    return status;
+    return build.status;
 }
 
 /* -- a part of a joint -------------------------------------------------------------------------------- */
 
 /* A node of the joint, if a gradient goes through it. */
-static KlStatus
+static void
 add_differentiated(Build *build, KlNodeId id, bool *is_inside)
 {
     KlProgram *program = build->program;
     const KlNode *node = &build->tape->nodes[id];
     if (!kl_stage_has_gradient(build->tape, &program->stages, node)) {
-        return KL_OK;
+        return;
     }
-    KlStatus status = push(build, &program->nodes, id);
-    status = status == KL_OK ? push(build, &program->parts, 0) : status;
-    status = status == KL_OK ? push(build, &program->drops, (uint32_t)program->dropped.n) : status;
+    push(build, &program->nodes, id);
+    push(build, &program->parts, 0);
+    push(build, &program->drops, (uint32_t)program->dropped.n);
     for (uint32_t k = 0; k < node->n_outs; k++) {
         is_inside[node->first_out + k] = true;
     }
-    return status;
 }
 
 /* What the part reads from outside, each import once. */
-static KlStatus
+static void
 add_imports(Build *build, const KlRun *part, const bool *is_inside, bool *is_given)
 {
     KlProgram *program = build->program;
-    KlStatus status = KL_OK;
     for (uint32_t i = 0; i < part->nodes.n; i++) {
         const KlNode *node = &build->tape->nodes[program->nodes.ids[part->nodes.first + i]];
-        for (uint32_t k = 0; k < node->n_inputs && status == KL_OK; k++) {
+        for (uint32_t k = 0; k < node->n_inputs; k++) {
             KlValueId value = build->tape->inputs[node->first_input + k].value;
             uint32_t import = program->stages.import_of[node->first_input + k];
             if (value != KL_ID_NONE && !is_inside[value] && !is_given[import]) {
                 is_given[import] = true;
-                status = push(build, &program->imports, import);
+                push(build, &program->imports, import);
             }
         }
     }
-    return status;
 }
 
 KlStatus
@@ -864,42 +823,46 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
     part.exports.first = (uint32_t)program->exports.n;
     part.imports.first = (uint32_t)program->imports.n;
     part.shadows.first = (uint32_t)program->shadows.n;
-    KlStatus status = KL_ERROR_MEMORY;
-    bool *is_inside = kl_alloc_zeroed(tape->n_values, sizeof(bool));           /* [n_values] */
-    bool *is_given = kl_alloc_zeroed(program->stages.n_imports, sizeof(bool)); /* [n_imports] */
-    if (is_inside == NULL || is_given == NULL) {
-        status = kl_error_set(error, status, "no memory to plan a call on the whole batch");
+    bool *is_inside = kl_alloc_scratch(&build.scratch, tape->n_values, sizeof(bool));
+    bool *is_given = kl_alloc_scratch(&build.scratch, program->stages.n_imports, sizeof(bool));
+    if (build.scratch.is_short) {
+        build.status =
+            kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan a call on the whole batch");
         goto done;
     }
-    status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max, program->n_runs + 1,
-                              sizeof(KlRun), error);
-    for (uint32_t i = 0; i < joint.combined.n && status == KL_OK; i++) {
+    build.status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
+                                    program->n_runs + 1, sizeof(KlRun), error);
+    for (uint32_t i = 0; i < joint.combined.n; i++) {
         KlNodeId id = program->combined.ids[joint.combined.first + i];
         const KlNode *node = &tape->nodes[id];
         for (uint32_t k = 0; is_made[node->first_out] && k < node->n_outs; k++) {
             is_inside[node->first_out + k] = true;
         }
-        status = is_made[node->first_out] ? push(&build, &program->combined, id) : KL_OK;
+        if (is_made[node->first_out]) {
+            push(&build, &program->combined, id);
+        }
     }
     part.combined = slice_since(&program->combined, part.combined.first);
-    for (uint32_t i = 0; i < joint.nodes.n && status == KL_OK; i++) {
+    for (uint32_t i = 0; i < joint.nodes.n; i++) {
         KlNodeId id = program->nodes.ids[joint.nodes.first + i];
-        status = add_differentiated(&build, id, is_inside);
+        add_differentiated(&build, id, is_inside);
     }
     part.nodes = slice_since(&program->nodes, part.nodes.first);
-    for (uint32_t i = 0; i < joint.exports.n && status == KL_OK; i++) {
+    for (uint32_t i = 0; i < joint.exports.n; i++) {
         KlValueId value = program->exports.ids[joint.exports.first + i];
-        status = is_inside[value] ? push(&build, &program->exports, value) : KL_OK;
+        if (is_inside[value]) {
+            push(&build, &program->exports, value);
+        }
     }
     part.exports = slice_since(&program->exports, part.exports.first);
-    status = status == KL_OK ? add_imports(&build, &part, is_inside, is_given) : status;
+    add_imports(&build, &part, is_inside, is_given);
     part.imports = slice_since(&program->imports, part.imports.first);
-    if (status == KL_OK) {
+    if (build.status == KL_OK) {
         *added = (uint32_t)program->n_runs;
         program->runs[program->n_runs++] = part;
     }
 done:
-    if (status != KL_OK) {
+    if (build.status != KL_OK) {
         program->nodes.n = before.nodes.n;
         program->parts.n = before.parts.n;
         program->drops.n = before.drops.n;
@@ -907,9 +870,8 @@ done:
         program->exports.n = before.exports.n;
         program->combined.n = before.combined.n;
     }
-    kl_alloc_free(is_given);
-    kl_alloc_free(is_inside);
-    return status;
+    kl_alloc_scratch_free(&build.scratch);
+    return build.status;
 }
 
 void

@@ -130,9 +130,8 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_attention(const KlCall *call, KlInferred *result, KlError *error)
+dtype_attention(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     bool is_uniform = call->inputs[KEY]->dtype == dtype && call->inputs[VALUE]->dtype == dtype;
     kl_rules_set_dtypes(result, dtype);
@@ -140,11 +139,10 @@ dtype_attention(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_attention(const KlCall *call, KlInferred *result, KlError *error)
+place_attention(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     double dropout = 0.0;
     bool is_causal = false, is_grouped = false;
-    (void)error;
     KlStatus status = read_options(call, &dropout, &is_causal, &is_grouped);
     if (status != KL_OK) {
         return status;

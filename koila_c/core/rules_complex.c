@@ -93,9 +93,8 @@ shape_view_as_complex(const KlCall *call, KlInferred *result, KlError *error)
 
 /* Two real tensors of one type. */
 KlStatus
-dtype_to_complex(const KlCall *call, KlInferred *result, KlError *error)
+dtype_to_complex(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 1; i < call->n_inputs; i++) {
         if (call->inputs[i]->dtype != dtype) {

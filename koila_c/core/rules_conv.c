@@ -184,9 +184,8 @@ shape_conv_transpose(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_conv(const KlCall *call, KlInferred *result, KlError *error)
+place_conv(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     bool is_batched = call->inputs[0]->n_dims == call->inputs[1]->n_dims;
     KlWiring wiring = {.reason = "the batch is in channels, positions or weights of a convolution"};
     if (is_batched) {

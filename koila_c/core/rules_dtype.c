@@ -31,34 +31,30 @@ set_float(const KlCall *call, KlInferred *result, KlDtype dtype)
 }
 
 KlStatus
-dtype_same(const KlCall *call, KlInferred *result, KlError *error)
+dtype_same(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     kl_rules_set_dtypes(result, call->inputs[0]->dtype);
     return is_among(call->inputs[0]->dtype, call->row->kinds) ? KL_OK : KL_DECLINED;
 }
 
 KlStatus
-dtype_abs(const KlCall *call, KlInferred *result, KlError *error)
+dtype_abs(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     kl_rules_set_dtypes(result, real_of(call->inputs[0]->dtype));
     return KL_OK;
 }
 
 KlStatus
-dtype_square(const KlCall *call, KlInferred *result, KlError *error)
+dtype_square(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     kl_rules_set_dtypes(result, dtype == KL_DTYPE_BOOL ? KL_DTYPE_INT64 : dtype);
     return KL_OK;
 }
 
 KlStatus
-dtype_to_float(const KlCall *call, KlInferred *result, KlError *error)
+dtype_to_float(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     return is_among(dtype, call->row->kinds) ? set_float(call, result, dtype) : KL_DECLINED;
 }
@@ -73,9 +69,8 @@ promote_among(const KlCall *call, KlInferred *result, KlKinds kinds)
 }
 
 KlStatus
-dtype_promote(const KlCall *call, KlInferred *result, KlError *error)
+dtype_promote(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return promote_among(call, result, call->row->kinds);
 }
 
@@ -93,9 +88,8 @@ dtype_promote_sub(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_promote_float(const KlCall *call, KlInferred *result, KlError *error)
+dtype_promote_float(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = KL_DTYPE_OTHER;
     KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
     return status == KL_OK ? set_float(call, result, dtype) : status;
@@ -109,10 +103,8 @@ dtype_div(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_to_bool(const KlCall *call, KlInferred *result, KlError *error)
+dtype_to_bool(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)call;
-    (void)error;
     kl_rules_set_dtypes(result, KL_DTYPE_BOOL);
     return KL_OK;
 }
@@ -163,25 +155,22 @@ promote_beside(const KlCall *call, KlInferred *result, uint32_t input)
 }
 
 KlStatus
-dtype_where(const KlCall *call, KlInferred *result, KlError *error)
+dtype_where(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return promote_beside(call, result, 0);
 }
 
 /* x.where(condition, y) */
 KlStatus
-dtype_where_method(const KlCall *call, KlInferred *result, KlError *error)
+dtype_where_method(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return promote_beside(call, result, 1);
 }
 
 /* clamp(x, min, max): the bounds take part in promotion */
 KlStatus
-dtype_clamp(const KlCall *call, KlInferred *result, KlError *error)
+dtype_clamp(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = KL_DTYPE_OTHER;
     if (!kl_rules_is_given(call, 1) && !kl_rules_is_given(call, 2)) {
         return KL_DECLINED;
@@ -195,9 +184,8 @@ dtype_clamp(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_to_sum(const KlCall *call, KlInferred *result, KlError *error)
+dtype_to_sum(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     KlDtype sum = kl_rules_is_integral(dtype) ? KL_DTYPE_INT64 : dtype;
     kl_rules_set_dtypes(result, kl_rules_dtype(call, sum));
@@ -242,31 +230,27 @@ dtype_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
 
 /* all, any: torch keeps uint8 for old programs' sake */
 KlStatus
-dtype_to_all(const KlCall *call, KlInferred *result, KlError *error)
+dtype_to_all(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     bool is_byte = call->inputs[0]->dtype == KL_DTYPE_UINT8;
     kl_rules_set_dtypes(result, is_byte ? KL_DTYPE_UINT8 : KL_DTYPE_BOOL);
     return KL_OK;
 }
 
 KlStatus
-dtype_index(const KlCall *call, KlInferred *result, KlError *error)
+dtype_index(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)call;
-    (void)error;
     kl_rules_set_dtypes(result, KL_DTYPE_INT64);
     return KL_OK;
 }
 
 /* values, and the indices they came from */
 KlStatus
-dtype_value_index(const KlCall *call, KlInferred *result, KlError *error)
+dtype_value_index(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     if (kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
         return KL_DECLINED;
     }
-    (void)error;
     kl_rules_set_dtypes(result, call->inputs[0]->dtype);
     if (result->n_outs == 2) {
         result->outs[1].dtype = KL_DTYPE_INT64;

@@ -349,9 +349,8 @@ shape_einsum(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_einsum(const KlCall *call, KlInferred *result, KlError *error)
+place_einsum(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     Equation equation;
     KlStatus status = read_equation(call, &equation);
     if (status != KL_OK) {

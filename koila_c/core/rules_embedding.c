@@ -29,9 +29,8 @@ shape_embedding(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_embedding(const KlCall *call, KlInferred *result, KlError *error)
+place_embedding(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     enum { LETTER_FEATURE = 20 };
     bool is_scaled = false;
     int32_t n = call->inputs[1]->n_dims;
@@ -61,10 +60,8 @@ shape_embedding_renorm(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_embedding_renorm(const KlCall *call, KlInferred *result, KlError *error)
+place_embedding_renorm(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)call;
-    (void)error;
     return kl_rules_once(result, "the whole batch shrinks one table");
 }
 
@@ -84,9 +81,8 @@ shape_one_hot(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_one_hot(const KlCall *call, KlInferred *result, KlError *error)
+place_one_hot(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlLabels letters = kl_rules_letters(call->inputs[0]->n_dims);
     const KlWiring wiring = {.inputs = {letters}, .outs = {letters}};
     return kl_rules_wire(call, result, &wiring);
@@ -144,17 +140,15 @@ shape_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
+dtype_embedding_bag(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     kl_rules_set_dtypes(result, call->inputs[1]->dtype);
     return KL_OK;
 }
 
 KlStatus
-place_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
+place_embedding_bag(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     enum { LETTER_FEATURE = 20 };
     const KlWiring wiring = {.inputs = {{{1}}, {{0, LETTER_FEATURE}}, {{1}}},
                              .outs = {{{1, LETTER_FEATURE}}},

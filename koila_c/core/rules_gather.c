@@ -186,9 +186,8 @@ shape_select_masked(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_select_masked(const KlCall *call, KlInferred *result, KlError *error)
+place_select_masked(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     int32_t n_masked = call->inputs[1]->n_dims;
     if (want.dim >= n_masked && !kl_place_is_rows(&call->inputs[1]->place)) {

@@ -35,9 +35,8 @@ dtype_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
 
 /* Python has seen that no row of an output has to do with others. */
 KlStatus
-place_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
+place_gradient_of(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     for (uint32_t i = 0; i < call->args[READ].input; i++) {
         if (!kl_place_is_rows(&call->inputs[i]->place)) {
             return kl_rules_once(result, "what is differentiated has no samples");

@@ -130,9 +130,8 @@ shape_stack(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_join(const KlCall *call, KlInferred *result, KlError *error)
+dtype_join(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 1; i < call->n_inputs; i++) {
         if ((call->inputs[i]->n_dims == 0) != (call->inputs[0]->n_dims == 0)) {
@@ -206,9 +205,8 @@ place_cat(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_stack(const KlCall *call, KlInferred *result, KlError *error)
+place_stack(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return join_beside(call, result);
 }
 

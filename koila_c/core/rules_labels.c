@@ -211,9 +211,8 @@ kl_rules_is_foldable(const KlMeta *meta)
 }
 
 KlStatus
-dtype_uniform(const KlCall *call, KlInferred *result, KlError *error)
+dtype_uniform(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = KL_DTYPE_OTHER;
     KlStatus status = kl_rules_uniform(call, &dtype);
     kl_rules_set_dtypes(result, dtype);
@@ -229,9 +228,8 @@ dtype_uniform_float(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 void
-saves_all(const KlCall *call, const KlInferred *result, KlSaves *saves)
+saves_all(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *saves)
 {
-    (void)result;
     for (uint32_t i = 0; i < call->n_inputs && i < 64; i++) {
         saves->inputs |= UINT64_C(1) << i;
     }

@@ -154,18 +154,16 @@ cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
 }
 
 KlStatus
-dtype_cast(const KlCall *call, KlInferred *result, KlError *error)
+dtype_cast(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return cast_to(call, result, call->row->dtype_to, false);
 }
 
 /* to(dtype, non_blocking, copy), to(device, dtype, non_blocking, copy), to(other, non_blocking, copy);
  * to(0) is the first accelerator, which is not known by its number. */
 KlStatus
-dtype_to(const KlCall *call, KlInferred *result, KlError *error)
+dtype_to(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlMeta *other = kl_rules_input(call, 1);
     KlArgKind first = call->args[1].kind, second = call->args[2].kind;
     bool has_device = !kl_rules_is_given(call, 1) || first == KL_ARG_DEVICE;
@@ -190,9 +188,8 @@ dtype_to(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_type_as(const KlCall *call, KlInferred *result, KlError *error)
+dtype_type_as(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlMeta *other = kl_rules_input(call, 1);
     if (other == NULL) {
         return KL_DECLINED;
@@ -204,17 +201,15 @@ dtype_type_as(const KlCall *call, KlInferred *result, KlError *error)
 
 /* x.to_dense(dtype=None): what has rows is dense already */
 KlStatus
-dtype_to_dense(const KlCall *call, KlInferred *result, KlError *error)
+dtype_to_dense(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return cast_to(call, result, kl_rules_dtype(call, call->inputs[0]->dtype), false);
 }
 
 /* x.type(dtype); without one it is a question */
 KlStatus
-dtype_type(const KlCall *call, KlInferred *result, KlError *error)
+dtype_type(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return call->args[1].kind == KL_ARG_DTYPE ? cast_to(call, result, call->args[1].u.dtype, false)
                                               : KL_DECLINED;
 }
@@ -273,9 +268,8 @@ shape_full_like(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_like(const KlCall *call, KlInferred *result, KlError *error)
+dtype_like(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     kl_rules_set_dtypes(result, kl_rules_dtype(call, call->inputs[0]->dtype));
     return KL_OK;
 }
@@ -332,10 +326,8 @@ shape_new_full(const KlCall *call, KlInferred *result, KlError *error)
 
 /* The value depends on no row. Whether a size is the batch's shows where the value is used. */
 KlStatus
-place_constant(const KlCall *call, KlInferred *result, KlError *error)
+place_constant(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)call;
-    (void)error;
     result->split.is_open = true;
     for (int32_t dim = 0; dim < result->outs[0].n_dims; dim++) {
         (void)kl_rules_rewrite(result, 1, (uint32_t)dim, 0, 0);

@@ -297,10 +297,9 @@ shape_loss_multilabel(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_loss_vectors(const KlCall *call, KlInferred *result, KlError *error)
+place_loss_vectors(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     bool is_reduced = false;
-    (void)error;
     KlStatus status = kl_rules_reduction(call, &is_reduced);
     KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_ROW_LOSS : KL_REDUCE_NONE,
                        .reason = "the batch is in features of the loss"};
@@ -350,9 +349,8 @@ saves_loss_multilabel(const KlCall *call, const KlInferred *result, KlSaves *sav
 
 /* Floats of one dtype; ints are class numbers and may stand among them. */
 KlStatus
-dtype_loss(const KlCall *call, KlInferred *result, KlError *error)
+dtype_loss(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         KlDtype own = call->inputs[i]->dtype;

@@ -98,9 +98,8 @@ shape_nll_2d(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_nll(const KlCall *call, KlInferred *result, KlError *error)
+dtype_nll(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     kl_rules_set_dtypes(result, call->inputs[INPUT]->dtype);
     return kl_meta_dtype_is_float(call->inputs[INPUT]->dtype) ? KL_OK : KL_DECLINED;
 }
@@ -128,9 +127,8 @@ place_classes(const KlCall *call, KlInferred *result)
 }
 
 KlStatus
-place_nll(const KlCall *call, KlInferred *result, KlError *error)
+place_nll(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlMeta *input = call->inputs[INPUT];
     bool is_reduced = false;
     KlStatus status = kl_rules_reduction(call, &is_reduced);
@@ -221,10 +219,8 @@ shape_ctc(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_ctc(const KlCall *call, KlInferred *result, KlError *error)
+place_ctc(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)call;
-    (void)error;
     return kl_rules_once(result, "ctc_loss takes the lengths of all samples at once");
 }
 

@@ -146,10 +146,8 @@ shape_grouped_mm(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_grouped(const KlCall *call, KlInferred *result, KlError *error)
+place_grouped(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)call;
-    (void)error;
     return kl_rules_once(result, "groups of samples begin where others end");
 }
 
@@ -306,9 +304,8 @@ PLACE_ADDED(addbmm, letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, L
 #undef PLACE_ADDED
 
 KlStatus
-place_linear(const KlCall *call, KlInferred *result, KlError *error)
+place_linear(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     int32_t last = call->inputs[0]->n_dims - 1;
     bool has_bias = call->n_inputs > 2;
     KlWiring wiring = {.inputs = {kl_rules_letters(last), letters(LETTER_COLUMN, LETTER_SUM, 0),
@@ -322,9 +319,8 @@ place_linear(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_bilinear(const KlCall *call, KlInferred *result, KlError *error)
+place_bilinear(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - 1);
     const KlWiring wiring = {.inputs = {lead, lead},
                              .outs = {lead},

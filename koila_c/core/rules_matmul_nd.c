@@ -161,9 +161,8 @@ label_operand(const KlMeta *meta, int32_t n_out_batch, uint8_t before, uint8_t l
 }
 
 KlStatus
-place_matmul(const KlCall *call, KlInferred *result, KlError *error)
+place_matmul(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlMeta *left = call->inputs[0];
     const KlMeta *right = call->inputs[1];
     int32_t n_out = n_batch(left) > n_batch(right) ? n_batch(left) : n_batch(right);

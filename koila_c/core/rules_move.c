@@ -248,12 +248,11 @@ shape_expand(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_expand(const KlCall *call, KlInferred *result, KlError *error)
+place_expand(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     const KlPlace *place = &call->inputs[0]->place;
     int32_t dim = result->dim_map[place->dim];
     const KlArg *sizes = &call->args[1];
-    (void)error;
     if (result->outs[0].shape[dim] != call->inputs[0]->shape[place->dim]) {
         return kl_rules_once(result, "a batch of one sample is expanded");
     }

@@ -12,9 +12,8 @@ has_batch_statistics(const KlCall *call)
 
 /* Input 0 is real floating point; weights and statistics have its dtype, or float32 beside a half type. */
 KlStatus
-dtype_norm(const KlCall *call, KlInferred *result, KlError *error)
+dtype_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     bool is_half = dtype == KL_DTYPE_FLOAT16 || dtype == KL_DTYPE_BFLOAT16;
     uint32_t n = call->n_inputs - (has_batch_statistics(call) ? 2 : 0);
@@ -194,9 +193,8 @@ shape_group_norm(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_group_norm(const KlCall *call, KlInferred *result, KlError *error)
+place_group_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlWiring wiring = {
         .inputs = {{{1}}}, .outs = {{{1}}}, .reason = "normalised over the batch"};
     return kl_rules_wire(call, result, &wiring);
@@ -274,9 +272,8 @@ shape_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
+place_batch_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     bool is_training = false;
     KlStatus status = read_batch_norm(call, &is_training);
     if (status != KL_OK) {

@@ -107,16 +107,14 @@ wire_first(const KlCall *call, KlInferred *result, int32_t n_dims)
 }
 
 KlStatus
-place_im2col(const KlCall *call, KlInferred *result, KlError *error)
+place_im2col(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return wire_first(call, result, 4);
 }
 
 KlStatus
-place_col2im(const KlCall *call, KlInferred *result, KlError *error)
+place_col2im(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return wire_first(call, result, 3);
 }
 
@@ -145,9 +143,8 @@ shape_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
+place_grid_sampler(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlWiring wiring = {.inputs = {{{1}}, {{1}}},
                              .outs = {{{1}}},
                              .reason = "the batch is in channels or positions"};
@@ -183,9 +180,8 @@ shape_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
+place_affine_grid(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlWiring wiring = {.inputs = {{{1}}}, .outs = {{{1}}}, .reason = "the batch is in theta"};
     KlStatus status = kl_rules_wire(call, result, &wiring);
     const KlPlace *place = &result->outs[0].place;

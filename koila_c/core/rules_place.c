@@ -3,9 +3,8 @@
 #include "rules.h"
 
 KlStatus
-place_rowwise(const KlCall *call, KlInferred *result, KlError *error)
+place_rowwise(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlMeta *out = &result->outs[0];
     uint32_t first = kl_rules_first_rows(call);
     KlPlace want = call->inputs[first]->place;
@@ -48,17 +47,15 @@ is_kept(const KlCall *call, const KlInferred *result)
 }
 
 KlStatus
-place_moved(const KlCall *call, KlInferred *result, KlError *error)
+place_moved(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return is_kept(call, result) ? move_first(call, result)
                                  : kl_rules_once(result, "the batch dim itself is taken apart");
 }
 
 KlStatus
-place_along(const KlCall *call, KlInferred *result, KlError *error)
+place_along(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return is_kept(call, result) ? move_first(call, result)
                                  : kl_rules_once(result, "every sample depends on the others");
 }
@@ -87,8 +84,7 @@ kl_rules_reduce_moved(const KlCall *call, KlInferred *result, KlReduce reduce)
 }
 
 KlStatus
-place_reduced(const KlCall *call, KlInferred *result, KlError *error)
+place_reduced(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return kl_rules_reduce_moved(call, result, call->row->reduce);
 }

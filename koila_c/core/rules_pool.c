@@ -160,9 +160,8 @@ dtype_with_indices(const KlCall *call, KlInferred *result, KlError *error)
 
 /* A dim keeps its letter where the op treats its entries one by one: not in the last ones. */
 KlStatus
-place_spatial(const KlCall *call, KlInferred *result, KlError *error)
+place_spatial(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - call->row->n_mixed);
     const KlWiring wiring = {
         .inputs = {lead}, .outs = {lead, lead}, .reason = "the batch is in positions of a window"};

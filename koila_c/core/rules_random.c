@@ -116,9 +116,8 @@ dtype_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_feature_dropout(const KlCall *call, KlInferred *result, KlError *error)
+place_feature_dropout(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlLabels labels = {{1, 2}};
     if (!result->is_random) {
         labels = kl_rules_letters(call->inputs[0]->n_dims);
@@ -208,9 +207,8 @@ shape_multinomial(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_multinomial(const KlCall *call, KlInferred *result, KlError *error)
+place_multinomial(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims - 1);
     const KlWiring wiring = {
         .inputs = {labels}, .outs = {labels}, .reason = "the batch dim is what is drawn from"};

@@ -64,9 +64,8 @@ shape_tile(const KlCall *call, KlInferred *result, KlError *error)
 
 /* [b0 b1] repeated is [b0 b1 b0 b1]: more turns to the left of the digit. */
 KlStatus
-place_repeat(const KlCall *call, KlInferred *result, KlError *error)
+place_repeat(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlMeta *input = call->inputs[0];
     KlPlace place = input->place;
     int32_t dim = result->dim_map[place.dim];

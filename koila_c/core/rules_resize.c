@@ -189,9 +189,8 @@ shape_constant_pad(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_pad(const KlCall *call, KlInferred *result, KlError *error)
+place_pad(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     int64_t pads[KL_DIMS_MAX][2];
     const KlMeta *input = call->inputs[0];
     KlStatus status = read_pads(call, input, pads);
@@ -207,10 +206,9 @@ place_pad(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 void
-saves_pad(const KlCall *call, const KlInferred *result, KlSaves *saves)
+saves_pad(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *saves)
 {
     PadMode mode = PAD_CONSTANT;
-    (void)result;
     if (read_mode(call, &mode) == KL_OK && (mode == PAD_REFLECT || mode == PAD_REPLICATE)) {
         kl_rules_save(call, saves, 0);
     }
@@ -285,9 +283,8 @@ shape_channel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_channel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
+place_channel_shuffle(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     labels.of[1] = 0;
     const KlWiring wiring = {

@@ -154,9 +154,8 @@ read_layer(const KlCall *call, Layer *layer)
 
 /* All tensors but the lengths share one real floating-point dtype, the result's; lengths are int64. */
 KlStatus
-dtype_rnn(const KlCall *call, KlInferred *result, KlError *error)
+dtype_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlMeta *lengths = call->row->is_packed ? kl_rules_input(call, 1) : NULL;
     KlDtype dtype = call->inputs[0]->dtype;
     bool is_fit =
@@ -209,10 +208,9 @@ shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_rnn(const KlCall *call, KlInferred *result, KlError *error)
+place_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     Layer layer;
-    (void)error;
     KlStatus status = read_layer(call, &layer);
     KlWiring wiring = {.reason = "the batch is in steps, features or weights of a recurrent layer"};
     int32_t batch = layer.is_batch_first ? 0 : 1;
@@ -368,9 +366,8 @@ shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
+place_rnn_cell(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlWiring wiring = {.inputs = {{{1}}},
                        .reason = "the batch is in features or weights of a cell"};
     for (uint32_t i = 0; i < result->n_outs; i++) {

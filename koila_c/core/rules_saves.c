@@ -16,11 +16,10 @@ keep(const KlCall *call, uint32_t arg, KlSaves *saves)
 }
 
 void
-kl_rules_keep(const KlCall *call, const KlInferred *result, KlSaves *saves)
+kl_rules_keep(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *saves)
 {
     const KlKeeps *keeps = &call->row->keeps;
     uint32_t words = keeps->words;
-    (void)result;
     for (uint32_t arg = 0; arg < 4; arg++) {
         words |= kl_rules_needs_grad(call, arg) ? keeps->for_grad[arg] : 0;
     }
@@ -70,9 +69,8 @@ saves_pow(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* x[...]: the index tensors, those made of lists too */
 void
-saves_index(const KlCall *call, const KlInferred *result, KlSaves *saves)
+saves_index(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *saves)
 {
-    (void)result;
     const KlArg *index = &call->args[1];
     for (uint32_t i = 0; index->kind == KL_ARG_INDEX && i < index->n; i++) {
         const KlIndex *item = &index->u.items[i];

@@ -20,9 +20,8 @@ shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-dtype_softmax(const KlCall *call, KlInferred *result, KlError *error)
+dtype_softmax(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlDtype dtype = call->inputs[0]->dtype;
     if (kl_rules_is_given(call, 2)) {
         if (call->args[2].kind != KL_ARG_DTYPE) {
@@ -257,9 +256,8 @@ shape_cdist(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_cdist(const KlCall *call, KlInferred *result, KlError *error)
+place_cdist(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlMeta *out = &result->outs[0];
     KlLabels full = kl_rules_letters(out->n_dims - 2);
     KlWiring wiring = {.outs = {full}, .reason = "the batch is in coordinates"};
@@ -352,9 +350,8 @@ shape_prelu(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_prelu(const KlCall *call, KlInferred *result, KlError *error)
+place_prelu(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     if (kl_meta_n_elements(call->inputs[1]) != 1) {
         labels.of[1] = 0;

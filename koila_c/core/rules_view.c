@@ -247,16 +247,14 @@ factor_sizes(const KlCall *call, KlInferred *result, uint32_t arg, int32_t first
 }
 
 KlStatus
-place_factor(const KlCall *call, KlInferred *result, KlError *error)
+place_factor(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return factor_sizes(call, result, UINT32_MAX, 0);
 }
 
 KlStatus
-place_factor_sizes(const KlCall *call, KlInferred *result, KlError *error)
+place_factor_sizes(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     return factor_sizes(call, result, 1, 0);
 }
 
@@ -270,9 +268,8 @@ place_unflatten(const KlCall *call, KlInferred *result, KlError *error)
 
 /* x.view_as(other): the digit of either stands in both, or the view is no view of a chunk. */
 KlStatus
-place_factor_other(const KlCall *call, KlInferred *result, KlError *error)
+place_factor_other(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    (void)error;
     const KlMeta *input = call->inputs[0];
     const KlMeta *other = call->inputs[1];
     int64_t rows = kl_rules_rows(call, result);

@@ -1,49 +1,46 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* schedule.h - a step as data: what is run, forward and back, in which order, and when a value is let go.
+/* schedule.h - a step as data: what is run, forward and back, in which order, and when a value is freed.
  *
- * A step of the schedule runs a whole body, all its chunks, or a joint. What leaves a body by rows has a home:
- * it is kept to its backward, by chunk, or written into one tensor of all rows where it is read whole; or
- * offloaded, beside the memory of its device; or let go when it was read for the last time going forward, and
- * made again going back. Where all is kept, the graphs of a body's chunks may wait for its backward, which then
- * does not run it again; and what light calls make of what is kept may be emptied meanwhile. The schedule is measured and run from the same array, so the two cannot differ. */
+ * A schedule is an array of instructions. A body runs in a loop over its chunks, and the loop is part of the array:
+ * so what is made, kept and freed of a chunk is written down once, and the same array is measured, run and printed.
+ *
+ * What leaves a body by rows has a home: it is kept to its backward, by chunk, or written into one tensor of all
+ * rows where it is read whole; or offloaded, beside the memory of its device; or freed when it was read for the
+ * last time going forward, and recomputed going back. Where all is kept, the graphs of a body's chunks may wait
+ * for its backward, which then does not run it again; and what cheap calls make of what is kept may be emptied
+ * meanwhile. */
 #ifndef KL_SCHEDULE_H
 #define KL_SCHEDULE_H
 
 #include "waiting.h"
 
 typedef enum KlStepOp {
-    KL_STEP_JOINT, /* run a joint; differentiated: with its graph, which is kept */
-    KL_STEP_FORWARD, /* run a body over its chunks without a graph, or with one that waits, and keep what
-                        leaves it; `values` of it are offloaded */
-    KL_STEP_AGAIN,      /* likewise, but keep only `values` */
-    KL_STEP_FUSED,      /* run the last body, each chunk forward and at once back */
-    KL_STEP_CHECK,      /* the gradients that a fused body was given were those of its tail */
-    KL_STEP_JOINT_BACK, /* go back through the graph of a joint */
-    KL_STEP_SEED,       /* what a body left: roots get their gradients, and hooks see whole ones */
-    KL_STEP_BACK, /* run a body again, each chunk forward with its graph and back; or back through the
-                           graph that waits: `values` go as their chunks go back */
-    KL_STEP_RELEASE, /* `values`: let their numbers go, and keep the gradients that came */
-    KL_STEP_PIECES, /* as FUSED, of two segments; the head of a chunk goes forward and at once back in pieces,
-                           while the graph of the rest waits */
-    KL_STEP_EMPTY, /* `values`, which are light: let their numbers go, also where graphs have them */
+#define KL_INSTRUCTION(name, effect, meaning) KL_STEP_##name,
+#include "schedule.def"
+#undef KL_INSTRUCTION
 } KlStepOp;
 
+/* The graph of what is run on a chunk. */
+typedef enum KlGraph {
+    KL_GRAPH_NONE,
+    KL_GRAPH_NOW, /* it goes back in the same turn of the loop */
+    KL_GRAPH_FIRST, /* of the first chunk alone, and it does not go back: it tells what has a gradient */
+    KL_GRAPH_WAIT,   /* it waits for the loop that goes back */
+    KL_GRAPH_ACROSS, /* as NOW, along a second axis: koila.across */
+} KlGraph;
+
 typedef struct KlStep {
-    uint8_t op;      /* KlStepOp */
-    uint32_t run;    /* the joint, or the first segment of the body */
-    uint32_t n_runs; /* the body's segments; a joint is one; RELEASE: 0 */
-    KlSlice values;  /* of the schedule's values */
-    KlSlice
-        whole; /* FORWARD, FUSED, PIECES: likewise; each chunk is written into one tensor of all rows */
-    bool waits; /* FORWARD, BACK: the graph of each chunk waits in between */
-    KlSlice
-        again; /* of such: likewise; what is made again, by light calls, before a chunk goes back */
-    KlSlice needs; /* BACK: likewise; what is filled again before that, in this order */
+    uint8_t op;             /* KlStepOp */
+    uint8_t graph;          /* KlGraph: of RUN and BACK; of LOOP: of what goes back in it */
+    uint32_t run;           /* the joint, the segment, or the first segment of the body */
+    uint32_t n_runs;        /* the body's segments; 0: it is about values alone */
+    KlSlice values, others; /* of the schedule's values: schedule.def says what they are */
 } KlStep;
 
 typedef struct KlSchedule {
     KlStep *steps; /* [n_steps] */
     size_t n_steps, n_steps_max;
+    size_t n_forward; /* the steps from here on go back */
     KlIds values;
     KlLights lights; /* what is emptied */
 } KlSchedule;
@@ -60,6 +57,7 @@ typedef struct KlHomes {
     uint32_t n_light;    /* the longest chain of values that are emptied; 0: none is */
     uint32_t
         n_across; /* pieces are parts of a second axis of so many entries a row; 0: they are rows */
+    uint32_t n_chunks; /* in so many, if that is known: graphs of many small chunks do not wait */
     bool is_live; /* no schedule: it is measured as it is run live, in the order of the calls */
 } KlHomes;
 

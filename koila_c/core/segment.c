@@ -9,6 +9,7 @@ typedef struct Body {
     const KlTape *tape;
     const KlNodeId *nodes; /* [n] */
     size_t n;
+    KlScratch scratch;
     const uint32_t *position; /* [n_nodes of the tape] where a node is, if it is of this body */
     uint32_t *last_read;      /* [n] the position of the last reader */
     int64_t *kept;            /* [n + 1] bytes that autograd keeps of the nodes before this one */
@@ -94,17 +95,17 @@ find_cut(const Body *body, size_t first, uint32_t part, uint32_t n_parts)
     return best;
 }
 
-/* On success the caller owns what `body` holds: close_body. Until their segments are known, nodes have their
+/* The caller releases the scratch of `body`. Until their segments are known, nodes have their
  * positions in `position`. */
 static KlStatus
 open_body(Body *body, const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *position,
           KlError *error)
 {
     *body = (Body){.tape = tape, .nodes = nodes, .n = n, .position = position};
-    body->last_read = kl_alloc_zeroed(n, sizeof(uint32_t));
-    body->kept = kl_alloc_zeroed(n + 1, sizeof(int64_t));
-    body->crosses = kl_alloc_zeroed(n + 1, sizeof(int64_t));
-    if (body->last_read == NULL || body->kept == NULL || body->crosses == NULL) {
+    body->last_read = kl_alloc_scratch(&body->scratch, n, sizeof(uint32_t));
+    body->kept = kl_alloc_scratch(&body->scratch, n + 1, sizeof(int64_t));
+    body->crosses = kl_alloc_scratch(&body->scratch, n + 1, sizeof(int64_t));
+    if (body->scratch.is_short) {
         return kl_error_set(error, KL_ERROR_MEMORY, "no memory to cut %zu nodes", n);
     }
     for (size_t i = 0; i < n; i++) {
@@ -112,14 +113,6 @@ open_body(Body *body, const KlTape *tape, const KlNodeId *nodes, size_t n, uint3
     }
     weigh(body);
     return KL_OK;
-}
-
-static void
-close_body(Body *body)
-{
-    kl_alloc_free(body->crosses);
-    kl_alloc_free(body->kept);
-    kl_alloc_free(body->last_read);
 }
 
 KlStatus
@@ -141,7 +134,7 @@ kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_s
         part_of++;
         next = end;
     }
-    close_body(&body);
+    kl_alloc_scratch_free(&body.scratch);
     return status;
 }
 
@@ -186,7 +179,7 @@ kl_segment_regions(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t
         }
     }
     *n_segments = number + 1;
-    close_body(&body);
+    kl_alloc_scratch_free(&body.scratch);
     return status;
 }
 
@@ -196,16 +189,13 @@ kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_
 {
     Body body;
     KlStatus status = open_body(&body, tape, nodes, n, position, error);
-    if (status != KL_OK) {
-        close_body(&body);
-        return status;
-    }
     size_t best = n;
-    double most = (double)body.kept[n] * (n_parts - 1) / n_parts;
-    for (size_t i = *first > 0 ? *first : 1; i < n && (double)body.kept[i] <= most; i++) {
+    double most = status == KL_OK ? (double)body.kept[n] * (n_parts - 1) / n_parts : -1;
+    for (size_t i = *first > 0 ? *first : 1; most >= 0 && i < n && (double)body.kept[i] <= most;
+         i++) {
         best = best == n || body.crosses[i] <= body.crosses[best] ? i : best;
     }
     *first = best;
-    close_body(&body);
+    kl_alloc_scratch_free(&body.scratch);
     return status;
 }

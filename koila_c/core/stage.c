@@ -391,16 +391,21 @@ add_import(KlStages *stages, const KlImport *import, uint32_t *newest_of, uint32
     return status;
 }
 
+static KlStatus
+no_memory(const KlTape *tape, KlError *error)
+{
+    return kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
+}
+
 /* One import for each way a value is read: whole, or by rows at a place. */
 static KlStatus
-build_imports(const KlTape *tape, KlStages *stages, KlError *error)
+build_imports(const KlTape *tape, KlStages *stages, KlScratch *scratch, KlError *error)
 {
     KlStatus status = KL_OK;
-    uint32_t *newest_of = kl_alloc_resize(NULL, tape->n_values, sizeof(uint32_t)); /* [n_values] */
-    uint32_t *next_of = kl_alloc_resize(NULL, tape->n_inputs, sizeof(uint32_t));   /* [n_imports] */
-    if (newest_of == NULL || next_of == NULL) {
-        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
-        goto done;
+    uint32_t *newest_of = kl_alloc_scratch(scratch, tape->n_values, sizeof(uint32_t));
+    uint32_t *next_of = kl_alloc_scratch(scratch, tape->n_inputs, sizeof(uint32_t));
+    if (scratch->is_short) {
+        return no_memory(tape, error);
     }
     memset(newest_of, 0xff, tape->n_values * sizeof(uint32_t));
     for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
@@ -419,9 +424,6 @@ build_imports(const KlTape *tape, KlStages *stages, KlError *error)
                                 &stages->import_of[node->first_input + k], error);
         }
     }
-done:
-    kl_alloc_free(next_of);
-    kl_alloc_free(newest_of);
     return status;
 }
 
@@ -443,7 +445,7 @@ allocate(const KlTape *tape, KlStages *stages, KlError *error)
     if (stages->node_stage == NULL || stages->late_stage == NULL || stages->value_stage == NULL ||
         stages->is_leaf == NULL || stages->is_data == NULL || stages->segment == NULL ||
         stages->needs_gradient == NULL || stages->import_of == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
+        return no_memory(tape, error);
     }
     memset(stages->node_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
     memset(stages->late_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
@@ -456,19 +458,16 @@ allocate(const KlTape *tape, KlStages *stages, KlError *error)
 KlStatus
 kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error)
 {
-    bool *is_needed = NULL; /* [n_values] */
-    bool *depends = NULL;   /* [n_values] on values of the last body */
-    uint32_t *aside = NULL; /* [n_values] see joint_after_aside */
+    KlScratch scratch = {0};
+    bool *is_needed = kl_alloc_scratch(&scratch, tape->n_values, sizeof(bool)); /* [n_values] */
+    bool *depends = kl_alloc_scratch(&scratch, tape->n_values, sizeof(bool)); /* on the last body */
+    uint32_t *aside = kl_alloc_scratch(&scratch, tape->n_values, sizeof(uint32_t)); /* [n_values] */
     memset(stages, 0, sizeof(*stages));
     KlStatus status = allocate(tape, stages, error);
-    if (status != KL_OK) {
-        goto done;
+    if (status == KL_OK && scratch.is_short) {
+        status = no_memory(tape, error);
     }
-    is_needed = kl_alloc_zeroed(tape->n_values, sizeof(bool));
-    depends = kl_alloc_zeroed(tape->n_values, sizeof(bool));
-    aside = kl_alloc_zeroed(tape->n_values, sizeof(uint32_t));
-    if (is_needed == NULL || depends == NULL || aside == NULL) {
-        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
+    if (status != KL_OK) {
         goto done;
     }
     mark_needed(tape, goal, stages, is_needed);
@@ -486,11 +485,9 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
     }
     find_last_body(tape, stages);
     judge_tail(tape, stages, depends);
-    status = build_imports(tape, stages, error);
+    status = build_imports(tape, stages, &scratch, error);
 done:
-    kl_alloc_free(aside);
-    kl_alloc_free(depends);
-    kl_alloc_free(is_needed);
+    kl_alloc_scratch_free(&scratch);
     if (status != KL_OK) {
         kl_stage_fini(stages);
     }

@@ -149,9 +149,10 @@ kl_stage_keep_tail(KlTape *tape, KlError *error)
     if (!has_rows_again(tape)) {
         return KL_OK;
     }
-    tail.known = kl_alloc_zeroed(tape->n_values, sizeof(uint8_t));
-    tail.is_end = kl_alloc_zeroed(tape->n_nodes, sizeof(bool));
-    if (tail.known == NULL || tail.is_end == NULL) {
+    KlScratch scratch = {0};
+    tail.known = kl_alloc_scratch(&scratch, tape->n_values, sizeof(uint8_t));
+    tail.is_end = kl_alloc_scratch(&scratch, tape->n_nodes, sizeof(bool));
+    if (scratch.is_short) {
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
         goto done;
     }
@@ -167,7 +168,6 @@ kl_stage_keep_tail(KlTape *tape, KlError *error)
         }
     }
 done:
-    kl_alloc_free(tail.is_end);
-    kl_alloc_free(tail.known);
+    kl_alloc_scratch_free(&scratch);
     return status;
 }

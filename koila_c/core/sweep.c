@@ -863,35 +863,28 @@ kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, cons
 {
     const KlStages *stages = &program->stages;
     *sweep = (KlSweep){.tape = tape, .program = program, .known = *known};
-    sweep->sizes = kl_alloc_zeroed(stages->n_values, sizeof(KlSize));
-    sweep->storages = kl_alloc_zeroed(tape->n_storages, sizeof(KlSweepStorage));
-    sweep->values = kl_alloc_zeroed(stages->n_values, sizeof(KlSweepValue));
-    sweep->nodes = kl_alloc_resize(NULL, stages->n_nodes, sizeof(KlSweepNode));
-    sweep->inputs = kl_alloc_resize(NULL, tape->n_inputs, sizeof(KlValueId));
-    bool is_there = sweep->sizes != NULL && sweep->storages != NULL && sweep->values != NULL &&
-                    sweep->nodes != NULL && sweep->inputs != NULL;
-    if (is_there) {
-        kl_sweep_known_sizes(sweep);
-    } else {
+    sweep->sizes = kl_alloc_scratch(&sweep->scratch, stages->n_values, sizeof(KlSize));
+    sweep->storages = kl_alloc_scratch(&sweep->scratch, tape->n_storages, sizeof(KlSweepStorage));
+    sweep->values = kl_alloc_scratch(&sweep->scratch, stages->n_values, sizeof(KlSweepValue));
+    sweep->nodes = kl_alloc_scratch(&sweep->scratch, stages->n_nodes, sizeof(KlSweepNode));
+    sweep->inputs = kl_alloc_scratch(&sweep->scratch, tape->n_inputs, sizeof(KlValueId));
+    if (sweep->scratch.is_short) {
         kl_sweep_fini(sweep);
+        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
+                            stages->n_nodes);
     }
-    for (size_t i = 0; is_there && i < stages->n_nodes; i++) {
+    kl_sweep_known_sizes(sweep);
+    for (size_t i = 0; i < stages->n_nodes; i++) {
         if (stages->node_stage[i] != KL_STAGE_NONE) {
             kl_sweep_known_node(sweep, (KlNodeId)i);
         }
     }
-    return is_there ? KL_OK
-                    : kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
-                                   stages->n_nodes);
+    return KL_OK;
 }
 
 void
 kl_sweep_fini(KlSweep *sweep)
 {
-    kl_alloc_free(sweep->sizes);
-    kl_alloc_free(sweep->storages);
-    kl_alloc_free(sweep->values);
-    kl_alloc_free(sweep->nodes);
-    kl_alloc_free(sweep->inputs);
+    kl_alloc_scratch_free(&sweep->scratch);
     memset(sweep, 0, sizeof(*sweep));
 }

@@ -7,6 +7,7 @@
 #ifndef KL_SWEEP_H
 #define KL_SWEEP_H
 
+#include "alloc.h"
 #include "waiting.h"
 
 typedef struct KlBytes {
@@ -93,6 +94,7 @@ typedef struct KlSweep {
     const KlTape *tape;
     const KlProgram *program;
     KlKnown known;
+    KlScratch scratch;
     KlSize *sizes;            /* [n_values] */
     KlSweepStorage *storages; /* [n_storages] */
     KlSweepValue *values;     /* [n_values] */

@@ -13,7 +13,8 @@ _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
 # (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
 #  is data, draws inside, imports)
 _Ids = tuple[int, ...]
-_Step = tuple[int, int, int, _Ids, _Ids, bool, _Ids, _Ids]
+_Step = tuple[int, int, int, int, _Ids, _Ids]
+_Homes = tuple[bool, int, int, int, int, int, bool, int]
 _StagedNode = tuple[
     int, int, int | None, int, int, int, int, int, bool, int, int, bool, int, bool, tuple[int, ...]
 ]
@@ -216,8 +217,8 @@ def maker(program: object, value: int, /) -> tuple[_StagedNode | None, bool, boo
 def overwritten(program: object, before: int, /) -> tuple[int, list[int]] | None: ...
 def writer_from(node: int, value: int, /) -> tuple[int, int] | None: ...
 def schedule(
-    program: object, homes: tuple[bool, int, int, int, int, int], /
-) -> tuple[list[_Step], dict[int, tuple[int, tuple[int, ...]]]]: ...
+    program: object, homes: _Homes, /
+) -> tuple[list[_Step], int, dict[int, tuple[int, tuple[int, ...]]]]: ...
 def run(
     program: object,
     run: int,
@@ -248,7 +249,7 @@ def gradient_part(
 ) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
 def measure(
     program: object,
-    homes: tuple[bool, int, int, int, int, int] | tuple[bool, int, int, int, int, int, bool],
+    homes: _Homes,
     cloned: set[int],
     states: tuple[int, int],
     noise_of: Callable[[int, int], int],

@@ -51,7 +51,7 @@ def attempt(
         replay = make(program, planned, hooked)
         _core.set_busy(True)
         try:
-            known = scheduled(program, planned.way, replay.steps, replay.grid_of)
+            known = scheduled(program, planned.way, replay.schedule, replay.grid_of)
             result = run(replay)
             reports.note(told(program, planned, replay.grids, n_tries, meter.bytes(), known))
             return replay, result, planned

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from koila.program import (
     Op,
     Program,
     Run,
-    Step,
+    Schedule,
     Way,
     name_of_node,
     where_of_node,
@@ -79,10 +78,10 @@ class Scheduled(NamedTuple):
 
 
 def scheduled(
-    program: Program, way: Way, steps: Sequence[Step], grid_of: Callable[[Run], list[Bounds]]
+    program: Program, way: Way, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
 ) -> Scheduled:
     """What is known of a run before it begins; it may need memory, which nothing after it does."""
-    passes = _passes(steps)
+    passes = _passes(schedule)
     stages = (
         Stage(
             position,
@@ -93,7 +92,7 @@ def scheduled(
         )
         for position, run in enumerate(_runs(program), 1)
     )
-    return Scheduled(tuple(stages), way_in_words(program, way, steps))
+    return Scheduled(tuple(stages), way_in_words(program, way, schedule))
 
 
 def told(
@@ -268,18 +267,16 @@ class _Passes(NamedTuple):
         )
 
 
-def _passes(steps: Sequence[Step]) -> dict[int, _Passes]:
+def _passes(schedule: Schedule) -> dict[int, _Passes]:
     """Those of each run, by its index."""
     found: dict[int, _Passes] = {}
-    for step in steps:
-        is_back = step.op in (Op.FUSED, Op.BACK, Op.PIECES)
-        for run in step.runs:
+    for step in schedule.steps:
+        for run in step.runs if step.op in (Op.LOOP, Op.RUN, Op.BACK) else ():
             forward, back, n_segments = found.get(run.index, _Passes())
-            is_once = step.op == Op.PIECES or run is step.runs[-1]
-            forward += step.op in (Op.FORWARD, Op.AGAIN)
-            forward += (is_back and not step.waits) * (1 if is_once else 2)
+            forward += step.op == Op.RUN
+            back += step.op == Op.BACK
             n_segments = max(n_segments, len(step.runs))
-            found[run.index] = _Passes(forward, back + is_back, n_segments)
+            found[run.index] = _Passes(forward, back, n_segments)
     return found
 
 
@@ -291,39 +288,37 @@ def _head(program: Program, passes: Mapping[int, _Passes], run: Run, position: i
     return f"part {position}, in chunks over {rows} samples{part}: {of}"
 
 
-def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
+def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
     """What is done beside chunks for a step to fit, and what that costs; empty: nothing.
 
     Args:
         program: in the segments of that way.
         way: how it is scheduled.
-        steps: its schedule.
+        schedule: what is done so.
     """
     words = []
     if program.has_checkpoints:
         how = "recomputed before their backward" if way.n_segments > 0 else "kept"
         words.append(f"the activations that the script's checkpoints cover {how}")
     if way.n_segments > 1:
-        n_segments = max(len(step.runs) for step in steps)
+        loops = (step for step in schedule.steps if step.op == Op.LOOP)
+        n_segments = max((len(step.runs) for step in loops), default=1)
         words.append(
             f"activations recomputed in up to {n_segments} segments (a second forward of all but "
             "the last)"
         )
     if way.n_across:
         words.append(f"the last layers in {way.n_pieces} pieces along dim {way.across}")
-    elif any(step.op == Op.PIECES for step in steps):
+    elif schedule.head() is not None:
         words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
-    again = [step for step in steps if step.op == Op.AGAIN]
-    offloaded = _offloaded(steps)
-    emptied = [step for step in steps if step.op == Op.EMPTY]
+    again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.HOME, Op.EMPTY))
     if again or offloaded or emptied:
-        kept = kept_in_words(program, steps)
+        kept = kept_in_words(program, schedule)
         words += [kept] if kept else []
     if again:
         words.append(f"{_n_bytes(program, again)} {_CROSSING} recomputed (one more forward)")
     if emptied:
-        n_bytes = _n_bytes(program, emptied)
-        words.append(f"{n_bytes} {_CROSSING} recomputed by cheap calls")
+        words.append(f"{_n_bytes(program, emptied)} {_CROSSING} recomputed by cheap calls")
     if offloaded:
         n_bytes = _n_bytes(program, offloaded)
         words.append(f"{n_bytes} {_CROSSING} offloaded meanwhile (a copy each way)")
@@ -333,25 +328,17 @@ def way_in_words(program: Program, way: Way, steps: Sequence[Step]) -> str:
 _CROSSING = "of activations between passes"
 
 
-def _offloaded(steps: Sequence[Step]) -> list[Step]:
-    return [step for step in steps if step.op in (Op.FORWARD, Op.FUSED, Op.PIECES) and step.values]
-
-
-def _n_bytes(program: Program, steps: Iterable[Step], but: Iterable[Step] = ()) -> str:
-    """Of all that steps name, less what others do; empty: nothing."""
-    values = {value for step in steps for value in step.values}
-    values -= {value for step in but for value in step.values}
-    infos = [program.info(value) for value in values]
-    total = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+def _n_bytes(program: Program, values: Iterable[int]) -> str:
+    """Of these values; empty: nothing."""
+    total = sum(map(program.bytes_of, values))
     return size(total) if total else ""
 
 
-def kept_in_words(program: Program, steps: Sequence[Step]) -> str:
+def kept_in_words(program: Program, schedule: Schedule) -> str:
     """Say how many bytes one pass over the chunks keeps for a later one; empty: none."""
-    is_graph = any(step.op == Op.BACK for step in steps)
-    crossing = _offloaded(program.schedule(is_graph, Way(1, 1, 1)))
-    others = [step for step in steps if step.op in (Op.AGAIN, Op.EMPTY)] + _offloaded(steps)
-    kept = _n_bytes(program, crossing, others)
+    is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
+    crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.HOME)
+    kept = _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.HOME))
     return f"{kept} {_CROSSING} kept" if kept else ""
 
 
@@ -360,7 +347,7 @@ class Forecast(NamedTuple):
 
     text: str
     program: Program  # cut as it would be
-    steps: list[Step]
+    schedule: Schedule
     fits: bool
     n_chunks: int
     unit: int
@@ -373,9 +360,9 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
     try:
         planned = planner.plan(program, is_graph)
     except MemoryLimitError as error:
-        text, steps = f"it does not fit: {error}", program.schedule(is_graph)
+        text, schedule = f"it does not fit: {error}", program.schedule(is_graph)
         way, n_chunks = planner.smallest(program, is_graph)
-        return Forecast(text, program, steps, False, n_chunks, 1, way, "")
+        return Forecast(text, program, schedule, False, n_chunks, 1, way, "")
     way = planned.way
     cut = program.cut_for(way)
     estimate = memory.estimate(cut, is_graph, way)
@@ -384,16 +371,16 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
     if needed is None:
         needed, _ = estimate.peak(rows)
     n_chunks = -(-estimate.rows // rows)
-    steps = cut.schedule(is_graph, way)
-    how = way_in_words(cut, way, steps)
+    schedule = cut.schedule(is_graph, way)
+    how = way_in_words(cut, way, schedule)
     is_whole = n_chunks == 1 and not how
     chunked = f"{count(n_chunks, 'chunk')} of {count(rows, 'sample')}"
     text = f"so it runs whole and takes {size(needed)}"
     if not is_whole:
         text = f"so it runs in {chunked} and takes {size(needed)}"
-    more = how or (kept_in_words(cut, steps) if n_chunks > 1 else "")
+    more = how or (kept_in_words(cut, schedule) if n_chunks > 1 else "")
     text += f", with {more}" if more else ""
-    return Forecast(text, cut, steps, True, planned.n_chunks, planned.unit, way, more)
+    return Forecast(text, cut, schedule, True, planned.n_chunks, planned.unit, way, more)
 
 
 def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
@@ -502,9 +489,9 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
         is_graph = any(root.requires_grad for root in roots)
         expected = forecast(program, is_graph)
         said += numbers(program, is_graph, expected)
-        cut, steps = expected.program, expected.steps
+        cut, schedule = expected.program, expected.schedule
     else:
-        cut, steps = program, program.schedule(False)
+        cut, schedule = program, program.schedule(False)
     said += _why(program)
     found = layers.of(program)
     runs = _runs(cut)
@@ -512,7 +499,7 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
     if not full:
         return Explanation(said, found, [f"{n_calls}; explain(loss, full=True) lists them"])
     calls = [n_calls]
-    passes = _passes(steps)
+    passes = _passes(schedule)
     for position, run in enumerate(runs, 1):
         calls.append(_head(cut, passes, run, position))
         combined = [n for n in run.combined if n.mode == REDUCE]

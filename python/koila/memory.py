@@ -67,7 +67,7 @@ def estimate(
     """What a program needs that is run in a way, and its backward, beyond what is there already.
     Live: its moments are those of the whole batch, in the order of the calls."""
     states = _STATE * program.is_drawing, draws.bytes_kept()
-    homes = (*way.homes(is_graph), is_live)
+    homes = way.homes(is_graph, is_live)
     noise_of, peak_of = draws.bytes_whole, outside.peak
     return Estimate(
         *_core.measure(program.handle, homes, program.cloned, states, noise_of, peak_of)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,12 @@ from typing import Any
 import torch
 
 from koila import budget, layers, memory, plan_files
-from koila.program import Op, Program, Way, name_of_node, where_of_node
+from koila.program import Program, Way, name_of_node, where_of_node
 from koila.rows import largest
 from koila.words import size
 
 #: In the order of a step.
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer's step"
-#: Steps of a schedule that are made on the way back: AGAIN recomputes for a later one.
-_OF_BACKWARD = frozenset((Op.AGAIN, Op.BACK, Op.JOINT_BACK))
 _N_LARGEST = 10
 
 
@@ -280,10 +279,9 @@ def of(
     estimate = memory.estimate(cut, is_graph, way, is_live)
     rows = max(1, largest(estimate.rows, n_chunks, unit))
     course = estimate.course(rows)
-    ops = [] if is_live else [step.op for step in cut.schedule(is_graph, way)]
     # After the last step gradients, and the numbers of what the script holds, are delivered.
-    of_step = [*(op in _OF_BACKWARD for op in ops), is_graph and not is_live]
-    is_backward = [at.is_back or of_step[min(at.step, len(ops))] for at in course]
+    n_forward = math.inf if is_live or not is_graph else cut.schedule(True, way).n_forward
+    is_backward = [at.is_back or at.step >= n_forward for at in course]
     names = layers.Names(program)  # it looks for modules among all objects
     moments = tuple(_moments(cut, names, course, is_backward))
     worst = max(moments, key=lambda moment: moment.n_bytes)

@@ -411,12 +411,7 @@ def _large(program: Program, names: layers.Names) -> str:
         return whole[0].made("makes")
     found: list[tuple[int, str]] = []
     homes = Way(1, 1, 1)
-    crossing = {
-        value
-        for step in program.schedule(bool(program.roots), homes)
-        if step.op in (Op.FORWARD, Op.FUSED, Op.PIECES)
-        for value in step.values
-    }
+    crossing = program.schedule(bool(program.roots), homes).values_of(Op.HOME)
     if crossing:
         value = max(crossing, key=program.bytes_of)
         n_bytes = program.bytes_of(value)
@@ -622,8 +617,7 @@ def _ways(program: Program, is_graph: bool) -> Iterator[Option]:
     plain = _option(program, is_graph, AS_IT_IS)
     yield plain
     is_back = is_graph and bool(program.roots)
-    steps = program.schedule(is_back, Way(1, 1, 1))
-    has_homes = any(step.op == Op.FORWARD and step.values for step in steps)
+    has_homes = bool(program.schedule(is_back, Way(1, 1, 1)).values_of(Op.HOME))
     can_offload = has_homes and _can_offload(program)
     if not is_back:
         if can_offload:
@@ -653,7 +647,7 @@ def _light(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
     """The ways that empty what light calls make of what crosses, as far as there is such."""
     lengths: set[int] = set()
     for n_light in _LIGHT:
-        lights = program.schedule_of(True, base._replace(n_light=n_light))[1]
+        lights = program.schedule(True, base._replace(n_light=n_light)).lights
         if not lights or len(lights) in lengths:
             return
         lengths.add(len(lights))
@@ -662,7 +656,7 @@ def _light(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
 
 def _crosses(program: Program) -> bool:
     """Whether anything that crosses from body to body can be made again, or offloaded."""
-    return any(step.op == Op.AGAIN for step in program.schedule(True, Way(keep_every=2)))
+    return bool(program.schedule(True, Way(keep_every=2)).values_of(Op.REMAKE))
 
 
 def _again(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:

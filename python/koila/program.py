@@ -142,19 +142,37 @@ class Run:
 
 
 class Op(enum.IntEnum):
-    """What a step of a schedule does: KlStepOp, in whose order they are, and which says more."""
+    """What an instruction of a schedule does: schedule.def, in whose order they are."""
 
     JOINT = 0
-    FORWARD = 1
-    AGAIN = 2
-    FUSED = 3
-    CHECK = 4
-    JOINT_BACK = 5
-    SEED = 6
-    BACK = 7
-    RELEASE = 8
-    PIECES = 9
-    EMPTY = 10
+    HOME = 1
+    REMAKE = 2
+    LOOP = 3
+    END = 4
+    FILL = 5
+    RUN = 6
+    TAIL = 7
+    BACK = 8
+    TAKE = 9
+    FREE = 10
+    EMPTY = 11
+    WATCH = 12
+    CHECK = 13
+    JOINT_BACK = 14
+    SEED = 15
+
+
+class Graph(enum.IntEnum):
+    """The graph of what is run on a chunk: KlGraph, in whose order they are."""
+
+    NONE = 0
+    NOW = 1
+    FIRST = 2
+    WAIT = 3
+    ACROSS = 4
+
+
+Homes = tuple[bool, int, int, int, int, int, bool, int]
 
 
 class Way(NamedTuple):
@@ -179,10 +197,10 @@ class Way(NamedTuple):
     n_across: int = 0
     across: int = 0
 
-    def homes(self, is_graph: bool) -> tuple[bool, int, int, int, int, int]:
+    def homes(self, is_graph: bool, is_live: bool = False, n_chunks: int = 0) -> Homes:
         """As the core is told it: KlHomes."""
         kept = self.keep_every, self.offload_every
-        return is_graph, *kept, self.n_pieces, self.n_light, self.n_across
+        return is_graph, *kept, self.n_pieces, self.n_light, self.n_across, is_live, n_chunks
 
     @property
     def cuts(self) -> tuple[int, bool]:
@@ -197,15 +215,13 @@ DATA = 1
 
 
 class Step(NamedTuple):
-    """One step of a schedule: of a joint, a body with all its segments, or values."""
+    """One instruction of a schedule. What `values` and `others` are, schedule.def says."""
 
     op: Op
+    graph: Graph
     runs: list[Run]
-    values: tuple[int, ...]
-    whole: tuple[int, ...]  # what each chunk is written into one tensor of
-    waits: bool  # the graph of each chunk waits from forward to backward
-    again: tuple[int, ...]  # what is made again for that
-    needs: tuple[int, ...]  # what is filled again before that
+    values: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
 
 
 class Light(NamedTuple):
@@ -213,6 +229,27 @@ class Light(NamedTuple):
 
     run: int
     needs: tuple[int, ...]  # such values, which are made before
+
+
+class Schedule(NamedTuple):
+    """A step as data."""
+
+    steps: list[Step]
+    n_forward: int  # the steps from here on go back
+    lights: dict[int, Light]  # how values are made again that are emptied meanwhile
+
+    def values_of(self, *ops: Op) -> set[int]:
+        """The values of all its instructions of some kinds."""
+        return {value for step in self.steps if step.op in ops for value in step.values}
+
+    def head(self) -> Run | None:
+        """What runs in pieces of a chunk, in a loop inside of a loop."""
+        depth = 0
+        for step in self.steps:
+            depth += (step.op == Op.LOOP) - (step.op == Op.END)
+            if depth == 2:
+                return step.runs[0]
+        return None
 
 
 class Program:
@@ -422,17 +459,18 @@ class Program:
         """The segments of all bodies."""
         return sum(run.is_body for run in self.runs)
 
-    def schedule(self, is_graph: bool, way: Way = AS_IT_IS) -> list[Step]:
-        """What is done, forward and back."""
-        return self.schedule_of(is_graph, way)[0]
-
-    def schedule_of(self, is_graph: bool, way: Way) -> tuple[list[Step], dict[int, Light]]:
-        """Likewise, and how values are made that are emptied meanwhile."""
-        steps, lights = _core.schedule(self.handle, way.homes(is_graph))
-        return [
-            Step(Op(op), self.runs[first : first + n], values, whole, waits, again, needs)
-            for op, first, n, values, whole, waits, again, needs in steps
-        ], {value: Light(*light) for value, light in lights.items()}
+    def schedule(self, is_graph: bool, way: Way = AS_IT_IS, n_chunks: int = 0) -> Schedule:
+        """What is done, forward and back, in so many chunks (0: it is not known yet)."""
+        homes = way.homes(is_graph, n_chunks=n_chunks)
+        steps, n_forward, lights = _core.schedule(self.handle, homes)
+        return Schedule(
+            [
+                Step(Op(op), Graph(graph), self.runs[first : first + n], values, others)
+                for op, graph, first, n, values, others in steps
+            ],
+            n_forward,
+            {value: Light(*light) for value, light in lights.items()},
+        )
 
     @staticmethod
     def left_by(runs: Sequence[Run]) -> list[int]:

@@ -13,19 +13,11 @@ from koila.program import Op, Step
 
 #: What is over sooner shows none.
 AFTER_SECONDS = 3.0
-_FORWARD = (Op.FORWARD, Op.AGAIN)
-_BACK = (Op.FUSED, Op.BACK, Op.PIECES)
 
 
 def n_ticks(steps: Iterable[Step], n_chunks: int) -> int:
     """How often a chunk goes through a part of a schedule, at most."""
-    total = 0
-    for step in steps:
-        if step.op in _FORWARD:
-            total += n_chunks * len(step.runs)
-        elif step.op in _BACK and not (step.waits and step.op == Op.BACK):
-            total += n_chunks * (2 * len(step.runs) - 1)
-    return total
+    return n_chunks * sum(step.op == Op.RUN for step in steps)
 
 
 class _Text:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -26,9 +26,8 @@ from koila import (
     draws,
     engine,
     explain,
-    fuse,
     hooks,
-    light,
+    interpret,
     meets,
     memory,
     norms,
@@ -40,17 +39,16 @@ from koila import (
     spent,
     steps,
     surroundings,
-    tail,
     unsplit,
     unwritten,
     views,
     waiting,
 )
 from koila.attempt import attempt
-from koila.cross import Cross, Fresh, has_way_back, send_back
+from koila.cross import Cross, Fresh, has_way_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
 from koila.numbers import Numbers, settle_outdated
-from koila.program import DATA, ROWS, Light, Node, Op, Program, Run, Step
+from koila.program import DATA, ROWS, Node, Program, Run, Schedule
 from koila.reads import Reads
 from koila.rows import Bounds, Place, chunk_shape, cut, grid, without_memory
 from koila.threads import in_turn
@@ -78,7 +76,6 @@ class Replay:
         self.is_forward = not program.roots  # nothing is differentiated
         self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
         self.roots: dict[int, torch.Tensor] = {}  # by value
-        self.graphs: dict[int, tuple[dict[int, GradientEdge], Fresh]] = {}  # of joints, by stage
         self.is_delivering = self.is_spent = False
         self.cross: dict[int, Cross] = {}
         self.fresh: Fresh = {}  # of the graphs that go back next
@@ -90,19 +87,19 @@ class Replay:
         self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # by call and chunk
         self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
         self.draws = draws.Draws(program, self.grids)
-        self.waiting: dict[int, list[waiting.Chunk]] = {}  # by run, the graphs of its chunks
-        self.lights: dict[int, Light] = {}  # of values that are emptied
         self.bar: progress.Bar | None = None
-        self.filled: set[int] = set()  # of these, those of which a chunk is there
 
     @functools.cached_property
-    def steps(self) -> list[Step]:
+    def schedule(self) -> Schedule:
         """What is done, forward and back."""
-        steps, self.lights = self.program.schedule_of(not self.is_forward, self.planned.way)
-        for step in steps:
-            if step.op == Op.PIECES and not self.planned.way.n_across:
-                self._cut_in_pieces(step.runs[-1])
-        return steps
+        n_chunks = max(map(len, self.grids.values()), default=1)
+        if not self.is_forward and not waiting.are_hooks_allowed():
+            n_chunks = waiting.NEVER
+        schedule = self.program.schedule(not self.is_forward, self.planned.way, n_chunks)
+        head = schedule.head()
+        if head is not None and not self.planned.way.n_across:
+            self._cut_in_pieces(head)
+        return schedule
 
     def _cut_in_pieces(self, head: Run) -> None:
         """Chunks are cut again for the head of a body, and for what counts its labels before, which
@@ -373,54 +370,6 @@ class Replay:
             self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
         return self.cross[value]
 
-    def handed_by(self, runs: Sequence[Run]) -> set[int]:
-        """What segments of a body make for later ones."""
-        read = {
-            self.program.imports[import_id].value for run in runs[1:] for import_id in run.imports
-        }
-        return {value for run in runs[:-1] for value in run.exports if value in read}
-
-    def make_homes(self, step: Step) -> None:
-        """Where what a body will leave is kept: beside its device, in one tensor, or by chunk."""
-        for value in (*step.values, *step.whole):
-            info = self.program.info(value)
-            cross = Cross(info, self.program.needs_gradient(value), self.fresh)
-            cross.is_offloaded = value in step.values
-            cross.is_put_together = not cross.is_offloaded
-            self.cross[value] = cross
-
-    def _forward(self, step: Step) -> None:
-        self.make_homes(step)
-        if step.waits and waiting.pays(self, step):
-            self.waiting[step.runs[0].index] = waiting.forward(self, step)
-            return
-        for chunk in range(len(self.grid_of(step.runs[0]))):
-            for run in step.runs:
-                self.collect(run, self.run_nodes(run, chunk, False), chunk, run.exports)
-            for run in step.runs:
-                for value in run.inner:
-                    self.cross[value].chunks.pop(chunk, None)
-
-    def _again(self, step: Step) -> None:
-        """Make what a body left once more, of what was let go."""
-        handed = self.handed_by(step.runs)
-        for chunk in range(len(self.grid_of(step.runs[0]))):
-            made = {v for v in handed if chunk not in self.cross[v].chunks} - set(step.values)
-            wanted = made.union(step.values)
-            for run in step.runs:
-                env = self.run_nodes(run, chunk, False)
-                self.collect(run, env, chunk, filter(wanted.__contains__, run.exports))
-                del env  # or the next segment would run beside what is left of this one
-            for value in made:
-                self.cross[value].chunks.pop(chunk, None)
-
-    def _joint(self, step: Step) -> None:
-        (run,) = step.runs
-        is_empty = not run.nodes and not run.combined
-        if not is_empty:
-            go = functools.partial(self.run_joint, run, not self.is_forward)
-            self.graphs[run.stage] = self.apart(go)
-
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
         """Run a joint; returns where its graph is entered, by value: what is not kept for backward
         can be let go before it."""
@@ -441,24 +390,6 @@ class Replay:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def back_through(self, run: Run, chunk: int) -> None:
-        """Run a chunk again with its graph and send the gradients of what left it back through
-        it."""
-        self.send_back(run, self.run_nodes(run, chunk, True), chunk)
-        self.settle_chunk(run, chunk)
-
-    def back_through_others(self, others: Sequence[Run], chunk: int, made: set[int]) -> None:
-        """Likewise, the segments before the last. Of what was `made` for later ones, which have
-        gone back, only the gradient is of use, and that to nobody after its own."""
-        for run in reversed(others):
-            inner = [value for value in run.exports if value in made]
-            for value in inner:
-                self.cross[value].chunks.pop(chunk, None)
-                self.forget(self.cross[value].settle(chunk))
-            self.back_through(run, chunk)
-            for value in inner:
-                self.cross[value].seeds.pop(("chunk", chunk), None)
-
     def settle_chunk(self, run: Run, chunk: int) -> None:
         """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
         if self.planned.way.offload_every == 0:
@@ -467,12 +398,6 @@ class Replay:
             cross = self.cross.get(self.program.imports[import_id].value)
             if cross is not None and cross.is_offloaded:
                 self.forget(cross.settle(chunk))
-
-    def send_back(self, run: Run, env: list[Any], chunk: int) -> None:
-        """Send the gradients of what a run on a chunk left back through it; `env` is used up."""
-        pairs = [(out, seed) for out, seed in self.seeds(run, env, chunk) if out.requires_grad]
-        env.clear()  # what no gradient goes through, and autograd does not keep, goes now
-        send_back([out for out, _ in pairs], [seed for _, seed in pairs], self.fresh)
 
     def seeds(
         self, run: Run, left: Mapping[int, Any] | Sequence[Any], chunk: int
@@ -488,44 +413,6 @@ class Replay:
             else:
                 pairs.append((left[value], self.cross[value].seed(self.grid_of(run), chunk)))
         return [(out, seed) for out, seed in pairs if out is not None and seed is not None]
-
-    def _back(self, step: Step) -> None:
-        """Each chunk of a body forward once more, now with its graph, and back; or back through the
-        graph that waits."""
-        chunks = self.waiting.pop(step.runs[-1].index, None)
-        if chunks is not None:
-            waiting.back(self, step, chunks)
-            self._release(step)
-            return
-        if step.waits:
-            self._release(step)
-        *others, last = step.runs
-        handed, given = self.handed_by(step.runs), light.given(self, step)
-        for chunk in range(len(self.grid_of(last))):
-            light.fill(self, given, chunk)
-            made = {v for v in handed if v not in self.cross or chunk not in self.cross[v].chunks}
-            for run in others:
-                env = self.run_nodes(run, chunk, False)
-                self.collect(run, env, chunk, filter(made.__contains__, run.exports))
-                del env
-            self.back_through(last, chunk)
-            self.back_through_others(others, chunk, made)
-            self.let_go_of_chunk(step.runs, chunk, made, handed)
-            light.empty(self, chunk)
-            for value in self.program.left_by(step.runs):
-                self.cross[value].drop_seeds(chunk, chunk + 1 == len(self.grid_of(last)))
-
-    def let_go_of_chunk(
-        self, runs: Sequence[Run], chunk: int, made: set[int], handed: set[int]
-    ) -> None:
-        """Segments have gone back: what was `made` for them goes, and all gradients for what one
-        `handed` to another; those for rows of what is there whole go to their places."""
-        gone = [self.cross[value].aliases.pop(("chunk", chunk), None) for value in handed]
-        self.forget(alias for alias in gone if alias is not None)
-        for run in runs:
-            self.take_rows_of(run, chunk, {})
-        for value in made:
-            self.cross[value].chunks.pop(chunk, None)
 
     def take_rows_of(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
         """Gradients for rows of what is there whole go to their places."""
@@ -560,83 +447,15 @@ class Replay:
             if alias.grad is None:
                 self.fresh[i] = cross, key, alias
 
-    def _seed(self, step: Step) -> None:
-        """What a body left: the roots get their gradients, and hooks see the whole ones."""
-        for run in step.runs:
-            for value in run.exports:
-                if value in self.roots:
-                    self.cross[value].seeds["whole",] = self.roots[value]
-            self._call_hooks(run)
-
-    def _release(self, step: Step) -> None:
-        for value in step.values:
-            if self.is_forward:
-                self.cross.pop(value, None)
-            else:
-                self.forget(self.cross[value].aliases.values())
-                self.cross[value].let_go()
-
-    def _check(self, step: Step) -> None:
-        tail.check(self, self.roots)
-
-    def _call_hooks(self, run: Run) -> None:
-        """Let hooks see the whole gradients of what a body left, before it is sent back."""
-        for value in run.exports:
-            node = self.program.node_of(value)
-            if not self.program.is_hooked(value) or (node is not None and node.id in run.parts):
-                continue
-            cross = self.cross[value]
-            gradient = cross.gather_gradient(self.grid_of(run))
-            if gradient is not None:
-                cross.seeds["whole",] = hooks.apply(value, gradient, self.hooked)
-
-    def _joint_back(self, step: Step) -> None:
-        (run,) = step.runs
-        graph, given = self.graphs.pop(run.stage, ({}, {}))
-        self.go_on(given)
-        self._go_back_joint(graph, self.roots)
-
-    def _go_back_joint(
-        self, graph: dict[int, GradientEdge], roots: dict[int, torch.Tensor]
-    ) -> None:
-        outputs, seeds = [], []
-        for value, edge in graph.items():
-            seed = self.cross[value].take_total_gradient()
-            if value in roots:
-                seed = roots[value] if seed is None else seed + roots[value]
-            if seed is not None and self.program.is_hooked(value):
-                seed = hooks.apply(value, seed, self.hooked)
-            if seed is not None:
-                outputs.append(edge)
-                seeds.append(seed)
-        if outputs:
-            send_back(outputs, seeds, self.fresh)
-
     # -- the whole step ---------------------------------------------------------------------------
-
-    _DO: ClassVar[dict[Op, Callable[[Replay, Step], None]]] = {
-        Op.JOINT: _joint,
-        Op.FORWARD: _forward,
-        Op.AGAIN: _again,
-        Op.FUSED: fuse.fuse,
-        Op.CHECK: _check,
-        Op.JOINT_BACK: _joint_back,
-        Op.SEED: _seed,
-        Op.BACK: _back,
-        Op.RELEASE: _release,
-        Op.PIECES: fuse.fuse,
-        Op.EMPTY: light.let_go,
-    }
 
     def _go(self) -> None:
         self.draws.prepare()
         if config.get("progress"):
             n_chunks = max(map(len, self.grids.values()), default=1)
-            self.bar = progress.Bar(progress.n_ticks(self.steps, n_chunks))
+            self.bar = progress.Bar(progress.n_ticks(self.schedule.steps, n_chunks))
         try:
-            for step in self.steps:
-                self._DO[step.op](self, step)
-                self.reads.clear()
+            interpret.Interpreter(self, self.schedule).go()
         finally:
             if self.bar is not None:
                 self.bar.close()

@@ -9,9 +9,8 @@ chunk goes back (KlStep.again). So nothing of a chunk is kept in between but its
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from koila import light
 from koila.cross import Fresh, has_way_back, send_back
-from koila.program import Node, Program, Step
+from koila.program import Node, Program, Run
 
 if TYPE_CHECKING:
     from koila.replay import Replay
@@ -77,21 +76,8 @@ class _Saved:
         return tensor.as_strided(size_of_view, strides_of_view, start_of_view)
 
 
-#: What a call of a graph that waits takes of the process, about: torch's nodes, and ours.
-_BYTES_OF_A_CALL = 4096
-#: So many are little; else they are to be a small part of what the body keeps anyway.
-_FEW_BYTES = 2**20
-_SHARE = 1 / 8
-
-
-def pays(replay: Replay, step: Step) -> bool:
-    """Whether the graphs of all chunks are small beside what they leave, which no plan says: of
-    many chunks of a few numbers they are not."""
-    (run,) = step.runs
-    n_bytes = len(replay.grid_of(run)) * len(run.nodes) * _BYTES_OF_A_CALL
-    infos = map(replay.program.info, light.homes_of(replay.program, run))
-    left = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
-    return n_bytes <= max(_FEW_BYTES, _SHARE * left) and are_hooks_allowed()
+#: In so many chunks no graph waits.
+NEVER = 2**32 - 1
 
 
 def are_hooks_allowed() -> bool:
@@ -181,14 +167,25 @@ def _edges_of(left: Any) -> Edges:
     return tuple(map(_edge_of, left)) if isinstance(left, tuple) else _edge_of(left)
 
 
-def forward(replay: Replay, step: Step) -> list[Chunk]:
-    """Run each chunk of a body with its graph, and keep what leaves it."""
-    (run,) = step.runs
-    again = frozenset(step.again)
-    values = again.union(light.homes_of(replay.program, run))
-    chunks = []
-    for chunk in range(len(replay.grid_of(run))):
-        look = Look(replay.program, values, again)
+class Waiting:
+    """The graphs of the chunks of a body.
+
+    Args:
+        replay: the step.
+        run: the body, of one segment.
+        again: what is made again for its graphs.
+    """
+
+    def __init__(self, replay: Replay, run: Run, again: Sequence[int]) -> None:
+        self.replay, self.run_ = replay, run
+        self.again = frozenset(again)
+        self.homes = light.homes_of(replay.program, run)
+        self.chunks: dict[int, Chunk] = {}
+
+    def run(self, chunk: int) -> None:
+        """Run a chunk with its graph, and keep what leaves it."""
+        replay, run = self.replay, self.run_
+        look = Look(replay.program, self.again.union(self.homes), self.again)
         try:
             go = functools.partial(replay.run_nodes, run, chunk, True, look=look)
             env, given = replay.apart(go)
@@ -196,45 +193,28 @@ def forward(replay: Replay, step: Step) -> list[Chunk]:
             look.pending.clear()
         replay.collect(run, env, chunk, run.exports)
         edges = {value: _edges_of(env[value]) for value in run.exports}
-        chunks.append(Chunk(edges, given, look.found))
-        del env
-    return chunks
+        self.chunks[chunk] = Chunk(edges, given, look.found)
 
-
-def back(replay: Replay, step: Step, chunks: list[Chunk]) -> None:
-    """Send the gradients of what a body left back through the graphs of its chunks, which go with
-    that; and what it left, chunk by chunk."""
-    (run,) = step.runs
-    homes = light.homes_of(replay.program, run)
-    for value in step.values:
-        replay.forget(replay.cross[value].aliases.values())
-        replay.cross[value].settle_all()
-    for chunk in range(len(chunks)):
-        edges, given, found = chunks[chunk]
-        chunks[chunk] = Chunk({}, {}, found)
-        replay.go_on(given)
+    def send_back(self, chunk: int) -> None:
+        """Send the gradients of what a chunk left back through its graph, which goes with that."""
+        edges, given, found = self.chunks.pop(chunk)
+        self.replay.go_on(given)
         del given
-        light.fill(replay, step.needs, chunk)
-        _find(replay, step, chunk, homes, found)
-        pairs = replay.seeds(run, edges, chunk)
+        self._find(chunk, found)
+        pairs = self.replay.seeds(self.run_, edges, chunk)
         del edges
-        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], replay.fresh)
+        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], self.replay.fresh)
         del pairs
         found.tensors.clear()
-        replay.let_go_of_chunk(step.runs, chunk, set(step.values), set())
-        light.empty(replay, chunk)
-        for value in replay.program.left_by(step.runs):
-            replay.cross[value].drop_seeds(chunk, chunk + 1 == len(chunks))
 
-
-def _find(replay: Replay, step: Step, chunk: int, homes: Iterable[int], found: Found) -> None:
-    """What the graph of a chunk needs: from its home, or made again."""
-    known: dict[int, torch.Tensor | None]
-    (run,) = step.runs
-    grid = replay.grid_of(run)
-    known = {value: replay.cross[value].of_rows(grid, chunk) for value in homes}
-    again = [value for value in step.again if value in found.n_reads]
-    env: Any = known
-    if again:
-        env = replay.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})
-    found.tensors = {value: env[value] for value in found.n_reads}
+    def _find(self, chunk: int, found: Found) -> None:
+        """What the graph of a chunk needs: from its home, or made again."""
+        replay, run = self.replay, self.run_
+        grid = replay.grid_of(run)
+        known: dict[int, torch.Tensor | None]
+        known = {value: replay.cross[value].of_rows(grid, chunk) for value in self.homes}
+        again = [value for value in self.again if value in found.n_reads]
+        env: Any = known
+        if again:
+            env = replay.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})
+        found.tensors = {value: env[value] for value in found.n_reads}

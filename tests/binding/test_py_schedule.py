@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from test_py_promise import weight
 import koila
 from binding_kit import batch, staged_as
 from koila import _core
-from koila.program import Op
+from koila.program import Graph, Op
 
 core: Any = _core
 
@@ -23,36 +25,52 @@ def staged(n_segments: int = 1) -> Any:
     return loss, staged_as([loss], False, n_segments)
 
 
+def homes(is_graph: bool, n_light: int = 0, n_chunks: int = 0) -> tuple[Any, ...]:
+    return is_graph, 1, False, 1, n_light, 0, False, n_chunks
+
+
+def test_instructions_are_those_of_the_core() -> None:
+    text = (Path(__file__).parents[2] / "koila_c/core/schedule.def").read_text()
+    assert [op.name for op in Op] == re.findall(r"^KL_INSTRUCTION\((\w+)", text, re.MULTILINE)
+
+
 def test_forward_and_back() -> None:
     """Runs without calls are joints; what the body left goes before it goes back."""
     loss, program = staged()
     runs = program["runs"]
+    steps, n_forward, _ = core.schedule(program["handle"], homes(True))
+    assert {step[0] for step in steps[n_forward:]} >= {Op.JOINT_BACK, Op.SEED, Op.BACK}
     steps = [
         step
-        for step in core.schedule(program["handle"], (True, 1, False, 1, 0, 0))[0]
-        if step[2] == 0 or runs[step[1]][3] or runs[step[1]][8]
+        for step in steps
+        if step[3] == 0 or step[0] == Op.SEED or runs[step[2]][3] or runs[step[2]][8]
     ]
-    wanted = [Op.FORWARD, Op.JOINT, Op.JOINT_BACK, Op.SEED, Op.RELEASE, Op.BACK]
-    assert [op for op, *_ in steps] == wanted
-    body, joint = steps[0][1], steps[1][1]
-    assert steps[5][1:3] == (body, 1) and steps[2][1:3] == (joint, 1)
-    assert steps[4][3] == tuple(runs[body][6]), "the parts of the mean"
+    once_more = [Op.LOOP, Op.RUN, Op.BACK, Op.TAKE, Op.END]
+    wanted = [Op.HOME, Op.LOOP, Op.RUN, Op.END, Op.JOINT, Op.JOINT_BACK, Op.SEED, Op.FREE]
+    assert [op for op, *_ in steps] == wanted + once_more
+    body, joint = steps[0][2], steps[4][2]
+    assert steps[8][2:4] == (body, 1) and steps[5][2:4] == (joint, 1)
+    assert steps[7][4] == tuple(runs[body][6]), "the parts of the mean"
+    graphs = [Graph(step[1]) for step in steps if step[0] == Op.RUN]
+    assert graphs == [Graph.NONE, Graph.NOW]
     assert loss.requires_grad
 
 
 def test_forward_alone() -> None:
     _, program = staged()
-    ops = {op for op, *_ in core.schedule(program["handle"], (False, 1, False, 1, 0, 0))[0]}
-    assert ops <= {Op.FORWARD, Op.JOINT, Op.RELEASE} and Op.FORWARD in ops
+    steps, n_forward, _ = core.schedule(program["handle"], homes(False))
+    ops = {op for op, *_ in steps}
+    assert ops <= {Op.HOME, Op.LOOP, Op.RUN, Op.END, Op.JOINT, Op.FREE} and Op.RUN in ops
+    assert n_forward == len(steps)
 
 
-def test_segments_are_runs_of_one_step() -> None:
+def test_segments_are_runs_of_one_loop() -> None:
     _, program = staged(2)
     runs = program["runs"]
-    ((_, first, n_runs, *_),) = (
+    ((_, _, first, n_runs, *_),) = (
         step
-        for step in core.schedule(program["handle"], (True, 1, False, 1, 0, 0))[0]
-        if step[0] == Op.BACK
+        for step in core.schedule(program["handle"], homes(True))[0]
+        if step[0] == Op.LOOP and step[1] == Graph.NOW
     )
     assert [run[2] for run in runs[first : first + n_runs]] == [0, 1]
     assert runs[first][7] == runs[first][6], "handed from one to the other alone"
@@ -70,9 +88,15 @@ def test_what_is_emptied_is_filled_before_its_graph_goes_back() -> None:
     loss = sums(koila.lazy(batch()), torch.eye(batch().shape[1]).double().requires_grad_())
     program = staged_as([loss], False, 1)
     for n_light in (0, 1):
-        steps, lights = core.schedule(program["handle"], (True, 1, False, 1, n_light, 0))
-        emptied = [step[3] for step in steps if step[0] == Op.EMPTY]
-        needed = [step[7] for step in steps if step[0] == Op.BACK and step[7]]
+        steps, _, lights = core.schedule(program["handle"], homes(True, n_light))
+        loops = [step[0] in (Op.LOOP, Op.END) for step in steps]
+        in_loop = [sum(loops[: i + 1]) % 2 == 1 for i in range(len(steps))]
+        emptied = [
+            step[4]
+            for step, is_in in zip(steps, in_loop, strict=True)
+            if step[0] == Op.EMPTY and not is_in
+        ]
+        needed = [step[4] for step in steps if step[0] == Op.FILL]
         assert len(emptied) == len(lights) == n_light
         assert emptied == [(value,) for value in lights] and set(needed) == set(emptied)
         assert all(needs == () for _, needs in lights.values())
@@ -80,7 +104,7 @@ def test_what_is_emptied_is_filled_before_its_graph_goes_back() -> None:
 
 def test_what_is_no_program() -> None:
     with pytest.raises(TypeError, match="not a program"):
-        core.schedule(None, (True, 1, False, 1, 0, 0))
+        core.schedule(None, homes(True))
     _, program = staged()
     with pytest.raises(TypeError, match="homes must be"):
         core.schedule(program["handle"], [True, 1, False])

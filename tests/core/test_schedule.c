@@ -54,7 +54,7 @@ fini(Made *made)
     CHECK(made->schedule.steps == NULL && made->schedule.n_steps == 0);
 }
 
-/* Whether the steps of runs that have calls are these, and the other runs' are joints. */
+/* Whether the steps of runs that have calls, or of values, are these: the other runs are joints. */
 static bool
 is_order(const Made *made, uint32_t n, const KlStepOp *expected)
 {
@@ -62,7 +62,8 @@ is_order(const Made *made, uint32_t n, const KlStepOp *expected)
     for (size_t i = 0; i < made->schedule.n_steps; i++) {
         const KlStep *step = &made->schedule.steps[i];
         const KlRun *run = &made->program.runs[step->run];
-        bool is_empty = step->n_runs == 1 && run->nodes.n == 0 && run->combined.n == 0;
+        bool is_empty = step->n_runs == 1 && run->nodes.n == 0 && run->combined.n == 0 &&
+                        step->op != KL_STEP_SEED;
         if (is_empty) {
             continue;
         }
@@ -98,29 +99,34 @@ test_one_body(void)
     Start s = start(&made.p);
     KlValueId loss = call1(&made.p, "mean", s.h);
     build(&made, loss, 1, true, 1);
-    CHECK(IS_ORDER(&made, KL_STEP_FUSED, KL_STEP_JOINT, KL_STEP_JOINT_BACK, KL_STEP_CHECK));
+    CHECK(IS_ORDER(&made, KL_STEP_HOME, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_TAIL, KL_STEP_BACK,
+                   KL_STEP_TAKE, KL_STEP_END, KL_STEP_WATCH, KL_STEP_JOINT, KL_STEP_JOINT_BACK,
+                   KL_STEP_CHECK));
+    CHECK(made.schedule.n_forward < made.schedule.n_steps);
     fini(&made);
     build(&made, loss, 1, false, 1);
-    CHECK(IS_ORDER(&made, KL_STEP_FORWARD, KL_STEP_JOINT));
-    CHECK(n_times(&made, KL_STEP_RELEASE, loss) == 0); /* the user has it */
+    CHECK(IS_ORDER(&made, KL_STEP_HOME, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_END, KL_STEP_JOINT));
+    CHECK(made.schedule.n_forward == made.schedule.n_steps);
+    CHECK(n_times(&made, KL_STEP_FREE, loss) == 0); /* the user has it */
     fini(&made);
     program_fini(&made.p);
 }
 
-/* How often values are let go: at once, or as their chunks go back. */
+/* How often values are freed: at once, or as their chunks go back. */
 static uint32_t
 n_let_go(const Made *made, KlValueId value)
 {
-    return n_times(made, KL_STEP_RELEASE, value) + n_times(made, KL_STEP_BACK, value);
+    return n_times(made, KL_STEP_FREE, value);
 }
 
-/* How many steps of a kind wait. */
+/* How many steps of a kind have a graph that waits. */
 static uint32_t
 n_waiting(const Made *made, KlStepOp op)
 {
     uint32_t n = 0;
     for (size_t i = 0; i < made->schedule.n_steps; i++) {
-        n += made->schedule.steps[i].op == op && made->schedule.steps[i].waits;
+        const KlStep *step = &made->schedule.steps[i];
+        n += step->op == op && step->graph == KL_GRAPH_WAIT;
     }
     return n;
 }
@@ -135,9 +141,10 @@ test_two_forwards(void)
                         leaf(&made.p, with_grad(TENSOR(FLOAT32, 3, 3))));
     KlValueId mean = call1(&made.p, "mean", h), loss = call2(&made.p, "mul", mean, mean);
     build(&made, loss, 1, true, 1);
-    CHECK(IS_ORDER(&made, KL_STEP_FORWARD, KL_STEP_JOINT, KL_STEP_JOINT_BACK, KL_STEP_SEED,
-                   KL_STEP_RELEASE, KL_STEP_BACK));
-    CHECK(n_times(&made, KL_STEP_RELEASE, mean) == 1);
+    CHECK(IS_ORDER(&made, KL_STEP_HOME, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_END, KL_STEP_JOINT,
+                   KL_STEP_JOINT_BACK, KL_STEP_SEED, KL_STEP_FREE, KL_STEP_LOOP, KL_STEP_RUN,
+                   KL_STEP_BACK, KL_STEP_TAKE, KL_STEP_END));
+    CHECK(n_times(&made, KL_STEP_FREE, mean) == 1);
     fini(&made);
     program_fini(&made.p);
 }
@@ -155,23 +162,29 @@ test_graphs_that_wait(void)
     KlValueId next = CALL1(&made.p, "mean", h, INTS(0));
     KlValueId loss = call1(&made.p, "mean", call2(&made.p, "sub", h, next));
     build(&made, loss, 1, true, 1);
-    CHECK(n_waiting(&made, KL_STEP_FORWARD) == 2 && n_waiting(&made, KL_STEP_BACK) == 2);
-    CHECK(n_times(&made, KL_STEP_BACK, h) == 1 && n_times(&made, KL_STEP_BACK, s.h) == 1);
+    CHECK(n_waiting(&made, KL_STEP_RUN) == 2 && n_waiting(&made, KL_STEP_BACK) == 2);
+    CHECK(n_times(&made, KL_STEP_LOOP, h) == 1 && n_times(&made, KL_STEP_LOOP, s.h) == 1);
     for (size_t i = 0; i < made.schedule.n_steps; i++) {
         const KlStep *step = &made.schedule.steps[i];
-        bool is_light = step->again.n == 1 && made.schedule.values.ids[step->again.first] == light;
-        CHECK(step->again.n == 0 || (step->waits && is_light));
+        uint32_t n_again = step->op == KL_STEP_RUN ? step->others.n : 0;
+        bool is_light = n_again == 1 && made.schedule.values.ids[step->others.first] == light;
+        CHECK(n_again == 0 || (step->graph == KL_GRAPH_WAIT && is_light));
     }
     fini(&made);
     build(&made, loss, 1, true, 2);
-    CHECK(n_waiting(&made, KL_STEP_FORWARD) == 0 && n_waiting(&made, KL_STEP_BACK) == 0);
+    CHECK(n_waiting(&made, KL_STEP_RUN) == 0 && n_waiting(&made, KL_STEP_BACK) == 0);
     fini(&made);
     build(&made, loss, 1, false, 1);
-    CHECK(n_waiting(&made, KL_STEP_FORWARD) == 0);
+    CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
+    fini(&made);
+    /* So many chunks of a few numbers that graphs would be most of what is kept. */
+    const KlHomes many = {.is_graph = true, .keep_every = 1, .n_chunks = 1000};
+    CHECK(try_to_build(&made, loss, 1, &many) == KL_OK);
+    CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
     fini(&made);
     const KlHomes offloaded = {.is_graph = true, .offload_every = 1, .keep_every = 1};
     CHECK(try_to_build(&made, loss, 1, &offloaded) == KL_OK);
-    CHECK(n_waiting(&made, KL_STEP_FORWARD) == 0);
+    CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
     fini(&made);
     program_fini(&made.p);
 }
@@ -201,19 +214,19 @@ test_what_is_made_again(void)
     build(&made, loss, 1, true, 1);
     for (int i = 0; i < 4; i++) {
         CHECK(n_let_go(&made, crossing[i]) == 1);
-        CHECK(n_times(&made, KL_STEP_AGAIN, crossing[i]) == 0);
+        CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
     }
     fini(&made);
     build(&made, loss, 1, true, 2);
     for (int i = 0; i < 4; i++) {
-        CHECK(n_times(&made, KL_STEP_RELEASE, crossing[i]) == (i % 2 == 0 ? 2 : 1));
-        CHECK(n_times(&made, KL_STEP_AGAIN, crossing[i]) == (i % 2 == 0 ? 1 : 0));
+        CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == (i % 2 == 0 ? 2 : 1));
+        CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == (i % 2 == 0 ? 1 : 0));
     }
     fini(&made);
     build(&made, loss, 1, true,
           9); /* all of it; the last is read by a body that goes back at once */
     for (int i = 0; i < 4; i++) {
-        CHECK(n_times(&made, KL_STEP_AGAIN, crossing[i]) == (i < 3 ? 1 : 0));
+        CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == (i < 3 ? 1 : 0));
     }
     fini(&made);
     program_fini(&made.p);
@@ -230,17 +243,16 @@ test_what_is_offloaded(void)
     const KlHomes homes = {.is_graph = true, .offload_every = 1, .keep_every = 1};
     CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
     for (int i = 0; i < 3; i++) {
-        CHECK(n_times(&made, KL_STEP_FORWARD, crossing[i]) == 1);
-        CHECK(n_times(&made, KL_STEP_AGAIN, crossing[i]) == 0);
-        CHECK(n_times(&made, KL_STEP_RELEASE, crossing[i]) == 1);
+        CHECK(n_times(&made, KL_STEP_HOME, crossing[i]) == 1);
+        CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
+        CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == 1);
     }
-    CHECK(n_times(&made, KL_STEP_FUSED, loss) == 0);
     fini(&made);
     KlValueId sorted = CALL1(&made.p, "sort", crossing[1], INT(0));
     loss = call2(&made.p, "mul", loss, call1(&made.p, "mean", sorted));
     CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
-    CHECK(n_times(&made, KL_STEP_FORWARD, crossing[0]) == 1);
-    CHECK(n_times(&made, KL_STEP_FORWARD, crossing[1]) == 0);
+    CHECK(n_times(&made, KL_STEP_HOME, crossing[0]) == 1);
+    CHECK(n_times(&made, KL_STEP_HOME, crossing[1]) == 0);
     fini(&made);
     program_fini(&made.p);
 }
@@ -255,9 +267,9 @@ test_one_at_a_time(void)
     KlValueId loss = layers(&made, s, crossing, 3);
     build(&made, loss, 1, false, 1);
     for (int i = 0; i < 3; i++) {
-        CHECK(n_times(&made, KL_STEP_RELEASE, crossing[i]) == 1);
+        CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == 1);
     }
-    CHECK(n_times(&made, KL_STEP_RELEASE, loss) == 0); /* the user has it */
+    CHECK(n_times(&made, KL_STEP_FREE, loss) == 0); /* the user has it */
     fini(&made);
     program_fini(&made.p);
 }
@@ -274,22 +286,24 @@ test_segments(void)
     }
     KlValueId mean = call1(&made.p, "mean", h), loss = call2(&made.p, "mul", mean, mean);
     build(&made, loss, 3, true, 1);
-    uint32_t n_back = 0;
+    uint32_t n_back = 0, n_run = 0;
     for (size_t i = 0; i < made.schedule.n_steps; i++) {
         const KlStep *step = &made.schedule.steps[i];
-        n_back += step->op == KL_STEP_BACK ? step->n_runs : 0;
+        n_back += step->op == KL_STEP_BACK;
+        n_run += step->op == KL_STEP_RUN;
     }
-    CHECK(n_back == 3);
+    CHECK(n_back == 3 &&
+          n_run == 3 + 2 + 3); /* forward; once more, all but the last; with their graphs */
     uint32_t n_inner = 0;
     for (size_t r = 0; r < made.program.n_runs; r++) {
         const KlRun *run = &made.program.runs[r];
         for (uint32_t i = 0; i < run->inner.n; i++, n_inner++) {
             KlValueId value = made.program.inner.ids[run->inner.first + i];
-            CHECK(n_times(&made, KL_STEP_RELEASE, value) == 0);
+            CHECK(n_times(&made, KL_STEP_FREE, value) == 2); /* a chunk, forward and back */
         }
     }
     CHECK(n_inner == 2);
-    CHECK(n_times(&made, KL_STEP_RELEASE, mean) == 1);
+    CHECK(n_times(&made, KL_STEP_FREE, mean) == 1);
     fini(&made);
     program_fini(&made.p);
 }

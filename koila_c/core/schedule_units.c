@@ -1,0 +1,279 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* schedule_units.c - finds the bodies and joints of a program, and says what becomes of what each leaves. */
+#include "schedule_units.h"
+
+#include "alloc.h"
+
+void
+kl_units_add_value(KlBuild *build, KlValueId value)
+{
+    KlIds *values = &build->schedule->values;
+    if (build->status == KL_OK) {
+        build->status = kl_alloc_reserve((void **)&values->ids, &values->n_max, values->n + 1,
+                                         sizeof(uint32_t), build->error);
+    }
+    if (build->status == KL_OK) {
+        values->ids[values->n++] = value;
+    }
+}
+
+KlSlice
+kl_units_values_from(const KlBuild *build, size_t first)
+{
+    return (KlSlice){.first = (uint32_t)first, .n = (uint32_t)(build->schedule->values.n - first)};
+}
+
+bool
+kl_units_is_parts(const KlBuild *build, KlValueId value)
+{
+    KlNodeId node = build->tape->values[value].node;
+    return node != KL_ID_NONE && build->tape->nodes[node].mode == KL_MODE_REDUCE;
+}
+
+/* Bodies for each of which the tail may be run on zeros. */
+enum { FUSED_MAX = 16 };
+
+/* The gradients of a fused body are known when its first chunk has run: its tail is linear, so it asks nothing of
+ * what other bodies leave for the same joints. Of many only some are, for each goes through the tail. */
+static void
+find_fused(KlBuild *build)
+{
+    const KlStages *stages = &build->program->stages;
+    uint32_t n_fused = 0;
+    for (uint32_t u = build->n_units; u-- > 0;) {
+        KlUnit *unit = &build->units[u];
+        bool is_last = kl_units_run(build, unit, 0)->stage == stages->last_body;
+        bool can_fuse = build->homes->is_graph && stages->is_tail_linear;
+        unit->is_fused = can_fuse && is_last && unit->has_gradient && n_fused < FUSED_MAX;
+        n_fused += unit->is_fused;
+    }
+}
+
+static void
+find_units(KlBuild *build)
+{
+    const KlProgram *program = build->program;
+    for (uint32_t run = 0; run < program->n_staged; run = kl_program_end(program, run)) {
+        KlUnit *unit = &build->units[build->n_units++];
+        unit->runs = (KlSlice){.first = run, .n = kl_program_end(program, run) - run};
+        unit->is_body = kl_program_is_body(&program->runs[run]);
+        for (uint32_t i = 0; i < unit->runs.n; i++) {
+            unit->has_gradient |= program->runs[run + i].has_gradient;
+        }
+    }
+}
+
+/* Whether other units run between the forward of a body and its backward. */
+static bool
+goes_back(const KlUnit *unit)
+{
+    return unit->is_body && unit->has_gradient && !unit->is_fused;
+}
+
+/* Who makes a value that leaves a run. */
+static void
+find_left(KlBuild *build, uint32_t u, uint32_t r)
+{
+    const KlProgram *program = build->program;
+    const KlRun *run = &program->runs[r];
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlFacts *facts = &build->facts[kl_units_export(build, run, i)];
+        facts->unit = u;
+        facts->run = r;
+        facts->is_used_back = goes_back(&build->units[u]);
+    }
+    for (uint32_t i = 0; i < run->inner.n; i++) {
+        build->facts[program->inner.ids[run->inner.first + i]].is_inner = true;
+    }
+}
+
+/* What a run reads: who is the last to read it, and how. */
+static void
+find_read(KlBuild *build, uint32_t u, uint32_t r)
+{
+    const KlProgram *program = build->program;
+    const KlRun *run = &program->runs[r];
+    for (uint32_t i = 0; i < run->imports.n; i++) {
+        const KlImport *import =
+            &program->stages.imports[program->imports.ids[run->imports.first + i]];
+        KlFacts *facts = &build->facts[import->value];
+        bool is_crossing = facts->unit != KL_NOWHERE && facts->unit != u;
+        bool is_by_rows = kl_place_is_rows(&import->place);
+        facts->is_handed |= facts->unit == u;
+        facts->last_read = is_crossing ? u : facts->last_read;
+        facts->is_read_whole |= is_crossing && !is_by_rows;
+        facts->is_read_by_rows |= is_crossing && is_by_rows;
+        facts->is_used_back |= goes_back(&build->units[u]);
+    }
+    for (uint32_t i = 0; i < run->combined.n; i++) {
+        KlNodeId id = program->combined.ids[run->combined.first + i];
+        build->facts[build->tape->nodes[id].first_out].last_read = u;
+    }
+}
+
+static void
+find_crossing(KlBuild *build)
+{
+    for (int is_reading = 0; is_reading < 2; is_reading++) {
+        for (uint32_t u = 0; u < build->n_units; u++) {
+            KlSlice runs = build->units[u].runs;
+            for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
+                (is_reading ? find_read : find_left)(build, u, r);
+            }
+        }
+    }
+}
+
+bool
+kl_units_can_be_again(const KlBuild *build, KlValueId value)
+{
+    const KlFacts *facts = &build->facts[value];
+    return !kl_units_is_parts(build, value) && !facts->is_inner &&
+           kl_place_is_rows(&build->tape->values[value].meta.place) && !facts->is_read_whole &&
+           !build->program->is_kept[value] && !kl_tape_is_looked_at(build->tape, value) &&
+           facts->last_read != KL_NOWHERE;
+}
+
+/* Note which values are read outside of the body of the checkpoint that makes them. */
+static void
+find_open(KlBuild *build)
+{
+    const KlTape *tape = build->tape;
+    const KlStages *stages = &build->program->stages;
+    for (size_t i = 0; i < stages->n_nodes && build->program->is_checkpointed; i++) {
+        const KlNode *node = &tape->nodes[i];
+        for (uint32_t k = 0; k < node->n_inputs && stages->node_stage[i] != KL_STAGE_NONE; k++) {
+            KlValueId value = tape->inputs[node->first_input + k].value;
+            KlNodeId maker = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
+            bool is_inside = maker != KL_ID_NONE && tape->nodes[maker].region == node->region;
+            if (value != KL_ID_NONE && !is_inside) {
+                build->facts[value].is_open = true;
+            }
+        }
+    }
+}
+
+bool
+kl_units_is_remade(const KlBuild *build, const KlUnit *unit, KlValueId value)
+{
+    KlNodeId maker = build->tape->values[value].node;
+    bool is_honoured = build->program->is_checkpointed && build->homes->offload_every == 0;
+    bool is_inside = is_honoured && unit->is_body && unit->has_gradient && maker != KL_ID_NONE &&
+                     build->tape->nodes[maker].region != 0 && !build->facts[value].is_open;
+    return (unit->is_again || is_inside) && kl_units_can_be_again(build, value);
+}
+
+/* Say for each body that goes back where its outputs are until then: kept, recomputed, or offloaded. */
+static void
+choose_homes(KlBuild *build)
+{
+    const KlHomes *homes = build->homes;
+    uint32_t n_leaving = 0;
+    for (uint32_t u = 0; u < build->n_units; u++) {
+        KlUnit *unit = &build->units[u];
+        unit->is_offloaded = homes->offload_every == 1 && unit->is_body;
+        bool leaves_rows = false;
+        for (uint32_t r = 0; r < unit->runs.n && unit->is_body; r++) {
+            const KlRun *run = kl_units_run(build, unit, r);
+            for (uint32_t i = 0; i < run->exports.n; i++) {
+                leaves_rows |= kl_units_can_be_again(build, kl_units_export(build, run, i));
+            }
+        }
+        if (leaves_rows && unit->has_gradient) {
+            n_leaving++;
+            unit->is_again = homes->keep_every > 1 && n_leaving % homes->keep_every != 0;
+            unit->is_offloaded |= homes->offload_every > 1 && n_leaving % homes->offload_every == 0;
+        }
+    }
+}
+
+/* Whether a body goes forward and comes back later, with all that it leaves and is given kept meanwhile. */
+static bool
+is_kept_to_its_backward(const KlBuild *build, const KlUnit *unit)
+{
+    const KlHomes *homes = build->homes;
+    return !build->program->is_checkpointed && homes->is_graph && homes->keep_every <= 1 &&
+           homes->offload_every == 0 && goes_back(unit) && unit->runs.n == 1;
+}
+
+/* Choose what is emptied: of what bodies leave for those that are not at once gone back through. */
+static void
+choose_light(KlBuild *build, const KlWaiting *waiting)
+{
+    for (uint32_t u = 0; u < build->n_units && build->homes->n_light > 0; u++) {
+        const KlUnit *unit = &build->units[u];
+        const KlRun *run = kl_units_run(build, unit, 0);
+        if (!is_kept_to_its_backward(build, unit) || build->status != KL_OK) {
+            continue;
+        }
+        for (uint32_t i = 0; i < run->exports.n; i++) {
+            KlValueId value = kl_units_export(build, run, i);
+            build->may_be_light[value] = kl_units_can_be_again(build, value) &&
+                                         !build->units[build->facts[value].last_read].is_fused;
+        }
+        build->status = kl_waiting_find_light(waiting, unit->runs.first, build->may_be_light,
+                                              build->homes->n_light);
+    }
+}
+
+/* Calls, and so nodes of autograd and of ours, take about so much of the process for each chunk whose graph waits. */
+#define BYTES_OF_A_CALL 4096
+/* So many bytes of waiting graphs are little; else they are to be a small part of what the body keeps anyway. */
+#define FEW_BYTES (UINT64_C(1) << 20)
+#define SMALL_PART 8
+
+/* Whether the graphs of all chunks are small beside what they leave: of many chunks of a few numbers they are not. */
+static bool
+is_worth_waiting(const KlBuild *build, const KlRun *run)
+{
+    uint64_t left = 0, graphs = (uint64_t)build->homes->n_chunks * run->nodes.n * BYTES_OF_A_CALL;
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlValueId value = kl_units_export(build, run, i);
+        const KlMeta *meta = &build->tape->values[value].meta;
+        bool is_home = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place);
+        left += is_home ? (uint64_t)kl_meta_n_elements(meta) * kl_meta_dtype_bytes(meta->dtype) : 0;
+    }
+    return graphs <= FEW_BYTES || graphs <= left / SMALL_PART;
+}
+
+static void
+choose_waiting(KlBuild *build)
+{
+    KlIds *values = &build->schedule->values, needs = {0};
+    const KlWaiting waiting = {.tape = build->tape,
+                               .program = build->program,
+                               .known = build->known,
+                               .lights = &build->schedule->lights,
+                               .error = build->error};
+    choose_light(build, &waiting);
+    for (uint32_t u = 0; u < build->n_units && build->status == KL_OK; u++) {
+        KlUnit *unit = &build->units[u];
+        const KlRun *run = kl_units_run(build, unit, 0);
+        size_t first = values->n;
+        needs.n = 0;
+        if (!is_kept_to_its_backward(build, unit)) {
+            continue;
+        }
+        build->status = kl_waiting_find(&waiting, run, &unit->waits, values, &needs);
+        unit->waits = unit->waits && is_worth_waiting(build, run);
+        values->n = unit->waits ? values->n : first;
+        unit->again = kl_units_values_from(build, first);
+        first = values->n;
+        for (size_t i = 0; i < needs.n && unit->waits; i++) {
+            kl_units_add_value(build, needs.ids[i]);
+        }
+        unit->needs = kl_units_values_from(build, first);
+    }
+    kl_alloc_free(needs.ids);
+}
+
+void
+kl_units_find(KlBuild *build)
+{
+    find_units(build);
+    find_fused(build);
+    find_crossing(build);
+    find_open(build);
+    choose_homes(build);
+    choose_waiting(build);
+}
