@@ -430,6 +430,7 @@ KINDS: dict[str, list[str]] = {
         "with torch.autograd.graph.save_on_cpu():\n    {name} = {head}({f})",
         "{name} = checkpoint({head}, {f}, use_reentrant=False)",
         "{name} = checkpoint({head}, {s}, use_reentrant=True)",
+        "{name} = checkpoint(lambda a, b={g}: {head}(a) * b, {f}, use_reentrant=False)",
         "{name} = checkpoint(lambda a, b: {head}(a) * b, {f}, {g}, use_reentrant=False)",
         "{name} = checkpoint({head}, {f}, use_reentrant=False, preserve_rng_state=False)",
         "{name} = checkpoint_sequential(nn.Sequential({head}, {head}), 2, {s},"
@@ -587,6 +588,11 @@ KINDS: dict[str, list[str]] = {
         "del {f}",
         "with torch.no_grad():\n    {f}.mul_(0.5)",
         "{f}.data.mul_(0.5)",
+        "{f}.detach().mul_(0.5)",
+        "{name} = {f}.detach().requires_grad_()\nwith torch.no_grad():\n    {name}.mul_(0.9)",
+        "{name} = nn.Parameter({f}.detach())\n{name}.data.add_(0.1)",
+        "{name} = {f}.data\n{name}.clamp_(-1, 1)",
+        "{name} = {f} * 1\n{name}d = {name}.detach()\n{name}d[0] = 0.5",
         "{f}.add_(0.1)",
         "{f}[0] = 0.0",
         "torch.manual_seed(5)",
@@ -602,6 +608,8 @@ KINDS: dict[str, list[str]] = {
         "{name} = (torch.autograd.grad(head({s}).sum(), {s}, create_graph=True)[0].norm(dim=1) - 1)"
         ".pow(2).mean()",
         "{name} = torch.autograd.grad({f}.sum(), {s}, retain_graph=True)[0]",
+        "{name} = torch.autograd.grad({l}, list(disc.parameters()), retain_graph=True,"
+        " allow_unused=True)",
         "{name} = torch.autograd.grad({f}, {s}, torch.ones_like({f}), retain_graph=True)[0]",
         "{l}.backward(retain_graph=True)",
         "{l}.backward(retain_graph=True)\n{name} = [p.grad.clone() for p in net.parameters()]",
