@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from koila import derived
+from koila import derived, uneven
 from samples_kit import Sample, call, f, i, p
 
 Make = Callable[[], list[Sample]]
@@ -329,8 +329,11 @@ def packed(n_gates: int, *, is_lstm: bool = False) -> Make:
         made = []
         for args, kwargs in recurrent(n_gates, is_lstm=is_lstm)():
             for lengths in ([5, 5, 4, 2], [2, 5, 4, 5]):
-                words = (*args[1:], lengths == sorted(lengths, reverse=True))
-                made.append(call(args[0], torch.tensor(lengths), *words, **kwargs))
+                is_sorted = lengths == sorted(lengths, reverse=True)
+                n_steps, states = torch.tensor(lengths), args[1] if is_lstm else (args[1],)
+                kind = n_gates, args[4], args[7], args[8], is_sorted
+                needs = uneven.needs(args[0], states, n_steps, *kind)
+                made.append(call(args[0], n_steps, *args[1:], is_sorted, needs, **kwargs))
         return made
 
     return make

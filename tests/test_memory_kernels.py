@@ -314,46 +314,6 @@ def test_strided_convolutions_in_blocks(case: Any) -> None:
     assert 0.96 <= backward <= 1.2
 
 
-class PackedLayer(nn.Module):
-    """Of all steps of rows of many lengths."""
-
-    def __init__(self, kind: str, n_layers: int, is_both: bool) -> None:
-        super().__init__()
-        kinds: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
-        options = {"bidirectional": is_both, "batch_first": True}
-        self.layer = kinds[kind](24, 32, n_layers, **options)
-        self.head = nn.Linear(64 if is_both else 32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.randint(1, 49, (len(x),), generator=torch.Generator().manual_seed(3))
-        given = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
-        out, _ = nn.utils.rnn.pad_packed_sequence(self.layer(given)[0], True)
-        return self.head(out)
-
-
-@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
-@pytest.mark.parametrize(("n_layers", "is_both"), [(1, False), (2, False), (1, True), (2, True)])
-def test_packed_layers(
-    kind: str, n_layers: int, is_both: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are said to take what their steps take, whole within 5 %; in chunks not less than that
-    of the longest rows."""
-    program = Program(
-        kind,
-        lambda: PackedLayer(kind, n_layers, is_both),
-        lambda n, g: (randn(g, n, 48, 24),),
-        lambda model, x: model(x).pow(2).mean(),
-    )
-    measure(program, 8, koila.lazy, **single)
-    for chunks, most in ((1, 1.05), (4, 1.15)):
-        memory = Allocations()
-        options = koila.config(memory_limit=2**40) if chunks == 1 else split(chunks)
-        with monkeypatch.context() as patch, options:
-            prediction = Prediction(memory, patch, is_whole=chunks == 1)
-            _, peak = measure(program, 96, koila.lazy, memory, **single)
-        assert 0.98 <= prediction.n_bytes / peak <= most
-
-
 class PlainLayer(nn.Module):
     """Of steps of rows of one length."""
 
@@ -393,3 +353,4 @@ def test_parts_of_many_chunks_count() -> None:
     plain = made_up(1000, 100.0, 10.0)
     assert plain.largest_chunk(3000) == 290
     assert plain.least()[0] == 1
+    assert made_up(0, 0.0, 0.0).largest_chunk(1.0) == 0

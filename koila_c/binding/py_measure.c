@@ -123,20 +123,21 @@ told(const KlMeasured *measured)
                          measured->whole);
 }
 
-/* measure(program, homes, cloned, (bytes of a generator's state, of those kept), noise_of, peak_of) -> (moments:
- * KlMoment[] as bytes, rows, bytes of a live run) */
+/* measure(program, homes, cloned, (bytes of a generator's state, of those kept), noise_of, peak_of, (KlKnown's steps,
+ * turns)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
 PyObject *
 kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *handle = NULL, *cloned = NULL, *noise_of = NULL, *peak_of = NULL, *result = NULL;
     KlHomes homes = {0};
     long long bytes_state = 0, bytes_drawn = 0;
+    double steps = 1, turns = 1;
     KlMeasured measured = {0};
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL ||
-        !PyArg_ParseTuple(args, "OO&O(LL)OO:measure", &handle, kl_schedule_homes, &homes, &cloned,
-                          &bytes_state, &bytes_drawn, &noise_of, &peak_of)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "OO&O(LL)OO|(dd):measure", &handle,
+                                          kl_schedule_homes, &homes, &cloned, &bytes_state,
+                                          &bytes_drawn, &noise_of, &peak_of, &steps, &turns)) {
         return NULL;
     }
     const KlProgram *program = kl_program_of(handle, tape);
@@ -161,7 +162,9 @@ kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
     double bytes_graphs = homes.is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
     const KlOutside outside = {.known = {.is_cut_in_place = found.is_cut_in_place,
                                          .has_grad = found.has_grad,
-                                         .is_cloned = found.is_cloned},
+                                         .is_cloned = found.is_cloned,
+                                         .steps = steps,
+                                         .turns = turns},
                                .bytes_state = bytes_state,
                                .bytes_drawn = bytes_drawn,
                                .bytes_noise = found.bytes_noise,
@@ -170,10 +173,7 @@ kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
         kl_measure_step(&tape->core, program, &outside, &homes, &measured, &error) != KL_OK) {
         (void)kl_py_raise(&error);
     }
-    if (PyErr_Occurred()) {
-        goto error;
-    }
-    result = told(&measured);
+    result = PyErr_Occurred() ? NULL : told(&measured);
 error:
     kl_measure_fini(&measured);
     Py_XDECREF(found.graphs);
@@ -184,9 +184,9 @@ error:
     return result;
 }
 
-/* Arguments (moments, rows of all, one more) by a format: what measure() gave for a program. */
+/* Arguments (moments, rows of all, rows of a chunk) by a format: what measure() gave for a program. */
 static int
-read_measured(PyObject *args, const char *format, KlMeasured *measured, void *more)
+read_measured(PyObject *args, const char *format, KlMeasured *measured, long long *more)
 {
     PyObject *moments = NULL;
     long long rows = 0;
@@ -243,16 +243,4 @@ kl_measure_moments_of(PyObject *Py_UNUSED(module), PyObject *args)
         PyList_SET_ITEM(list, (Py_ssize_t)i, entry);
     }
     return list;
-}
-
-/* largest_chunk(moments, rows of all, budget) -> rows */
-PyObject *
-kl_measure_largest_of(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    double budget = 0;
-    KlMeasured measured = {0};
-    if (read_measured(args, "SLd:largest_chunk", &measured, &budget) < 0) {
-        return NULL;
-    }
-    return PyLong_FromLongLong(kl_measure_largest_chunk(&measured, budget));
 }

@@ -400,8 +400,9 @@ kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
     call->row->saves(call, result, saves);
     if (!is_saved) { /* it makes what it would keep all the same: scores, statistics, indices */
-        *saves = (KlSaves){.bytes_workspace = saves->bytes_workspace + saves->bytes_extra,
-                           .bytes_row = saves->bytes_row,
-                           .bytes_steps = saves->bytes_steps};
+        saves->bytes_workspace += saves->bytes_extra;
+        saves->inputs = saves->outputs = 0;
+        saves->bytes_extra = saves->bytes_fixed = saves->bytes_backward = 0;
+        saves->is_extra_rows = saves->gives_view = false;
     }
 }

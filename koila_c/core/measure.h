@@ -44,7 +44,4 @@ double kl_measure_at(const KlMeasured *measured, const KlMoment *moment, int64_t
 /* Bytes with chunks of `rows` rows, and the first moment that needs so many; 0 where there is none. */
 double kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst);
 
-/* The most rows of a chunk that fits; 0 where none does. */
-int64_t kl_measure_largest_chunk(const KlMeasured *measured, double budget);
-
 #endif

@@ -109,6 +109,26 @@ typedef struct KlSplit {
     bool is_open;
 } KlSplit;
 
+/* What a recurrent layer needs over rows of many lengths, which it fills up to the longest only in what it is given and
+ * gives (koila/uneven.py). From `kept` on: bytes of a step of a row, and of one at a *turn*: where a layer that goes
+ * back through time takes up more rows, it copies the states of all. */
+typedef enum {
+    KL_UNEVEN_STEPS, /* of all rows; 0: it is no such layer */
+    KL_UNEVEN_TURNS,
+    KL_UNEVEN_BYTES,       /* of gradients of weights on their way */
+    KL_UNEVEN_TURNED,      /* gradients that come are copied */
+    KL_UNEVEN_KEPT,        /* for backward */
+    KL_UNEVEN_RUN = 6,     /* until results are there */
+    KL_UNEVEN_PLAIN = 8,   /* the same without a graph */
+    KL_UNEVEN_BESIDE = 10, /* beside results, and beside the gradients that come for them */
+    KL_UNEVEN_LAST = 12,   /* beside the gradients that it makes, when all else is gone */
+    KL_UNEVEN_BACK =
+        14, /* when those that come are gone, and what is made is not there: at most; */
+    KL_UNEVEN_SECOND = 16,  /* in the second direction; */
+    KL_UNEVEN_WEIGHTS = 18, /* and beside gradients of weights */
+    KL_N_UNEVEN = 20,
+} KlUneven;
+
 /* What torch keeps for backward, given which inputs require grad. */
 typedef struct KlSaves {
     uint64_t inputs;         /* bit i: input i is saved (inputs over 63 are never saved by a row) */
@@ -121,6 +141,7 @@ typedef struct KlSaves {
     int64_t bytes_row;       /* of one row, needed while either runs, however many rows there are */
     int64_t bytes_steps;     /* needed while the op runs without a graph: results of steps */
     bool gives_view;         /* as KlHeld's, for this call */
+    float uneven[KL_N_UNEVEN];
 } KlSaves;
 
 typedef struct KlRow KlRow;

@@ -7,7 +7,7 @@
 #include <string.h>
 
 /* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first; a packed layer has the lengths
- * after its input, and last whether they are sorted, their sum, and how much of that is not by rows (packed.py). */
+ * after its input, and last whether they are sorted, and what it needs (KlUneven). */
 enum {
     INPUT,
     STATE,
@@ -19,8 +19,7 @@ enum {
     BIDIRECTIONAL,
     BATCH_FIRST,
     IS_SORTED,
-    STEPS,
-    BESIDE
+    NEEDS
 };
 
 typedef struct {
@@ -245,45 +244,6 @@ save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
     saves->bytes_backward = 4 * 6 * n_steps * n_rows * n_hidden;
 }
 
-/* As many gates and states as all rows have steps, but padded inputs and results, which are copied where rows are not
- * sorted; going back, the gradient of a part of the gates is as large as that of all. As measured. */
-static void
-save_packed(const KlCall *call, const Layer *layer, const KlInferred *result, KlSaves *saves)
-{
-    int64_t n_steps = 0, n_beside = 0;
-    if (kl_rules_int(call, word(call, STEPS), 0, &n_steps) != KL_OK ||
-        kl_rules_int(call, word(call, BESIDE), 0, &n_beside) != KL_OK || n_steps <= 0) {
-        n_steps = layer->input->shape[0] * layer->input->shape[1];
-    }
-    int64_t n_hidden = layer->states[layer->n_states - 1]->shape[2], n_both = layer->n_directions;
-    int64_t size = (int64_t)kl_meta_dtype_bytes(layer->input->dtype),
-            n_in = kl_meta_n_bytes(layer->input);
-    int64_t n_out = kl_meta_n_bytes(&result->outs[0]), n_cell = n_hidden * size; /* of a step */
-    int64_t n_of_layer = layer->n_gates > 1 ? 7 * n_both : 2 * n_both - 1;
-    int64_t n_kept = layer->input->shape[2];
-    if (result->outs[0].requires_grad) { /* else it is freed step by step */
-        n_kept += n_hidden * (layer->n_layers * n_of_layer + (layer->n_layers - 1) * n_both);
-    }
-    int64_t n_all = n_steps * n_cell, n_rows = n_all - n_beside * n_cell;
-    int64_t n_gates = layer->n_gates + (n_both > 1 ? 3 : 1);
-    int64_t n_gates_back = 2 * layer->n_gates + 1, n_turned = layer->is_sorted ? 0 : n_out;
-    int64_t n_given = kl_rules_needs_grad(call, 0) ? n_in : 0; /* a gradient made last */
-    bool is_wide = (n_gates - n_both) * n_all < n_out + n_turned;
-    bool is_wide_back = (n_gates_back - n_both) * n_all < 2 * n_out;
-    saves->outputs = 0;
-    int64_t n_states = layer->n_states * kl_meta_n_bytes(layer->states[0]);
-    int64_t n_copied = n_in + 2 * n_states + 24 * layer->states[0]->shape[1];
-    saves->bytes_workspace = (layer->is_sorted ? 0 : n_copied) +
-                             (is_wide ? n_both * n_rows + n_turned : n_gates * n_rows - n_out);
-    saves->bytes_backward =
-        (is_wide_back ? n_both * n_rows + n_out : n_gates_back * n_rows - n_out) - n_given;
-    saves->bytes_row = kl_larger(is_wide ? n_both : n_gates, is_wide_back ? n_both : n_gates_back) *
-                       n_beside * n_cell;
-    saves->bytes_steps = (layer->n_layers > 1 ? 2 : 1) * n_both * n_rows;
-    saves->bytes_fixed += n_kept * n_beside * size;
-    kl_rules_save_new(result, saves, n_kept * (n_steps - n_beside), layer->input->dtype);
-}
-
 /* Gates and states of every step, and what goes from layer to layer (with dropout twice), and of an input that is
  * turned a copy for each direction. While it runs, the input's part of all gates, of all steps of a layer at once;
  * of two directions the results of both, too. Without a graph: the results of steps, and the layer before. */
@@ -307,7 +267,16 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     saves->inputs &= ~(uint64_t)(is_copied);                     /* the copy, not the input */
     saves->outputs = layer.n_gates == 1 ? 0 : (is_lstm ? 7 : 3); /* without gates, steps alone */
     if (layer.is_packed) {
-        save_packed(call, &layer, result, saves);
+        const KlArg *needs = &call->args[word(call, NEEDS)];
+        for (uint32_t i = 0; needs->kind == KL_ARG_INTS && i < needs->n && i < KL_N_UNEVEN; i++) {
+            saves->uneven[i] = (float)needs->u.ints[i];
+        }
+        const float *uneven = saves->uneven;
+        float kept = uneven[KL_UNEVEN_KEPT] * uneven[KL_UNEVEN_STEPS] +
+                     uneven[KL_UNEVEN_KEPT + 1] * uneven[KL_UNEVEN_TURNS];
+        saves->bytes_extra = result->outs[0].requires_grad ? (int64_t)kept : 0;
+        saves->outputs = 0;
+        saves->is_extra_rows = true;
         return;
     }
     if (is_lstm && dtype == KL_DTYPE_FLOAT32) {

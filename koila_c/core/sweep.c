@@ -154,6 +154,21 @@ by_rows(const KlSweep *sweep, const KlNode *node, int64_t bytes)
                                            : (KlBytes){(double)bytes, 0};
 }
 
+/* Bytes of a layer over rows of many lengths. */
+static KlBytes
+by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
+{
+    const KlNode *node = &sweep->tape->nodes[sweep->span.nodes[at]];
+    const float *uneven = node->saves.uneven;
+    const KlKnown *known = &sweep->known;
+    double steps = (double)uneven[of] * uneven[KL_UNEVEN_STEPS];
+    double turns = (double)uneven[of + 1] * uneven[KL_UNEVEN_TURNS];
+    bool is_body = sweep->span.is_body;
+    return by_rows(
+        sweep, node,
+        (int64_t)(is_body ? steps * known->steps + turns * known->turns : steps + turns));
+}
+
 /* Whether values are kept for backward: not where a chunk keeps something else in their place. */
 static bool
 saves_values(const KlSweep *sweep, const KlSweepNode *node)
@@ -184,6 +199,10 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
     const KlHeld *held = held_by(sweep, node);
     KlBytes workspace = zero, steps = zero;
     *further = zero;
+    if (node->is_uneven) {
+        *further = has_gradient(sweep, node) ? by_steps(sweep, at, KL_UNEVEN_KEPT) : zero;
+        return by_steps(sweep, at, KL_UNEVEN_BESIDE);
+    }
     if (node->has_bytes) {
         const KlNode *told = &sweep->tape->nodes[sweep->span.nodes[at]];
         *further = told->saves.is_extra_rows ? by_rows(sweep, told, told->saves.bytes_extra)
@@ -251,6 +270,7 @@ find_lifetimes(KlSweep *sweep)
         const KlSweepNode *node = node_at(sweep, at);
         const KlValueId *inputs = inputs_of(sweep, node);
         bool is_saving = saves_values(sweep, node), is_back = has_gradient(sweep, node);
+        sweep->n_uneven += node->is_uneven;
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlSweepStorage *storage = storage_of(sweep, node->first_out + k);
             storage->last_use = at;
@@ -317,6 +337,7 @@ kl_sweep_open(KlSweep *sweep, const KlSpan *span)
     sweep->made = sweep->further = sweep->gradients = zero;
     sweep->freed = 0;
     sweep->most = 0;
+    sweep->n_uneven = 0;
     find_cut(sweep);
     for (uint32_t i = 0; i < span->n_combined; i++) {
         const KlSweepNode *node = &sweep->nodes[span->combined[i]];
@@ -443,10 +464,11 @@ note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
 static KlStatus
 make_room(const KlSweep *sweep, KlMoments *moments, KlError *error)
 {
-    return moments == NULL ? KL_OK
-                           : kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
-                                              moments->n + 2 * sweep->span.n_nodes + 1,
-                                              sizeof(KlMoment), error);
+    return moments == NULL
+               ? KL_OK
+               : kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
+                                  moments->n + 2 * sweep->span.n_nodes + 5 * sweep->n_uneven + 1,
+                                  sizeof(KlMoment), error);
 }
 
 /* Whether only the labels of a reduction are counted here, as far as its scores are not needed for that. */
@@ -475,6 +497,11 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     if (is_early(sweep, at)) {
         note(sweep, sweep->span.nodes[at], bytes_to_count(sweep, node), moments);
         return;
+    }
+    if (node->is_uneven) {
+        bool is_graph = has_gradient(sweep, node);
+        note(sweep, sweep->span.nodes[at],
+             by_steps(sweep, at, is_graph ? KL_UNEVEN_RUN : KL_UNEVEN_PLAIN), moments);
     }
     bool is_parts = parts_of(sweep, node) != NULL;
     KlBytes terms = is_parts || sweep->span.is_live ? terms_of(sweep, node) : zero;
@@ -767,13 +794,39 @@ free_kept(KlSweep *sweep, uint32_t at)
     }
 }
 
+/* A recurrent layer takes the steps out of the gradient that comes, goes back through them, and puts what it makes
+ * where its input's were: at most one of these is filled up to the longest row. */
+static void
+go_back_through_steps(KlSweep *sweep, uint32_t at, KlBytes more, KlMoments *moments)
+{
+    KlNodeId id = sweep->span.nodes[at];
+    KlValueId out = node_at(sweep, at)->first_out, buffer = state_of(sweep, out)->buffer;
+    const float *uneven = sweep->tape->nodes[id].saves.uneven;
+    KlBytes come = zero, beside = by_steps(sweep, at, KL_UNEVEN_BESIDE);
+    if (buffer == KL_ID_NONE) { /* of last states alone, which is little */
+        come = times(-1, beside);
+    } else if (state_of(sweep, buffer)->n_users == 1 && !state_of(sweep, buffer)->is_expanded) {
+        come = times(-1, size_of(sweep, buffer));
+    }
+    if (buffer != KL_ID_NONE) {
+        note(sweep, id, plus(more, beside), moments);
+        note(sweep, id, times(uneven[KL_UNEVEN_TURNED], size_of(sweep, out)), moments);
+    }
+    for (KlUneven of = KL_UNEVEN_BACK; of <= KL_UNEVEN_WEIGHTS; of += 2) {
+        bool is_last = of == KL_UNEVEN_WEIGHTS;
+        KlBytes weights = {.fixed = is_last ? uneven[KL_UNEVEN_BYTES] : 0};
+        note(sweep, id, plus(plus(come, weights), by_steps(sweep, at, of)), moments);
+    }
+}
+
 static void
 go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
 {
     KlNodeId id = sweep->span.nodes[at];
     const KlSweepNode *node = &sweep->nodes[id];
     const KlHeld *held = held_by(sweep, node);
-    for (uint32_t k = 0; k < node->n_outs && parts_of(sweep, node) == NULL; k++) {
+    for (uint32_t k = 0; k < node->n_outs && parts_of(sweep, node) == NULL && !node->is_uneven;
+         k++) {
         (void)put(sweep, node->first_out + k, KL_ID_NONE);
     }
     KlBytes more = held != NULL ? in_flight(sweep, node, held) : zero, second = zero;
@@ -781,7 +834,9 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     if (state_of(sweep, node->first_out)->is_broadcast && row != NULL && row->copies_expanded) {
         more = plus(more, size_of(sweep, node->first_out));
     }
-    if (node->has_bytes) {
+    if (node->is_uneven) {
+        go_back_through_steps(sweep, at, more, moments);
+    } else if (node->has_bytes) {
         const KlNode *told = &sweep->tape->nodes[id];
         more = plus(more, by_rows(sweep, told, told->saves.bytes_backward));
         more.fixed += (double)told->saves.bytes_row;
@@ -795,11 +850,16 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
             second = plus(second, make_gradient(sweep, node, k));
         }
     }
-    note(sweep, id, plus(more, second), moments);
+    if (!node->is_uneven) {
+        note(sweep, id, plus(more, second), moments);
+    }
     for (uint32_t k = 0; k < node->n_outs; k++) {
         take(sweep, node->first_out + k);
     }
     free_kept(sweep, at);
+    if (node->is_uneven) {
+        note(sweep, id, plus(by_steps(sweep, at, KL_UNEVEN_LAST), second), moments);
+    }
     bool has_sums = false;
     KlBytes sums = add_gradients(sweep, node, &has_sums);
     if (has_sums || second.fixed + second.per_row > 0) {

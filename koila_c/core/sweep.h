@@ -35,6 +35,8 @@ typedef struct KlKnown {
     const bool *is_cut_in_place; /* [n_imports] a chunk of it lies in the memory of the whole */
     const bool *has_grad;        /* [n_values] a leaf of autograd, with a gradient from before */
     const bool *is_cloned;       /* [n_nodes] it writes a clone */
+    double steps,
+        turns; /* of a chunk, in parts of what its rows would have were all alike (KlUneven) */
 } KlKnown;
 
 /* What is gone through: a run, or the program as it was written. */
@@ -79,6 +81,7 @@ typedef struct KlSweepNode {
     uint64_t saved_outputs; /* bit i */
     uint32_t accruing;      /* the input whose gradient a chunk adds to what gathers; KL_ID_NONE */
     KlBytes further;        /* what it keeps beside values in the run that is open */
+    bool is_uneven;         /* a layer over rows of many lengths: KlUneven */
     bool has_bytes;         /* the tape tells of further bytes, a workspace ... */
     bool has_gradient;
     bool is_open;
@@ -103,6 +106,7 @@ typedef struct KlSweep {
     KlSpan span;
     uint32_t serial;                  /* of the run that is open, from 1 on */
     int64_t rows;                     /* of the axis of a body */
+    uint32_t n_uneven;                /* nodes of the span that are KlUneven */
     KlBytes made, further, gradients; /* live now: storages, what else is kept, gradients */
     double freed;                     /* fixed bytes that going back has let go */
     double most;                      /* fixed bytes at the worst moment so far */

@@ -51,6 +51,7 @@ kl_sweep_known_node(KlSweep *sweep, KlNodeId id)
                           .has_bytes = saves->bytes_extra != 0 || saves->bytes_fixed != 0 ||
                                        saves->bytes_workspace != 0 || saves->bytes_backward != 0 ||
                                        saves->bytes_row != 0,
+                          .is_uneven = saves->uneven[KL_UNEVEN_STEPS] > 0,
                           .accruing = kl_stage_accruing(sweep->tape, told),
                           .is_open = told->is_open,
                           .is_writing = told->writes != 0,

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from koila import _core, draws, outside
+from koila import _core, draws, outside, uneven
 from koila.program import AS_IT_IS, Program, Way
 
 # Bytes of the state of the CPU's generator.
@@ -34,15 +36,20 @@ class Estimate:
     moments: bytes  # KlMoment[], measure.h
     rows: int
     whole: float = math.inf  # run live: not cut, each gradient made once
+    #: Rows of many lengths: moments for chunks of so many rows.
+    again: Callable[[int], bytes] | None = None
+
+    def _at(self, rows: int) -> tuple[bytes, int, int]:
+        return (self.moments if self.again is None else self.again(rows)), self.rows, rows
 
     def peak(self, rows: int) -> tuple[float, int]:
         """Bytes with chunks of `rows` rows, and the node that needs them."""
-        n_bytes, _, node = _core.peak(self.moments, self.rows, rows)
+        n_bytes, _, node = _core.peak(*self._at(rows))
         return n_bytes, node
 
     def fixed(self, rows: int) -> float:
         """Bytes at that moment that smaller chunks do not make less."""
-        return _core.peak(self.moments, self.rows, rows)[1]
+        return _core.peak(*self._at(rows))[1]
 
     def least(self) -> tuple[int, float, int]:
         """The least bytes that chunks need: rows of a chunk, bytes, and the node.
@@ -54,11 +61,21 @@ class Estimate:
 
     def course(self, rows: int) -> list[Course]:
         """All moments, in their order, with chunks of `rows` rows; of equal chunks those of one."""
-        return [Course(*one) for one in _core.moments(self.moments, self.rows, rows)]
+        return [Course(*one) for one in _core.moments(*self._at(rows))]
 
     def largest_chunk(self, budget: float) -> int:
-        """The most rows of a chunk that fits; 0 where none does."""
-        return _core.largest_chunk(self.moments, self.rows, budget)
+        """The most rows of a chunk that fits; 0 where none does.
+
+        More chunks are not always less memory: each leaves something, and a row more may have less
+        than its share of steps. What is found fits.
+        """
+        fits, more = self.rows, self.rows + 1
+        while fits > 0 and self.peak(fits)[0] > budget:
+            fits, more = fits // 2, fits
+        while fits > 0 and more - fits > 1:
+            middle = (fits + more) // 2
+            fits, more = (middle, more) if self.peak(middle)[0] <= budget else (fits, middle)
+        return fits
 
 
 def estimate(
@@ -69,6 +86,14 @@ def estimate(
     states = _STATE * program.is_drawing, draws.bytes_kept()
     homes = way.homes(is_graph, is_live)
     noise_of, peak_of = draws.bytes_whole, outside.peak
-    return Estimate(
-        *_core.measure(program.handle, homes, program.cloned, states, noise_of, peak_of)
-    )
+    given = program.handle, homes, program.cloned, states, noise_of, peak_of
+    moments, rows, whole = _core.measure(*given)
+    lengths = list(_core.memo().get("lengths", {}).values())
+    if not lengths or is_live:
+        return Estimate(moments, rows, whole)
+
+    @functools.cache
+    def again(of_chunk: int) -> bytes:
+        return _core.measure(*given, uneven.parts(lengths, rows, of_chunk))[0]
+
+    return Estimate(moments, rows, whole, again)

@@ -14,9 +14,6 @@ Rows that torch sorts by length (`enforce_sorted=False`) are recorded in the use
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +24,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from koila import _core, planner, reports, table
+from koila import _core, planner, reports, table, uneven
 
 LazyTensor = _core.LazyTensor
 _VF: Any = torch._C._VariableFunctions
@@ -57,6 +54,7 @@ class _Packed:
     is_batch_first: bool
     is_result: bool  # of a recurrent layer: what of padded is beyond the lengths is 0
     is_handed_out: bool = False  # the user has padded, too
+    index: tuple[Tensor, ...] = ()  # where its steps are in what is padded
 
 
 _selected = WeakIdKeyDictionary()
@@ -126,18 +124,25 @@ def _undoes(first: Tensor, second: Tensor) -> bool:
     return is_index and torch.equal(first[second].cpu(), torch.arange(first.numel()))
 
 
+def _steps_of(lengths: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """How many rows have each step, and of these one after the other the step and the row; the
+    longest rows come first, in an order that is given if they do not lie so."""
+    lengths = lengths if order is None else lengths[order]
+    is_there = lengths > torch.arange(int(lengths[0]))[:, None]
+    steps, at = (part.clone() for part in is_there.nonzero(as_tuple=True))
+    return is_there.sum(1), steps, at if order is None else order[at]
+
+
 # The calls ----------------------------------------------------------------------------------------
 
 
 def _gather(made_of: _Packed) -> Tensor:
     """`data` of the packed sequence: its steps, each of the rows that are so long."""
-    n_rows = made_of.lengths.numel()
-    order = torch.arange(n_rows) if made_of.order is None else made_of.order
-    of_rows = made_of.lengths[order]
-    steps, at = (of_rows > torch.arange(int(of_rows[0]))[:, None]).nonzero(as_tuple=True)
-    rows, device = order[at], made_of.padded.device
-    index = (rows, steps) if made_of.is_batch_first else (steps, rows)
-    data: Tensor = made_of.padded[tuple(part.to(device) for part in index)]
+    if not made_of.index:
+        _, steps, rows = _steps_of(made_of.lengths, made_of.order)
+        index = (rows, steps) if made_of.is_batch_first else (steps, rows)
+        made_of.index = tuple(part.to(made_of.padded.device) for part in index)
+    data: Tensor = made_of.padded[made_of.index]
     made_of.id, made_of.padded_id = _core.id(data), _core.id(made_of.padded)
     _packed[data] = made_of
     return data
@@ -204,29 +209,6 @@ def _lengths_of(made_of: _Packed) -> Tensor:
     return _core.like(made_of.lengths.to(first_step.device), first_step)
 
 
-#: Of all steps, so small a share may be told as those that smaller chunks do not make less.
-_FIXED_SHARE = 8
-
-
-def _steps(lengths: list[int]) -> tuple[int, int]:
-    """Steps of all samples, and the constant part of a bound on those of a chunk: no chunk of n of
-    the N samples has more than `fixed + n * (total - fixed) / N`. Where that part is large, samples
-    count as if each were as long as the longest."""
-    n_rows, sums = len(lengths), [0, *itertools.accumulate(lengths)]
-    total, least = sums[-1], sums[-1] / n_rows
-    sizes = {-(-n_rows // n_chunks) for n_chunks in range(2, n_rows + 1)}
-    sizes |= {-(-size // planner.UNIT) * planner.UNIT for size in sizes}
-    for size in sizes:
-        if size < n_rows:
-            ends = [*sums[size::size], total]
-            most = max(map(operator.sub, ends, sums[::size]))
-            least = min(least, (total - most) / (n_rows - size))
-    fixed = math.ceil(total - least * n_rows)
-    if fixed > total // _FIXED_SHARE:  # sorted, say: no chunk would seem small
-        return n_rows * max(lengths), 0
-    return total, fixed
-
-
 def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A recurrent layer over a packed sequence: (data, batch_sizes, hx, params, has_biases,
     num_layers, dropout, train, bidirectional)."""
@@ -250,12 +232,16 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if int(made_of.lengths.min()) == int(made_of.lengths.max()):  # as torch does it, bit for bit
         made = call(func, (x,), x, given, *words)
     else:
-        own, is_sorted = LAYERS[func.__name__], inverse is None
-        steps = _steps(made_of.lengths.tolist())
-        made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted, *steps)
+        own, lengths, is_sorted = LAYERS[func.__name__], made_of.lengths, inverse is None
+        n_gates = {"lstm": 4, "gru": 3}.get(func.__name__, 1)
+        kind = n_gates, num_layers, is_both, is_first, is_sorted
+        needs = uneven.needs(x, states, lengths, *kind)
+        made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted, needs)
+        _core.memo().setdefault("lengths", {})[id(lengths)] = lengths
     if type(made[0]) is not LazyTensor:
         return NotImplemented
     out = _Packed(made[0], None, None, made_of.lengths, made_of.order, is_first, True)
+    out.index = made_of.index
     last = [
         state
         if made_of.order is None
@@ -319,7 +305,7 @@ def _as_of_uneven_rows(lengths: Tensor) -> Iterator[None]:
     """Where the rows of a chunk happen to be of one length, torch would take a fused kernel, which
     takes twice the memory of the one that all rows together take."""
     was_enabled = torch.backends.mkldnn.enabled
-    is_even = int(lengths[0]) == int(lengths[-1])
+    is_even = int(lengths.min()) == int(lengths.max())
     if not (is_even and was_enabled):
         yield
         return
@@ -345,30 +331,39 @@ def _layer(name: str) -> Callable[..., Any]:
         is_both: bool,
         is_batch_first: bool,
         is_sorted: bool,
-        *steps: int,
+        needs: tuple[int, ...] = (),
     ) -> Any:
         """A recurrent layer over padded rows and their lengths [n_rows] int64. Memory is planned
-        with `steps`.
+        with what it `needs`.
+
+        Steps are taken and put back by indices: torch's own calls go through memory as large as the
+        padded rows for each length that there is.
 
         Returns its results, padded with 0 to the steps of `x`, and the last states.
         """
-        n_steps, states = x.shape[1 if is_batch_first else 0], _listed(hx)
-        lengths, order = lengths.cpu(), None
-        if not is_sorted or bool((lengths.diff() > 0).any()):
-            lengths, order = torch.sort(lengths, descending=True)
-            x = x.index_select(0 if is_batch_first else 1, order.to(x.device))
+        lengths, order, states = lengths.cpu(), None, _listed(hx)
+        n_rows, n_steps = x.shape[:2] if is_batch_first else x.shape[1::-1]
+        is_turned = is_batch_first and is_sorted  # as torch's own call lays it out
+        if bool((lengths.diff() > 0).any()):
+            order = lengths.argsort(descending=True)
             states = [state.index_select(1, order.to(state.device)) for state in states]
-        data, sizes = _VF._pack_padded_sequence(x, lengths, is_batch_first)
+        sizes, step, row = _steps_of(lengths, order)
+        by_step, by_row = step * n_rows + row, row * n_steps + step
+        places = (by_row if is_batch_first else by_step).to(x.device)
+        put = (by_step if is_turned else by_row).to(x.device) if is_batch_first else places
+        del step, row, by_step, by_row
+        data = x.flatten(0, 1).index_select(0, places)
         given = states if isinstance(hx, tuple | list) else states[0]
         words = params, has_biases, num_layers, dropout, train, is_both
         with _as_of_uneven_rows(lengths):
             out, *last = call(data, sizes, given, *words)
-        padded, _ = _VF._pad_packed_sequence(out, sizes, is_batch_first, 0.0, n_steps)
+        del data, states, given
+        padded = out.new_zeros(n_rows * n_steps, out.shape[-1]).index_put_((put,), out)
         if order is not None:
-            back = _invert(order).to(padded.device)
-            padded = padded.index_select(0 if is_batch_first else 1, back)
-            last = [state.index_select(1, back) for state in last]
-        return padded, *last
+            last = [state.index_select(1, _invert(order).to(state.device)) for state in last]
+        if is_turned:
+            return padded.unflatten(0, (n_steps, n_rows)).transpose(0, 1), *last
+        return padded.unflatten(0, x.shape[:2]), *last
 
     packed.__name__ = name
     return packed

@@ -38,7 +38,7 @@ from koila.program import (
     Way,
     name_of_call,
 )
-from koila.rows import Bounds, largest
+from koila.rows import UNIT, Bounds, largest
 from koila.words import size, sizes
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
@@ -47,9 +47,6 @@ WHOLE_SHARE = 0.9
 CHUNK_SHARE = 0.9
 # The model may be so far above what is used; chunks that went well are changed only beyond that.
 BOUND_SHARE = 0.75
-# Kernels are fastest, and matrix products of two passes the same, on multiples of so many rows.
-UNIT = 8
-
 
 #: Rows of the axes, number of calls, whether it is differentiated, bytes it takes whole.
 Shape = tuple[tuple[int, ...], int, bool, float]

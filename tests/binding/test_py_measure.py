@@ -153,8 +153,6 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ValueError, match="not the moments"):
         _core.peak(b"123", ROWS, 1)
     with pytest.raises(ValueError, match="not the moments"):
-        _core.largest_chunk(b"123", ROWS, 1.0)
-    with pytest.raises(ValueError, match="not the moments"):
         _core.moments(b"123", ROWS, 1)
 
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_measure_chunks.c - the chunks that fit, and what they need. */
+/* test_measure_chunks.c - what chunks need. */
 #include "measure.h"
 
 #include "check.h"
 
-/* More chunks are not always less memory: the largest that fits lies between two bounds. */
+/* More chunks are not always less memory. */
 static void
 test_parts_of_many_chunks(void)
 {
@@ -12,13 +12,8 @@ test_parts_of_many_chunks(void)
     const KlMeasured measured = {.moments = {.moments = &moment, .n = 1}, .rows = 1000};
     CHECK(kl_measure_peak(&measured, 1000, &worst) == 100 + 10000 + 50);
     CHECK(kl_measure_peak(&measured, 300, &worst) == 100 + 3000 + 4 * 50);
-    int64_t rows = kl_measure_largest_chunk(&measured, 3000);
-    CHECK(kl_measure_peak(&measured, rows, &worst) <= 3000);
-    CHECK(kl_measure_peak(&measured, rows + 20, &worst) > 3000);
-    CHECK(kl_measure_largest_chunk(&measured, 1000) == 0);
     const KlMeasured nothing = {.rows = 10};
     CHECK(kl_measure_peak(&nothing, 1, &worst) == 0);
-    CHECK(kl_measure_largest_chunk(&nothing, 1) == 10);
 }
 
 /* A shorter axis is cut into as many chunks as the longest, so its chunks have fewer rows, in whole units. */
@@ -31,13 +26,6 @@ test_a_shorter_axis(void)
     CHECK(kl_measure_peak(&measured, 250, &worst) == 100 + 16 * 10);
     CHECK(kl_measure_peak(&measured, 2, &worst) == 100 + 2 * 10);
     CHECK(kl_measure_peak(&measured, 1, &worst) == 100 + 10);
-    CHECK(kl_measure_largest_chunk(&measured, 1000) == 1000); /* not 90 */
-    CHECK(kl_measure_largest_chunk(&measured, 400) ==
-          350); /* the share of 40 rows, and two units */
-    CHECK(kl_measure_largest_chunk(&measured, 130) == 3);
-    CHECK(kl_measure_largest_chunk(&measured, 99) == 0);
-    moments[1].rows = 1000;
-    CHECK(kl_measure_largest_chunk(&measured, 1000) == 90);
 }
 
 int

@@ -10,7 +10,7 @@ measure(bool is_held, bool is_graph)
 {
     static const uint32_t no_handles[64];
     static const bool no_flags[64];
-    const KlKnown known = {no_flags, no_flags, no_flags};
+    const KlKnown known = {no_flags, no_flags, no_flags, 1, 1};
     Program p = {0};
     KlAxisId batch = axis(&p, 8);
     KlValueId x = leaf(&p, by_rows(batch, TENSOR(FLOAT32, 8, 4)));
