@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of weights to which no gradient comes, though the node of a part that was cut off leads
-there: torch's engine goes through all inputs of a node."""
+there: torch's engine goes through all inputs of a node. And hooks that torch calls oftener than
+once: a reentrant checkpoint goes back in a pass of its own."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from oracle import Lazy, assert_seen, eager, tell
@@ -39,3 +44,48 @@ def test_where_no_gradient_comes(chunks: int | None) -> None:
     with koila.config(chunks=chunks):
         got, _ = tell(story, koila.lazy)
     assert_seen(got, want, "hooks", exact_bits=False)
+
+
+#: What torch calls the hook of `v` for once, and for each pass.
+ONCE = ("r(f, h)", "f(r(g, h))", "c(f, h) + f(h)", "r(lambda h: f(h) + f(h * 2), h)")
+OFTENER = (
+    "r(f, h) + f(h)",
+    "r(f, h) + r(f, h * 2)",
+    "r(f, h) + c(f, h)",
+    "r(lambda h: r(f, h) + f(h), h)",
+    "r(lambda h: c(f, h), h) + f(h)",
+    "checkpoint(f, h, use_reentrant=False, preserve_rng_state=False) + r(f, h)",
+)
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("text", ONCE + OFTENER)
+def test_reentrant_checkpoints(text: str, is_after: bool) -> None:
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(0)
+        w, v = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ([4, 4], [4]))
+        told: list[Tensor] = []
+
+        def hook(gradient: Tensor) -> Tensor:
+            told.append(gradient.sum())
+            return gradient.clamp(-1, 1)
+
+        if is_after:
+            v.register_post_accumulate_grad_hook(lambda p: told.append(p.grad.sum()))
+        else:
+            v.register_hook(hook)
+        env = dict(checkpoint=checkpoint, f=lambda h: (h * v).tanh(), g=torch.sin)
+        env["r"], env["c"] = (partial(checkpoint, use_reentrant=flag) for flag in (True, False))
+        eval(text, {**env, "h": lazy(rows(4)) @ w}).sum().backward()
+        return told, w.grad, v.grad
+
+    want, _ = tell(story, eager)
+    for chunks in (1, 2, 3):
+        with koila.config(chunks=chunks):
+            if text in OFTENER and chunks > 1:
+                with pytest.raises(koila.KoilaError, match="torch calls the hook with the grad"):
+                    story(koila.lazy)
+                koila._core.forget()
+            else:
+                got, _ = tell(story, koila.lazy)
+                assert_seen(got, want, "hooks", exact_bits=False)

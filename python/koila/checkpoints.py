@@ -31,7 +31,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import handle_torch_function
 
-from koila import _core, explain, lines, meta, norms, planner, surroundings, unwritten
+from koila import _core, explain, lines, meta, norms, outside, planner, surroundings, unwritten
 from koila.errors import KoilaError
 from koila.program import Node, Program, is_data
 
@@ -39,6 +39,9 @@ from koila.program import Node, Program, is_data
 class _State(threading.local):
     groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
     outermost = 0  # the region of the outermost of these
+    engine = (
+        0  # of the innermost that is reentrant: a pass of autograd's engine goes back through it
+    )
 
 
 _state = _State()
@@ -291,6 +294,7 @@ def _recording(
     """A block in which a body is recorded that torch would run again, on what it is given."""
     global _n_recording
     outer, buffers, group = _state.groups, _buffers_of(found), norms.Group()
+    engine = _state.engine
     _state.groups = (*outer, group)
     _n_recording += 1
     _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
@@ -299,19 +303,19 @@ def _recording(
             _note_modes(region, found)
             _state.outermost = _state.outermost if outer else region
             _core.memo().setdefault("outermost", {})[region] = _state.outermost
+            _state.engine = region if is_reentrant else _state.engine
+            _core.memo().setdefault("engines", {})[region] = _state.engine
             lazies = [one for one in given if type(one) is _core.LazyTensor]
             before = [_core.id(one) for one in lazies]
             yield
             if not outer:  # else what it is given is made again too
-                after = (
-                    _core.id(one) for one in lazies
-                )  # the body may have been the first to read
+                after = map(_core.id, lazies)  # the body may have been the first to read
                 ids = (b if a is None else a for a, b in zip(before, after, strict=True))
                 kept = [value for value in ids if value is not None]
                 _core.memo().setdefault("given", {})[region] = kept
     finally:
         group.index = next(_ends)
-        _state.groups = outer
+        _state.groups, _state.engine = outer, engine
         _n_recording -= 1
         if _n_recording == 0:
             _torch.batch_norm, unwritten.on_read = _plain_batch_norm, None
@@ -359,6 +363,8 @@ def check(program: Program, has_inputs: bool) -> None:
             "gets no gradient. Set use_reentrant=False, or call .backward() without passing the "
             "`inputs` argument."
         )
+    if program.has_checkpoints:
+        _check_hooks(program)
     known = _core.memo().get("modes", {}) if regions else {}
     for module, was, hooks in (one for region in regions for one in known.get(region, ())):
         change = ""
@@ -371,6 +377,30 @@ def check(program: Program, has_inputs: bool) -> None:
                 f"checkpoint: {type(module).__name__} in its function {change} between forward and "
                 f"backward ({lines.user_line()}), where torch runs that once more; koila runs "
                 "it once. Do that after backward, or run it whole: koila.config(chunks=1)"
+            )
+
+
+def _check_hooks(program: Program) -> None:
+    """Raise where torch calls a hook of a leaf oftener than koila does: each pass of its engine
+    does so, and each reentrant checkpoint is gone back through by one of its own."""
+    engines = _core.memo().get("engines", {})
+    passes: dict[int, set[int]] = defaultdict(set)  # by leaf
+    for node in program.nodes.values() if any(engines.values()) else ():
+        if any(map(program.needs_gradient, node.outs)):
+            for value in (program.imports[i].value for i in node.imports if i >= 0):
+                passes[value].add(engines.get(node.region, 0))
+    reals = {value: real for value in passes if (real := program.info(value).real) is not None}
+    graphs = outside.nodes(real for real in reals.values() if real.grad_fn is not None)
+    elsewhere = {id(getattr(node, "variable", None)) for node in graphs} if passes else set()
+    for value, real in reals.items():
+        n_passes = len(passes[value]) + (id(real) in elsewhere)
+        if n_passes > 1 and (real._backward_hooks or real._post_accumulate_grad_hooks):
+            raise KoilaError(
+                f"checkpoint: a tensor of shape {list(real.shape)} has a hook, and is read in a "
+                f"checkpoint with use_reentrant=True and outside of it ({lines.user_line()}). "
+                "torch calls the hook with the gradient of each alone; koila calls it with their "
+                "sum. "
+                "Set use_reentrant=False, or run it whole: koila.config(chunks=1)"
             )
 
 
