@@ -89,3 +89,26 @@ def test_reentrant_checkpoints(text: str, is_after: bool) -> None:
             else:
                 got, _ = tell(story, koila.lazy)
                 assert_seen(got, want, "hooks", exact_bits=False)
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+@each_split_further
+def test_hooks_of_modules_in_reentrant_checkpoints(chunks: int | None, kind: str) -> None:
+    def story(lazy: Lazy) -> Any:
+        net, head = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        told: list[Tensor] = []
+
+        def hook(module: nn.Module, *gradients: Any) -> Any:
+            told.append(gradients[-1][0].sum())
+            return (gradients[0][0].clamp(-1, 1),)
+
+        getattr(head, f"register_{kind}")(hook)
+        made = checkpoint(head, net(lazy(rows(4))), use_reentrant=True)
+        made[0] = 0.0
+        made.square().sum().backward()
+        return told, [p.grad for p in (*net.parameters(), *head.parameters())]
+
+    want, _ = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, _ = tell(story, koila.lazy)
+    assert_seen(got, want, "hooks", exact_bits=False)

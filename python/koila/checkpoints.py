@@ -345,7 +345,10 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     if not args[1]:
         return False  # as `patched`
     needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    return needs and _can_record(list(_modules_in([args[0], *args[2:]])))
+    found = list(_modules_in([args[0], *args[2:]])) if needs else []
+    # Such hooks begin when torch runs the body again: before, it has no graph to put them on.
+    is_hooked = any(module._backward_hooks or module._backward_pre_hooks for module in found)
+    return needs and not is_hooked and _can_record(found)
 
 
 def reached(program: Program) -> set[int]:
