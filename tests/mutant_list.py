@@ -549,6 +549,13 @@ MUTANTS = [
         BRIDGE,
     ),
     Mutant(
+        "segments: a cut tears the order of sorted rows",
+        "koila_c/core/segment.c",
+        "if (off <= reach && is_better && body->crosses[i] < torn) {",
+        "if (off <= reach && is_better) {",
+        "tests/test_orders.py -k tears",
+    ),
+    Mutant(
         "noise: normal numbers are drawn in any chunks",
         "python/koila/noise.py",
         "return not ends_within and sizes[-1] * per_row >= _SIXTEEN",

@@ -5,6 +5,8 @@ whatever else looks at it makes it whole, and sees what eager sees."""
 from __future__ import annotations
 
 import copy
+import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import split
+from koila import planner
+from koila.program import ONCE, Program, Way
 from limits import there
 from test_memory_limit import Prediction
 
@@ -420,3 +424,82 @@ def test_bytes(put: Put, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with found:
             loss.backward()
     assert abs(said.n_bytes - found.peak) <= max(0.01 * found.peak, 2**14)
+
+
+#: In segments, in many of them, and with the head in pieces of each chunk.
+WAYS = [Way(2), Way(4), Way(8), Way(64), Way(n_pieces=2), Way(4, n_pieces=2)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.n_segments}, {way.n_pieces}")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("put", PUTS)
+def test_no_cut_tears_an_order(
+    put: Put, dtype: torch.dtype, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts a chunk's rows is not handed on from segment to segment."""
+    torch.manual_seed(0)
+    model = Model(put=put, dtype=dtype)
+    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=dtype)
+    want = step(model, x, None)
+    plan = planner.plan
+
+    def changed(*args: Any, **kwargs: Any) -> planner.Plan:
+        return dataclasses.replace(plan(*args, **kwargs), way=way)
+
+    monkeypatch.setattr(planner, "plan", changed)
+    assert_equal(step(model, x, 3), want, 1e-10 if dtype == torch.float64 else 1e-5)
+    assert n_whole() == 0
+
+
+def in_order(loss: Tensor) -> list[tuple[int, int]]:
+    return [(node.id, node.mode) for node in Program([loss]).nodes.values()]
+
+
+def test_looking_leaves_the_order() -> None:
+    """explain() and plan() look at all ways to run a program, and name the least limit for it."""
+    torch.manual_seed(0)
+    model = Model(dtype=torch.float32)
+    x = torch.randn(64, 64, WIDTH)
+    want = step(model, x, None)
+    with koila.config(memory_limit=2**24 + there()):
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        loss = model(koila.lazy(x)).pow(2).mean()
+        before = in_order(loss)
+        assert all(mode != ONCE for _, mode in before)
+        assert "least limit" in str(koila.explain(loss))
+        for way in WAYS:
+            Program([loss], False, *way.cuts)
+        assert in_order(loss) == before
+    with koila.config(chunks=4):
+        loss.backward()
+    assert n_whole() == 0
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert_equal([loss.detach(), *gradients], want, 1e-5)
+
+
+def test_a_plan_of_what_is_sorted_names_the_least_limit() -> None:
+    torch.manual_seed(0)
+    model = Model(dtype=torch.float32)
+    x = torch.randn(64, 64, WIDTH)
+    found = Allocations()
+    with found:
+        pass
+    with found:
+        step(model, x, None)
+    limit = int(there() + 0.4 * found.peak)
+    model.zero_grad(set_to_none=True)
+    with koila.config(memory_limit=limit):
+        model(koila.lazy(x)).pow(2).mean().backward()
+    report = koila.report()
+    assert report is not None and "least limit that works" in str(report)
+    with koila.config(memory_limit=there() + 2**12):
+        loss = model(koila.lazy(x)).pow(2).mean()
+        with pytest.raises(koila.MemoryLimitError, match="set memory_limit=") as caught:
+            loss.backward()
+    del loss
+    *_, least = re.findall(r"'([\d.]+MiB)'", str(caught.value))
+    del caught
+    with koila.config(memory_limit=least):
+        model(koila.lazy(x)).pow(2).mean().backward()
+    assert n_whole() == 0

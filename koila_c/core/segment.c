@@ -16,6 +16,10 @@ typedef struct Body {
     int64_t *crosses;         /* [n + 1] bytes that a cut before this node would hand on */
 } Body;
 
+/* What counts a chunk's sorted rows cannot be handed on: a cut there would tear their order. It counts as more
+ * bytes than there are. */
+static const int64_t torn = INT64_C(1) << 48;
+
 /* The position of the node that makes a value; n: it is not of this body. */
 static size_t
 maker_of(const Body *body, KlValueId value)
@@ -61,8 +65,9 @@ weigh(Body *body)
     for (size_t i = 0; i < body->n; i++) {
         const KlNode *node = &tape->nodes[body->nodes[i]];
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            cross(body, i, body->last_read[i],
-                  kl_meta_n_bytes(&tape->values[node->first_out + k].meta));
+            const KlMeta *meta = &tape->values[node->first_out + k].meta;
+            bool is_of_chunk = meta->role == KL_ROLE_COUNTS || meta->role == KL_ROLE_OFFSETS;
+            cross(body, i, body->last_read[i], is_of_chunk ? torn : kl_meta_n_bytes(meta));
         }
     }
     for (size_t i = 1; i <= body->n; i++) {
@@ -87,7 +92,7 @@ find_cut(const Body *body, size_t first, uint32_t part, uint32_t n_parts)
         }
         bool is_better = best == body->n || body->crosses[i] < body->crosses[best] ||
                          (body->crosses[i] == body->crosses[best] && off < best_off);
-        if (off <= reach && is_better) {
+        if (off <= reach && is_better && body->crosses[i] < torn) {
             best = i;
             best_off = off;
         }
@@ -193,7 +198,8 @@ kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_
     double most = status == KL_OK ? (double)body.kept[n] * (n_parts - 1) / n_parts : -1;
     for (size_t i = *first > 0 ? *first : 1; most >= 0 && i < n && (double)body.kept[i] <= most;
          i++) {
-        best = best == n || body.crosses[i] <= body.crosses[best] ? i : best;
+        bool is_better = best == n || body.crosses[i] <= body.crosses[best];
+        best = is_better && body.crosses[i] < torn ? i : best;
     }
     *first = best;
     kl_alloc_scratch_free(&body.scratch);

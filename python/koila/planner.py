@@ -501,8 +501,6 @@ class _Least(NamedTuple):
 #: again only for a program that takes so much more.
 _least_limits: dict[tuple[str, int, int, int, int], _Least] = {}
 _GROWN = 0.02
-# Ops by name: their programs cannot be staged for other ways without an effect on the tape.
-_SORTS = frozenset(("sort", "argsort"))
 
 
 def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
@@ -513,8 +511,6 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
     counts = program.n_nodes, program.n_values, program.n_imports, program.n_stages
     key = lines.user_line(), *counts
     known, taken = _least_limits.get(key), limit - made.allowed
-    if known is None and any(program.row_of(node) in _SORTS for node in program.nodes.values()):
-        return None  # to cut it for other ways breaks the order that its chunks are sorted in
     if known is None or made.whole > (1 + _GROWN) * known.whole:
         known = _Least(made.whole, taken, limits(program, is_graph, False).least)
     elif taken > known.taken:  # by what optimizers keep from their first step on, above all
