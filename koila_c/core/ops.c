@@ -92,6 +92,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define dtype_same_real dtype_same, .kinds = KL_KINDS_REAL
 #define dtype_to_float_real dtype_to_float, .kinds = KL_KINDS_ORDERED
 #define dtype_cast(to_) dtype_cast, .dtype_to = KL_DTYPE_##to_
+#define place_batch_norm place_batch_norm, .is_batch_norm = true
 #define place_cat place_cat, .is_joining = true
 #define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
 #define place_spatial(n_) place_spatial, .n_mixed = n_
@@ -133,12 +134,6 @@ static const struct {
 #define ALIAS(alias_, name_) {#alias_, &kl_ops_rows[KL_OP_##name_]},
 #include "ops.def"
 };
-
-bool
-kl_ops_is_batch_norm(const KlRow *row)
-{
-    return row->place == place_batch_norm;
-}
 
 bool
 kl_ops_is_detached(const KlRow *row)

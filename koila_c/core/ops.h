@@ -310,15 +310,16 @@ struct KlRow {
     /* What the cells are given, as conv(2) is: */
     uint8_t n_spatial; /* dims at the end that hold positions */
     uint8_t n_outs;    /* outputs, where a shape rule makes one or two */
-    uint8_t n_gates;   /* of a recurrent layer or cell; 4: it has a second state */
+    uint8_t n_gates;   /* of a recurrent layer or cell */
     bool is_packed;    /* a recurrent layer over sequences of several lengths */
     uint8_t n_mixed;   /* dims at the end that cannot hold the rows */
     KlDtype dtype_to;
     KlKinds kinds; /* of dtypes that a dtype rule takes */
     KlReduce reduce;
     KlTie tie;
-    KlCast cast[2];    /* on the CPU, on CUDA */
-    const char *draws; /* what it fills with random numbers: a word of koila/noise.py, or NULL */
+    KlCast cast[2];     /* on the CPU, on CUDA */
+    bool is_batch_norm; /* may be given the statistics of all rows */
+    const char *draws;  /* what it fills with random numbers: a word of koila/noise.py, or NULL */
     const char
         *gathers; /* how the gradient of a matrix is added up: a word of koila/accrue.py, or NULL */
     uint8_t gathered;           /* the word of that matrix */
@@ -352,9 +353,6 @@ extern const KlReduction kl_ops_reductions[KL_N_REDUCES];
 
 /* What a reduction leaves and holds; `is_for_chunks`: the statistics of batch_norm. */
 const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
-
-/* A normalization over the batch, which may be given the statistics of all rows. */
-bool kl_ops_is_batch_norm(const KlRow *row);
 
 /* A view of its input's memory that has no part in its graph: detach. */
 bool kl_ops_is_detached(const KlRow *row);

@@ -22,6 +22,8 @@ enum {
     NEEDS
 };
 
+enum { LSTM = 4 }; /* gates: of these layers and cells alone, which have a second state */
+
 typedef struct {
     const KlMeta *input;
     const KlMeta *states[2]; /* [n_states] hidden, and the cell's for lstm */
@@ -35,12 +37,6 @@ typedef struct {
     bool is_batch_first;
     bool is_packed, is_sorted;
 } Layer;
-
-static bool
-has_two_states(const KlCall *call)
-{
-    return call->row->n_gates == 4;
-}
 
 /* Where the call has a word of an unpacked layer. */
 static uint32_t
@@ -147,7 +143,7 @@ read_layer(const KlCall *call, Layer *layer)
     *layer = (Layer){.input = kl_rules_input(call, INPUT)};
     layer->n_gates = call->row->n_gates;
     KlStatus status = read_options(call, layer);
-    status = status == KL_OK ? read_states(call, has_two_states(call), layer) : status;
+    status = status == KL_OK ? read_states(call, call->row->n_gates == LSTM, layer) : status;
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
@@ -302,7 +298,7 @@ shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlArg *state = &call->args[1];
-    uint32_t n_states = has_two_states(call) ? 2 : 1;
+    uint32_t n_states = call->row->n_gates == LSTM ? 2 : 1;
     bool is_kind =
         n_states == 2 ? state->kind == KL_ARG_VALUES && state->n == 2 : state->kind == KL_ARG_VALUE;
     if (input == NULL || input->n_dims != 2 || !is_kind || kl_meta_n_elements(input) == 0) {
@@ -352,7 +348,8 @@ saves_rnn_cell(const KlCall *call, const KlInferred *result, KlSaves *saves)
     int64_t n = kl_meta_n_elements(&result->outs[0]);
     saves_all(call, result, saves);
     if (call->row->n_gates > 1) {
-        kl_rules_save_new(result, saves, (has_two_states(call) ? 5 : 6) * n, result->outs[0].dtype);
+        kl_rules_save_new(result, saves, (call->row->n_gates == LSTM ? 5 : 6) * n,
+                          result->outs[0].dtype);
     } else {
         saves->outputs = 1;
     }

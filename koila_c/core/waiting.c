@@ -80,7 +80,7 @@ is_given_norm(const KlWaiting *waiting, const KlNode *node)
         node->n_inputs > 0 ? input_of(waiting, node, node->n_inputs - 1)->value : KL_ID_NONE;
     KlNodeId maker = last != KL_ID_NONE ? waiting->tape->values[last].node : KL_ID_NONE;
     return maker != KL_ID_NONE && waiting->tape->nodes[maker].is_for_chunks &&
-           kl_ops_is_batch_norm(node->row);
+           node->row->is_batch_norm;
 }
 
 /* Whether the node writes nothing, or memory that the run made and that nobody else is given as it was. */
