@@ -389,12 +389,12 @@ row_object(const KlRow *row)
     if (names == NULL) {
         return NULL;
     }
-    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N,s:z,s:z,s:(NN),s:N}", "name", row->name, "call",
-                         row->call, "kind", kinds[row->kind], "aliases", names, "is_heavy",
-                         PyBool_FromLong(row->is_heavy), "draws", row->draws, "gathers",
-                         row->gathers, "is_cast", PyBool_FromLong(row->cast[0] != KL_CAST_NONE),
-                         PyBool_FromLong(row->cast[1] != KL_CAST_NONE), "held",
-                         held_object(kl_ops_held(row)));
+    return Py_BuildValue(
+        "{s:s,s:s,s:s,s:N,s:N,s:i,s:z,s:z,s:(NN),s:N}", "name", row->name, "call", row->call,
+        "kind", kinds[row->kind], "aliases", names, "is_heavy", PyBool_FromLong(row->is_heavy),
+        "n_gates", row->n_gates, "draws", row->draws, "gathers", row->gathers, "is_cast",
+        PyBool_FromLong(row->cast[0] != KL_CAST_NONE),
+        PyBool_FromLong(row->cast[1] != KL_CAST_NONE), "held", held_object(kl_ops_held(row)));
 }
 
 PyObject *

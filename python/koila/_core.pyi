@@ -64,6 +64,7 @@ class _Row(TypedDict):
     kind: str
     aliases: list[str]
     is_heavy: bool
+    n_gates: int  # of recurrent layers and cells
     draws: str | None
     gathers: str | None
     is_cast: tuple[bool, bool]

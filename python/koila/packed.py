@@ -233,7 +233,7 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         made = call(func, (x,), x, given, *words)
     else:
         own, lengths, is_sorted = LAYERS[func.__name__], made_of.lengths, inverse is None
-        n_gates = {"lstm": 4, "gru": 3}.get(func.__name__, 1)
+        n_gates = table.ROWS[func.__name__]["n_gates"]
         kind = n_gates, num_layers, is_both, is_first, is_sorted
         needs = uneven.needs(x, states, lengths, *kind)
         made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted, needs)

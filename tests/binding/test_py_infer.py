@@ -199,7 +199,18 @@ def test_memory_that_runs_out() -> None:
 def test_op_table() -> None:
     table = {row["name"]: row for row in core.op_table()}
     assert len(table) == len(core.op_table()) > 400
-    words = {"name", "call", "kind", "aliases", "is_heavy", "draws", "gathers", "is_cast", "held"}
+    words = {
+        "name",
+        "call",
+        "kind",
+        "aliases",
+        "is_heavy",
+        "n_gates",
+        "draws",
+        "gathers",
+        "is_cast",
+        "held",
+    }
     assert all(set(row) == words for row in table.values())
     assert {row["kind"] for row in table.values()} == {"OP", "VIEW", "INPLACE", "RANDOM"}
     kinds = {"add": "OP", "view": "VIEW", "add_": "INPLACE", "dropout": "RANDOM"}
