@@ -67,6 +67,7 @@ MORE = {
     "pad": (2.5, "modes other than constant"),
     "pairwise_distance": (1.5, "norms other than the second"),
     "prod": (0.5, "all of it, where an entry is zero"),
+    "rms_norm": (3.1, "what was kept of the first of its calls, which goes meanwhile"),
     "scaled_dot_product_attention": (4.5, "composed of other calls"),
     "take_along_dim": (2.0, "an operand that is broadcast to more than the result"),
     "triplet_margin_loss": (1.5, "composed of other calls"),

@@ -137,26 +137,31 @@ saves_layer_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* Composed of smaller ops, which work in float32 on half types. */
+/* Composed of smaller ops, which work in float32 on half types. What they hold beside what they keep is measured. */
 void
 saves_rms_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     const KlMeta *input = call->inputs[0];
-    bool is_half = input->dtype == KL_DTYPE_FLOAT16 || input->dtype == KL_DTYPE_BFLOAT16;
+    const bool is_half = kl_meta_dtype_bytes(input->dtype) == 2;
+    const bool is_wanted = kl_rules_needs_grad(call, 0), is_saved = result->outs[0].requires_grad;
     KlDtype dtype = is_half ? KL_DTYPE_FLOAT32 : input->dtype;
-    int64_t n = kl_meta_n_elements(input);
-    if (kl_rules_needs_grad(call, 0)) {
+    int64_t n = kl_meta_n_elements(input), n_out = kl_meta_n_bytes(input);
+    int64_t n_all = n * (int64_t)kl_meta_dtype_bytes(dtype);
+    int64_t n_kept = kl_rules_needs_grad(call, 2) ? n_all : 0;
+    if (is_wanted) {
         kl_rules_save(call, saves, 2);
-        kl_rules_save_new(result, saves, count_groups(call), dtype); /* rstd */
-        if (is_half) {
-            kl_rules_save_new(result, saves, n, dtype);
-        } else {
-            kl_rules_save(call, saves, 0);
-        }
+        kl_rules_save_new(result, saves, count_groups(call) + is_half * n, dtype); /* rstd */
+        saves->inputs |= !is_half;
     }
-    if (kl_rules_needs_grad(call, 2)) {
-        kl_rules_save_new(result, saves, n, dtype);
+    kl_rules_save_new(result, saves, n_kept > 0 ? n : 0, dtype);
+    saves->bytes_workspace = is_half ? n_all + !is_wanted * n_out : 0;
+    if (!kl_meta_is_contiguous(input)) {
+        saves->bytes_workspace += is_wanted ? n_out : n_all;
+    } else if (!is_saved && kl_rules_input(call, 2) != NULL) {
+        saves->bytes_workspace += n_all;
     }
+    int64_t n_back = (3 + is_half) * n_all - n_kept; /* what was kept goes before */
+    saves->bytes_backward = is_wanted ? n_back : n_all + is_half * n_out;
 }
 
 /* --- group_norm: input, num_groups, weight, bias, eps ----------------------------------------- */

@@ -160,13 +160,10 @@ by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
 {
     const KlNode *node = &sweep->tape->nodes[sweep->span.nodes[at]];
     const float *uneven = node->saves.uneven;
-    const KlKnown *known = &sweep->known;
-    double steps = (double)uneven[of] * uneven[KL_UNEVEN_STEPS];
-    double turns = (double)uneven[of + 1] * uneven[KL_UNEVEN_TURNS];
-    bool is_body = sweep->span.is_body;
-    return by_rows(
-        sweep, node,
-        (int64_t)(is_body ? steps * known->steps + turns * known->turns : steps + turns));
+    const bool is_body = sweep->span.is_body;
+    double steps = uneven[KL_UNEVEN_STEPS] * (is_body ? sweep->known.steps : 1);
+    double turns = uneven[KL_UNEVEN_TURNS] * (is_body ? sweep->known.turns : 1);
+    return by_rows(sweep, node, (int64_t)(uneven[of] * steps + uneven[of + 1] * turns));
 }
 
 /* Whether values are kept for backward: not where a chunk keeps something else in their place. */
@@ -499,9 +496,8 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
         return;
     }
     if (node->is_uneven) {
-        bool is_graph = has_gradient(sweep, node);
-        note(sweep, sweep->span.nodes[at],
-             by_steps(sweep, at, is_graph ? KL_UNEVEN_RUN : KL_UNEVEN_PLAIN), moments);
+        KlUneven run = has_gradient(sweep, node) ? KL_UNEVEN_RUN : KL_UNEVEN_PLAIN;
+        note(sweep, sweep->span.nodes[at], by_steps(sweep, at, run), moments);
     }
     bool is_parts = parts_of(sweep, node) != NULL;
     KlBytes terms = is_parts || sweep->span.is_live ? terms_of(sweep, node) : zero;
@@ -813,8 +809,7 @@ go_back_through_steps(KlSweep *sweep, uint32_t at, KlBytes more, KlMoments *mome
         note(sweep, id, times(uneven[KL_UNEVEN_TURNED], size_of(sweep, out)), moments);
     }
     for (KlUneven of = KL_UNEVEN_BACK; of <= KL_UNEVEN_WEIGHTS; of += 2) {
-        bool is_last = of == KL_UNEVEN_WEIGHTS;
-        KlBytes weights = {.fixed = is_last ? uneven[KL_UNEVEN_BYTES] : 0};
+        KlBytes weights = {.fixed = of == KL_UNEVEN_WEIGHTS ? uneven[KL_UNEVEN_BYTES] : 0};
         note(sweep, id, plus(plus(come, weights), by_steps(sweep, at, of)), moments);
     }
 }
