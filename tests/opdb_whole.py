@@ -64,18 +64,18 @@ _NAMES = {
     scatter_reduce.sum searchsorted select_scatter slice special.airy_ai special.bessel_j0
     special.bessel_j1 special.bessel_y0 special.bessel_y1 special.chebyshev_polynomial_t
     special.chebyshev_polynomial_u special.chebyshev_polynomial_v special.chebyshev_polynomial_w
-    special.entr special.erfcx special.hermite_polynomial_h special.hermite_polynomial_he
+    special.erfcx special.hermite_polynomial_h special.hermite_polynomial_he
     special.i0e special.i1 special.i1e special.laguerre_polynomial_l
-    special.legendre_polynomial_p special.log_ndtr special.modified_bessel_i0
+    special.legendre_polynomial_p special.modified_bessel_i0
     special.modified_bessel_i1 special.modified_bessel_k0 special.modified_bessel_k1
     special.ndtr special.ndtri special.polygamma.special_polygamma_n_0
     special.scaled_modified_bessel_k0 special.scaled_modified_bessel_k1
     special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
     special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w
-    special.spherical_bessel_j0 special.xlog1py special.zeta split_with_sizes_copy squeeze_copy
+    special.spherical_bessel_j0 special.zeta split_with_sizes_copy squeeze_copy
     sum_to_size svd t_copy take tensordot to_sparse torch.ops.aten._safe_softmax.default
     trace transpose_copy trapezoid trapz triangular_solve unbind_copy unfold_copy uniform unique
-    unique_consecutive unsqueeze_copy vdot view_copy
+    unique_consecutive unsqueeze_copy view_copy
     """,
     # Running statistics of the batch; samples of one row; products of rows by rows.
     WHOLE: """
