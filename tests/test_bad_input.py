@@ -526,7 +526,7 @@ def test_a_mistake_of_koilas_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(koila.replay.Replay, "collect", None)
     with koila.config(chunks=3), pytest.raises(TypeError) as caught:
         koila.lazy(rows(6)).sin().sum().item()
-    assert paths_of(caught)[-1] == koila.replay.__file__
+    assert paths_of(caught)[-1] == koila.interpret.__file__
 
 
 def paths_of(caught: pytest.ExceptionInfo[BaseException]) -> list[str]:

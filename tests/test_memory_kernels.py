@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 import koila
 from allocations import Allocations, measure
 from chunked import split
-from koila import _core
+from koila import _core, functions
 from limits import made_up, there
 from oracle import eager
 from profiled import bytes_over_time
@@ -273,13 +273,14 @@ def convolved(
     size: int,
     options: dict[str, int],
     has_weight_grad: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[float, float]:
     """What is said of a convolution in parts of what it takes, forward and back."""
     name = f"conv_transpose{n_dims}d" if is_transposed else f"conv{n_dims}d"
     n_in, n_out = n_channels
     shape = (n_in, n_out) if is_transposed else (n_out, n_in)
-    x = torch.randn(32, n_in, *([0, 300, 18, 7][n_dims],) * n_dims, requires_grad=True)
-    weight = torch.randn(*shape, *(size,) * n_dims, requires_grad=has_weight_grad)
+    x = torch.randn(32, n_in, *([0, 300, 18, 7][n_dims],) * n_dims).to(dtype).requires_grad_()
+    weight = torch.randn(*shape, *(size,) * n_dims).to(dtype).requires_grad_(has_weight_grad)
     wanted = (x, weight) if has_weight_grad else (x,)
     call = functools.partial(getattr(F, name), x, weight, **options)
     for _ in range(2):  # kernels are made once
@@ -295,6 +296,25 @@ def convolved(
     used, left = bytes_of(lambda: torch.autograd.grad(y, wanted, seed))
     backward = (there + said["bytes_backward"] + said["bytes_row"]) / (there + used - left)
     return forward, backward
+
+
+@pytest.mark.parametrize("dtype", tuple(functions._tiled_halves()))
+@pytest.mark.parametrize("n_dims", [1, 2, 3])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("n_channels", [(3, 24), (64, 64)])
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (3, 1), (4, 2)])
+def test_convolutions_in_tiles(
+    n_dims: int,
+    is_transposed: bool,
+    n_channels: tuple[int, int],
+    size: int,
+    stride: int,
+    dtype: torch.dtype,
+) -> None:
+    """Of 16 bits, with AMX or arithmetic in float16: not less is said than is taken."""
+    words: Any = n_dims, is_transposed, n_channels, size, {"stride": stride}
+    forward, backward = convolved(*words, dtype=dtype)
+    assert forward >= 0.95 and backward >= 0.95
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,11 @@ def nll_of_labels(words: dict[str, Any], x: Tensor) -> Tensor:
 
 
 OPS = {**dict(reductions()), **dict(losses())}
-#: What torch itself gives there is rounding, or the order in which infinities met.
+#: What torch itself gives there is rounding, or the order in which infinities met. In a product of
+#: matrices it depends on the kernel whether terms too large are infinities before they are added.
 UNTOLD = {
+    ("product of rows", "huge"),
+    ("pairs", "huge"),
     ("logcumsumexp", "huge"),
     *(("cumprod", name) for name in ("huge", "infs", "opposite infs", "a row of -inf")),
 }

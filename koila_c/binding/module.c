@@ -100,20 +100,26 @@ core_bind(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* set_blocks(width, dtypes): see KlCall. */
-static PyObject *
-core_set_blocks(PyObject *Py_UNUSED(module), PyObject *args)
+static uint32_t
+bits_of(PyObject *dtypes)
 {
     uint32_t bits = 0;
-    long long width = 0;
-    PyObject *dtypes = NULL;
-    if (!PyArg_ParseTuple(args, "LO:set_blocks", &width, &dtypes)) {
-        return NULL;
-    }
     for (Py_ssize_t i = 0; PyTuple_Check(dtypes) && i < PyTuple_GET_SIZE(dtypes); i++) {
         bits |= UINT32_C(1) << kl_meta_dtype_from(PyTuple_GET_ITEM(dtypes, i));
     }
-    kl_py.blocked_halves = bits;
+    return bits;
+}
+
+/* set_blocks(width, dtypes, of these in tiles): see KlCall. */
+static PyObject *
+core_set_blocks(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    long long width = 0;
+    PyObject *dtypes = NULL, *tiled = NULL;
+    if (!PyArg_ParseTuple(args, "LOO:set_blocks", &width, &dtypes, &tiled)) {
+        return NULL;
+    }
+    kl_py.blocked_halves = bits_of(dtypes), kl_py.tiled_halves = bits_of(tiled);
     kl_py.block_width = width;
     return Py_NewRef(Py_None);
 }
@@ -126,8 +132,8 @@ static PyMethodDef functions[] = {
      "bind($module, folders, reductions, objects, /)\n--\n\n"
      "Give the module the Python objects it calls, by name."},
     {"set_blocks", core_set_blocks, METH_VARARGS,
-     "set_blocks($module, width, dtypes, /)\n--\n\nSay how many channels oneDNN lays side by side "
-     "on this CPU, and which dtypes of 16 bits it convolves."},
+     "set_blocks($module, width, dtypes, tiled, /)\n--\n\nSay how many channels oneDNN lays in a "
+     "block on this CPU, which dtypes of 16 bits it convolves, and which of these in tiles."},
     {NULL, NULL, 0, NULL},
 };
 #undef KL_METHOD

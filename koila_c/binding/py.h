@@ -207,14 +207,14 @@ typedef struct KlPyState {
     uint64_t n_backwards;   /* backward passes seen: what was live before one counts as spent */
     uint64_t n_axis_keys;   /* batches made */
     uint64_t n_looks; /* ends of blocks, backwards, batches: leaves may have been written since */
-    int64_t n_transforms;    /* of torch.func, and tracers, under way on any thread */
-    int64_t n_dual_levels;   /* of forward-mode AD that are on */
-    int64_t n_cut_off;       /* tapes that were cut off, and are there */
-    uint32_t reductions;     /* bit i: KlReduce i can be split */
-    uint32_t blocked_halves; /* as KlCall's */
-    int64_t block_width;     /* as KlCall's */
-    bool is_flash_allowed;   /* likewise */
-    bool is_looking;         /* at a tensor's version or address: nobody reads its numbers */
+    int64_t n_transforms;                  /* of torch.func, and tracers, under way on any thread */
+    int64_t n_dual_levels;                 /* of forward-mode AD that are on */
+    int64_t n_cut_off;                     /* tapes that were cut off, and are there */
+    uint32_t reductions;                   /* bit i: KlReduce i can be split */
+    uint32_t blocked_halves, tiled_halves; /* as KlCall's */
+    int64_t block_width;                   /* as KlCall's */
+    bool is_flash_allowed;                 /* likewise */
+    bool is_looking; /* at a tensor's version or address: nobody reads its numbers */
 } KlPyState;
 
 extern KlPyState kl_py;
@@ -224,6 +224,14 @@ int kl_py_id(PyObject *object, void *id);
 
 /* Raise the exception for `error`; returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
+
+/* What a call gave that was made for its effect: 0, or -1 where it raised. */
+static inline int
+kl_py_done(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
 
 /* -- py_lazy.c: LazyTensor and Value ---------------------------------------------------------- */
 

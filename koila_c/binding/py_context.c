@@ -369,8 +369,7 @@ static int
 call_ignoring(PyObject *callable, PyObject *first, PyObject *second)
 {
     PyObject *result = PyObject_CallFunctionObjArgs(callable, first, second, NULL);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return kl_py_done(result);
 }
 
 static int

@@ -397,8 +397,7 @@ set_requires_grad(PyObject *self, PyObject *flag, void *Py_UNUSED(closure))
     }
     if (PyBool_Check(flag)) {
         PyObject *same = PyObject_CallMethod(self, "requires_grad_", "O", flag);
-        Py_XDECREF(same);
-        return same == NULL ? -1 : 0;
+        return kl_py_done(same);
     }
     PyObject *real = kl_live_force(value); /* torch says what is wrong */
     int result = real == NULL ? -1 : PyObject_SetAttrString(real, "requires_grad", flag);

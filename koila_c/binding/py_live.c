@@ -76,8 +76,7 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
         return 0;
     }
     PyObject *result = PyObject_CallFunction(kl_py.bind_hooks, "IO", (unsigned int)value, real);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return kl_py_done(result);
 }
 
 static int
@@ -499,8 +498,7 @@ settle(const Tape *tape)
         return 0;
     }
     PyObject *settled = PyObject_CallNoArgs(kl_py.settle);
-    Py_XDECREF(settled);
-    return settled != NULL ? 0 : -1;
+    return kl_py_done(settled);
 }
 
 PyObject *
@@ -738,8 +736,7 @@ tell_left(PyObject *func, PyObject *left, bool is_written)
         kl_meta_read(left, &meta) == 0 && kl_meta_n_bytes(&meta) >= KL_BYTES_TOLD) {
         PyObject *told = PyObject_CallFunctionObjArgs(kl_py.note_left, func, left,
                                                       is_written ? Py_True : Py_False, NULL);
-        Py_XDECREF(told);
-        return told != NULL ? 0 : -1;
+        return kl_py_done(told);
     }
     PyErr_Clear();
     return 0;

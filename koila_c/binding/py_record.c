@@ -514,8 +514,7 @@ draw_before(const Function *function)
         return 0;
     }
     PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
-    Py_XDECREF(moved);
-    return moved == NULL ? -1 : 0;
+    return kl_py_done(moved);
 }
 
 /* Whether a call may write a tensor that it is given. A view of a number writes nothing. */
@@ -732,8 +731,7 @@ refuse(const Function *function, PyObject *func, PyObject *args, PyObject *kwarg
     PyObject *done =
         PyObject_CallFunctionObjArgs(kl_py.refuse, func, args, kwargs != NULL ? kwargs : Py_None,
                                      is_illegal ? Py_True : Py_False, NULL);
-    Py_XDECREF(done);
-    return done != NULL ? 0 : -1;
+    return kl_py_done(done);
 }
 
 PyObject *
@@ -866,8 +864,7 @@ force_one(PyObject *lazy, void *Py_UNUSED(context))
 {
     Value *value = kl_lazy_checked(lazy);
     PyObject *real = value != NULL ? kl_live_force(value) : NULL;
-    Py_XDECREF(real);
-    return real == NULL ? -1 : 0;
+    return kl_py_done(real);
 }
 
 static int

@@ -22,8 +22,7 @@ set_attribute(PyObject *tensor, PyObject *value, void *closure)
         return entry->original(tensor, value, NULL);
     }
     PyObject *done = PyObject_CallFunctionObjArgs(entry->put, tensor, value, NULL);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return kl_py_done(done);
 }
 
 /* set_attribute_by(descriptor, put): from now on put(tensor, lazy) sets the attribute to a lazy; None gives

@@ -325,8 +325,7 @@ kl_stage_wait_for_copy(const Tape *tape, const KlNode *node)
         if (device != 0) {
             PyObject *from = PyList_GET_ITEM(kl_py.devices, device);
             PyObject *result = PyObject_CallOneArg(kl_py.wait_for_copy, from);
-            Py_XDECREF(result);
-            return result == NULL ? -1 : 0;
+            return kl_py_done(result);
         }
     }
     return 0;
@@ -469,8 +468,7 @@ settle_saved(const Run *run, KlNodeId id)
         return 0;
     }
     PyObject *result = PyObject_CallFunction(run->settle, "I", id);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return kl_py_done(result);
 }
 
 /* Run nodes in order; without a program the one node `alone`. */

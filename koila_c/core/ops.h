@@ -191,8 +191,8 @@ typedef struct KlCall {
     const KlMeta *const *inputs; /* [n_inputs] tensor arguments in signature order; NULL: None */
     uint32_t n_inputs;
     KlDtype default_dtype;
-    uint32_t
-        blocked_halves; /* dtypes of 16 bits, as bits, whose convolutions oneDNN runs on this CPU */
+    /* Dtypes of 16 bits, as bits, whose convolutions oneDNN runs on this CPU; of these, in tiles. */
+    uint32_t blocked_halves, tiled_halves;
     int64_t block_width; /* channels that it lays side by side */
     bool is_grad_enabled;
     bool is_flash_allowed;    /* attention may use its fused kernel on the CPU */

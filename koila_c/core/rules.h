@@ -30,6 +30,8 @@ KlStatus kl_rules_ints(const KlCall *call, uint32_t arg, int64_t *value, const i
 /* A dim of a value with `n_dims`, wrapped to 0 .. n_dims - 1; a 0-dim value counts as one of one dim. */
 KlStatus kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims,
                       int32_t *dim, KlError *error);
+/* The same, where the rule for shapes has found it to be legal. */
+int32_t kl_rules_legal_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims);
 KlStatus kl_rules_wrap(int64_t dim, int32_t n_dims, int32_t *wrapped, KlError *error);
 /* A set of dims, bit d for dim d; none given, None or an empty tuple: all of them. */
 KlStatus kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims,

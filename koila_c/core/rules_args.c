@@ -112,6 +112,15 @@ kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims,
     return status != KL_OK ? status : kl_rules_wrap(given, n_dims, dim, error);
 }
 
+int32_t
+kl_rules_legal_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims)
+{
+    int32_t dim = 0;
+    KlError error;
+    (void)kl_rules_dim(call, arg, fallback, n_dims, &dim, &error);
+    return dim;
+}
+
 KlStatus
 kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims, KlError *error)
 {

@@ -292,6 +292,22 @@ pass_to_weight(const Sides *sides)
            count_blocked(sides, sides->to, width) + count_weight(sides, width, !is_taken);
 }
 
+/* Kernels for 16 bits that take channels last (with AMX, or arithmetic in float16): operands are copied so, and what
+ * they make is copied back, and once more. From measurements, above by what a tile does not fill. */
+static void
+work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_out, int64_t n_rows,
+              KlSaves *saves)
+{
+    int64_t from = count_blocked(sides, sides->from, 32) / n_rows; /* of one row */
+    int64_t to = count_blocked(sides, sides->to, 32) / n_rows;
+    int64_t n_weight = count_weight(sides, 32, true), n_tiles = 20632 + 2 * kl_larger(from, to);
+    int64_t to_weight = n_in + n_out + 3 * n_weight + 2 * (from + to);
+    saves->bytes_workspace = kl_larger(n_in + n_weight + n_tiles, 2 * n_out);
+    saves->bytes_backward = kl_larger(
+        kl_rules_needs_grad(call, 1) ? to_weight : 0,
+        kl_rules_needs_grad(call, 0) ? kl_larger(n_out + n_weight + n_tiles, 2 * n_in) : 0);
+}
+
 static void
 work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_transposed,
                KlSaves *saves)
@@ -315,6 +331,11 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
     if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
         saves->bytes_workspace = saves->bytes_backward =
             kl_meta_n_bytes(weight); /* their own layout */
+        return;
+    }
+    bool is_own = is_depthwise(&sides) && out->dtype == KL_DTYPE_BFLOAT16; /* a kernel in blocks */
+    if ((call->tiled_halves >> out->dtype & 1) != 0 && !is_own) {
+        work_in_tiles(call, &sides, n_in, n_out, n_rows, saves);
         return;
     }
     sides.is_strided = n_stride > 1;

@@ -69,13 +69,9 @@ match_but(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace 
 }
 
 KlStatus
-place_gather(const KlCall *call, KlInferred *result, KlError *error)
+place_gather(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     const KlPlace *of_index = &call->inputs[1]->place;
     if (kl_place_is_rows(of_index) && of_index->dim == dim &&
@@ -111,13 +107,9 @@ shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_scatter(const KlCall *call, KlInferred *result, KlError *error)
+place_scatter(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     return want.dim == dim ? kl_rules_once(result, index_couples)
                            : match_but(call, result, KL_ID_NONE, &want);
@@ -142,15 +134,11 @@ shape_index_select(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_index_select(const KlCall *call, KlInferred *result, KlError *error)
+place_index_select(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    int32_t dim = 0;
     const KlPlace *of_value = &call->inputs[0]->place;
     const KlPlace *of_index = &call->inputs[1]->place;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     if (kl_place_is_rows(of_value) && (kl_place_is_rows(of_index) || of_value->dim == dim)) {
         return kl_rules_once_again(result, index_couples, dim);
     }
@@ -245,13 +233,9 @@ shape_index_add(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_index_add(const KlCall *call, KlInferred *result, KlError *error)
+place_index_add(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     if (kl_place_is_rows(&call->inputs[1]->place) || want.dim == dim) {
         return kl_rules_once(result, index_couples);
@@ -280,13 +264,9 @@ shape_index_fill(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_index_fill(const KlCall *call, KlInferred *result, KlError *error)
+place_index_fill(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     const KlPlace *place = &call->inputs[0]->place;
     if (!kl_place_is_rows(place) || kl_place_is_rows(&call->inputs[1]->place) ||
         place->dim == dim) {
@@ -323,11 +303,7 @@ shape_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 place_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
 {
-    int32_t dim = 0;
-    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &dim, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t dim = kl_rules_legal_dim(call, 2, 0, call->inputs[0]->n_dims);
     const KlPlace *of_index = &call->inputs[1]->place;
     if (kl_place_is_rows(of_index) && of_index->dim == dim &&
         !kl_place_is_rows(&call->inputs[0]->place)) {

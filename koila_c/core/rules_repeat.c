@@ -116,16 +116,12 @@ shape_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
 /* [b0 b1] interleaved is [b0 b0 b1 b1]: more entries to the right of the digit. Without a dim the value is
  * flattened first. */
 KlStatus
-place_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
+place_repeat_interleave(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     const KlMeta *input = call->inputs[0];
     KlPlace place = input->place;
     int64_t times = call->args[1].u.i;
-    int32_t at = 0;
-    KlStatus status = kl_rules_dim(call, 2, 0, input->n_dims, &at, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t at = kl_rules_legal_dim(call, 2, 0, input->n_dims);
     if (times == 0) {
         return kl_rules_once(result, "the samples are repeated zero times");
     }

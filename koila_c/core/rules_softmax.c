@@ -34,14 +34,10 @@ dtype_softmax(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 }
 
 KlStatus
-place_softmax(const KlCall *call, KlInferred *result, KlError *error)
+place_softmax(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    int32_t dim = 0;
     int32_t n_dims = call->inputs[0]->n_dims;
-    KlStatus status = kl_rules_dim(call, 1, 0, n_dims, &dim, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t dim = kl_rules_legal_dim(call, 1, 0, n_dims);
     KlLabels labels = kl_rules_letters(n_dims);
     const KlMeta *input = call->inputs[0];
     bool is_over_rows = kl_place_is_rows(&input->place) && input->place.dim == dim;
@@ -318,14 +314,10 @@ shape_glu(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_glu(const KlCall *call, KlInferred *result, KlError *error)
+place_glu(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    int32_t dim = 0;
     int32_t n_dims = call->inputs[0]->n_dims;
-    KlStatus status = kl_rules_dim(call, 1, -1, n_dims, &dim, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t dim = kl_rules_legal_dim(call, 1, -1, n_dims);
     KlLabels labels = kl_rules_letters(n_dims);
     labels.of[dim] = 0;
     const KlWiring wiring = {

@@ -205,12 +205,24 @@ def _blocked_halves() -> Iterator[torch.dtype]:
             yield dtype
 
 
+def _most() -> str:
+    """The instructions that oneDNN is told to go without what is newer than; empty: it is not."""
+    names = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"
+    return next((os.environ[name].upper() for name in names if name in os.environ), "")
+
+
+def _tiled_halves() -> Iterator[torch.dtype]:
+    """Of these, the dtypes whose kernels take channels last: bfloat16 with AMX, float16 always."""
+    is_allowed = _most() in ("", "ALL", "DEFAULT") or "AMX" in _most()
+    has_amx = torch.cpu._is_amx_tile_supported() and is_allowed
+    is_tiled = {torch.bfloat16: has_amx, torch.float16: True}
+    return (dtype for dtype in _blocked_halves() if is_tiled[dtype])
+
+
 def _block_width() -> int:
     """How many channels oneDNN lays side by side on this CPU. It is not asked: its first kernel
     settles how many kernels it keeps, and a limit may still be set for this process."""
-    names = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"
-    most = next((os.environ[name].upper() for name in names if name in os.environ), "")
-    is_narrow = most == "AVX" or most.startswith(("SSE", "AVX2"))
+    is_narrow = _most() == "AVX" or _most().startswith(("SSE", "AVX2"))
     return 16 if torch.cpu._is_avx512_supported() and not is_narrow else 8
 
 
@@ -261,7 +273,7 @@ def register_all() -> None:
             "name_of_file": lines.name_of_file,
         },
     )
-    _core.set_blocks(_block_width(), tuple(_blocked_halves()))
+    _core.set_blocks(_block_width(), tuple(_blocked_halves()), tuple(_tiled_halves()))
     for func, name in _names().items():
         _register(func, name)
     item = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given

@@ -141,10 +141,10 @@ def test_patches_come_off_and_on_again() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_convolutions_go_by_blocks_or_by_patches(dtype: torch.dtype) -> None:
     """What a kernel takes beside its result depends on the CPU; that of patches is float64's."""
-    width, real = functions._block_width(), tuple(functions._blocked_halves())
+    real = tuple(functions._blocked_halves()), tuple(functions._tiled_halves())
 
-    def workspace(dtype: torch.dtype, *blocked: torch.dtype) -> int:
-        _core.set_blocks(16, blocked)
+    def workspace(dtype: torch.dtype, *blocked: torch.dtype, is_tiled: bool = False) -> int:
+        _core.set_blocks(16, blocked, blocked if is_tiled else ())
         x, weight = torch.zeros(4, 8, 16, 16, dtype=dtype), torch.zeros(8, 8, 3, 3, dtype=dtype)
         found: int = core.infer("conv2d", (x, weight), {})["saves"]["bytes_workspace"]
         return found
@@ -152,6 +152,7 @@ def test_half_convolutions_go_by_blocks_or_by_patches(dtype: torch.dtype) -> Non
     try:
         patches = workspace(dtype)
         assert patches == workspace(torch.float64) // 4 == 4 * 14 * 14 * 72 * 2
-        assert workspace(dtype, dtype) != patches
+        sizes = patches, workspace(dtype, dtype), workspace(dtype, dtype, is_tiled=True)
+        assert len(set(sizes)) == 3
     finally:
-        _core.set_blocks(width, real)
+        _core.set_blocks(functions._block_width(), *real)
