@@ -395,6 +395,13 @@ MUTANTS = [
         "tests/test_core_c.py tests/test_segments.py",
     ),
     Mutant(
+        "attempt: what a failed try drew stays drawn",
+        "python/koila/attempt.py",
+        "        except BaseException as error:\n            replay.draws.roll_back()\n",
+        "        except BaseException as error:\n",
+        "tests/test_instructions.py -k Dropout",
+    ),
+    Mutant(
         "interpret: gradients of pieces are those of the last",
         "python/koila/interpret.py",
         "seeds[key] = add(seeds.get(key), cross.take_total_gradient())",
