@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in chunks that ends at any of its instructions leaves all as it was, and can be asked again.
+"""A run in chunks that ends at any of its instructions leaves all as it was.
 
 Whatever happens there: memory runs out, once or until chunks are smaller; Ctrl-C; an exception of
 the user's, as from a hook.

@@ -81,7 +81,9 @@ def test_a_limit_of_the_process_holds(name: str) -> None:
     found = run(name, "process", limit)
     assert "error" not in found, found["error"]
     assert max(found["peaks"]) <= limit
-    assert len({str(chunks) for chunks in found["chunks"]}) == 1, "equal steps in equal chunks"
+    # Libraries take more in the first step than is kept back for them on some CPUs (with AMX): then
+    # the second has less, which it keeps to.
+    assert len({str(chunks) for chunks in found["chunks"][1:]}) == 1, "equal steps in equal chunks"
 
 
 # What is measured ---------------------------------------------------------------------------------

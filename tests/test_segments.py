@@ -14,9 +14,10 @@ from torch import Tensor
 
 import koila
 from chunked import split
-from koila import planner, replay
+from koila import memory, planner, replay
 from koila.program import Op, Program, Way
 from oracle import assert_close, assert_same
+from profiled import bytes_over_time
 from program_model import compared
 from programs import PROGRAMS
 from programs_kit import Program as Written
@@ -85,6 +86,38 @@ def test_segments(program: Written, force: Force) -> None:
     with compared():
         assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_segments > 1 or program.name.startswith(UNCUT)
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("n_segments", [2, 4, 8])
+def test_what_segments_take_is_predicted(n_segments: int, chunks: int, force: Force) -> None:
+    """Of wide values that segments give each other, a chunk of each is there while it is read."""
+    torch.manual_seed(0)
+    force(Way(n_segments))
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(16))
+    )
+    x = torch.randn(4096, 64)
+    said: list[float] = []
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with split(chunks):
+            model(koila.lazy(x)).pow(2).mean().backward()
+
+    made = replay.Replay.__init__
+
+    def note(self: replay.Replay, program: Program, planned: planner.Plan, hooked: Any) -> None:
+        estimate = memory.estimate(program, True, Way(n_segments))
+        said.append(estimate.peak(-(-len(x) // chunks))[0])
+        made(self, program, planned, hooked)
+
+    step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay.Replay, "__init__", note)
+        peak = max(bytes_over_time(step))
+    assert len(said) == 1
+    assert -0.01 * peak <= said[0] - peak <= 0.05 * peak
 
 
 #: Some whose head is a part of the last body, of one model each with its losses.

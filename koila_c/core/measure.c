@@ -657,8 +657,8 @@ go_back_chunk(Step *step, const KlStep *of)
     } else if (step->open != of->run) {
         sweep_again(step, run);
     }
+    sweep_back(step); /* it has the gradients of what the run reads until then */
     come_to_handed(step, run);
-    sweep_back(step);
     go_from_handed(step, run);
     set_there(step, run, false);
     step->open = KL_ID_NONE;

@@ -292,20 +292,20 @@ pass_to_weight(const Sides *sides)
            count_blocked(sides, sides->to, width) + count_weight(sides, width, !is_taken);
 }
 
-/* Kernels for 16 bits that take channels last (with AMX, or arithmetic in float16): operands are copied so, and what
- * they make is copied back, and once more. From measurements, above by what a tile does not fill. */
+/* Kernels for 16 bits that take channels last (with AMX, or arithmetic in float16) copy operands so, and what they make
+ * back, and once more. Beside that, as measured, they hold a row and the weight, filled up, whatever the chunk. */
 static void
 work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_out, int64_t n_rows,
               KlSaves *saves)
 {
-    int64_t from = count_blocked(sides, sides->from, 32) / n_rows; /* of one row */
-    int64_t to = count_blocked(sides, sides->to, 32) / n_rows;
-    int64_t n_weight = count_weight(sides, 32, true), n_tiles = 20632 + 2 * kl_larger(from, to);
-    int64_t to_weight = n_in + n_out + 3 * n_weight + 2 * (from + to);
-    saves->bytes_workspace = kl_larger(n_in + n_weight + n_tiles, 2 * n_out);
-    saves->bytes_backward = kl_larger(
-        kl_rules_needs_grad(call, 1) ? to_weight : 0,
-        kl_rules_needs_grad(call, 0) ? kl_larger(n_out + n_weight + n_tiles, 2 * n_in) : 0);
+    int64_t n = channels_of(sides, sides->from),
+            n_groups = is_depthwise(sides) ? n : sides->conv->groups;
+    int64_t n_sides = count_blocked(sides, sides->from, 32) + count_blocked(sides, sides->to, 32);
+    n_sides *= n_groups > 1 && n_groups < n ? fill(n / n_groups, 32) * n_groups / n : 1;
+    saves->bytes_row = 2 * n_sides / n_rows + 3 * count_weight(sides, 32, true);
+    saves->bytes_workspace = kl_larger(n_in, 2 * n_out);
+    int64_t to_input = kl_rules_needs_grad(call, 0) ? kl_larger(n_out, 2 * n_in) : 0;
+    saves->bytes_backward = kl_larger(kl_rules_needs_grad(call, 1) ? n_in + n_out : 0, to_input);
 }
 
 static void
