@@ -222,15 +222,15 @@ MUTANTS = [
     Mutant(
         "measure: gradients of all chunks come with the first",
         "koila_c/core/measure.c",
-        ".by_row = fmin(left - come, 0) / (double)rows}",
-        ".by_row = 0 * fmin(left - come, 0) / (double)rows}",
+        ".in_sweep = fmin(freed - made, 0) / (double)rows}",
+        ".in_sweep = 0 * fmin(freed - made, 0) / (double)rows}",
         MEASURE,
     ),
     Mutant(
         "measure: gradients that went back count as gradients on",
         "koila_c/core/measure.c",
-        "hold_gradients(step, made->of_gradients - made->gradients",
-        "step->held += (made->of_gradients - made->gradients",
+        "hold_gradients(step, gradients - left_gradients(step, of, true));",
+        "step->held += gradients - left_gradients(step, of, true);",
         "tests/test_memory_plan.py",
     ),
     Mutant(

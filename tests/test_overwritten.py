@@ -4,6 +4,7 @@ else; and who asks for some gradients goes only where these come from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -158,6 +159,14 @@ def run(text: str, lazy: Any) -> list[Tensor] | str:
     return seen + [p.grad for p in (w, v) if p.grad is not None]
 
 
+def in_chunks(text: str, *counts: int) -> Iterator[tuple[int, list[Tensor] | str]]:
+    """Each number of chunks, and what the program gives in so many."""
+    for chunks in counts:
+        with koila.config(chunks=chunks):
+            got = run(text, koila.lazy)
+        yield chunks, got
+
+
 def compare(got: list[Tensor] | str, want: list[Tensor] | str) -> None:
     if isinstance(want, str) or isinstance(got, str):
         assert str(got)[: len(TEXT)] == str(want)[: len(TEXT)]
@@ -171,9 +180,8 @@ def test_what_a_call_kept_is_written(call: str) -> None:
     for write in WRITES:
         text = f"h = x @ w; r = {call}; {write}\n(r.sum() + h.sum()).backward()"
         want = run(text, lambda *given: given)
-        for chunks in (1, 2, N_ROWS):
-            with koila.config(chunks=chunks):
-                compare(run(text, koila.lazy), want)
+        for _, got in in_chunks(text, 1, 2, N_ROWS):
+            compare(got, want)
 
 
 def test_some_of_these_raise_and_some_do_not() -> None:
@@ -185,9 +193,8 @@ def test_some_of_these_raise_and_some_do_not() -> None:
 @pytest.mark.parametrize("text", PROGRAMS)
 def test_programs(text: str) -> None:
     want = run(text, lambda *given: given)
-    for chunks in (1, 2, 3, 7, N_ROWS):
-        with koila.config(chunks=chunks):
-            compare(run(text, koila.lazy), want)
+    for _, got in in_chunks(text, 1, 2, 3, 7, N_ROWS):
+        compare(got, want)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
@@ -240,9 +247,8 @@ def test_what_a_checkpoint_was_given_is_written(after: str, is_reentrant: bool) 
             "(r.sum() + h.sum()).backward()"
         )
         want = run(text, lambda *given: given)
-        for chunks in (1, 2, N_ROWS):
-            with koila.config(chunks=chunks):
-                compare(run(text, koila.lazy), want)
+        for _, got in in_chunks(text, 1, 2, N_ROWS):
+            compare(got, want)
 
 
 def test_what_an_inner_checkpoint_was_given_is_made_again() -> None:
@@ -255,9 +261,8 @@ def test_what_an_inner_checkpoint_was_given_is_made_again() -> None:
     )
     want = run(text, lambda *given: given)
     assert not isinstance(want, str)
-    for chunks in (1, 2, N_ROWS):
-        with koila.config(chunks=chunks):
-            compare(run(text, koila.lazy), want)
+    for _, got in in_chunks(text, 1, 2, N_ROWS):
+        compare(got, want)
 
 
 #: Steps with a write that is not in the program which is differentiated.
@@ -279,9 +284,8 @@ def test_a_write_outside_of_the_program(text: str) -> None:
         f"{text}; l.backward()"
     )
     want = run(text, lambda *given: given)
-    for chunks in (1, 2, N_ROWS):
-        with koila.config(chunks=chunks):
-            compare(run(text, koila.lazy), want)
+    for _, got in in_chunks(text, 1, 2, N_ROWS):
+        compare(got, want)
 
 
 #: What is done with a checkpoint that ran whole, for `r` got a hook that no program has.
@@ -320,9 +324,7 @@ def test_a_checkpoint_that_ran_whole(text: str) -> None:
         f"{text.format('r.grad_fn.register_prehook(lambda g: None)')}; l.backward()"
     ).replace("\n; l", "\nl")
     want = run(program, lambda *given: given)
-    for chunks in (1, 2, N_ROWS):
-        with koila.config(chunks=chunks):
-            got = run(program, koila.lazy)
+    for chunks, got in in_chunks(program, 1, 2, N_ROWS):
         if text in WRITTEN_SINCE and chunks > 1:
             assert isinstance(got, str)
             assert "was written before backward, where torch runs that once more" in got
@@ -363,9 +365,7 @@ def test_what_a_checkpoint_reads_again_is_written(text: str) -> None:
     )
     want = run(text, lambda *given: given)
     assert not isinstance(want, str)
-    for chunks in (2, N_ROWS):
-        with koila.config(chunks=chunks):
-            got = run(text, koila.lazy)
+    for _, got in in_chunks(text, 2, N_ROWS):
         if any(text.count(one) for one in READ_AGAIN):
             assert "was written before backward, where torch runs that once more" in str(got)
         else:
@@ -405,9 +405,7 @@ h = x @ w; h = {call}; l = h.softmax(-1).pow(2).sum()
 {text.replace("CUT", cut)}
 (l + (h * 3).sum()).backward()"""
     want = run(text, lambda *given: given)
-    for chunks in (1, 2, N_ROWS):
-        with koila.config(chunks=chunks):
-            got = run(text, koila.lazy)
+    for chunks, got in in_chunks(text, 1, 2, N_ROWS):
         if chunks > 1 and "tanh" in call and not isinstance(want, str):
             assert "was written through .data before its backward" in str(got)
         else:

@@ -281,8 +281,8 @@ run_joint(Step *step, const KlStep *of)
     step->held += step->live[i];
 }
 
-/* A chunk is given these beside what is held: what is brought back from where it is offloaded. Note what the segments
- * of a body make. */
+/* Bytes of a row that a chunk brings back from where they are offloaded. Also begin to follow the results of the
+ * segments. */
 static double
 find_given(Step *step, const KlStep *of)
 {
@@ -307,7 +307,7 @@ find_given(Step *step, const KlStep *of)
     return values;
 }
 
-/* A segment goes back: the gradients of what earlier ones handed to it are there from now on. */
+/* A segment has made the gradients of results of earlier segments, which are kept until those go back. */
 static void
 come_to_handed(Step *step, const KlRun *run)
 {
@@ -322,7 +322,7 @@ come_to_handed(Step *step, const KlRun *run)
     }
 }
 
-/* The gradients of what a segment handed on have gone back through it. */
+/* A segment has gone back, and frees the gradients of its results. */
 static void
 go_from_handed(Step *step, const KlRun *run)
 {
@@ -646,7 +646,7 @@ empty_values(Step *step, const KlStep *of)
     }
 }
 
-/* A chunk goes back through a segment: through the graph that its run left, or that waited. */
+/* Go back through the graph of a segment on a chunk: the one that RUN just made, or one that waited. */
 static void
 go_back_chunk(Step *step, const KlStep *of)
 {
@@ -657,7 +657,7 @@ go_back_chunk(Step *step, const KlStep *of)
     } else if (step->open != of->run) {
         sweep_again(step, run);
     }
-    sweep_back(step); /* it has the gradients of what the run reads until then */
+    sweep_back(step); /* it counts the gradients of what the segment reads until its end */
     come_to_handed(step, run);
     go_from_handed(step, run);
     set_there(step, run, false);
@@ -675,8 +675,8 @@ do_nothing(Step *KL_UNUSED(step), const KlStep *KL_UNUSED(of))
 
 /* -- loops -------------------------------------------------------------------------------------------- */
 
-/* Pieces of a chunk: the graph of what is before them waits, and the gradients of what they are cut of are there from
- * the first on. */
+/* The head of a body goes through a chunk in pieces. Meanwhile the graph of the rest of the body is kept, and so are
+ * the gradients of what the head reads of it, from the first piece on. */
 static void
 open_pieces(Step *step, const KlStep *of)
 {
@@ -685,7 +685,7 @@ open_pieces(Step *step, const KlStep *of)
     step->held_per_row += step->waiting.per_row;
     step->n_pieces = step->homes->n_pieces;
     come_to_handed(step, &step->program->runs[of->run]);
-    hold_gradients_by_row(step, -step->exchange.by_row); /* a sweep has only a piece's now */
+    hold_gradients_by_row(step, -step->exchange.in_sweep); /* sweeps count only a piece's now */
 }
 
 static void
@@ -696,34 +696,34 @@ close_pieces(Step *step)
     step->held_per_row -= step->waiting.per_row;
 }
 
-/* Chunks go back: the gradients of what they read come, a chunk's as those of what they left go, before the first
- * chunk or after all but the last. A sweep has a chunk's. */
+/* Each chunk frees its results and their gradients, and makes gradients of what it read. The two are never there at
+ * full size together, so only what is more than the other is added, at the first chunk or at the end. */
 static void
 open_exchange(Step *step, const KlStep *of)
 {
-    double come = 0, gradients = left_gradients(step, of, false);
-    double left = gradients + let_go_of_left(step, of);
+    double made = 0, freed_gradients = left_gradients(step, of, false);
+    double freed = freed_gradients + let_go_of_left(step, of);
     for (uint32_t r = 0; r < of->n_runs; r++) {
-        come += gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
+        made += gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
     }
-    double less = fmin(come, left), of_gradients = fmin(come, gradients);
-    step->held -= less - of_gradients;
-    hold_gradients(step, -of_gradients);
+    double reused = fmin(made, freed), reused_gradients = fmin(made, freed_gradients);
+    step->held -= reused - reused_gradients;
+    hold_gradients(step, -reused_gradients);
     int64_t rows = rows_of(step, &step->program->runs[of->run]);
-    step->exchange = (KlExchange){.less = less,
-                                  .of_gradients = of_gradients,
-                                  .left = left,
-                                  .gradients = gradients,
-                                  .by_row = fmin(left - come, 0) / (double)rows};
-    hold_gradients_by_row(step, step->exchange.by_row);
+    step->exchange = (KlExchange){.freed = freed,
+                                  .freed_gradients = freed_gradients,
+                                  .reused = reused,
+                                  .reused_gradients = reused_gradients,
+                                  .in_sweep = fmin(freed - made, 0) / (double)rows};
+    hold_gradients_by_row(step, step->exchange.in_sweep);
 }
 
 static void
 close_exchange(Step *step, const KlStep *of)
 {
-    const KlExchange *made = &step->exchange;
-    step->held += made->less - made->of_gradients - (made->left - made->gradients);
-    hold_gradients(step, made->of_gradients - made->gradients - left_gradients(step, of, true));
+    double gradients = step->exchange.reused_gradients - step->exchange.freed_gradients;
+    step->held += step->exchange.reused - step->exchange.freed - gradients;
+    hold_gradients(step, gradients - left_gradients(step, of, true));
 }
 
 static void

@@ -29,17 +29,17 @@ typedef struct KlMeasureStorage {
     double bytes;    /* of these, counted once */
 } KlMeasureStorage;
 
-/* What stands in for what a body leaves, when its tail runs on zeros; and what the tail takes then. */
+/* Bytes of the zeros that the tail runs on instead of the results of the last body, and of that run. */
 typedef struct KlStandIns {
     double values, seeds, parts, tail;
 } KlStandIns;
 
-/* In a loop that goes back the gradients of what it reads come as those of what it left go. */
+/* A loop that goes back frees results of a body and their gradients, and makes gradients of what the body read. */
 typedef struct KlExchange {
-    double less,
-        of_gradients; /* of what comes, what may be where something goes; of that, gradients */
-    double left, gradients; /* what goes; of that, gradients */
-    double by_row;          /* of what comes, what sweeps have too */
+    double freed, freed_gradients; /* all that it frees; the gradients among that */
+    double reused,
+        reused_gradients; /* what it makes in place of that; in place of those gradients */
+    double in_sweep;      /* of a row: what it makes beyond that, which sweeps count too */
 } KlExchange;
 
 /* The walk; `held` is what outlives the runs so far. */
@@ -62,7 +62,7 @@ typedef struct Step {
     uint32_t depth;         /* loops that are open */
     const KlStep *loop;     /* the outer one */
     uint32_t open;          /* the run whose sweep is open, with its graph; KL_ID_NONE: none is */
-    KlBytes waiting;        /* in pieces of a chunk: the graph of what is before them */
+    KlBytes waiting;        /* the graph of a chunk that goes through its head in pieces */
     KlExchange exchange;    /* of the outer loop */
     KlStandIns stand_ins;   /* of the last body */
     double n_pieces;        /* of a chunk, for the head that is gone through now; 1: none */

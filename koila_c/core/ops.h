@@ -109,9 +109,9 @@ typedef struct KlSplit {
     bool is_open;
 } KlSplit;
 
-/* What a recurrent layer needs over rows of many lengths, which it fills up to the longest only in what it is given and
- * gives (koila/uneven.py). From `kept` on: bytes of a step of a row, and of one at a *turn*: where a layer that goes
- * back through time takes up more rows, it copies the states of all. */
+/* Bytes of a recurrent layer over a packed sequence, whose steps hold only the rows that are long enough; its padded
+ * input and output count elsewhere (koila/uneven.py finds these numbers). From KEPT on they are pairs: bytes of one
+ * step of one row, and bytes more at each *turn*, a step at which a backward direction starts on more rows. */
 typedef enum {
     KL_UNEVEN_STEPS, /* of all rows; 0: it is no such layer */
     KL_UNEVEN_TURNS,
