@@ -143,16 +143,19 @@ def test_half_convolutions_go_by_blocks_or_by_patches(dtype: torch.dtype) -> Non
     """What a kernel takes beside its result depends on the CPU; that of patches is float64's."""
     real = tuple(functions._blocked_halves()), tuple(functions._tiled_halves())
 
-    def workspace(dtype: torch.dtype, *blocked: torch.dtype, is_tiled: bool = False) -> int:
+    def taken(dtype: torch.dtype, *blocked: torch.dtype, is_tiled: bool = False) -> tuple[int, int]:
+        """Bytes for all rows, and for one whatever the number of rows."""
         _core.set_blocks(16, blocked, blocked if is_tiled else ())
         x, weight = torch.zeros(4, 8, 16, 16, dtype=dtype), torch.zeros(8, 8, 3, 3, dtype=dtype)
-        found: int = core.infer("conv2d", (x, weight), {})["saves"]["bytes_workspace"]
-        return found
+        saves = core.infer("conv2d", (x, weight), {})["saves"]
+        return saves["bytes_workspace"], saves["bytes_row"]
 
     try:
-        patches = workspace(dtype)
-        assert patches == workspace(torch.float64) // 4 == 4 * 14 * 14 * 72 * 2
-        sizes = patches, workspace(dtype, dtype), workspace(dtype, dtype, is_tiled=True)
-        assert len(set(sizes)) == 3
+        patches = taken(dtype)
+        assert patches == (4 * 14 * 14 * 72 * 2, 0)
+        assert taken(torch.float64) == (4 * patches[0], 0)
+        in_blocks, in_tiles = taken(dtype, dtype), taken(dtype, dtype, is_tiled=True)
+        assert in_blocks[1] == 0 < in_tiles[1]
+        assert max(in_blocks[0], in_tiles[0]) < patches[0]
     finally:
         _core.set_blocks(functions._block_width(), *real)
