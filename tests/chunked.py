@@ -19,7 +19,8 @@ import torch
 
 import koila
 from koila import _core, replay
-from koila.program import ONCE, Node, Program
+from koila.facts import ONCE, Node
+from koila.program import Program
 
 #: Rows of the op table that a model spends its time in.
 HEAVY = frozenset(

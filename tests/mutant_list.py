@@ -558,22 +558,22 @@ MUTANTS = [
     Mutant(
         "noise: normal numbers are drawn in any chunks",
         "python/koila/noise.py",
-        "return not ends_within and sizes[-1] * per_row >= _SIXTEEN",
+        "return not ends_within and sizes[-1] * per_row >= SIXTEEN",
         "return per_row > 0",
         NOISE,
     ),
     Mutant(
         "noise: what ends within a block is drawn by chunks",
         "python/koila/noise.py",
-        "any(size * per_row % _SIXTEEN for size in sizes[:-1])",
+        "any(size * per_row % SIXTEEN for size in sizes[:-1])",
         "any(size * per_row % 4 for size in sizes[:-1])",
         NOISE,
     ),
     Mutant(
         "noise: the last block is skipped, too",
-        "python/koila/noise.py",
-        "n_left = n_elements % _SIXTEEN + _SIXTEEN\n    _skip",
-        "n_left = n_elements % _SIXTEEN\n    _skip",
+        "python/koila/noise_drawn.py",
+        "n_left = n_elements % SIXTEEN + SIXTEEN\n    _skip",
+        "n_left = n_elements % SIXTEEN\n    _skip",
         "tests/binding/test_py_twister.py",
     ),
     Mutant(
@@ -592,7 +592,7 @@ MUTANTS = [
     ),
     Mutant(
         "noise: memory with gaps is filled in blocks",
-        "python/koila/noise.py",
+        "python/koila/noise_drawn.py",
         "step = 2 if is_strided else 1",
         "step = 1",
         "tests/test_draws_order.py -k gaps",

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import koila
 from allocations import Allocations
 from koila import _core, across, memory, planner
-from koila.program import Program, Way
+from koila.program import Program
 from koila.reports import ProgramReport
+from koila.schedule import Way
 from limits import there
 from oracle import assert_close
 

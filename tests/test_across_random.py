@@ -13,7 +13,8 @@ from torch import Tensor
 
 import koila
 from koila import _core, across, planner
-from koila.program import Program, Way
+from koila.program import Program
+from koila.schedule import Way
 from oracle import assert_close
 
 Head = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor], Tensor]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila import _core, noise
+from koila import _core, noise, noise_drawn
 from oracle import Lazy, assert_same_story, eager, split
 
 ROWS = 12
@@ -303,7 +303,7 @@ LAYERS: dict[str, Model] = {
 @pytest.fixture(autouse=True)
 def few_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws as few as those here are gone past as many are elsewhere."""
-    monkeypatch.setattr(noise, "_MANY", 48)
+    monkeypatch.setattr(noise_drawn, "_MANY", 48)
 
 
 def story_of(model: Model) -> Callable[[Lazy], Any]:
@@ -370,5 +370,5 @@ def test_moving_past_memory_with_gaps(n_rows: int) -> None:
     drawn, moved = (torch.Generator().manual_seed(3) for _ in range(2))
     given = noise.Noise("normal_", {}, (0.0, 1.0), (n_rows, 3), (6, 2), torch.float32, None, False)
     given.draw(drawn)
-    noise.advance(given, given.n_elements, moved)
+    noise_drawn.advance(given, given.n_elements, moved)
     assert torch.equal(drawn.get_state(), moved.get_state())

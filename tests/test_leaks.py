@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import koila
 from koila import attempt
-from koila.program import Run
+from koila.facts import Run
 from koila.replay import Replay
 from oracle import Lazy, eager, split
 

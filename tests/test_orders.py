@@ -19,7 +19,9 @@ import koila
 from allocations import Allocations
 from chunked import split
 from koila import planner
-from koila.program import ONCE, Program, Way
+from koila.facts import ONCE
+from koila.program import Program
+from koila.schedule import Way
 from limits import there
 from test_memory_limit import Prediction
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from koila import planner, replay
-from koila.program import Program, Way
+from koila.program import Program
 from koila.rows import grid, largest
+from koila.schedule import Way
 from limits import made_up, there
 from oracle import Lazy, eager
 

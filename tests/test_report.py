@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila import layers, replay, reports, words
+from koila import layer_table, replay, reports, words
 from limits import there
 from test_plan import Fails, limited_step, small
 
@@ -485,7 +485,7 @@ def test_no_tensor_is_kept(caplog: pytest.LogCaptureFixture) -> None:
         x, _ = batch()
         Double.apply(nn.Linear(6, 5)(x)).sum().backward()
     plain = (str, int, float, type(None))
-    told = (reports.ProgramReport, reports.Stage, reports.Whole, layers.Layer)
+    told = (reports.ProgramReport, reports.Stage, reports.Whole, layer_table.Layer)
     seen: list[object] = [*koila.report().programs]
     while seen:
         one = seen.pop()

@@ -15,7 +15,8 @@ from torch import Tensor
 import koila
 from chunked import split
 from koila import memory, planner, replay
-from koila.program import Op, Program, Way
+from koila.program import Program
+from koila.schedule import Op, Way
 from oracle import assert_close, assert_same
 from profiled import bytes_over_time
 from program_model import compared

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 import koila
 from chunked import split
 from koila import tail
-from koila.program import Graph, Op, Program, Schedule, Step
+from koila.program import Program
+from koila.schedule import Graph, Op, Schedule, Step
 from oracle import assert_same, eager
 from programs import JOINT
 

@@ -23,8 +23,9 @@ import norm_networks
 from allocations import Allocations
 from chunked import split
 from koila import memory, planner, waiting
-from koila.program import Program, Way
+from koila.program import Program
 from koila.rows import largest
+from koila.schedule import Way
 from limits import there
 
 ROWS = 7

@@ -15,7 +15,8 @@ import torch
 
 from koila import engine, table
 from koila.cross import owned
-from koila.program import ROWS, Node, Program
+from koila.facts import ROWS, Node
+from koila.program import Program
 
 Call = Callable[[], torch.Tensor]
 

@@ -45,8 +45,9 @@ from koila import (
     views,
 )
 from koila.errors import KoilaError
+from koila.facts import Info, is_data
 from koila.numbers import as_new
-from koila.program import Info, Program, is_data
+from koila.program import Program
 from koila.rows import without_memory
 
 _data: Any = torch._C.TensorBase.data  # as torch has it

@@ -6,7 +6,7 @@ from __future__ import annotations
 import html as escaping
 from collections.abc import Iterable, Sequence
 
-from koila.layers import HEADS, Layer, cells
+from koila.layer_table import HEADS, Layer, cells
 
 _MOST_LAYERS = 20
 _MOST_LINES = 60

@@ -33,7 +33,8 @@ from torch.overrides import handle_torch_function
 
 from koila import _core, explain, lines, meta, norms, outside, planner, surroundings, unwritten
 from koila.errors import KoilaError
-from koila.program import Node, Program, is_data
+from koila.facts import Node, is_data
+from koila.program import Program
 
 
 class _State(threading.local):

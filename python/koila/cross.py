@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from koila import engine, offload, rows
-from koila.program import Info
+from koila.facts import Info
 from koila.rows import Bounds, Place
 
 if TYPE_CHECKING:

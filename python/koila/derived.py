@@ -27,7 +27,8 @@ from torch.overrides import handle_torch_function
 
 from koila import _core, draws, engine, hooks, planner, surroundings
 from koila.errors import KoilaError
-from koila.program import REDUCE, ROWS, Node, Program, name_of_node, where_of_node
+from koila.facts import REDUCE, ROWS, Node, name_of_node, where_of_node
+from koila.program import Program
 from koila.rows import Place
 
 LazyTensor = _core.LazyTensor

@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import _core, noise, plain, rows, surroundings
+from koila import _core, noise, noise_drawn, plain, rows, surroundings
 from koila.errors import KoilaError
 from koila.lines import user_line
+from koila.noise import is_uncounted, noises_of
 from koila.rows import Bounds
 from koila.threads import in_turn
 
 if TYPE_CHECKING:
-    from koila.program import Program, Run
+    from koila.facts import Run
+    from koila.program import Program
 
 Cell = tuple[int, int | None]  # a call, and the first row of a chunk; None: all rows
 Spot = tuple[int, torch.Tensor]  # a row of a call, and the state in which its numbers start
@@ -142,12 +144,6 @@ def check_live() -> None:
     _disturb_others()
 
 
-def is_uncounted(i: int, first_out: int) -> bool:
-    """Whether it is not known how many numbers a call draws before it is made."""
-    noises = noises_of(i, first_out)
-    return noises is not None and not all(map(noise.is_counted, noises))
-
-
 @in_turn
 @surroundings.in_outside
 def make_way() -> None:
@@ -196,15 +192,6 @@ def let_go() -> bool:
     return is_dead
 
 
-def noises_of(i: int, first_out: int) -> list[noise.Noise] | None:
-    """What a call draws, on the CPU; None: that is not known."""
-    known: dict[int, list[noise.Noise] | None] = _core.memo().setdefault("noises", {})
-    if i not in known:
-        is_cpu = _core.value(first_out)[10].type == "cpu"
-        known[i] = noise.of(i, first_out) if is_cpu else None
-    return known[i]
-
-
 def bytes_kept() -> int:
     """Bytes of the states that earlier runs of this program left."""
     cells = _core.memo().get("cells", {}).values()
@@ -235,7 +222,7 @@ def _advance(i: int, first_out: int, n_outs: int, generator: torch.Generator) ->
     noises = noises_of(i, first_out)
     if noises is not None:
         for one in noises:
-            noise.advance(one, one.n_elements, generator)
+            noise_drawn.advance(one, one.n_elements, generator)
         return
     given = {value: stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0}
     run_alone(i, -1, given, first_out + n_outs, True)
@@ -456,7 +443,7 @@ class Draws:
             own = torch.Generator()  # nobody else draws from it
             own.set_state(state)
             share = noise_of_call.n_elements // noise_of_call.n_rows
-            noise.advance(noise_of_call, share * (row - at), own)
+            noise_drawn.advance(noise_of_call, share * (row - at), own)
             state = own.get_state()
         _set_state(generator, state)
         self.spots[i] = [(row, state)]
@@ -479,7 +466,7 @@ class Draws:
         for one, whole in zip(self.noises[i], self.whole[i], strict=True):
             assert one.place is not None
             given.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
-        return noise.call_given(func, args, kwargs, given)
+        return noise_drawn.call_given(func, args, kwargs, given)
 
     def _call_cell(
         self,
@@ -500,7 +487,9 @@ class Draws:
         noises = self.noises.get(i)  # what runs once may be given what lies otherwise, too
         if noises and not noise.fits(noises[0], args):
             given = [one.draw(generator, tuple(args[0].shape)) for one in noises]
-        result = noise.call_given(func, args, kwargs, given) if given else func(*args, **kwargs)
+        result = (
+            noise_drawn.call_given(func, args, kwargs, given) if given else func(*args, **kwargs)
+        )
         if threading.active_count() > 1:  # another may have drawn since
             self._check_alone(i, bounds, generator)
         elif cell is None and bounds is not None and self.noises[i][0].place is not None:

@@ -9,23 +9,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from koila import _core, cards, config, draws, layers, lines, memory, planner, reports, whole_calls
-from koila.errors import MemoryLimitError
-from koila.layers import Layer
-from koila.program import (
-    ONCE,
-    REDUCE,
-    Node,
-    Op,
-    Program,
-    Run,
-    Schedule,
-    Way,
-    name_of_node,
-    where_of_node,
+from koila import (
+    _core,
+    cards,
+    config,
+    draws,
+    layer_table,
+    layers,
+    lines,
+    memory,
+    planner,
+    reports,
+    whole_calls,
 )
+from koila.errors import MemoryLimitError
+from koila.facts import ONCE, REDUCE, Node, Run, name_of_node, where_of_node
+from koila.layer_table import Layer
+from koila.program import Program
 from koila.reports import Decision, ProgramReport, Stage, Whole
 from koila.rows import Bounds, largest
+from koila.schedule import Op, Schedule, Way
 from koila.threads import in_turn
 from koila.words import count, size, sizes
 
@@ -420,7 +423,7 @@ class Explanation(str):
         calls: Iterable[str] = (),
     ) -> Explanation:
         lines, calls = tuple(lines), tuple(calls)
-        made = super().__new__(cls, "\n".join((*lines, *layers.table(layers_), *calls)))
+        made = super().__new__(cls, "\n".join((*lines, *layer_table.table(layers_), *calls)))
         made.lines, made.layers, made.calls = lines, layers_, calls
         return made
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from koila import memory_plan, planner
+from koila import plan_program, planner
 from koila.errors import KoilaError
 from koila.explain import cause_of_whole, forecast, numbers, roots_of, why_nothing
 from koila.memory_plan import MemoryPlan
-from koila.program import AS_IT_IS, Program
+from koila.program import Program
+from koila.schedule import AS_IT_IS
 from koila.threads import in_turn
 
 
@@ -48,11 +49,11 @@ def plan(*losses: Any) -> MemoryPlan:
     if not program.axes or program.unstageable is not None:
         allowed = planner.left_for(program)
         why = cause_of_whole(program).why
-        return memory_plan.of(
+        return plan_program.of(
             program, is_graph, AS_IT_IS, 1, 1, allowed, summary=[f"it runs whole: {why}"]
         )
     expected = forecast(program, is_graph)
-    return memory_plan.of(
+    return plan_program.of(
         program,
         is_graph,
         expected.way,

@@ -16,7 +16,8 @@ from torch.autograd.graph import GradientEdge
 
 from koila import across, hooks, light, tail, waiting
 from koila.cross import Cross, Fresh, add, own, send_back
-from koila.program import Graph, Op, Run, Schedule, Step
+from koila.facts import Run
+from koila.schedule import Graph, Op, Schedule, Step
 
 if TYPE_CHECKING:
     from koila.replay import Replay

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from koila.program import Light, Program, Run
+from koila.facts import Run
+from koila.program import Program
+from koila.schedule import Light
 
 if TYPE_CHECKING:
     from koila.replay import Replay

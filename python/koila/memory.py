@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from koila import _core, draws, outside, uneven
-from koila.program import AS_IT_IS, Program, Way
+from koila.program import Program
+from koila.schedule import AS_IT_IS, Way
 
 # Bytes of the state of the CPU's generator.
 _STATE = torch.Generator().get_state().nbytes

@@ -10,25 +10,21 @@ too. Where torch was built to let a library draw, all depends on one seed: that 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from koila import _core, rows, table
-from koila.program import Info
+from koila.facts import Info
 
 # As they were before koila patched them: for all others what was recorded draws before they answer.
 get_state: Any = torch._C.Generator.get_state
 set_state: Any = torch._C.Generator.set_state
 
-_BLOCK = 1 << 16  # elements drawn at a time where only the generator has to move
-_MANY = 1 << 9  # elements from which on it is moved without drawing
-_SIXTEEN = 16  # normal_() draws so many at once
+SIXTEEN = 16  # normal_() draws so many at once
 
 
 class Noise(NamedTuple):
@@ -96,7 +92,7 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return torch.empty_strided(shape, strides, device="meta").is_contiguous()
 
 
@@ -254,7 +250,7 @@ def of(i: int, first_out: int) -> list[Noise] | None:
     return OF_CELLS[row["draws"]](_Drawn(row["name"], args, kwargs, inputs, _info(first_out)))
 
 
-def _draws(func: Any) -> str | None:
+def drawn_by(func: Any) -> str | None:
     """What the row of a function says that it draws; None: nothing, or there is no row."""
     row = table.ROWS.get(getattr(func, "__name__", ""))
     return row["draws"] if row is not None else None
@@ -272,11 +268,9 @@ def is_serial(noise: Noise) -> bool:
     if key not in _serial:
         kept = torch.bool if noise.method == "bernoulli_" else noise.dtype
         generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-        whole = noise.fill(
-            torch.empty(4 * _SIXTEEN, dtype=noise.dtype, device="cpu"), generators[0]
-        )
-        parts = torch.empty(4 * _SIXTEEN, dtype=kept, device="cpu")
-        for part in parts.split(2 * _SIXTEEN):
+        whole = noise.fill(torch.empty(4 * SIXTEEN, dtype=noise.dtype, device="cpu"), generators[0])
+        parts = torch.empty(4 * SIXTEEN, dtype=kept, device="cpu")
+        for part in parts.split(2 * SIXTEEN):
             noise.fill(part, generators[1])
         states = [generator.get_state() for generator in generators]
         is_same = torch.equal(whole.to(torch.float64), parts.to(torch.float64))
@@ -301,13 +295,13 @@ def is_in_order(noise: Noise, sizes: Sequence[int]) -> bool:
         return True
     if not is_serial(noise) or not _is_outermost(noise):
         return False
-    if noise.method != "normal_" or noise.n_elements < _SIXTEEN:
+    if noise.method != "normal_" or noise.n_elements < SIXTEEN:
         return True
-    if not _is_contiguous(noise.shape, noise.strides):
+    if not is_contiguous(noise.shape, noise.strides):
         return False  # then it draws one by one
     per_row = noise.n_elements // noise.n_rows
-    ends_within = any(size * per_row % _SIXTEEN for size in sizes[:-1])
-    return not ends_within and sizes[-1] * per_row >= _SIXTEEN
+    ends_within = any(size * per_row % SIXTEEN for size in sizes[:-1])
+    return not ends_within and sizes[-1] * per_row >= SIXTEEN
 
 
 def is_eagers(noise: Noise) -> bool:
@@ -319,7 +313,7 @@ def is_eagers(noise: Noise) -> bool:
 def is_counted(noise: Noise) -> bool:
     """Whether it is known how many numbers it draws: normal_() draws others where memory has
     gaps."""
-    return noise.is_known or noise.method != "normal_" or noise.n_elements < _SIXTEEN
+    return noise.is_known or noise.method != "normal_" or noise.n_elements < SIXTEEN
 
 
 def fits(noise: Noise, args: Sequence[Any]) -> bool:
@@ -327,186 +321,23 @@ def fits(noise: Noise, args: Sequence[Any]) -> bool:
     if not noise.follows or not noise.is_known:
         return True
     given: torch.Tensor = args[0]
-    if given.is_contiguous() and _is_contiguous(noise.shape, noise.strides):
+    if given.is_contiguous() and is_contiguous(noise.shape, noise.strides):
         return True
     strides = _like(given.shape, given.stride())
     is_alike = _order(given.shape, strides) == _order(given.shape, noise.strides)
     return is_alike and noise.method != "normal_"
 
 
-# Drawing ------------------------------------------------------------------------------------------
+def is_uncounted(i: int, first_out: int) -> bool:
+    """Whether it is not known how many numbers a call draws before it is made."""
+    noises = noises_of(i, first_out)
+    return noises is not None and not all(map(is_counted, noises))
 
 
-def _skip(generator: torch.Generator, n_words: int) -> None:
-    """Move the generator past so many words, as draws of them would."""
-    state = get_state(generator)
-    after = _core.skip_words(ctypes.string_at(state.data_ptr(), state.nbytes), n_words)
-    set_state(generator, torch.frombuffer(bytearray(after), dtype=torch.uint8))
-
-
-@functools.lru_cache(maxsize=256)
-def _words(method: str, dtype: torch.dtype, values: tuple[Any, ...]) -> int:
-    """The words of the generator that each element takes, where draws of all kinds of sizes leave
-    it where skipping them does; else 0."""
-    noise = Noise(method, {}, values, (1,), (1,), dtype, None, False)
-    for n_words in (1, 2):
-        for n_elements in (_SIXTEEN, 999, _MANY):
-            drawn, moved = (torch.Generator().manual_seed(n_elements) for _ in range(2))
-            for generator in (drawn, moved):  # each keeps the second of a pair of normal numbers
-                for of in (torch.float32, torch.float64):
-                    torch.empty(1, dtype=of, device="cpu").normal_(generator=generator)
-            _fill_all(noise, 5 * n_elements, drawn)
-            n_filled = 5 * n_elements % _SIXTEEN + _SIXTEEN
-            try:
-                _skip(moved, n_words * (5 * n_elements - n_filled))
-            except ValueError:  # it is another kind of generator
-                return 0
-            _fill_all(noise, n_filled, moved)
-            if not torch.equal(get_state(drawn), get_state(moved)):
-                break
-        else:
-            return n_words
-    return 0
-
-
-def _fill_all(noise: Noise, n_elements: int, generator: torch.Generator) -> None:
-    noise.fill(torch.empty(n_elements, dtype=noise.dtype, device="cpu"), generator)
-
-
-def _skip_most(noise: Noise, n_elements: int, generator: torch.Generator) -> int:
-    """Move the generator past most of so many elements, without drawing where that can be; returns
-    how many are left to draw: normal_() draws its last block in another way."""
-    is_plain = not noise.words and all(isinstance(value, int | float) for value in noise.values)
-    if n_elements < _MANY or not is_plain:
-        return n_elements
-    n_words = _words(noise.method, noise.stored, noise.values)
-    if n_words == 0:
-        return n_elements
-    n_left = n_elements % _SIXTEEN + _SIXTEEN
-    _skip(generator, n_words * (n_elements - n_left))
-    return n_left
-
-
-def advance(noise: Noise, n_elements: int, generator: torch.Generator) -> None:
-    """Move the generator past so many elements of noise, with next to no memory."""
-    if not is_serial(noise):
-        _fill_all(noise, n_elements, generator)
-        return
-    is_strided = noise.method == "normal_" and not _is_contiguous(noise.shape, noise.strides)
-    step = 2 if is_strided else 1  # then it draws one by one
-    if not is_strided:
-        n_elements = _skip_most(noise, n_elements, generator)
-    size = min(n_elements, _BLOCK + _SIXTEEN)
-    buffer = torch.empty(step * size, dtype=noise.stored, device="cpu")[::step]
-    while n_elements > 0:
-        n = n_elements if n_elements <= size else _BLOCK
-        noise.fill(buffer[:n], generator)
-        n_elements -= n
-
-
-def call_given(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    noises: Sequence[torch.Tensor],
-) -> Any:
-    """Make a call with noise that was drawn for it."""
-    if _draws(func) == "LAYERS" and len(args) == 9:
-        return _by_layers(func, args, noises)
-    with Given(noises):
-        return func(*args, **kwargs)
-
-
-def _by_layers(
-    func: Callable[..., Any], args: tuple[Any, ...], noises: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """A recurrent net, each layer by itself as torch runs it: to be given its noise within one
-    call, each of the thousands of calls that it makes would have to be seen."""
-    x, hx, params, has_biases, n_layers, p, is_training, is_both, is_batch_first = args
-    x = x.transpose(0, 1) if is_batch_first else x
-    is_lstm = not isinstance(hx, torch.Tensor)
-    states = [state.chunk(n_layers) for state in (hx if is_lstm else (hx,))]
-    n_params = len(params) // n_layers
-    ends: list[list[torch.Tensor]] = [[] for _ in states]
-    for i in range(n_layers):
-        given = [of[i] for of in states]
-        weights = params[i * n_params : (i + 1) * n_params]
-        words = has_biases, 1, 0.0, is_training, is_both, False
-        x, *left = func(x, tuple(given) if is_lstm else given[0], weights, *words)
-        for end, state in zip(ends, left, strict=True):
-            end.append(state)
-        if i < len(noises):
-            x = x * noises[i].to(x.dtype, copy=True).div_(1 - p)
-    return (x.transpose(0, 1) if is_batch_first else x, *map(torch.cat, ends))
-
-
-class Given(TorchDispatchMode):
-    """Calls in it draw nothing: they are given their noise."""
-
-    def __init__(self, noises: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.noises = iter(noises)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler at the first call, to keep out of this class."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        words = kwargs or {}
-        drawn = _draws(func.overloadpacket)
-        if drawn == "FILL":
-            noise = next(self.noises)
-            is_compared = len(args) > 1 and isinstance(args[1], torch.Tensor)
-            return args[0].copy_(noise < args[1] if is_compared else noise)
-        if drawn in _DRAWN:
-            return _DRAWN[drawn](next(self.noises), *args, **words)
-        if torch.is_inference_mode_enabled() and _is_composite(func):
-            with self:  # what else would have come here as the calls that it is made of
-                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **words)
-        return func(*args, **words)
-
-
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-def _take(noise: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return noise.clone()
-
-
-def _normal(noise: torch.Tensor, mean: Any, std: Any = 1.0, **_: Any) -> torch.Tensor:
-    scaled = noise.clone()
-    if isinstance(std, torch.Tensor):
-        scaled.mul_(std)
-    return scaled.add_(mean)
-
-
-def _take_bernoulli(noise: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    is_compared = noise.dtype != torch.bool
-    return (noise < source if is_compared else noise).to(source.dtype, copy=True)
-
-
-def _native_dropout(noise: torch.Tensor, source: torch.Tensor, p: float, _: Any) -> Any:
-    mask = noise.to(torch.bool, copy=True)
-    return source.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-def _multinomial(
-    noise: torch.Tensor, source: torch.Tensor, n: int, *_: Any, **__: Any
-) -> torch.Tensor:
-    chances = source / noise
-    return chances.argmax(-1, keepdim=True) if n == 1 else chances.topk(n).indices
-
-
-_DRAWN: dict[str, Callable[..., Any]] = {
-    "UNIFORM": _take,
-    "NORMAL": _take,
-    "INTEGERS": _take,
-    "SHIFTED": _normal,
-    "CHANCES": _take_bernoulli,
-    "MASK": _native_dropout,
-    "SAMPLES": _multinomial,
-}
+def noises_of(i: int, first_out: int) -> list[Noise] | None:
+    """What a call draws, on the CPU; None: that is not known."""
+    known: dict[int, list[Noise] | None] = _core.memo().setdefault("noises", {})
+    if i not in known:
+        is_cpu = _core.value(first_out)[10].type == "cpu"
+        known[i] = of(i, first_out) if is_cpu else None
+    return known[i]

@@ -16,7 +16,8 @@ import torch
 
 from koila import _core, checkpoints, derived, draws, meta, norms, unsplit
 from koila.errors import StaleError
-from koila.program import Node, Program, is_data, name_of_call
+from koila.facts import Node, is_data, name_of_call
+from koila.program import Program
 
 _LAST = 2**32 - 2  # after all nodes
 _TEXT = (

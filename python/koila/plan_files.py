@@ -11,13 +11,28 @@ import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from koila import cards
+from koila.moments import Moment
 from koila.words import size
 
-if TYPE_CHECKING:
-    from koila.memory_plan import MemoryPlan, Moment
+
+class Plan(Protocol):
+    """What a file needs of a `MemoryPlan`, which is above this module."""
+
+    @property
+    def moments(self) -> tuple[Moment, ...]: ...
+    @property
+    def summary(self) -> tuple[str, ...]: ...
+    @property
+    def n_bytes(self) -> int: ...
+    @property
+    def allowed(self) -> int: ...
+    def lines(self) -> list[str]: ...
+    def table(self) -> list[tuple[str, ...]]: ...
+    def as_dict(self) -> dict[str, Any]: ...
+
 
 #: From the bottom of the picture to its top: attribute of a moment, and colour.
 KINDS = {
@@ -61,7 +76,7 @@ def _area(lower: Sequence[float], upper: Sequence[float], x: Callable[[int], flo
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in (*there, *reversed(back)))
 
 
-def svg(plan: MemoryPlan) -> str:
+def svg(plan: Plan) -> str:
     """The bytes over the step, with a line at what is allowed where that is near."""
     columns = _columns(plan.moments)
     near = plan.allowed <= 3 * plan.n_bytes
@@ -122,12 +137,12 @@ def svg(plan: MemoryPlan) -> str:
     return "\n".join([*made, "</svg>"])
 
 
-def html(plan: MemoryPlan) -> str:
+def html(plan: Plan) -> str:
     """A card for notebooks, with the picture and the largest values."""
     return cards.html("koila.plan", plan.lines(), picture=svg(plan), rows=plan.table())
 
 
-def trace(plan: MemoryPlan) -> dict[str, Any]:
+def trace(plan: Plan) -> dict[str, Any]:
     """What Chrome's trace viewer and Perfetto read: a slice for each call, and a counter of memory.
 
     Returns:
@@ -178,7 +193,7 @@ class _Blocks:
         self.events.append({**block, "action": "alloc", "time_us": time})
 
 
-def snapshot(plan: MemoryPlan) -> dict[str, Any]:
+def snapshot(plan: Plan) -> dict[str, Any]:
     """What torch's memory viewer reads (`torch.cuda.memory._snapshot` gives the same of a run): for
     each kind of bytes a block where they grow, which goes where they shrink."""
     blocks = _Blocks()
@@ -224,7 +239,7 @@ def snapshot(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def save(plan: MemoryPlan, path: Path) -> None:
+def save(plan: Plan, path: Path) -> None:
     """Write a plan, in the format that the name of the file ends with."""
     if path.name.endswith(".pickle"):
         path.write_bytes(pickle.dumps(snapshot(plan)))
@@ -239,7 +254,7 @@ def save(plan: MemoryPlan, path: Path) -> None:
     path.write_text(make(), encoding="utf-8")
 
 
-def plot(plan: MemoryPlan, axes: Any) -> Any:
+def plot(plan: Plan, axes: Any) -> Any:
     """Draw a plan with matplotlib."""
     pyplot = importlib.import_module("matplotlib.pyplot")  # the user's, where it is installed
 

@@ -22,23 +22,18 @@ from koila import (
     layers,
     lines,
     memory,
-    memory_plan,
     offload,
+    plan_program,
     reports,
     steps,
     storages,
     whole_calls,
 )
 from koila.errors import MemoryLimitError
-from koila.program import (
-    AS_IT_IS,
-    WITHOUT_CHECKPOINTS,
-    Op,
-    Program,
-    Way,
-    name_of_call,
-)
+from koila.facts import name_of_call
+from koila.program import Program
 from koila.rows import UNIT, Bounds, largest
+from koila.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Way
 from koila.words import size, sizes
 
 # A whole run must leave room to spare; a run in chunks can be undone and planned again.
@@ -331,7 +326,7 @@ class Needs:
         )
         with contextlib.suppress(MemoryError):  # there may be no room for a plan
             way, n_chunks = smallest(program, bool(program.roots))
-            error.plan = memory_plan.of(
+            error.plan = plan_program.of(
                 program,
                 bool(program.roots),
                 way,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from koila.program import Op, Step
+from koila.schedule import Op, Step
 
 #: What is over sooner shows none.
 AFTER_SECONDS = 3.0

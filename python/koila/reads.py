@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila.program import Run
+from koila.facts import Run
 
 if TYPE_CHECKING:
     from koila.replay import Replay

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from koila import _core, rows, table
+from koila.facts import REDUCTION_NAMES as NAMES
+from koila.facts import Node
 from koila.partials import OF_CALLS, REDUCTIONS, Call, Reduction
-from koila.program import REDUCTION_NAMES as NAMES
-from koila.program import Node, Program
+from koila.program import Program
 
 
 def reduction_of(node: Node) -> Reduction:

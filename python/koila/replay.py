@@ -47,10 +47,12 @@ from koila import (
 from koila.attempt import attempt
 from koila.cross import Cross, Fresh, has_way_back
 from koila.errors import MemoryLimitError, NotInChunksError, StaleError
+from koila.facts import ROWS, Node, Run
 from koila.numbers import Numbers, settle_outdated
-from koila.program import DATA, ROWS, Node, Program, Run, Schedule
+from koila.program import Program
 from koila.reads import Reads
 from koila.rows import Bounds, Place, chunk_shape, cut, grid, without_memory
+from koila.schedule import DATA, Schedule
 from koila.threads import in_turn
 from koila.tracked import Tracked, without_version
 

@@ -26,8 +26,8 @@ import torch
 
 from koila import budget, cards, resident
 from koila.errors import hide_frames
-from koila.layers import Layer
-from koila.layers import table as layers_table
+from koila.layer_table import Layer
+from koila.layer_table import table as layers_table
 from koila.lines import user_line
 from koila.words import count, size, sizes
 

@@ -21,7 +21,8 @@ import torch
 from koila import _core, engine, partials, reductions
 from koila.cross import GATHERED, Cross, Key
 from koila.errors import KoilaError
-from koila.program import REDUCE, Program, Run
+from koila.facts import REDUCE, Run
+from koila.program import Program
 from koila.rows import Bounds, cut, without_memory
 
 if TYPE_CHECKING:

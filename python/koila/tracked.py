@@ -15,7 +15,8 @@ from torch import Tensor
 
 from koila import _core, checkpoints, norms
 from koila.errors import NotInChunksError
-from koila.program import ROWS, Node, Program
+from koila.facts import ROWS, Node
+from koila.program import Program
 
 
 def without_version(tensor: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ from koila import (
     table,
 )
 from koila.errors import MemoryLimitError, let_go
-from koila.program import Program, name_of_node, where_of_node
+from koila.facts import name_of_node, where_of_node
+from koila.program import Program
 from koila.words import count
 
 LazyTensor = _core.LazyTensor

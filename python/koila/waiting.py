@@ -18,7 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from koila import light
 from koila.cross import Fresh, has_way_back, send_back
-from koila.program import Node, Program, Run
+from koila.facts import Node, Run
+from koila.program import Program
 
 if TYPE_CHECKING:
     from koila.replay import Replay

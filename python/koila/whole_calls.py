@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from koila import _core
-from koila.program import Node, Program, name_of_node, where_of_node
+from koila.facts import Node, name_of_node, where_of_node
+from koila.program import Program
 from koila.reports import Whole
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import koila
 from binding_kit import batch, is_pending, number_of, staged_as
 from chunked import split
-from koila import _core, program
+from koila import _core, facts
 
 core: Any = _core
 CHUNKS = [2, 3, 4]
@@ -316,7 +316,7 @@ def test_a_number_is_delivered_for_good_or_for_now() -> None:
     number = core.hook(first, False)
     assert number == 2
     assert not is_pending(first)
-    value = program.Info(*core.value(2))
+    value = facts.Info(*core.value(2))
     assert value.result is known
     core.deliver(2, last, True)
     assert core.real(first) is number_of(first) is last

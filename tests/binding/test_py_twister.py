@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from koila import _core, noise
+from koila import _core, noise, noise_drawn
 
 pytestmark = pytest.mark.sanitize
 
@@ -45,7 +45,7 @@ def test_as_drawn(method: str, dtype: torch.dtype, values: tuple[Any, ...]) -> N
             if seed % 2:  # it keeps the second of a pair
                 torch.empty(1, dtype=torch.float64).normal_(generator=generator)
         one.fill(torch.empty(n, dtype=dtype), drawn)
-        noise.advance(one, n, moved)
+        noise_drawn.advance(one, n, moved)
         assert torch.equal(drawn.get_state(), moved.get_state()), (seed, n)
 
 
@@ -55,7 +55,7 @@ def test_as_drawn(method: str, dtype: torch.dtype, values: tuple[Any, ...]) -> N
 )
 def test_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     one = noise.Noise("bernoulli_", {}, (0.9,), (10_000,), (1,), torch.float32, None, False)
-    noise.advance(one, 10_000, torch.Generator())
+    noise_drawn.advance(one, 10_000, torch.Generator())
     filled: list[int] = []
     fill = noise.Noise.fill
 
@@ -64,7 +64,7 @@ def test_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         return fill(self, tensor, generator)
 
     monkeypatch.setattr(noise.Noise, "fill", noting)
-    noise.advance(one, 10_000, torch.Generator())
+    noise_drawn.advance(one, 10_000, torch.Generator())
     assert sum(filled) < 32
 
 
