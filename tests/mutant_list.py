@@ -444,6 +444,13 @@ MUTANTS = [
         BRIDGE,
     ),
     Mutant(
+        "bridge: what was changed before a call writes it is kept for what was read before",
+        "koila_c/binding/py_core.c",
+        "(!is_lost && PyList_Append(list, id) < 0)",
+        "PyList_Append(list, id) < 0",
+        "tests/test_written_behind_a_cut.py",
+    ),
+    Mutant(
         "bridge: eager's error about what was written is not raised",
         "python/koila/bridge.py",
         "        if self.written or any(root.how_written() for root in self.alive()):\n",

@@ -377,8 +377,8 @@ core_abandon(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return Py_NewRef(Py_None);
 }
 
-/* leaves_of(tensor or None) -> [value] of the real tensors that pending calls read and that share its memory;
- * None: that have no rows and need no gradient, a module's buffers for one. */
+/* leaves_of(tensor or None) -> [value] of the real tensors that pending calls read, unchanged, and that share its
+ * memory; None: that have no rows and need no gradient, a module's buffers for one. */
 PyObject *
 core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
@@ -390,14 +390,15 @@ core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
         if (real == NULL || value->n_pending == 0) {
             continue;
         }
-        bool is_statistic = value->n_aside > 0; /* it is written by those that read it */
-        if (tensor == Py_None
-                ? kl_place_is_rows(&value->meta.place) || value->meta.requires_grad || is_statistic
+        if (tensor == Py_None /* those that read a statistic write it */
+                ? kl_place_is_rows(&value->meta.place) || value->meta.requires_grad ||
+                      value->n_aside
                 : real != tensor && !kl_meta_may_alias(real, tensor)) {
             continue;
         }
-        PyObject *id = PyLong_FromSize_t(i);
-        if (id == NULL || PyList_Append(list, id) < 0) {
+        int is_lost = kl_stale_is_lost(tape, (KlValueId)i); /* its readers have no number */
+        PyObject *id = is_lost < 0 ? NULL : PyLong_FromSize_t(i);
+        if (id == NULL || (!is_lost && PyList_Append(list, id) < 0)) {
             Py_CLEAR(list);
         }
         Py_XDECREF(id);
