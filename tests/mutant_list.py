@@ -446,8 +446,8 @@ MUTANTS = [
     Mutant(
         "bridge: what was changed before a call writes it is kept for what was read before",
         "koila_c/binding/py_core.c",
-        "(!is_lost && PyList_Append(list, id) < 0)",
-        "PyList_Append(list, id) < 0",
+        "(!is_lost && kl_py_append_new(",
+        "(is_lost < 2 && kl_py_append_new(",
         "tests/test_written_behind_a_cut.py",
     ),
     Mutant(

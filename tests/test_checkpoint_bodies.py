@@ -114,3 +114,73 @@ def test_what_is_made_is_written(chunks: int | None, is_reentrant: bool) -> None
         return loss, h, [p.grad for p in layer.parameters()]
 
     assert_same_story(story, chunks, exact_bits=False)
+
+
+# What a body made, and is written afterwards ------------------------------------------------------
+
+
+def written(lazy: Any, body: str, is_reentrant: bool) -> Tensor:
+    """The gradient of a weight, where what a checkpoint's function made, and keeps, is written."""
+    w = torch.linspace(-1, 1, 12).double().view(3, 4).requires_grad_()
+    x = lazy(torch.linspace(-1, 1, 33).double().view(11, 3).requires_grad_())
+
+    def block(function: Any, *args: Tensor) -> Any:
+        return checkpoint(function, *args, use_reentrant=is_reentrant)
+
+    def write(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            h.mul_(0.5)
+        return h * 1
+
+    def make(a: Tensor) -> tuple[Tensor, Tensor]:
+        h = (a @ w).tanh()
+        if body == "in a body inside":
+            block(write, h)
+        elif body == "in a body without gradients":
+            with torch.no_grad():
+                block(write, h)
+        elif body == "read by a body inside":
+            return h, block(lambda b: (b[:, :1] + h).exp(), a)
+        return h, h * h
+
+    h, k = block(make, x)
+    c = k.detach().requires_grad_() * 0 if body == "after a cut" else 0 * k
+    if body == "after a cut" or body == "after a call" or body == "read by a body inside":
+        write(h)
+    c = Square.apply(k) + c if body == "after a call" else c  # type: ignore[no-untyped-call]
+    (h.sin() + k + c).sum().backward()
+    assert w.grad is not None
+    return w.grad
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7, 11])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("body", ["after a cut", "after a call"])
+def test_what_a_body_made_may_be_written_after_it(
+    body: str, is_reentrant: bool, chunks: int
+) -> None:
+    """torch makes it once more: no call of the body misses it."""
+    with koila.config(chunks=chunks):
+        got = written(koila.lazy, body, is_reentrant)
+    torch.testing.assert_close(got, written(eager, body, is_reentrant), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7, 11])
+@pytest.mark.parametrize(
+    "body", ["in a body inside", "in a body without gradients", "read by a body inside"]
+)
+def test_what_a_body_made_and_wrote_is_refused(body: str, chunks: int) -> None:
+    """torch runs the write once more too, or lets a body inside read what was written: its
+    gradient is of numbers that no call of the forward had."""
+    with koila.config(chunks=chunks), pytest.raises(koila.KoilaError, match="checkpoint: a tensor"):
+        written(koila.lazy, body, False)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("body", ["in a body inside", "in a body without gradients"])
+def test_a_reentrant_body_that_writes_what_it_keeps(body: str) -> None:
+    """torch sees that, as it does where no checkpoint is."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        written(eager, body, True)
+    with koila.config(chunks=3), pytest.raises(RuntimeError, match="by an inplace operation"):
+        written(koila.lazy, body, True)

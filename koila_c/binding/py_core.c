@@ -2,6 +2,7 @@
 /* py_core.c - the small functions of koila._core: each checks its arguments and asks one question of a
  * lazy, of this thread's tape, or of the state. What they do is said in the table of module.c. */
 #include "py.h"
+#include "py_describe.h"
 
 #include <malloc.h>
 
@@ -397,11 +398,9 @@ core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
             continue;
         }
         int is_lost = kl_stale_is_lost(tape, (KlValueId)i); /* its readers have no number */
-        PyObject *id = is_lost < 0 ? NULL : PyLong_FromSize_t(i);
-        if (id == NULL || (!is_lost && PyList_Append(list, id) < 0)) {
+        if (is_lost < 0 || (!is_lost && kl_py_append_new(list, PyLong_FromSize_t(i)) < 0)) {
             Py_CLEAR(list);
         }
-        Py_XDECREF(id);
     }
     return list;
 }

@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import (
     _core,
+    checkpoints,
     draws,
     engine,
     explain,
@@ -93,6 +94,7 @@ class _Cut:
         self.handed: list[weakref.ref[_Root]] = []  # their nodes hold them
         self.groups: list[_Group] = []
         self.passes: dict[int, _Pass] = {}  # of autograd's engine, by its number
+        self.region = checkpoints.recording()  # it was cut in a body of this region
         self.early: dict[int, _Copy] = {}  # of buffers, which plain torch may write unseen
         self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
         self.written: set[int] = set()  # these leaves
@@ -130,11 +132,11 @@ class _Cut:
             _core.held(roots[0], copy, (), {})
         return copies
 
-    def take_again(self, tensor: torch.Tensor, is_same: bool) -> None:
-        """A tensor whose memory was freed has other memory. Same: with the numbers that it had."""
+    def take_again(self, leaves: list[int], is_same: bool) -> None:
+        """Leaves whose memory was freed have other memory. Same: with the numbers that they had."""
 
         def take() -> None:
-            for leaf in _core.leaves_of(tensor):
+            for leaf in leaves:
                 if is_same:
                     _core.refresh_leaf(leaf)
                 else:
@@ -301,7 +303,7 @@ class _Cut:
                 moved[root.how_written()].add(program.info(value).storage)
         uncounted = self.uncounted | _values_in(program, moved["uncounted"])
         counted = self.written | _values_in(program, moved["counted"])
-        overwritten.check_leaves(program, counted | uncounted, uncounted)
+        overwritten.check_leaves(program, counted | uncounted, uncounted, self.region)
 
     def go_back_twice(
         self,
@@ -745,12 +747,14 @@ def is_read(tensor: torch.Tensor) -> bool:
     return bool(_core.leaves_of(tensor)) or bool(parts_that_read(tensor))
 
 
-def parts_that_read(tensor: torch.Tensor) -> weakref.WeakSet[_Cut]:
-    """Those that have still to go back, and read this memory."""
-    cuts = [(cut, cut.roots) for cut in _state.cuts]
-    return weakref.WeakSet(
-        cut for cut, roots in cuts if roots and _core.held(roots[0], _core.leaves_of, (tensor,), {})
-    )
+def parts_that_read(tensor: torch.Tensor) -> dict[_Cut, list[int]]:
+    """Those that have still to go back, and read this memory: as which of their leaves."""
+    found: dict[_Cut, list[int]] = {}
+    for cut, roots in [(cut, cut.roots) for cut in _state.cuts]:
+        leaves = _core.held(roots[0], _core.leaves_of, (tensor,), {}) if roots else ()
+        if leaves:
+            found[cut] = leaves
+    return found
 
 
 def watch(tensor: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ from koila.program import Program
 
 class _State(threading.local):
     groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
-    outermost = 0  # the region of the outermost of these
+    around: tuple[int, ...] = ()  # the regions of these, the outermost first
     engine = (
         0  # of the innermost that is reentrant: a pass of autograd's engine goes back through it
     )
@@ -250,8 +250,12 @@ _numbers, _ends = itertools.count(1), itertools.count(1)
 
 @contextlib.contextmanager
 def _region(is_reentrant: bool) -> Iterator[int]:
-    """What is recorded is the body of a checkpoint: what autograd keeps of it is made again."""
-    number = 2 * next(_numbers) + is_reentrant if torch.is_grad_enabled() else 0
+    """What is recorded is the body of a checkpoint: what autograd keeps of it is made again.
+    Without gradients that is nothing, and it belongs to the body around it."""
+    if not torch.is_grad_enabled():
+        yield 0
+        return
+    number = 2 * next(_numbers) + is_reentrant
     for group in _state.groups:
         group.regions.add(number)
     before = _core.set_region(number)
@@ -295,15 +299,15 @@ def _recording(
     """A block in which a body is recorded that torch would run again, on what it is given."""
     global _n_recording
     outer, buffers, group = _state.groups, _buffers_of(found), norms.Group()
-    engine = _state.engine
+    around, engine = _state.around, _state.engine
     _state.groups = (*outer, group)
     _n_recording += 1
     _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
     try:
         with _region(is_reentrant) as region:
             _note_modes(region, found)
-            _state.outermost = _state.outermost if outer else region
-            _core.memo().setdefault("outermost", {})[region] = _state.outermost
+            _state.around = (*around, region)
+            _core.memo().setdefault("around", {})[region] = _state.around
             _state.engine = region if is_reentrant else _state.engine
             _core.memo().setdefault("engines", {})[region] = _state.engine
             lazies = [one for one in given if type(one) is _core.LazyTensor]
@@ -316,7 +320,7 @@ def _recording(
                 _core.memo().setdefault("given", {})[region] = kept
     finally:
         group.index = next(_ends)
-        _state.groups, _state.engine = outer, engine
+        _state.groups, _state.around, _state.engine = outer, around, engine
         _n_recording -= 1
         if _n_recording == 0:
             _torch.batch_norm, unwritten.on_read = _plain_batch_norm, None
@@ -355,6 +359,18 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
 def reached(program: Program) -> set[int]:
     """The regions of which backward asks what torch would make again."""
     return {node.region for node in program.nodes.values() if node.region and node.is_kept}
+
+
+def around(region: int) -> tuple[int, ...]:
+    """The regions of the bodies that a region is in, the outermost first, and itself; of one that
+    began on another tape itself alone."""
+    known: dict[int, tuple[int, ...]] = _core.memo().get("around", {})
+    return known.get(region, (region,) if region else ())
+
+
+def recording() -> int:
+    """The region of the body that this thread is recording; 0: of none."""
+    return _state.around[-1] if _state.around else 0
 
 
 def check(program: Program, has_inputs: bool) -> None:
@@ -411,26 +427,40 @@ def _check_hooks(program: Program) -> None:
 class Body(NamedTuple):
     """What a checkpoint's function, with those of checkpoints in it, reads and did not make."""
 
+    region: int
     nodes: list[Node]
-    given: list[int]  # torch keeps these, and sees it where they were written
+    given: list[int]  # to the outermost: torch keeps these, and sees it where they were written
     read: set[int]
 
 
 def bodies(program: Program) -> Iterator[Body]:
-    """What torch would read again where backward reaches a checkpoint, to run its function."""
+    """What torch would read again where backward reaches a checkpoint, to run its function; of
+    nested ones the outer first."""
     regions = reached(program) if program.has_checkpoints else set()
-    outermost = _core.memo().get("outermost", {})  # a body may have begun on another tape
-    ends = {outermost.get(region, region) for region in regions}
+    ends = {one for region in regions for one in around(region)}
     found: dict[int, list[Node]] = defaultdict(list)
     for node in program.nodes.values() if ends else ():
-        region = outermost.get(node.region, node.region)
-        if region in ends:
-            found[region].append(node)
+        for region in around(node.region):  # a body may have begun on another tape
+            if region in ends:
+                found[region].append(node)
     for region, nodes in found.items():
-        given = _core.memo().get("given", {}).get(region, [])
         reads = {program.imports[i].value for node in nodes for i in node.imports if i >= 0}
         made = {out for node in nodes for out in node.outs}
-        yield Body(nodes, given, reads.difference(made))
+        given = _core.memo().get("given", {}).get(region, [])
+        yield Body(region, nodes, given, reads.difference(made))
+
+
+def is_made_again(program: Program, value: int, reading: int, writing: int) -> bool:
+    """Whether a value that a call of the region `reading` reads, and one of `writing` wrote since,
+    is made once more, without that write, before torch needs it.
+
+    A body makes again what it made. What else it reads, torch has kept, or finds as it is by then;
+    but of a body that is reentrant torch makes all anew, with the bodies in it.
+    """
+    maker = program.node_of(value)
+    made_in = around(maker.region) if maker is not None else ()
+    again = [one for one in around(reading)[:-1] if one % 2] + [*around(reading)[-1:]]
+    return not {*made_in}.intersection(again).issubset(around(writing))
 
 
 class _Kept:
@@ -469,7 +499,7 @@ def _keeping(i: int, region: int, outs: range) -> Iterator[None]:
     written until then, which backward looks at."""
     func, row, _, where, _, read, _ = _core.node(i)
     name = f"{row or getattr(func, '__name__', 'a call')} ({where})"
-    whole = _core.memo().get("outermost", {}).get(region, region)
+    whole = around(region)[0]
     made, entered = _core.memo().setdefault("live", {}).setdefault(whole, (set(), {}))
 
     def unpack(kept: _Kept) -> Tensor:

@@ -34,7 +34,7 @@ def check(program: Program) -> None:
             if written is not None and not _is_uncounted(program, value):
                 _refuse(program, value, "the checkpoint", written[0])
         for value in body.read:
-            _check_read_again(program, value, body.nodes)
+            _check_read_again(program, value, body)
     before = _LAST
     while (found := _core.overwritten(program.handle, before)) is not None:
         before, values = found
@@ -42,23 +42,24 @@ def check(program: Program) -> None:
         for value in dict.fromkeys(values):
             # A call may write what it keeps itself.
             writer, region = _core.writer_from(before + 1, value) or (before, node.region)
-            if _is_made_again(program, node, value, region) or _is_uncounted(program, value):
+            is_again = checkpoints.is_made_again(program, value, node.region, region)
+            if is_again or _is_uncounted(program, value):
                 continue
             if _needs_as_before(program, node, value) and _is_gone_through(program, node):
-                _refuse(program, value, _call(node.id), writer)
+                _refuse(program, value, _call(node.id), writer, _is_hidden(node, region))
 
 
-def _check_read_again(program: Program, value: int, body: Sequence[Node]) -> None:
+def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> None:
     """Raise where a call after a checkpoint writes what its function reads, and torch, which runs
     that once more, does not see it: it reads other numbers then."""
-    info, regions = program.info(value), {node.region for node in body}
-    written = _core.writer_from(body[0].id, value) if info.base != value else None
+    info, regions = program.info(value), {node.region for node in body.nodes}
+    written = _core.writer_from(body.nodes[0].id, value) if info.base != value else None
     while written is not None and written[1] in regions:
         written = _core.writer_from(written[0] + 1, value)
-    if written is None:
+    if written is None or checkpoints.is_made_again(program, value, body.region, written[1]):
         return
     _core.abandon()
-    checkpoints.refuse_written(info.shape, _reader(program, value, body))
+    checkpoints.refuse_written(info.shape, _reader(program, value, body.nodes))
 
 
 def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
@@ -69,9 +70,13 @@ def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
     return _call(next(reads).id)
 
 
-def _refuse(program: Program, value: int, keeps: str, writer: int) -> NoReturn:
+def _refuse(
+    program: Program, value: int, keeps: str, writer: int, is_hidden: bool = False
+) -> NoReturn:
     draws.move_on()  # what is drawn from now on comes after it, as in eager
     _core.abandon()
+    if is_hidden:
+        checkpoints.refuse_written(program.info(value).shape, keeps)
     _raise(program, value, keeps, _call(writer))
 
 
@@ -83,21 +88,25 @@ def _raise(program: Program, value: int, keeps: str, writer: str) -> NoReturn:
     )
 
 
-def _is_made_again(program: Program, node: Node, value: int, writing: int) -> bool:
-    """Whether a checkpoint's body makes a value, and a call of another region, after it, writes
-    that: torch makes it once more before the body's backward."""
-    maker = program.node_of(value)
-    is_inside = maker is not None and maker.region == node.region != 0
-    return is_inside and writing != node.region
+def _is_hidden(node: Node, writing: int) -> bool:
+    """Whether a call is of a checkpoint's body, and torch does not see that what it keeps was
+    written by one of the region `writing`: but for a reentrant one, that is so of all calls of a
+    body."""
+    is_seen = node.region % 2 and node.region in checkpoints.around(writing)
+    return node.region != 0 and not is_seen
 
 
-def check_leaves(program: Program, leaves: set[int], uncounted: Collection[int] = ()) -> None:
+def check_leaves(
+    program: Program, leaves: set[int], uncounted: Collection[int] = (), writing: int = 0
+) -> None:
     """Raise what eager's backward raises where a call kept one of `leaves`, or of what was handed
-    out, which was written since by a call that is not in the program; a StaleError for those that
-    torch did not see written: of these its gradients are of the new numbers, and what else was kept
-    of the old."""
+    out, which was written since by a call that is not in the program, in the region `writing` or
+    after it; a StaleError for those that torch did not see written: of these its gradients are of
+    the new numbers, and what else was kept of the old."""
     for body in checkpoints.bodies(program):
         for value in leaves.intersection(body.read):
+            if checkpoints.is_made_again(program, value, body.region, writing):
+                continue
             if value in body.given and value not in uncounted:
                 _raise(program, value, "the checkpoint", _ELSEWHERE)
             checkpoints.refuse_written(
@@ -110,7 +119,8 @@ def check_leaves(program: Program, leaves: set[int], uncounted: Collection[int] 
         for value in read.union(node.outs).intersection(leaves):
             # What a normalization itself moved, it does not need; nor does torch count such writes.
             is_moved = value in uncounted and value in _moved_by(program, node)
-            is_needed = not is_moved and _needs_as_before(program, node, value)
+            is_again = checkpoints.is_made_again(program, value, node.region, writing)
+            is_needed = not (is_moved or is_again) and _needs_as_before(program, node, value)
             if is_needed and _is_gone_through(program, node):
                 info = program.info(value)
                 if value in uncounted:
@@ -118,6 +128,8 @@ def check_leaves(program: Program, leaves: set[int], uncounted: Collection[int] 
                         f"{_call(node.id)} keeps a tensor of shape {list(info.shape)}, which was "
                         "written through .data before its backward; write it after backward()"
                     )
+                if node.region:
+                    checkpoints.refuse_written(info.shape, _call(node.id))
                 _raise(program, value, _call(node.id), _ELSEWHERE)
 
 

@@ -47,12 +47,12 @@ class _Freed:
     """A parameter that was let go of, which parts read that have still to go back."""
 
     def __init__(self) -> None:
-        self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.parts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self.numbers = (0, 0)  # of this process's shard, as it was let go
 
     def let_go(self, parameter: Any) -> None:
         """It is about to be freed."""
-        self.parts |= bridge.parts_that_read(parameter._unsharded_param)
+        self.parts.update(bridge.parts_that_read(parameter._unsharded_param))
         if self.parts:
             self.numbers = _numbers_of(parameter)
 
@@ -60,8 +60,8 @@ class _Freed:
         """It is gathered: with the same numbers, unless it was written. An optimizer, or a write
         through .data, leaves no other trace."""
         is_same = not self.parts or self.numbers == _numbers_of(parameter)
-        for part in self.parts:
-            part.take_again(parameter._unsharded_param, is_same)
+        for part, leaves in self.parts.items():
+            part.take_again(leaves, is_same)
 
 
 def _numbers_of(parameter: Any) -> tuple[int, int]:
