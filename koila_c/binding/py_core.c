@@ -2,11 +2,11 @@
 /* py_core.c - the small functions of koila._core: each checks its arguments and asks one question of a
  * lazy, of this thread's tape, or of the state. What they do is said in the table of module.c. */
 #include "py.h"
-#include "py_describe.h"
 
 #include <malloc.h>
 
 #include "alloc.h"
+#include "py_describe.h"
 
 static Value *
 value_argument(PyObject *object)
