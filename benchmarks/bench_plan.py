@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import koila
 from benchmarks.bench import parser, prepare, publish, table
-from koila import _core, planner, program
+from koila import _core, planner, plans, program
 
 ROWS = 64
 WIDTH = 4
@@ -62,7 +62,7 @@ def plan_only(loss: torch.Tensor) -> int:
 
 def seconds(layer: Layer, n_calls: int, device: str) -> tuple[float, float, int]:
     """Of recording, of planning what was not seen before; and the number of chunks planned."""
-    planner._lasting.clear()
+    plans.lasting.clear()
     planner._last_ways.clear()
     gc.collect()
     gc.disable()

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
-from koila import across, planner, replay
+from koila import across, planner, plans, replay
 from oracle import Lazy, assert_seen, eager, tell
 
 N_ROWS = 12
@@ -126,7 +126,7 @@ def planned(failing: Failing) -> Iterator[None]:
 
     with (
         unittest.mock.patch.object(planner, "is_whole", lambda: False),
-        unittest.mock.patch.object(planner, "plan", lambda *_: planner.Plan(CHUNKS)),
+        unittest.mock.patch.object(planner, "plan", lambda *_: plans.Plan(CHUNKS)),
         unittest.mock.patch.object(replay.Replay, "__init__", begin),
         unittest.mock.patch.object(across, "send_back", run_part),
     ):

@@ -66,7 +66,7 @@ MUTANTS = [
     ),
     Mutant(
         "grid: one chunk too few",
-        "python/koila/replay.py",
+        "python/koila/stages.py",
         "grid(rows, planned.n_chunks, planned.unit))",
         "grid(rows, max(1, planned.n_chunks - 1), planned.unit))",
         "tests/test_step.py",
@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "divisor: a mean counts one term more",
-        "python/koila/partials.py",
+        "python/koila/sums.py",
         "return count(n_reduced(x, dims(x, dim)))",
         "return count(n_reduced(x, dims(x, dim)) + 1)",
         "tests/test_partials.py -k mean",
@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "draws: a chunk that runs again draws anew",
         "python/koila/draws.py",
-        "        _set_state(generator, state)\n        self.spots[i] =",
+        "        noise.set_state(generator, state)\n        self.spots[i] =",
         "        self.spots[i] = list() or",
         "tests/test_counterexamples.py -k two_dropouts",
     ),
@@ -152,8 +152,8 @@ MUTANTS = [
     Mutant(
         "gradient: what joints send back is lost",
         "python/koila/interpret.py",
-        "seed = replay.cross[value].take_total_gradient()\n            if value in replay.roots:",
-        "seed = None\n            if value in replay.roots:",
+        "seed = stages.cross[value].take_total_gradient()\n            if value in stages.roots:",
+        "seed = None\n            if value in stages.roots:",
         f"{PROGRAMS} -k standardised",
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS = [
     ),
     Mutant(
         "counts: labels that a model makes are taken for known",
-        "python/koila/partials.py",
+        "python/koila/losses.py",
         "counts = frozenset()  # labels",
         "counts = frozenset((1,))  # labels",
         "tests/test_tail.py",
@@ -277,14 +277,14 @@ MUTANTS = [
     ),
     Mutant(
         "waiting: what is read once more is gone",
-        "python/koila/waiting.py",
+        "python/koila/saved.py",
         "return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)",
         "return self.tensors.pop(value)",
         WAITING,
     ),
     Mutant(
         "waiting: copies of what is written are kept",
-        "python/koila/waiting.py",
+        "python/koila/saved.py",
         "if written in self.light and len(copies) == 1:",
         "if written in self.light and len(copies) == 9:",
         WAITING,
@@ -305,7 +305,7 @@ MUTANTS = [
     ),
     Mutant(
         "cross: gradients of half precision are summed in it",
-        "python/koila/cross.py",
+        "python/koila/rows.py",
         "alias.grad_dtype = torch.float32",
         "alias.grad_dtype = tensor.dtype",
         "tests/test_precision.py tests/test_cross.py",

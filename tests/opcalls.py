@@ -25,7 +25,8 @@ from koila.derived import gradient_of
 from koila.functions import PYTHON_ROWS
 from koila.masks import select_masked
 from koila.packed import LAYERS
-from koila.partials import REDUCTIONS, Call
+from koila.partials import REDUCTIONS
+from koila.reduction import Call
 from opchunks import (
     Place,
     assert_same,

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from allocations import Allocations
-from koila import _core, across, memory, planner
+from koila import _core, across, memory, planner, plans
 from koila.program import Program
-from koila.reports import ProgramReport
+from koila.report_types import ProgramReport
 from koila.schedule import Way
 from limits import there
 from oracle import assert_close
@@ -234,7 +234,7 @@ def test_any_dim_gives_the_same(dim: int, monkeypatch: pytest.MonkeyPatch) -> No
     model = LM().double()
     x, y = words(1)
     wanted, _ = step(model, lambda: LOSSES["two terms"](model(x), y), None)
-    monkeypatch.setattr(planner, "_fit", lambda *words: planner.Plan(1, way=across_at(dim)))
+    monkeypatch.setattr(planner, "_fit", lambda *words: plans.Plan(1, way=across_at(dim)))
     seen, _ = step(model, lambda: LOSSES["two terms"](model(koila.lazy(x)), y), 2**40)
     assert f"along dim {dim}" in koila.report().programs[-1].way
     for name, value in wanted.items():
@@ -267,7 +267,7 @@ def test_memory_runs_out(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LM(n_blocks=1).double()
     x, y = words(n_rows)
     wanted, _ = step(model, lambda: LOSSES["weights"](model(x), y), None)
-    monkeypatch.setattr(planner, "_fit", lambda *words: planner.Plan(n_rows, way=across_at(1)))
+    monkeypatch.setattr(planner, "_fit", lambda *words: plans.Plan(n_rows, way=across_at(1)))
 
     def attempt(call: int) -> Failing:
         model.zero_grad(set_to_none=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from koila import _core, across, planner
+from koila import _core, across, planner, plans
 from koila.program import Program
 from koila.schedule import Way
 from oracle import assert_close
@@ -127,7 +127,7 @@ def test_random_heads(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for way in tried:
             for w in weights.values():
                 w.grad = None
-            made = planner.Plan(len(x), way=way)
+            made = plans.Plan(len(x), way=way)
             monkeypatch.setattr(planner, "_fit", lambda *_, made=made: made)
             with koila.config(memory_limit=2**42):
                 run(*koila.lazy(x, y)).backward()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import split
-from koila import planner
+from koila import ways
 from limits import there
 from norm_networks import NETWORKS, SIZE, Network
 from oracle import assert_seen
@@ -98,7 +98,7 @@ def test_limits(name: str, share: float) -> None:
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_explain(share: float, is_offloaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept, made again and offloaded, and what that costs."""
-    monkeypatch.setattr(planner, "_can_offload", lambda program: is_offloaded)
+    monkeypatch.setattr(ways, "can_offload", lambda program: is_offloaded)
     trial = Trial(NETWORKS["2d"])
     limit = trial.n_gradients() + int(share * eager_of("2d").peak)
     with koila.config(memory_limit=int(there()) + limit):

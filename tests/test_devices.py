@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from koila import _core, devices, draws, errors, meta, planner, switches
+from koila import _core, devices, errors, generators, meta, switches, ways
 from koila.program import Program
 from oracle import eager, split
 
@@ -143,9 +143,9 @@ print({t.device.type for t in made})
 def test_the_device_that_computes_has_the_budget() -> None:
     """A batch made lazy on the CPU and moved by the program is planned for where it goes."""
     x = koila.lazy(torch.ones(6, 2))
-    assert planner._devices(Program([(x * 2).sum()])) == [torch.device("cpu")]
+    assert ways.devices_of(Program([(x * 2).sum()])) == [torch.device("cpu")]
     loss = (x * 2).to("meta").sum()
-    assert planner._devices(Program([loss])) == [torch.device("meta")]
+    assert ways.devices_of(Program([loss])) == [torch.device("meta")]
     koila._core.forget()
 
 
@@ -265,13 +265,13 @@ def test_seeds_come_from_the_place_of_the_generator(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "init", lambda: started.append(True))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "default_generators", (None, Generator()))
-    generator: Any = draws.generator_of(torch.device("cuda"))
+    generator: Any = generators.generator_of(torch.device("cuda"))
     assert started == [True]
-    seeds = [draws._seed_from(generator) for _ in range(3)]
+    seeds = [generators.seed_from(generator) for _ in range(3)]
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)
     generator.offset = 8
-    assert draws._seed_from(generator) == seeds[0]
+    assert generators.seed_from(generator) == seeds[0]
 
 
 # Kernels of attention -----------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     raw: Any = torch.cuda.CUDAGraph.__mro__[1]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["on"])
-    monkeypatch.setattr(draws, "_states", dict)
+    monkeypatch.setattr(generators, "states", dict)
     monkeypatch.setattr(
         raw, "capture_begin", lambda self, **_: state.update(on=True), raising=False
     )

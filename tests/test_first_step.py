@@ -16,7 +16,7 @@ from torch.distributions import Categorical
 
 import koila
 from allocations import Allocations
-from koila import planner, steps
+from koila import plans, steps
 from limits import there
 from oracle import Lazy, eager
 
@@ -104,7 +104,7 @@ def test_the_first_step_is_as_the_second(model: Model, share: float) -> None:
     m = make()
     gc.collect()
     steps._known.clear()
-    planner._lasting.clear()
+    plans.lasting.clear()
     make()  # seeded: the same batch
     with koila.config(memory_limit=there() + BATCH + int(share * most)):
         first, gradients = step(model, m, koila.lazy)

@@ -9,7 +9,7 @@ import koila
 from allocations import Allocations, measure
 from chunked import split
 from koila import memory as model_of_bytes
-from koila import planner
+from koila import planner, plans
 from koila.program import Program as StagedProgram
 from limits import there
 from oracle import Outcome, assert_outcomes, eager, run
@@ -104,9 +104,7 @@ class Prediction:
         self.make_plan = planner.plan
         monkeypatch.setattr(planner, "plan", self)
 
-    def __call__(
-        self, program: StagedProgram, is_graph: bool, is_final: bool = True
-    ) -> planner.Plan:
+    def __call__(self, program: StagedProgram, is_graph: bool, is_final: bool = True) -> plans.Plan:
         made = self.make_plan(program, is_graph, is_final)
         self.memory.mark()
         if self.is_whole:

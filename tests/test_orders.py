@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import split
-from koila import planner
+from koila import planner, plans
 from koila.facts import ONCE
 from koila.program import Program
 from koila.schedule import Way
@@ -445,7 +445,7 @@ def test_no_cut_tears_an_order(
     want = step(model, x, None)
     plan = planner.plan
 
-    def changed(*args: Any, **kwargs: Any) -> planner.Plan:
+    def changed(*args: Any, **kwargs: Any) -> plans.Plan:
         return dataclasses.replace(plan(*args, **kwargs), way=way)
 
     monkeypatch.setattr(planner, "plan", changed)

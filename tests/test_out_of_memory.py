@@ -13,7 +13,7 @@ from torch import nn
 
 import koila
 from failures import CASES, FAULTS, Failing, Fault, assert_survived, count_calls, planned, run_eager
-from koila import budget, memory, planner
+from koila import budget, memory, ways
 from limits import there
 from oracle import assert_close
 
@@ -180,7 +180,7 @@ def test_no_memory_to_plan_another_try() -> None:
     failing = Failing(FAULTS[-1], 3)
     loss = F.cross_entropy(model(koila.lazy(x)), koila.lazy(y))
     with pytest.MonkeyPatch.context() as patch, planned(failing), failing:
-        patch.setattr(planner, "_across", out_of_memory)
+        patch.setattr(ways, "along_second_axis", out_of_memory)
         estimates = Estimates(patch, 1)
         with pytest.raises(koila.MemoryLimitError) as raised:
             loss.backward()

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import koila
 from koila import _core
-from koila.partials import REDUCTIONS, Call, Reduction
+from koila.partials import REDUCTIONS
 from koila.program import Program
+from koila.reduction import Call, Reduction
 from koila.table import parse
 
 inf, nan = torch.inf, torch.nan

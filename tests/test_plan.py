@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
-from koila import planner, replay
+from koila import limits, planner, plans, replay, ways
 from koila.program import Program
 from koila.rows import grid, largest
 from koila.schedule import Way
@@ -61,13 +61,13 @@ def test_too_few_rows_for_eights() -> None:
 # Plans ------------------------------------------------------------------------------------------
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> planner.Plan:
+def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plans.Plan:
     """The plan for a program of `rows` rows, of which `most` fit at once."""
     bytes_per_row = 1000.0
     estimate = made_up(rows, 500.0, bytes_per_row)
     monkeypatch.setattr(planner.memory, "estimate", lambda program, is_graph: estimate)
-    allowed = (500.0 + bytes_per_row * (most + 0.5)) / planner.CHUNK_SHARE
-    monkeypatch.setattr(planner, "_allowed", lambda program, **how: allowed)
+    allowed = (500.0 + bytes_per_row * (most + 0.5)) / ways.CHUNK_SHARE
+    monkeypatch.setattr(limits, "allowed_for", lambda program, **how: allowed)
     x = koila.lazy(torch.ones(rows, 2))
     return planner.plan(Program([(x * torch.ones(2, requires_grad=True)).sum()]), True)
 
@@ -103,7 +103,7 @@ def test_whole_eights_where_that_is_free(
 
 def test_eights_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is given chunks of the sizes that were planned."""
-    monkeypatch.setattr(planner, "plan", lambda program, is_graph: planner.Plan(3, 8))
+    monkeypatch.setattr(planner, "plan", lambda program, is_graph: plans.Plan(3, 8))
     seen: list[int] = []
     run_nodes = replay.Replay.run_nodes
 
@@ -476,8 +476,8 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
     program: Any = SimpleNamespace(entered=[], is_part=False)
     options = [SimpleNamespace(way=way, estimate=Needs(way)) for way in needs]
     monkeypatch.setattr(planner, "_ASKED_SHARE", share)
-    monkeypatch.setattr(planner, "_light", lambda program: iter(options[1:5]))
-    monkeypatch.setattr(planner, "_again", lambda program: iter(options[5:]))
+    monkeypatch.setattr(ways, "recomputing_cheap", lambda program: iter(options[1:5]))
+    monkeypatch.setattr(ways, "recomputing", lambda program: iter(options[5:]))
     monkeypatch.setattr(planner.memory, "estimate", lambda *_: Needs(Way()))
     assert planner._find_way_in(4, program) == wanted
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila import layer_table, replay, reports, words
+from koila import layer_table, replay, report_types, reports, words
 from limits import there
 from test_plan import Fails, limited_step, small
 
@@ -444,10 +444,10 @@ def test_a_step_without_anything_lazy_is_told() -> None:
 
 def test_a_step_that_never_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     x = koila.lazy(torch.ones(7, 2))
-    for _ in range(reports.MOST_PROGRAMS + 10):
+    for _ in range(report_types.MOST_PROGRAMS + 10):
         (x * 2).sum().item()
     made = koila.report()
-    assert len(made.programs) == reports.MOST_PROGRAMS
+    assert len(made.programs) == report_types.MOST_PROGRAMS
     assert len(str(made).splitlines()) < 20
 
 
@@ -485,7 +485,7 @@ def test_no_tensor_is_kept(caplog: pytest.LogCaptureFixture) -> None:
         x, _ = batch()
         Double.apply(nn.Linear(6, 5)(x)).sum().backward()
     plain = (str, int, float, type(None))
-    told = (reports.ProgramReport, reports.Stage, reports.Whole, layer_table.Layer)
+    told = (report_types.ProgramReport, report_types.Stage, report_types.Whole, layer_table.Layer)
     seen: list[object] = [*koila.report().programs]
     while seen:
         one = seen.pop()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import koila
 from chunked import split
-from koila import memory, planner, replay
+from koila import memory, planner, plans, replay
 from koila.program import Program
 from koila.schedule import Op, Way
 from oracle import assert_close, assert_same
@@ -48,7 +48,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     def force(way: Way) -> Seen:
         original, schedule = planner.plan, Program.schedule
 
-        def changed(*args: Any, **kwargs: Any) -> planner.Plan:
+        def changed(*args: Any, **kwargs: Any) -> plans.Plan:
             planned = original(*args, **kwargs)
             return dataclasses.replace(planned, way=way)
 
@@ -108,7 +108,7 @@ def test_what_segments_take_is_predicted(n_segments: int, chunks: int, force: Fo
 
     made = replay.Replay.__init__
 
-    def note(self: replay.Replay, program: Program, planned: planner.Plan, hooked: Any) -> None:
+    def note(self: replay.Replay, program: Program, planned: plans.Plan, hooked: Any) -> None:
         estimate = memory.estimate(program, True, Way(n_segments))
         said.append(estimate.peak(-(-len(x) // chunks))[0])
         made(self, program, planned, hooked)

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import koila
 from chunked import split
-from koila import tail
+from koila import watched
 from koila.program import Program
 from koila.schedule import Graph, Op, Schedule, Step
 from oracle import assert_same, eager
@@ -167,24 +167,24 @@ def refuse(*hooks: Any) -> None:
 def test_what_torch_keeps_spares_the_second_look(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = []
-    watch = tail.Watch
+    seen_by = []
+    watch = watched.Watch
 
-    def count(*given: Any) -> tail.Watch:
-        watched.append(name)
+    def count(*given: Any) -> watched.Watch:
+        seen_by.append(name)
         return watch(*given)
 
-    monkeypatch.setattr(tail, "Watch", count)
+    monkeypatch.setattr(watched, "Watch", count)
     with koila.config(chunks=3):
         gradient_of(koila.lazy, LINEAR[name])
         assert koila.report().n_chunks == 3
         # What is made of the body's values beside the gradient's way could be kept unseen.
-        assert bool(watched) == (name == "beside numbers")
-        watched.clear()
+        assert bool(seen_by) == (name == "beside numbers")
+        seen_by.clear()
         with monkeypatch.context() as patch:
             patch.setattr(torch.autograd.graph, "saved_tensors_hooks", refuse)
             seen = gradient_of(koila.lazy, LINEAR[name])
-        assert watched, "nothing was seen of what torch keeps"
+        assert seen_by, "nothing was seen of what torch keeps"
     wanted = gradient_of(lambda x: x, LINEAR[name])
     torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14, equal_nan=True)
 

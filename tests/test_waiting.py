@@ -22,7 +22,7 @@ import koila
 import norm_networks
 from allocations import Allocations
 from chunked import split
-from koila import memory, planner, waiting
+from koila import memory, planner, plans, saved, waiting, ways
 from koila.program import Program
 from koila.rows import largest
 from koila.schedule import Way
@@ -279,7 +279,7 @@ def test_it_takes_no_more_memory_than_to_run_again(layer: nn.Module) -> None:
         memory = Allocations()
         with memory:
             pass
-        with mock.patch.object(waiting, "are_hooks_allowed", lambda: does_wait), memory:  # noqa: B023
+        with mock.patch.object(saved, "are_hooks_allowed", lambda: does_wait), memory:  # noqa: B023
             step(now, x, y, 6)
         peaks.append(memory.peak)
     assert 2**20 < peaks[1] <= 1.02 * peaks[0]
@@ -300,9 +300,9 @@ def test_where_saved_tensors_may_not_be_looked_at() -> None:
     other = copy.deepcopy(model)
     step(model, x, y, 3)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        assert not waiting.are_hooks_allowed()
+        assert not saved.are_hooks_allowed()
         step(other, x, y, 3)
-    assert waiting.are_hooks_allowed()
+    assert saved.are_hooks_allowed()
     for got, want in zip(state(other), state(model), strict=True):
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
 
@@ -436,7 +436,7 @@ def emptied(monkeypatch: pytest.MonkeyPatch, n_light: int) -> list[tuple[float, 
     """Run every program in that way; what it is said to need then, and how much it empties."""
     original, seen = planner.plan, []
 
-    def changed(program: Program, is_graph: bool, is_final: bool = True) -> planner.Plan:
+    def changed(program: Program, is_graph: bool, is_final: bool = True) -> plans.Plan:
         planned = original(program, is_graph, is_final)
         way = Way(n_light=n_light)
         estimate = memory.estimate(program, True, way)
@@ -494,7 +494,7 @@ def test_chunks_that_are_asked_for_take_little(chunks: int) -> None:
 
 def test_a_limit_below_what_crosses_empties_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything runs twice."""
-    monkeypatch.setattr(planner, "_can_offload", lambda program: False)
+    monkeypatch.setattr(ways, "can_offload", lambda program: False)
     torch.manual_seed(0)
     model = bottlenecks().double()
     x, y = torch.randn(12, 3, 128, 128).double(), torch.randint(0, 5, (12,))

@@ -15,7 +15,8 @@ with versions.told():
     from koila.memory_plan import MemoryPlan
     from koila.notebook import load_ipython_extension as load_ipython_extension
     from koila.notebook import unload_ipython_extension as unload_ipython_extension
-    from koila.reports import Report, report
+    from koila.report_types import Report
+    from koila.reports import report
     from koila.verify import verify
 
     alone.check(__file__)

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from koila import _core, config, memory, reductions, reports
-from koila.cross import alias_of
 from koila.facts import Run, name_of_node
 from koila.program import Program
-from koila.rows import chunk_shape, cut, without_memory
+from koila.rows import alias_of, chunk_shape, cut, without_memory
 
 #: Pieces take their share of what a segment takes whole, and this much more; beside gradients that
 #: gather, and those of a piece. Else calls run once.

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from koila import _core, budget, draws, hooks, planner, reports
+from koila import _core, budget, draws, generators, hooks, limits, planner, plans, reports
 from koila.config import get
 from koila.errors import (
     KoilaError,
@@ -18,17 +18,17 @@ from koila.errors import (
 )
 from koila.explain import scheduled, told
 from koila.program import Program
+from koila.stages import Stages
 
-if TYPE_CHECKING:
-    from koila.replay import Replay
+_Run = TypeVar("_Run", bound=Stages)
 
 
 def attempt(
     program: Program,
-    planned: planner.Plan,
-    make: Callable[[Program, planner.Plan, hooks.Seen], Replay],
-    run: Callable[[Replay], Any],
-) -> tuple[Replay, Any, planner.Plan] | None:
+    planned: plans.Plan,
+    make: Callable[[Program, plans.Plan, hooks.Seen], _Run],
+    run: Callable[[_Run], Any],
+) -> tuple[_Run, Any, plans.Plan] | None:
     """Run a program, in more chunks or shorter segments where memory runs out.
 
     Args:
@@ -77,7 +77,7 @@ def attempt(
                 tighter = _tighter(program, planned, is_fixed)
             if tighter is None:
                 if not is_memory:
-                    draws.move_on()  # what is drawn from now on comes after it, as in eager
+                    generators.move_on()  # what is drawn from now on comes after it, as in eager
                 is_calls = isinstance(error, Exception) and not isinstance(error, KoilaError)
                 if is_memory or not is_calls or not _core.failed(error):
                     _core.abandon()  # else it is known which call raised
@@ -91,8 +91,8 @@ def attempt(
 
 
 def _tighter(
-    program: Program, planned: planner.Plan, is_fixed: bool
-) -> tuple[Program, planner.Plan] | None:
+    program: Program, planned: plans.Plan, is_fixed: bool
+) -> tuple[Program, plans.Plan] | None:
     """What is tried next; None: nothing, or there was no memory left to plan it."""
     try:
         return planned.tighter(program, is_fixed)
@@ -104,6 +104,6 @@ def _refusal(program: Program, error: BaseException) -> MemoryLimitError:
     """What is raised where memory ran out in the smallest chunks, by what error."""
     said = str(error).partition("\n")[0]
     try:
-        return planner.ran_out(program, said)
+        return limits.ran_out(program, said)
     except MemoryError:
         return planner.no_room_to_plan(program)

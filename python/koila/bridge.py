@@ -29,9 +29,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from koila import (
     _core,
     checkpoints,
-    draws,
     engine,
     explain,
+    generators,
     hooks,
     meta,
     overwritten,
@@ -779,7 +779,7 @@ def watch_here(tensor: torch.Tensor) -> None:
 def _cut(func: Any) -> bool:
     if hooks.is_any() or not _core.can_cut():
         return False
-    draws.make_way()
+    generators.make_way()
     if not replay.read(False, func):
         return False
     reached = _core.reached()

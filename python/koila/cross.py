@@ -19,21 +19,11 @@ from torch.autograd.graph import GradientEdge
 
 from koila import engine, offload, rows
 from koila.facts import Info
-from koila.rows import Bounds, Place
+from koila.rows import Bounds, Place, alias_of
+from koila.watched import GATHERED, Key
 
 if TYPE_CHECKING:
-    from koila.tail import Watch
-
-Key = tuple[Any, ...]
-GATHERED: Key = ("gathered",)  # what is read of all chunks together
-
-
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a leaf of a graph of its own; gradients add up in at least float32."""
-    alias = tensor.detach().requires_grad_()
-    if tensor.dtype in (torch.float16, torch.bfloat16) and hasattr(alias, "grad_dtype"):
-        alias.grad_dtype = torch.float32
-    return alias
+    from koila.watched import Watch
 
 
 def _to_keep(tensor: torch.Tensor) -> torch.Tensor:

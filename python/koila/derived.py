@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from koila import _core, draws, engine, hooks, planner, surroundings
+from koila import _core, engine, generators, hooks, planner, surroundings
 from koila.errors import KoilaError
 from koila.facts import REDUCE, ROWS, Node, name_of_node, where_of_node
 from koila.program import Program
@@ -90,7 +90,7 @@ class Recipe:
             for value, tensor in given:
                 env[value] = tensor
             for i in self.nodes:
-                _core.run_alone(i, env, n_rows, False, draws.make_call)
+                _core.run_alone(i, env, n_rows, False, generators.make_call)
             return heads, [env[value] for value in self.outputs]
 
 
@@ -329,7 +329,7 @@ def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | N
         info = program.info(value)
         if info.real is not None and place is None:
             return info.real
-        made = draws.stand_in(value, place, 1)
+        made = generators.stand_in(value, place, 1)
         return made.requires_grad_(info.requires_grad)
 
     boxes: list[list[Tensor]] = []  # emptied afterwards: what a node made would hold the node

@@ -23,12 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import _core, noise, noise_drawn, plain, rows, surroundings
+from koila import _core, generators, noise, noise_drawn, rows
 from koila.errors import KoilaError
-from koila.lines import user_line
-from koila.noise import is_uncounted, noises_of
+from koila.noise import noises_of
 from koila.rows import Bounds
-from koila.threads import in_turn
 
 if TYPE_CHECKING:
     from koila.facts import Run
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 
 Cell = tuple[int, int | None]  # a call, and the first row of a chunk; None: all rows
 Spot = tuple[int, torch.Tensor]  # a row of a call, and the state in which its numbers start
-_get_state, _set_state = noise.get_state, noise.set_state
-_manual_seed = torch._C.Generator.manual_seed  # as it was before koila patched it
 
 
 def pinned_grids() -> dict[int, list[Bounds]]:
@@ -49,147 +45,6 @@ def pinned_grids() -> dict[int, list[Bounds]]:
 def is_pinning(i: int, first_out: int) -> bool:
     """Whether a call by rows draws other numbers in other chunks."""
     return noises_of(i, first_out) is None
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that calls on a device draw from where none is named."""
-    if device.type == "cuda":
-        torch.cuda.init()  # a program may be the first to use it, and has no generators before
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
-
-
-def _seed_from(generator: torch.Generator) -> int:
-    """Draw a seed from a generator. On CUDA no kernel runs: the generator's place is hashed."""
-    if generator.device.type != "cuda":
-        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
-    offset = generator.get_offset()
-    generator.set_offset(offset + 4)  # in fours, as CUDA's generator asks
-    text = f"{generator.initial_seed()} {offset}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def _states() -> dict[torch.device, torch.Tensor]:
-    """The states of the generators that a plain call may draw from."""
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        devices.append(torch.device("cuda", torch.cuda.current_device()))
-    return {device: _get_state(generator_of(device)) for device in devices}
-
-
-#: Where each thread's first waiting draw has to start, and its line: the generators are shared.
-_expected: dict[int, tuple[dict[torch.device, torch.Tensor], str]] = {}
-#: Threads that have recorded a random call: with two of them nobody knows whose draw comes first.
-_drawing: set[int] = set()
-
-
-def note_recorded() -> None:
-    """A random call was recorded and none was waiting: the generators stay where they are until it
-    has drawn."""
-    _drawing.add(threading.get_ident())
-    _expected[threading.get_ident()] = _states(), user_line()
-    plain.watch(make_way)
-
-
-def _note_drawn() -> None:
-    """This thread drew."""
-    if not _core.has_draw(False):
-        _expected.pop(threading.get_ident(), None)
-        plain.unwatch()
-    _disturb_others()
-
-
-def _disturb_others() -> None:
-    """Other threads do not find the generators where they left them."""
-    for thread in set(_expected) - {threading.get_ident()}:
-        _expected.pop(thread, None)
-
-
-def _do_others_draw() -> bool:
-    """Whether programs of other threads may draw at any moment."""
-    _drawing.intersection_update([thread.ident for thread in threading.enumerate()])
-    return bool(_drawing - {threading.get_ident()})
-
-
-def check_undisturbed() -> None:
-    """What waits is about to draw.
-
-    Raises:
-        KoilaError: something that koila could not see has drawn since it was recorded.
-    """
-    states, recorded = _expected.get(threading.get_ident(), ({}, ""))
-    if not _core.has_draw(False) or all(
-        torch.equal(state, _get_state(generator_of(d))) for d, state in states.items()
-    ):
-        return
-    _expected.pop(threading.get_ident(), None)  # whoever asks again goes on
-    if _do_others_draw():
-        return
-    raise KoilaError(
-        f"random numbers were drawn between a random call ({recorded}) and its run "
-        f"({user_line()}) where koila cannot see it, by a function that was bound earlier (from "
-        "torch import rand) or by compiled code: the program's own draws would come after them, "
-        "and not be eager's. Nothing has run and nothing is lost. Call such a function as "
-        "torch.rand(), or read the results first; asked again, the program runs with the numbers "
-        "that come next"
-    )
-
-
-def check_live() -> None:
-    """All that waits is about to run whole, and to draw."""
-    check_undisturbed()
-    _expected.pop(threading.get_ident(), None)  # if it stops half way, some has been drawn
-    plain.unwatch()
-    _disturb_others()
-
-
-@in_turn
-@surroundings.in_outside
-def make_way() -> None:
-    """Something else is about to draw: all that waits draws before it."""
-    if not _core.is_busy() and any(is_uncounted(i, out) for i, out, _ in _core.waiting_draws()):
-        _core.flush()
-    move_on()
-
-
-@in_turn
-@surroundings.in_outside
-def move_on() -> None:
-    """Move the generators past all that waits: what is drawn next comes after it, as in eager."""
-    waiting = _core.waiting_draws()
-    if waiting:
-        check_undisturbed()
-        starts: dict[int, torch.Tensor] = _core.memo().setdefault("starts", {})
-        is_busy = _core.is_busy()
-        _core.set_busy(True)
-        try:
-            for i, first_out, n_outs in waiting:
-                generator = generator_of(_core.value(first_out)[10])
-                state = _get_state(generator)
-                try:
-                    _advance(i, first_out, n_outs, generator)
-                except BaseException:
-                    _set_state(generator, state)
-                    raise
-                starts[i] = state
-                _core.note_drawn(i)
-        finally:
-            _core.set_busy(is_busy)
-    _note_drawn()
-
-
-def let_go() -> bool:
-    """Let what waits draw, where nobody will look at some of it: else that would keep what it reads
-    until something asks for it.
-
-    Returns:
-        Whether it was so.
-    """
-    is_dead = _core.has_draw(False) and _core.has_draw(True)
-    if is_dead:
-        move_on()
-    return is_dead
 
 
 def bytes_kept() -> int:
@@ -217,50 +72,6 @@ def why_others(i: int, first_out: int) -> str:
     return "in chunks it may draw other numbers than eager: how memory lies is not known"
 
 
-def _advance(i: int, first_out: int, n_outs: int, generator: torch.Generator) -> None:
-    """Let one call draw for the whole batch, and forget the numbers."""
-    noises = noises_of(i, first_out)
-    if noises is not None:
-        for one in noises:
-            noise_drawn.advance(one, one.n_elements, generator)
-        return
-    given = {value: stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0}
-    run_alone(i, -1, given, first_out + n_outs, True)
-
-
-def stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
-    """Ones, which are legal as weights, as probabilities and as deviations: where a call is made
-    for its draws alone, only sizes and types matter."""
-    info = _core.value(value)
-    shape = info[1] if place is None else rows.chunk_shape(info[1], place, n_rows)
-    return torch.ones(shape, dtype=info[0], device=info[10])
-
-
-def _set(generator: torch.Generator, cell: torch.Tensor | int) -> None:
-    if isinstance(cell, int):
-        _manual_seed(generator, cell)
-    else:
-        _set_state(generator, cell)
-
-
-def make_call(
-    _: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Make a call as it was recorded."""
-    return func(*args, **kwargs)
-
-
-def run_alone(
-    i: int, n_rows: int, given: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
-) -> list[Any]:
-    """Run one call on the tensors given for its inputs; all values after it, by number."""
-    env: list[Any] = [None] * n_values
-    for value, tensor in given.items():
-        env[value] = tensor
-    _core.run_alone(i, env, n_rows, is_grad_off, make_call)
-    return env
-
-
 def run_again(
     i: int,
     axis: int,
@@ -279,16 +90,18 @@ def run_again(
     memo = _core.memo()
     outs = range(first_out, first_out + n_outs)
     if i in memo.get("effects", ()):  # on copies of the statistics
-        env = run_alone(i, -1, {value: tensor for value, _, tensor in inputs}, n_values, False)
+        env = generators.run_alone(
+            i, -1, {value: tensor for value, _, tensor in inputs}, n_values, False
+        )
         return env[first_out] if n_outs == 1 else tuple(env[out] for out in outs)
     cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
     starts: dict[int, torch.Tensor] = memo.get("starts", {})
-    generator = generator_of(_core.value(first_out)[10])
-    before = _get_state(generator)
+    generator = generators.generator_of(_core.value(first_out)[10])
+    before = noise.get_state(generator)
 
     def run(cell: Any, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
-        _set(generator, cell)
-        env = run_alone(i, n_rows, given, n_values, False)
+        generators.set_to(generator, cell)
+        env = generators.run_alone(i, n_rows, given, n_values, False)
         return [env[out] for out in outs]
 
     try:
@@ -302,7 +115,7 @@ def run_again(
             for one in bounds
         ]
     finally:
-        _set_state(generator, before)
+        noise.set_state(generator, before)
     results = [_gather([part[k] for part in parts], out) for k, out in enumerate(outs)]
     if is_written:
         return inputs[0][2].copy_(results[0])
@@ -359,23 +172,25 @@ class Draws:
 
     def prepare(self) -> None:
         """Move the generator past every draw that has not been made yet, and keep its states."""
-        check_undisturbed()
+        generators.check_undisturbed()
         if not self.program.is_drawing:
             return
         for run in self.program.runs:
             self.run_of.update((i, run) for i in run.nodes if self.program.node(i).is_random)
         for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
-            self.before[device] = _get_state(generator_of(device))
+            self.before[device] = noise.get_state(generators.generator_of(device))
         for i in sorted(self.run_of):
             self._draw(i, self.run_of[i])
-        self.after = {device: _get_state(generator_of(device)) for device in self.before}
+        self.after = {
+            device: noise.get_state(generators.generator_of(device)) for device in self.before
+        }
 
     def _draw(self, i: int, run: Run) -> None:
-        generator = generator_of(self._device(i))
-        here = _get_state(generator)
+        generator = generators.generator_of(self._device(i))
+        here = noise.get_state(generator)
         is_late = i in self.starts
         if is_late:
-            _set_state(generator, self.starts[i])
+            noise.set_state(generator, self.starts[i])
         else:
             self.starts[i] = here
             self.new_starts.append(i)
@@ -390,9 +205,9 @@ class Draws:
         elif noises is not None and run.is_body and not is_by_chunks(noises, self._sizes(run)):
             self.whole[i] = [one.draw(generator) for one in noises]
         elif not is_late:
-            _advance(i, node.first_out, len(node.outs), generator)
+            generators.advance(i, node.first_out, len(node.outs), generator)
         if is_late:
-            _set_state(generator, here)
+            noise.set_state(generator, here)
 
     def _sizes(self, run: Run) -> list[int]:
         return [stop - start for start, stop in self.grids[run.axis]]
@@ -402,7 +217,7 @@ class Draws:
             if (i, start) in self.old_cells:
                 self.cells[i, start] = self.old_cells[i, start]
             else:
-                self.cells[i, start] = _seed_from(generator)
+                self.cells[i, start] = generators.seed_from(generator)
                 self.has_seeded = True
 
     def _find_chunks(self, i: int, run: Run, is_late: bool, generator: torch.Generator) -> None:
@@ -411,8 +226,8 @@ class Draws:
         for start, stop in bounds:
             cell = self.old_cells.get((i, start))
             if cell is not None:
-                _set(generator, cell)
-            self.cells[i, start] = _get_state(generator)
+                generators.set_to(generator, cell)
+            self.cells[i, start] = noise.get_state(generator)
             if not is_late if stop == bounds[-1][1] else (i, stop) not in self.old_cells:
                 self._draw_alone(i, stop - start)
 
@@ -423,8 +238,10 @@ class Draws:
             for import_id in self.program.node(i).imports
             if import_id >= 0
         ]
-        given = {entry.value: stand_in(entry.value, entry.place, n_rows) for entry in entries}
-        run_alone(i, n_rows, given, self.program.n_values, True)
+        given = {
+            entry.value: generators.stand_in(entry.value, entry.place, n_rows) for entry in entries
+        }
+        generators.run_alone(i, n_rows, given, self.program.n_values, True)
 
     def _go_to(self, i: int, row: int, generator: torch.Generator) -> None:
         """Put the generator where the numbers for a row of a call start.
@@ -445,7 +262,7 @@ class Draws:
             share = noise_of_call.n_elements // noise_of_call.n_rows
             noise_drawn.advance(noise_of_call, share * (row - at), own)
             state = own.get_state()
-        _set_state(generator, state)
+        noise.set_state(generator, state)
         self.spots[i] = [(row, state)]
 
     def call(
@@ -477,10 +294,10 @@ class Draws:
         kwargs: dict[str, Any],
     ) -> Any:
         """Make a random call with the generator where the rows of `bounds` (None: all) start."""
-        generator = generator_of(self._device(i))
+        generator = generators.generator_of(self._device(i))
         cell = self.cells.get((i, bounds[0] if bounds is not None else None))
         if cell is not None or bounds is None:
-            _set(generator, self.starts[i] if cell is None else cell)
+            generators.set_to(generator, self.starts[i] if cell is None else cell)
         else:
             self._go_to(i, bounds[0], generator)
         given: list[torch.Tensor] = []
@@ -493,7 +310,7 @@ class Draws:
         if threading.active_count() > 1:  # another may have drawn since
             self._check_alone(i, bounds, generator)
         elif cell is None and bounds is not None and self.noises[i][0].place is not None:
-            self.spots[i].append((bounds[1], _get_state(generator)))
+            self.spots[i].append((bounds[1], noise.get_state(generator)))
         return result
 
     def _check_alone(self, i: int, bounds: Bounds | None, generator: torch.Generator) -> None:
@@ -507,7 +324,7 @@ class Draws:
         """
         if generator.device.type != "cpu":
             return
-        state = _get_state(generator)
+        state = noise.get_state(generator)
         text = ctypes.string_at(state.data_ptr(), state.nbytes)
         end = hashlib.blake2b(text, digest_size=16).digest()
         if self.ends.setdefault((i, bounds), end) == end:
@@ -531,8 +348,8 @@ class Draws:
         }
         memo.setdefault("grids", {}).update({axis: self.grids[axis] for axis in pinning})
         if self.new_starts or self.has_seeded:
-            _note_drawn()
-        let_go()
+            generators.note_drawn()
+        generators.let_go()
 
     def leave(self) -> None:
         """Leave the generators as the last draw of the program left them: what others draw from now
@@ -550,7 +367,7 @@ class Draws:
     @staticmethod
     def _put(states: dict[torch.device, torch.Tensor]) -> None:
         for device, state in states.items():
-            _set_state(generator_of(device), state)
+            noise.set_state(generators.generator_of(device), state)
 
 
 def is_by_chunks(noises: list[noise.Noise], sizes: list[int]) -> bool:

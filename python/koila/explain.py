@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,29 +13,32 @@ from koila import (
     _core,
     cards,
     config,
-    draws,
     layer_table,
     layers,
+    limits,
     lines,
     memory,
     planner,
+    plans,
     reports,
+    schedule_words,
+    ways,
     whole_calls,
 )
 from koila.errors import MemoryLimitError
-from koila.facts import ONCE, REDUCE, Node, Run, name_of_node, where_of_node
+from koila.facts import REDUCE, Run, name_of_node, where_of_node
 from koila.layer_table import Layer
 from koila.program import Program
-from koila.reports import Decision, ProgramReport, Stage, Whole
+from koila.report_types import ProgramReport, Stage, Whole
+from koila.reports import Decision
 from koila.rows import Bounds, largest
-from koila.schedule import Op, Schedule, Way
+from koila.schedule import Schedule, Way
 from koila.threads import in_turn
 from koila.words import count, size, sizes
 
 ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
 FITS_LATER = Decision("it fits, with the backward that may follow")
-_MODES = ("chunks", "reduce", "whole")
 _logger = logging.getLogger("koila")
 _logged: set[str] = set()
 
@@ -84,23 +87,23 @@ def scheduled(
     program: Program, way: Way, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
 ) -> Scheduled:
     """What is known of a run before it begins; it may need memory, which nothing after it does."""
-    passes = _passes(schedule)
+    passes = schedule_words.passes_of(schedule)
     stages = (
         Stage(
             position,
             len(run.nodes) + len(run.combined),
             len(grid_of(run)) if run.is_body else 1,
             max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
-            str(passes.get(run.index, _Passes())),
+            str(passes.get(run.index, schedule_words.Passes())),
         )
-        for position, run in enumerate(_runs(program), 1)
+        for position, run in enumerate(schedule_words.runs_of(program), 1)
     )
-    return Scheduled(tuple(stages), way_in_words(program, way, schedule))
+    return Scheduled(tuple(stages), schedule_words.way_in_words(program, way, schedule))
 
 
 def told(
     program: Program,
-    planned: planner.Plan,
+    planned: plans.Plan,
     grids: dict[int, list[Bounds]],
     n_tries: int,
     measured: int | None,
@@ -233,118 +236,6 @@ def decide_whole(func: Any, why: str) -> None:
     reports.give_reason(why)
 
 
-def _describe(program: Program, value: int) -> str:
-    info = program.info(value)
-    dtype = str(info.dtype).removeprefix("torch.")
-    if info.place is None:
-        return f"{list(info.shape)} {dtype}"
-    _, dim, outer, inner = info.place
-    digits = "" if outer == inner == 1 else f" of {outer} x samples x {inner}"
-    return f"{list(info.shape)} {dtype} samples in dim {dim}{digits}"
-
-
-def _line(program: Program, node: Node) -> str:
-    why = whole_calls.why_once(node) if program.joins_rows(node) else ""
-    why = f"; {why}" if why else ""
-    others = draws.why_others(node.id, node.first_out) if node.is_random else ""
-    why += f"; {others}" if others and node.mode != ONCE else ""
-    mode = f"{_MODES[node.mode]:6s} {_describe(program, node.first_out)}{why}"
-    return f"    {node.id:4d} {name_of_node(node):24s} {mode}  ({where_of_node(node)})"
-
-
-def _runs(program: Program) -> list[Run]:
-    """Its runs, in their order, that do anything."""
-    return [run for run in program.runs if run.nodes or run.combined]
-
-
-class _Passes(NamedTuple):
-    """How often a chunk goes through a run of a schedule, which is one of so many segments."""
-
-    forward: int = 0
-    back: int = 0
-    n_segments: int = 1
-
-    def __str__(self) -> str:
-        return count(self.forward, "forward") + (
-            f", {count(self.back, 'backward')}" if self.back else ""
-        )
-
-
-def _passes(schedule: Schedule) -> dict[int, _Passes]:
-    """Those of each run, by its index."""
-    found: dict[int, _Passes] = {}
-    for step in schedule.steps:
-        for run in step.runs if step.op in (Op.LOOP, Op.RUN, Op.BACK) else ():
-            forward, back, n_segments = found.get(run.index, _Passes())
-            forward += step.op == Op.RUN
-            back += step.op == Op.BACK
-            n_segments = max(n_segments, len(step.runs))
-            found[run.index] = _Passes(forward, back, n_segments)
-    return found
-
-
-def _head(program: Program, passes: Mapping[int, _Passes], run: Run, position: int) -> str:
-    if not run.is_body:
-        return f"part {position}, on the whole batch: once"
-    rows, of = program.axes[run.axis], passes[run.index]
-    part = f", segment {run.segment + 1} of {of.n_segments}" if of.n_segments > 1 else ""
-    return f"part {position}, in chunks over {rows} samples{part}: {of}"
-
-
-def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
-    """What is done beside chunks for a step to fit, and what that costs; empty: nothing.
-
-    Args:
-        program: in the segments of that way.
-        way: how it is scheduled.
-        schedule: what is done so.
-    """
-    words = []
-    if program.has_checkpoints:
-        how = "recomputed before their backward" if way.n_segments > 0 else "kept"
-        words.append(f"the activations that the script's checkpoints cover {how}")
-    if way.n_segments > 1:
-        loops = (step for step in schedule.steps if step.op == Op.LOOP)
-        n_segments = max((len(step.runs) for step in loops), default=1)
-        words.append(
-            f"activations recomputed in up to {n_segments} segments (a second forward of all but "
-            "the last)"
-        )
-    if way.n_across:
-        words.append(f"the last layers in {way.n_pieces} pieces along dim {way.across}")
-    elif schedule.head() is not None:
-        words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
-    again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.HOME, Op.EMPTY))
-    if again or offloaded or emptied:
-        kept = kept_in_words(program, schedule)
-        words += [kept] if kept else []
-    if again:
-        words.append(f"{_n_bytes(program, again)} {_CROSSING} recomputed (one more forward)")
-    if emptied:
-        words.append(f"{_n_bytes(program, emptied)} {_CROSSING} recomputed by cheap calls")
-    if offloaded:
-        n_bytes = _n_bytes(program, offloaded)
-        words.append(f"{n_bytes} {_CROSSING} offloaded meanwhile (a copy each way)")
-    return ", ".join(words)
-
-
-_CROSSING = "of activations between passes"
-
-
-def _n_bytes(program: Program, values: Iterable[int]) -> str:
-    """Of these values; empty: nothing."""
-    total = sum(map(program.bytes_of, values))
-    return size(total) if total else ""
-
-
-def kept_in_words(program: Program, schedule: Schedule) -> str:
-    """Say how many bytes one pass over the chunks keeps for a later one; empty: none."""
-    is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
-    crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.HOME)
-    kept = _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.HOME))
-    return f"{kept} {_CROSSING} kept" if kept else ""
-
-
 class Forecast(NamedTuple):
     """How a program would run now; where it does not fit, in the chunks that need least."""
 
@@ -364,7 +255,7 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
         planned = planner.plan(program, is_graph)
     except MemoryLimitError as error:
         text, schedule = f"it does not fit: {error}", program.schedule(is_graph)
-        way, n_chunks = planner.smallest(program, is_graph)
+        way, n_chunks = ways.smallest(program, is_graph)
         return Forecast(text, program, schedule, False, n_chunks, 1, way, "")
     way = planned.way
     cut = program.cut_for(way)
@@ -375,13 +266,13 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
         needed, _ = estimate.peak(rows)
     n_chunks = -(-estimate.rows // rows)
     schedule = cut.schedule(is_graph, way)
-    how = way_in_words(cut, way, schedule)
+    how = schedule_words.way_in_words(cut, way, schedule)
     is_whole = n_chunks == 1 and not how
     chunked = f"{count(n_chunks, 'chunk')} of {count(rows, 'sample')}"
     text = f"so it runs whole and takes {size(needed)}"
     if not is_whole:
         text = f"so it runs in {chunked} and takes {size(needed)}"
-    more = how or (kept_in_words(cut, schedule) if n_chunks > 1 else "")
+    more = how or (schedule_words.kept_in_words(cut, schedule) if n_chunks > 1 else "")
     text += f", with {more}" if more else ""
     return Forecast(text, cut, schedule, True, planned.n_chunks, planned.unit, way, more)
 
@@ -389,8 +280,8 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
 def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
     """What a program needs and may have, how it would run, and under which limit it could."""
     whole = memory.estimate(program, is_graph).whole
-    needs, has = sizes(whole, max(0.0, planner.left_for(program)))
-    limit = planner.limit_in_words(program)
+    needs, has = sizes(whole, max(0.0, limits.left_for(program)))
+    limit = limits.limit_in_words(program)
     asked = config.get("chunks")
     found = [f"whole needs {needs} beside what is there, and {has} are left"]
     if (limit or asked is None) and (not limit or limit not in expected.text):
@@ -399,7 +290,7 @@ def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
         found.append(f"config(chunks={asked}) is set")
     found += expected.text.splitlines()
     if expected.fits:
-        found.append(f"least limit that works: {planner.limits(program, is_graph)}")
+        found.append(f"least limit that works: {limits.limits_of(program, is_graph)}")
     return found
 
 
@@ -497,17 +388,17 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
         cut, schedule = program, program.schedule(False)
     said += _why(program)
     found = layers.of(program)
-    runs = _runs(cut)
+    runs = schedule_words.runs_of(cut)
     n_calls = f"{count(cut.n_nodes, 'call')} in {count(len(runs), 'part')}"
     if not full:
         return Explanation(said, found, [f"{n_calls}; explain(loss, full=True) lists them"])
     calls = [n_calls]
-    passes = _passes(schedule)
+    passes = schedule_words.passes_of(schedule)
     for position, run in enumerate(runs, 1):
-        calls.append(_head(cut, passes, run, position))
+        calls.append(schedule_words.head_of(cut, passes, run, position))
         combined = [n for n in run.combined if n.mode == REDUCE]
         calls += [f"    {n.id:4d} add up the results of the chunks" for n in combined]
-        calls += [_line(cut, cut.node(i)) for i in run.nodes]
+        calls += [schedule_words.line_of(cut, cut.node(i)) for i in run.nodes]
     return Explanation(said, found, calls)
 
 
@@ -534,7 +425,7 @@ def _why(program: Program) -> list[str]:
 
 
 @in_turn
-def plan_of(loss: torch.Tensor) -> planner.Plan:
+def plan_of(loss: torch.Tensor) -> plans.Plan:
     """The number of chunks that the program behind `loss` would run in, with the bytes
     predicted."""
     return planner.plan(Program([loss]), True)

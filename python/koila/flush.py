@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from koila import _core, draws, replay, reports
+from koila import _core, generators, replay, reports
 from koila.threads import in_turn
 
 
@@ -27,7 +27,7 @@ def flush_known(why: str) -> None:
 def _flush_known(why: str) -> None:
     if _core.is_busy():
         return
-    is_lighter = draws.let_go()
+    is_lighter = generators.let_go()
     if not _core.has_known():
         if is_lighter:
             _core.close()

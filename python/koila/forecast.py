@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from koila import plan_program, planner
+from koila import limits, plan_program
 from koila.errors import KoilaError
 from koila.explain import cause_of_whole, forecast, numbers, roots_of, why_nothing
 from koila.memory_plan import MemoryPlan
@@ -47,7 +47,7 @@ def plan(*losses: Any) -> MemoryPlan:
     program = Program(roots)
     is_graph = any(root.requires_grad for root in roots)
     if not program.axes or program.unstageable is not None:
-        allowed = planner.left_for(program)
+        allowed = limits.left_for(program)
         why = cause_of_whole(program).why
         return plan_program.of(
             program, is_graph, AS_IT_IS, 1, 1, allowed, summary=[f"it runs whole: {why}"]
@@ -59,7 +59,7 @@ def plan(*losses: Any) -> MemoryPlan:
         expected.way,
         expected.n_chunks,
         expected.unit,
-        max(0.0, planner.left_for(program)),
+        max(0.0, limits.left_for(program)),
         fits=expected.fits,
         costs=expected.costs,
         summary=numbers(program, is_graph, expected),

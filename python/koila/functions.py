@@ -13,6 +13,7 @@ import torch
 
 from koila import (
     _core,
+    backwards,
     bridge,
     checkpoints,
     cross,
@@ -22,6 +23,7 @@ from koila import (
     engine,
     enter,
     explain,
+    generators,
     handlers,
     hooks,
     inplace_views,
@@ -244,10 +246,10 @@ def register_all() -> None:
             "is_row_range": meta.is_row_range,
             "checksum": meta.checksum,
             "draw_like": meta.draw_like,
-            "note_draw": draws.note_recorded,
-            "check_draws": draws.check_live,
+            "note_draw": generators.note_recorded,
+            "check_draws": generators.check_live,
             "thawed": engine.thawed,
-            "move_on": draws.move_on,
+            "move_on": generators.move_on,
             "skip_one_hop": enter.enter,
             "read": replay.read,
             "in_transform": handlers.in_transform,
@@ -278,7 +280,7 @@ def register_all() -> None:
         _register(func, name)
     item = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
     _core.register(item, READ, "item", None, False, False, False, None, None)
-    grad, by_inputs = torch.autograd.grad, handlers.autograd_grad
+    grad, by_inputs = torch.autograd.grad, backwards.autograd_grad
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
     # What it writes are no numbers: of the rows that write, zero_() reads and keeps least.
     _core.register(inplace_views.touch, OP, "touch", None, False, False, False, "zero_", tuple)

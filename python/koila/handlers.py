@@ -14,11 +14,9 @@ from koila import (
     _core,
     bridge,
     composed,
-    derived,
     devices,
-    draws,
-    engine,
     enter,
+    generators,
     hooks,
     inplace_views,
     masks,
@@ -26,21 +24,13 @@ from koila import (
     meta,
     norms,
     packed,
-    replay,
-    replicated,
     reports,
     scans,
-    sharded,
-    spent,
-    surroundings,
     unsplit,
 )
+from koila.backwards import GRAD_WORDS, backward, is_pending, words_of
 
 LazyTensor = _core.LazyTensor
-
-
-def _is_pending(obj: Any) -> bool:
-    return type(obj) is LazyTensor and _core.real(obj) is None
 
 
 #: What is asked of how a tensor lies in memory.
@@ -102,7 +92,7 @@ def to_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def to_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.cuda(), which is recorded as what it stands for."""
-    words = _words(("self", "device", "non_blocking"), args, kwargs)
+    words = words_of(("self", "device", "non_blocking"), args, kwargs)
     device = words.pop("device", None)
     if isinstance(device, int):
         device = torch.device("cuda", device)
@@ -131,13 +121,13 @@ def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.requires_grad_() is about the tensor alone: of what waits, only what makes that runs, and
     what has read it goes on as it was recorded."""
-    words = _words(("self", "requires_grad"), args, kwargs)
+    words = words_of(("self", "requires_grad"), args, kwargs)
     lazy, flag = words.pop("self"), words.pop("requires_grad", True)
     is_asked = not words and len(args) <= 2 and type(flag) is bool
     if is_asked and lazy.requires_grad is flag:
         return lazy
     can_require = lazy.is_floating_point() or lazy.is_complex()
-    if is_asked and can_require and not lazy.requires_grad and _is_pending(lazy):
+    if is_asked and can_require and not lazy.requires_grad and is_pending(lazy):
         _core.read(lazy)
     real = _core.leave(lazy) if is_asked else None
     if real is None:
@@ -167,7 +157,7 @@ def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     answer = func(_empty_like(args[0]), *args[1:], **kwargs)
     if isinstance(answer, str):
         return answer
-    words = _words(("self", "dtype", "non_blocking"), args, kwargs)
+    words = words_of(("self", "dtype", "non_blocking"), args, kwargs)
     words.update(device=answer.device, dtype=answer.dtype)
     return words.pop("self").to(**words)
 
@@ -180,182 +170,12 @@ def enter_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.detach_(): what requires no gradient is detached already."""
-    if _is_pending(args[0]) and not args[0].requires_grad:
+    if is_pending(args[0]) and not args[0].requires_grad:
         return args[0]
     return _core.live_with_all(func, args, kwargs, False)
 
 
-def _listed(obj: Any) -> list[Any]:
-    return list(obj) if isinstance(obj, tuple | list) else [obj]
-
-
-def _gradients(given: Any, roots: list[Any]) -> list[Any]:
-    """What is sent into roots: None for each, where nothing is given."""
-    return [None] * len(roots) if given is None else _listed(given)
-
-
-def _reals(obj: Any) -> list[Any]:
-    """The tensors of lazies that have theirs, and of others."""
-    return [_core.real(one) if type(one) is LazyTensor else one for one in _listed(obj)]
-
-
-def _words(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-#: What is said of a backward that ran no recorded call.
-_HAD_RUN = "all calls had run before, and left autograd's graph"
-
-
-def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
-    """NotImplemented where the program has to run whole."""
-    inputs = words.get("inputs")
-    bridge.refuse_inner(() if inputs is None else _listed(inputs), "backward")
-    is_other = words.get("create_graph") or words.get("grad_variables") is not None
-    if is_other or surroundings.of_backward():
-        return NotImplemented
-    if inputs is not None:
-        inputs = _reals(inputs)
-        if not inputs or any(t is None for t in inputs):
-            return NotImplemented
-    roots = _listed(words[root])
-    gradients = _gradients(words.get(gradient), roots)
-    if len(gradients) != len(roots):
-        return NotImplemented
-    is_retained = bool(words.get("retain_graph"))
-
-    def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-        if inputs is not None:
-            spent.check(cuts, inputs)
-        if cuts:
-            engine.backward(cuts, found, is_retained=is_retained, inputs=inputs or ())
-
-    return replay.differentiate(roots, gradients, is_retained, inputs, finish)
-
-
-def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tensor.backward and torch.autograd.backward."""
-    reports.note_backward()
-    with reports.Asking("backward()", _HAD_RUN):
-        _backward(func, args, kwargs)
-    sharded.let_go()
-    replicated.visit()
-
-
-def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    names: tuple[str, ...]
-    if func is torch.Tensor.backward:
-        names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
-        done = _backward_in_chunks(_words(names, args, kwargs), "self", "gradient")
-    else:
-        names = (
-            "tensors",
-            "grad_tensors",
-            "retain_graph",
-            "create_graph",
-            "grad_variables",
-            "inputs",
-        )
-        done = _backward_in_chunks(_words(names, args, kwargs), "tensors", "grad_tensors")
-    if done is not NotImplemented:
-        return
-    words = _words(names, args, kwargs)
-    _refuse_roots(words, names[0], names[1])
-    left = _tell_why(func, words, names[0])
-    try:
-        unsplit.run(func, args, kwargs, left)
-        if words.get("inputs") is not None:
-            spent.check(_reals(words[names[0]]), _reals(words["inputs"]))
-    finally:
-        _core.note_backward()
-
-
-def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
-    """Raise what torch raises of a backward that cannot start: nothing runs for it."""
-    roots = _listed(words[root])
-    given = _gradients(words.get(gradient), roots)
-
-    def is_refused(lazy: Any, sent: Any) -> bool:
-        has_start = lazy.numel() == 1 if sent is None else sent.shape == lazy.shape
-        return _is_pending(lazy) and not (lazy.requires_grad and has_start)
-
-    def as_large(lazy: Any) -> torch.Tensor:
-        number = torch.zeros((), dtype=lazy.dtype, device=lazy.device)
-        return number.requires_grad_(lazy.requires_grad).expand(lazy.shape)
-
-    is_plain = all(sent is None or type(sent) is torch.Tensor for sent in given)
-    if is_plain and len(given) == len(roots) and any(map(is_refused, roots, given)):
-        with torch.enable_grad():
-            stand_ins = [as_large(one) if _is_pending(one) else one for one in roots]
-        torch.autograd.backward(stand_ins, given)
-
-
-def _tell_why(
-    func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = ""
-) -> unsplit.Left | None:
-    """Why a backward cannot run in chunks, if that is not told yet; and whether it fits.
-
-    Args:
-        func: the call.
-        words: its arguments.
-        root: which of them it starts from.
-        cause: why create_graph cannot go by samples.
-
-    Returns:
-        What is left, where it is not known how much it makes; None: it fits.
-    """
-    outputs, is_deep = _listed(words[root]), bool(words.get("create_graph"))
-    if reports.is_decided() or not (is_deep or any(map(_is_pending, outputs))):
-        return None
-    why = "it starts from other tensors too, or in a way that is not run in chunks"
-    if seen := surroundings.of_backward():
-        why = seen
-    elif words.get("create_graph"):
-        why = f"create_graph=True keeps autograd's graph of the whole batch{cause}"
-    elif words.get("is_grads_batched"):
-        why = "is_grads_batched=True runs it under vmap"
-    elif any(map(_is_pending, _listed(words.get("inputs")))):
-        why = "inputs= has a value that is still to be computed"
-    inputs = None if words.get("inputs") is None else _listed(words["inputs"])
-    return unsplit.check(func, why, unsplit.Derivative(outputs, inputs, is_deep))
-
-
-_GRAD_WORDS: tuple[str, ...] = (
-    "outputs",
-    "inputs",
-    "grad_outputs",
-    "retain_graph",
-    "create_graph",
-    "only_inputs",
-)
-_GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
-
-
-def _grad_in_chunks(words: dict[str, Any]) -> Any:
-    is_other = words.get("create_graph") or words.get("is_grads_batched")
-    if is_other or surroundings.of_backward():
-        return NotImplemented
-    inputs = _reals(words["inputs"])
-    if not all(isinstance(t, torch.Tensor) for t in inputs):
-        return NotImplemented
-    roots = _listed(words["outputs"])
-    gradients = _gradients(words.get("grad_outputs"), roots)
-    if len(gradients) != len(roots):
-        return NotImplemented
-    is_retained = bool(words.get("retain_graph"))
-
-    def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
-        spent.check(cuts, inputs)
-        return torch.autograd.grad(
-            cuts,
-            inputs,
-            found,
-            retain_graph=is_retained or None,
-            allow_unused=words.get("allow_unused"),
-            materialize_grads=words.get("materialize_grads") or False,
-        )
-
-    return replay.differentiate(roots, gradients, is_retained, inputs, finish)
+GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
 
 
 def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -373,48 +193,6 @@ def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """Tensor.retain_grad."""
     bridge.refuse_inner(args[:1], "retain_grad")
     hooks.retain(func, args, kwargs)
-
-
-def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.autograd.grad: the gradients are plain tensors, or recorded where they have a graph."""
-    words, cause = _words(_GRAD_WORDS, args, kwargs), ""
-    if words.get("create_graph") and not words.get("is_grads_batched"):
-        outputs = _listed(words["outputs"])
-        gradients = _gradients(words.get("grad_outputs"), outputs)
-        recorded = derived.record(outputs, _listed(words["inputs"]), gradients)
-        if not isinstance(recorded, str):
-            return recorded
-        cause = f" where {recorded}"
-    reports.note_backward()
-    with reports.Asking("autograd.grad()", _HAD_RUN):
-        return _autograd_grad(func, args, kwargs, words, cause)
-
-
-def _autograd_grad(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    words: dict[str, Any],
-    cause: str,
-) -> Any:
-    bridge.refuse_inner(_listed(words["inputs"]), "grad")
-    found = _grad_in_chunks(words)
-    if found is not NotImplemented:
-        return found
-    if not words.get("is_grads_batched"):  # then each gradient has a dim more
-        _refuse_roots(words, "outputs", "grad_outputs")
-    left = _tell_why(func, words, "outputs", cause)
-    try:
-        found = unsplit.run(func, args, kwargs, left)
-        if any(gradient is None for gradient in found):
-            spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
-        return found
-    except RuntimeError:
-        spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
-        raise
-    finally:
-        if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
-            _core.note_backward()
 
 
 def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -454,7 +232,7 @@ def _is_view(lazy: LazyTensor) -> bool:
 def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whether, and from where on, a tensor is a part of other memory: what is new is none."""
     lazy = args[0]
-    is_known = _is_pending(lazy) and _core.describe(lazy) is not None
+    is_known = is_pending(lazy) and _core.describe(lazy) is not None
     if not is_known or _core.held(lazy, _is_view, (lazy,), {}):
         return of_tensor(func, args, kwargs)
     return func(_empty_like(args[0]), *args[1:], **kwargs)
@@ -464,18 +242,18 @@ def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """What made a tensor in autograd's graph; nothing runs for that alone."""
 
     def whole(lazy: Any) -> Any:
-        if _is_pending(lazy):
+        if is_pending(lazy):
             unsplit.check(func, "a node of autograd's graph is of the whole batch")
         return _core.live(func, (lazy,), {}, True)
 
-    description = _core.describe(args[0]) if _is_pending(args[0]) else None
+    description = _core.describe(args[0]) if is_pending(args[0]) else None
     is_there = description is not None and description[3]
     return hooks.PendingNode(args[0], whole) if is_there else of_graph(func, args, kwargs)
 
 
 def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where a tensor is in autograd's graph: nowhere, while it requires no gradient."""
-    description = _core.describe(args[0]) if _is_pending(args[0]) else None
+    description = _core.describe(args[0]) if is_pending(args[0]) else None
     if description is not None and not description[3]:
         return func(_empty_like(args[0]))
     return of_tensor(func, args, kwargs)
@@ -531,13 +309,13 @@ def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """rrelu() in training draws a slope for each negative number: with these known, it is a
     product with the slopes."""
     words: dict[str, Any] = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
-    words |= _words(("input", "lower", "upper", "training", "generator"), args, kwargs)
+    words |= words_of(("input", "lower", "upper", "training", "generator"), args, kwargs)
     x = words["input"]
     if not words["training"] or words["generator"] is not None or type(x) is not LazyTensor:
         return NotImplemented
     real = _core.read(x).detach()
     slopes = torch.empty_like(real, memory_format=torch.contiguous_format)
-    draws.make_way()
+    generators.make_way()
     nn: Any = torch._C._nn
     nn.rrelu_with_noise(real, slopes, words["lower"], words["upper"], True)
     return x.contiguous() * _core.like(slopes, x)  # as torch's result lies
@@ -549,7 +327,7 @@ def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
         return NotImplemented
     real = _core.read(x).detach()
-    draws.make_way()
+    generators.make_way()
     drawn = _core.like(torch.poisson(real), x)
     return drawn + x * 0 if x.requires_grad and torch.is_grad_enabled() else drawn
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.autograd.graph import GradientEdge
 
-from koila import across, hooks, light, tail, waiting
+from koila import across, hooks, light, tail, waiting, watched
 from koila.cross import Cross, Fresh, add, own, send_back
 from koila.facts import Run
 from koila.schedule import Graph, Op, Schedule, Step
 
 if TYPE_CHECKING:
-    from koila.replay import Replay
+    from koila.stages import Stages
 
 
 class _Loop:
@@ -35,8 +35,8 @@ class _Loop:
 class Interpreter:
     """Goes through a schedule once."""
 
-    def __init__(self, replay: Replay, schedule: Schedule) -> None:
-        self.replay = replay
+    def __init__(self, stages: Stages, schedule: Schedule) -> None:
+        self.stages = stages
         self.schedule = schedule
         self.loops: list[_Loop] = []
         self.open: dict[int, Any] = {}  # by run: what was made of the chunk, with its graph
@@ -45,7 +45,7 @@ class Interpreter:
         self.parts: dict[int, Any] = {}  # what reductions left of the first chunk, by value
         self.waiting: dict[int, waiting.Waiting] = {}  # graphs of chunks, by run
         self.is_certain = False  # the gradients that the last body was sent
-        self.filled = light.Filled(replay, schedule.lights)
+        self.filled = light.Filled(stages, schedule.lights)
 
     def go(self) -> None:
         """Do all of it."""
@@ -61,7 +61,7 @@ class Interpreter:
                 self._DO[step.op](self, step)
             at += 1
             if not self.loops:
-                self.replay.reads.clear()
+                self.stages.reads.clear()
 
     @property
     def chunk(self) -> int:
@@ -71,19 +71,19 @@ class Interpreter:
     # -- loops ------------------------------------------------------------------------------------
 
     def _open_loop(self, step: Step, begin: int) -> None:
-        replay, grid = self.replay, self.replay.grid_of(step.runs[0])
+        stages, grid = self.stages, self.stages.grid_of(step.runs[0])
         first, stop = 0, len(grid)
         if self.loops:
-            (body,) = (run for run in replay.program.runs if run.index in self.open)
-            bounds = replay.grid_of(body)[self.chunk]
+            (body,) = (run for run in stages.program.runs if run.index in self.open)
+            bounds = stages.grid_of(body)[self.chunk]
             first, stop = (bisect.bisect_left(grid, (row, 0)) for row in bounds)
             for value in step.values:
                 made = self.open[body.index][value]
-                self.pieces[value] = replay.cross[value].of_chunk(made, bounds)
+                self.pieces[value] = stages.cross[value].of_chunk(made, bounds)
         elif step.graph == Graph.WAIT:
             for value in step.values:
-                replay.forget(replay.cross[value].aliases.values())
-                replay.cross[value].settle_all()
+                stages.forget(stages.cross[value].aliases.values())
+                stages.cross[value].settle_all()
         self.loops.append(_Loop(begin, first, stop))
 
     def _is_next_chunk(self, step: Step) -> bool:
@@ -104,35 +104,35 @@ class Interpreter:
         key = "chunk", self.chunk
         while self.pieces:
             value, cross = self.pieces.popitem()
-            seeds = self.replay.cross[value].seeds
+            seeds = self.stages.cross[value].seeds
             seeds[key] = add(seeds.get(key), cross.take_total_gradient())
-            self.replay.forget(cross.aliases.values())
+            self.stages.forget(cross.aliases.values())
             del cross
 
     # -- a chunk goes forward ---------------------------------------------------------------------
 
     def _home(self, step: Step) -> None:
-        replay = self.replay
+        stages = self.stages
         for value in (*step.values, *step.others):
-            info = replay.program.info(value)
-            cross = Cross(info, replay.program.needs_gradient(value), replay.fresh)
+            info = stages.program.info(value)
+            cross = Cross(info, stages.program.needs_gradient(value), stages.fresh)
             cross.is_offloaded = value in step.values
             cross.is_put_together = not cross.is_offloaded
-            replay.cross[value] = cross
+            stages.cross[value] = cross
 
     def _run(self, step: Step) -> None:
-        replay, (run,), chunk = self.replay, step.runs, self.chunk
+        stages, (run,), chunk = self.stages, step.runs, self.chunk
         if step.graph == Graph.WAIT:
             if chunk == 0:
-                self.waiting[run.index] = waiting.Waiting(replay, run, step.others)
+                self.waiting[run.index] = waiting.Waiting(stages, run, step.others)
             self.waiting[run.index].run(chunk)
             return
         if step.graph == Graph.ACROSS:
             self.open[run.index] = self._record(run)
             return
         is_first = step.graph == Graph.FIRST and chunk == 0
-        env = replay.run_nodes(run, chunk, is_first or step.graph == Graph.NOW, self.pieces)
-        replay.collect(run, env, chunk, step.values)
+        env = stages.run_nodes(run, chunk, is_first or step.graph == Graph.NOW, self.pieces)
+        stages.collect(run, env, chunk, step.values)
         if is_first:
             self.parts.update(tail.parts_of(run, env))
         elif step.graph == Graph.NOW:
@@ -140,13 +140,13 @@ class Interpreter:
 
     def _record(self, run: Run) -> across.Recorded:
         """The last segment on a chunk, for pieces of a second axis."""
-        replay = self.replay
-        start, stop = replay.grid_of(run)[self.chunk]
-        imports = replay.given_to(run, self.chunk, True, self.pieces)
+        stages = self.stages
+        start, stop = stages.grid_of(run)[self.chunk]
+        imports = stages.given_to(run, self.chunk, True, self.pieces)
         for value in run.exports:
-            replay.cross_left(value)  # what is sent back is found there
-        dim = replay.planned.way.across
-        return across.record(replay.program, run, imports, stop - start, start, dim)
+            stages.cross_left(value)  # what is sent back is found there
+        dim = stages.planned.way.across
+        return across.record(stages.program, run, imports, stop - start, start, dim)
 
     def _tail(self, step: Step) -> None:
         if any(loop.chunk for loop in self.loops):
@@ -158,61 +158,61 @@ class Interpreter:
         made = self.open[last.index]
         left = made.shapes() if isinstance(made, across.Recorded) else made
         self.parts.update((value, left[value]) for value in last.exports)
-        self.is_certain = tail.seed(self.replay, step.runs, self.parts, self.replay.gradients)
+        self.is_certain = tail.seed(self.stages, step.runs, self.parts, self.stages.gradients)
         self.parts.clear()
 
     # -- and back ---------------------------------------------------------------------------------
 
     def _back(self, step: Step) -> None:
-        replay, (run,), chunk = self.replay, step.runs, self.chunk
+        stages, (run,), chunk = self.stages, step.runs, self.chunk
         if step.graph == Graph.WAIT:
             self.waiting[run.index].send_back(chunk)
         elif step.graph == Graph.ACROSS:
             recorded = self.open.pop(run.index)
-            pairs = replay.seeds(run, recorded.left, chunk)
-            n_pieces = replay.planned.way.n_pieces
+            pairs = stages.seeds(run, recorded.left, chunk)
+            n_pieces = stages.planned.way.n_pieces
             across.send_back([(out, seed) for out, seed in pairs if out.requires_grad], n_pieces)
-            own(replay.fresh)
-            replay.collect(run, recorded.numbers(), chunk, run.exports)
+            own(stages.fresh)
+            stages.collect(run, recorded.numbers(), chunk, run.exports)
         else:
             self._send_back(run)
-        replay.settle_chunk(run, chunk)
+        stages.settle_chunk(run, chunk)
         for value in step.values:
-            replay.cross[value].seeds.pop(("chunk", chunk), None)
+            stages.cross[value].seeds.pop(("chunk", chunk), None)
 
     def _send_back(self, run: Run) -> None:
         env = self.open.pop(run.index)
-        pairs = self.replay.seeds(run, env, self.chunk)
+        pairs = self.stages.seeds(run, env, self.chunk)
         env.clear()  # what no gradient goes through, and autograd does not keep, goes now
         pairs = [(out, seed) for out, seed in pairs if out.requires_grad]
-        send_back([out for out, _ in pairs], [seed for _, seed in pairs], self.replay.fresh)
+        send_back([out for out, _ in pairs], [seed for _, seed in pairs], self.stages.fresh)
 
     def _take(self, step: Step) -> None:
-        replay, chunk = self.replay, self.chunk
-        gone = [replay.cross[value].aliases.pop(("chunk", chunk), None) for value in step.values]
-        replay.forget(alias for alias in gone if alias is not None)
+        stages, chunk = self.stages, self.chunk
+        gone = [stages.cross[value].aliases.pop(("chunk", chunk), None) for value in step.values]
+        stages.forget(alias for alias in gone if alias is not None)
         for run in step.runs:
-            replay.take_rows_of(run, chunk, self.pieces)
+            stages.take_rows_of(run, chunk, self.pieces)
         for value in step.values:
-            replay.cross[value].seeds.pop(("chunk", chunk), None)
+            stages.cross[value].seeds.pop(("chunk", chunk), None)
         if len(self.loops) == 1:
             is_last = chunk + 1 == self.loops[-1].stop
-            for value in replay.program.left_by(step.runs):
-                replay.cross[value].drop_seeds(chunk, is_last)
+            for value in stages.program.left_by(step.runs):
+                stages.cross[value].drop_seeds(chunk, is_last)
 
     # -- what is freed and filled -----------------------------------------------------------------
 
     def _free(self, step: Step) -> None:
-        replay = self.replay
+        stages = self.stages
         for value in step.values:
-            cross = replay.cross[value]
+            cross = stages.cross[value]
             if self.loops:
                 cross.chunks.pop(self.chunk, None)
-                replay.forget(cross.settle(self.chunk))
-            elif replay.is_forward:
-                del replay.cross[value]
+                stages.forget(cross.settle(self.chunk))
+            elif stages.is_forward:
+                del stages.cross[value]
             else:
-                replay.forget(cross.aliases.values())
+                stages.forget(cross.aliases.values())
                 cross.let_go()
 
     def _fill(self, step: Step) -> None:
@@ -223,7 +223,7 @@ class Interpreter:
             self.filled.empty(self.chunk)
             return
         for value in step.values:
-            cross = self.replay.cross[value]
+            cross = self.stages.cross[value]
             for chunk in cross.chunks:
                 cross.empty(chunk)
 
@@ -235,55 +235,55 @@ class Interpreter:
     def _joint(self, step: Step) -> None:
         (run,) = step.runs
         if run.nodes or run.combined:
-            go = functools.partial(self.replay.run_joint, run, not self.replay.is_forward)
-            self.joints[run.stage] = self.replay.apart(go)
+            go = functools.partial(self.stages.run_joint, run, not self.stages.is_forward)
+            self.joints[run.stage] = self.stages.apart(go)
 
     def _joint_back(self, step: Step) -> None:
-        replay, (run,) = self.replay, step.runs
+        stages, (run,) = self.stages, step.runs
         graph, given = self.joints.pop(run.stage, ({}, {}))
-        replay.go_on(given)
+        stages.go_on(given)
         outputs, seeds = [], []
         for value, edge in graph.items():
-            seed = replay.cross[value].take_total_gradient()
-            if value in replay.roots:
-                seed = add(seed, replay.roots[value])
-            if seed is not None and replay.program.is_hooked(value):
-                seed = hooks.apply(value, seed, replay.hooked)
+            seed = stages.cross[value].take_total_gradient()
+            if value in stages.roots:
+                seed = add(seed, stages.roots[value])
+            if seed is not None and stages.program.is_hooked(value):
+                seed = hooks.apply(value, seed, stages.hooked)
             if seed is not None:
                 outputs.append(edge)
                 seeds.append(seed)
         if outputs:
-            send_back(outputs, seeds, replay.fresh)
+            send_back(outputs, seeds, stages.fresh)
 
     def _watch(self, step: Step) -> None:
-        replay = self.replay
+        stages = self.stages
         for run in step.runs:
             for value in set(run.exports).difference(run.inner):
-                cross = replay.cross[value]
+                cross = stages.cross[value]
                 if self.is_certain:
                     cross.needs_gradient = False  # it is sent back already
                 else:
-                    cross.watch = tail.Watch(cross.seeds, replay.grid_of(run))
-                    replay.watched[value] = cross
+                    cross.watch = watched.Watch(cross.seeds, stages.grid_of(run))
+                    stages.watched[value] = cross
 
     def _check(self, step: Step) -> None:
-        tail.check(self.replay, self.replay.roots)
+        tail.check(self.stages, self.stages.roots)
 
     def _seed(self, step: Step) -> None:
-        replay = self.replay
+        stages = self.stages
         for run in step.runs:
             for value in run.exports:
-                cross = replay.cross.get(value)
-                if value in replay.roots and cross is not None:
-                    cross.seeds["whole",] = replay.roots[value]
-                node = replay.program.node_of(value)
+                cross = stages.cross.get(value)
+                if value in stages.roots and cross is not None:
+                    cross.seeds["whole",] = stages.roots[value]
+                node = stages.program.node_of(value)
                 is_parts = node is not None and node.id in run.parts
-                if not replay.program.is_hooked(value) or is_parts:
+                if not stages.program.is_hooked(value) or is_parts:
                     continue
                 assert cross is not None
-                gradient = cross.gather_gradient(replay.grid_of(run))
+                gradient = cross.gather_gradient(stages.grid_of(run))
                 if gradient is not None:
-                    cross.seeds["whole",] = hooks.apply(value, gradient, replay.hooked)
+                    cross.seeds["whole",] = hooks.apply(value, gradient, stages.hooked)
 
     _DO: ClassVar[dict[Op, Callable[[Interpreter, Step], None]]] = {
         Op.JOINT: _joint,

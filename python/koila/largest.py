@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila import _core, planner
+from koila import _core, limits
 from koila.config import config, settings
 from koila.lazy import lazy
 from koila.program import Program
@@ -41,7 +41,7 @@ class LargestBatch:
 
         return (
             f"with {size(self.bytes_allowed)} left for it: {samples(self.whole)} whole, "
-            f"{samples(self.in_chunks)} in {planner.FEW_CHUNKS} chunks at most"
+            f"{samples(self.in_chunks)} in {limits.FEW_CHUNKS} chunks at most"
         )
 
     __repr__ = __str__
@@ -154,7 +154,7 @@ def _needs(
                 "largest_batch: the step must return the loss that it has recorded: it returns "
                 f"{type(loss).__name__}, or reads a number on the way"
             )
-        whole, few, left = planner.needs(Program([loss]))
+        whole, few, left = limits.needs(Program([loss]))
         return whole + n_bytes, few + n_bytes, left
     finally:
         loss = None

@@ -15,7 +15,7 @@ from koila.program import Program
 from koila.schedule import Light
 
 if TYPE_CHECKING:
-    from koila.replay import Replay
+    from koila.stages import Stages
 
 
 def homes_of(program: Program, run: Run) -> list[int]:
@@ -32,30 +32,30 @@ class Filled:
     """Of values that were emptied, those of which a chunk is there.
 
     Args:
-        replay: the step.
+        stages: the step.
         lights: how they are made.
     """
 
-    def __init__(self, replay: Replay, lights: Mapping[int, Light]) -> None:
-        self.replay = replay
+    def __init__(self, stages: Stages, lights: Mapping[int, Light]) -> None:
+        self.stages = stages
         self.lights = lights
         self.values: set[int] = set()
 
     def fill(self, values: Iterable[int], chunk: int) -> None:
         """Make a chunk of these again, and before of those that they are made of, which then
         go."""
-        replay = self.replay
+        stages = self.stages
         for value in values:
-            if not replay.cross[value].is_empty(chunk):
+            if not stages.cross[value].is_empty(chunk):
                 continue
             number, needs = self.lights[value]
-            run, before = replay.program.runs[number], set(self.values)
+            run, before = stages.program.runs[number], set(self.values)
             self.fill(needs, chunk)
-            homes = {home: replay.cross[home] for home in homes_of(replay.program, run)}
+            homes = {home: stages.cross[home] for home in homes_of(stages.program, run)}
             there = (home for home, of in homes.items() if not of.is_empty(chunk))
-            known = {home: homes[home].of_rows(replay.grid_of(run), chunk) for home in there}
-            env = replay.run_nodes(run, chunk, False, again={**known, value: None})
-            replay.cross[value].fill(chunk, env[value])
+            known = {home: homes[home].of_rows(stages.grid_of(run), chunk) for home in there}
+            env = stages.run_nodes(run, chunk, False, again={**known, value: None})
+            stages.cross[value].fill(chunk, env[value])
             del env, known
             self.empty(chunk, before)
             self.values.add(value)
@@ -64,5 +64,5 @@ class Filled:
         """Let the numbers go of what was filled, but for these."""
         for value in self.values.difference(but):
             self.values.discard(value)
-            if chunk in self.replay.cross[value].chunks:
-                self.replay.cross[value].empty(chunk)
+            if chunk in self.stages.cross[value].chunks:
+                self.stages.cross[value].empty(chunk)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from koila import _core, checkpoints, derived, draws, meta, norms, unsplit
+from koila import _core, checkpoints, derived, generators, meta, norms, unsplit
 from koila.errors import StaleError
 from koila.facts import Node, is_data, name_of_call
 from koila.program import Program
@@ -73,7 +73,7 @@ def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
 def _refuse(
     program: Program, value: int, keeps: str, writer: int, is_hidden: bool = False
 ) -> NoReturn:
-    draws.move_on()  # what is drawn from now on comes after it, as in eager
+    generators.move_on()  # what is drawn from now on comes after it, as in eager
     _core.abandon()
     if is_hidden:
         checkpoints.refuse_written(program.info(value).shape, keeps)

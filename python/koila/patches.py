@@ -15,7 +15,6 @@ import torch
 import torch.fx.experimental.proxy_tensor
 import torch.utils._device
 import torch.utils.checkpoint
-from torch.jit import _builtins
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -27,10 +26,11 @@ from koila import (
     bridge,
     budget,
     checkpoints,
-    draws,
     flush,
+    generators,
     handlers,
     numbers,
+    patching,
     plain,
     replicated,
     reports,
@@ -42,106 +42,6 @@ from koila import (
 )
 from koila.threads import in_turn
 
-_undo: list[tuple[Any, str, Any, bool]] = []
-_hooks: list[Any] = []
-_descriptors: list[Any] = []
-_operators: list[Any] = []  # what TorchScript knows by its id: another object must not get that
-
-
-def _holds_lazy(obj: Any) -> bool:
-    if type(obj) is _core.LazyTensor:
-        return True
-    if isinstance(obj, tuple | list):
-        return any(_holds_lazy(item) for item in obj)
-    if isinstance(obj, dict):
-        return any(_holds_lazy(item) for item in obj.values())
-    return False
-
-
-def _assign(owner: Any, name: str, value: Any) -> None:
-    if owner is torch._C.Generator:
-        _core.set_type_attribute(owner, name, value)
-    else:
-        setattr(owner, name, value)
-
-
-def _replace(owner: Any, name: str, replacement: Any) -> None:
-    is_own = name in vars(owner)
-    _undo.append((owner, name, vars(owner).get(name), is_own))
-    # TorchScript looks up the operator of a Python function by the function's id().
-    op = _builtins._find_builtin(getattr(owner, name, None))
-    if op is not None:
-        _operators.append(replacement)
-        _builtins._register_builtin(replacement, op)
-    _assign(owner, name, replacement)
-
-
-def _live_if_lazy(
-    original: Callable[..., Any], is_plain: bool, run: Callable[..., Any] = _core.live
-) -> Callable[..., Any]:
-    """`original`, run on real tensors where a lazy is among its arguments."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if _holds_lazy(args) or _holds_lazy(kwargs):
-            return run(original, args, kwargs, is_plain)
-        return original(*args, **kwargs)
-
-    return patched
-
-
-def _cut_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same; what waits is cut off before it, where it runs in chunks."""
-    return _live_if_lazy(original, False, _core.live_with_all)
-
-
-def _numbers(obj: Any) -> Any:
-    """The object with the numbers of lazies in their place."""
-    if type(obj) is _core.LazyTensor:
-        return _core.read(obj)
-    if isinstance(obj, tuple | list) and _holds_lazy(obj):
-        return [_numbers(item) for item in obj]
-    return obj
-
-
-def _read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, which copies the numbers that it is given."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if _holds_lazy(args) or _holds_lazy(kwargs):
-            with reports.Asking(f"{reports.name_of(original)}()"):
-                args = tuple(map(_numbers, args))
-                kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
-        return original(*args, **kwargs)
-
-    return patched
-
-
-def _same_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, which gives back a tensor as it is, or as its method `to` makes it."""
-    live = _live_if_lazy(original, True)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        is_lazy = len(args) == 1 and type(args[0]) is _core.LazyTensor
-        if not is_lazy or not kwargs.keys() <= {"dtype", "device"}:
-            return live(*args, **kwargs)
-        words = {word: value for word, value in kwargs.items() if value is not None}
-        return args[0].to(**words) if words else args[0]
-
-    return patched
-
-
-def _flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        with reports.Asking(f"{reports.name_of(original)}()"):
-            _core.flush()  # live: nothing recorded before may run after
-        return original(*args, **kwargs)
-
-    return patched
-
 
 def _patch_function_apply() -> None:
     base: Any = torch.autograd.function._SingleLevelFunction
@@ -149,7 +49,7 @@ def _patch_function_apply() -> None:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(base, cls).apply if inherited is None else inherited.__get__(cls)
-        if _holds_lazy(args) or _holds_lazy(kwargs):
+        if patching.holds_lazy(args) or patching.holds_lazy(kwargs):
             if checkpoints.is_transparent(cls, args) and not surroundings.of_call():
                 return checkpoints.run(args[0], args[2:])
             if replicated.is_sink(cls, args):
@@ -157,13 +57,13 @@ def _patch_function_apply() -> None:
             return _core.live_with_all(original, args, kwargs, False)
         return original(*args, **kwargs)
 
-    _replace(base, "apply", classmethod(apply))
+    patching.replace(base, "apply", classmethod(apply))
 
 
 def _patch_checkpoint() -> None:
     module: Any = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"
-    _replace(module, name, checkpoints.patched(getattr(module, name), _holds_lazy))
+    patching.replace(module, name, checkpoints.patched(getattr(module, name), patching.holds_lazy))
 
 
 def _patch_factories() -> None:
@@ -172,41 +72,37 @@ def _patch_factories() -> None:
     # which ours call.
     torch.utils._device._device_constructors()
     for name in ("tensor", "scalar_tensor"):
-        _replace(torch, name, _read_if_lazy(getattr(torch, name)))
+        patching.replace(torch, name, patching.read_if_lazy(getattr(torch, name)))
     for name in ("as_tensor", "asarray"):
-        _replace(torch, name, _same_if_lazy(getattr(torch, name)))
+        patching.replace(torch, name, patching.same_if_lazy(getattr(torch, name)))
     for owner in (torch, torch.utils.dlpack, torch._C):
         for name in ("to_dlpack", "_to_dlpack"):
             if name in vars(owner):
-                _replace(owner, name, _live_if_lazy(getattr(owner, name), True))
+                patching.replace(owner, name, patching.live_if_lazy(getattr(owner, name), True))
 
 
 def _patch_functorch() -> None:
     """vmap and the transforms of torch.func wrap the placeholder before anything is dispatched."""
     vmap: Any = torch._functorch.vmap
-    _replace(vmap, "_add_batch_dim", _live_if_lazy(vmap._add_batch_dim, True))
+    patching.replace(vmap, "_add_batch_dim", patching.live_if_lazy(vmap._add_batch_dim, True))
     apis: Any = torch._functorch.apis
-    _replace(apis, "vmap_impl", _live_if_lazy(apis.vmap_impl, True, unsplit.transform))
+    patching.replace(
+        apis, "vmap_impl", patching.live_if_lazy(apis.vmap_impl, True, unsplit.transform)
+    )
     transforms = torch._functorch.eager_transforms
     for name in ("grad_impl", "grad_and_value_impl", "vjp_impl", "_vjp_with_argnums", "jvp_impl"):
         if hasattr(transforms, name):
             original = getattr(transforms, name)
-            _replace(transforms, name, _live_if_lazy(original, True, unsplit.transform))
+            patching.replace(
+                transforms, name, patching.live_if_lazy(original, True, unsplit.transform)
+            )
     for name in ("_vjp_with_argnums", "_jvp_with_argnums", "functionalize"):
         if hasattr(transforms, name) and vars(transforms)[name] is not None:
             original = getattr(transforms, name)
             if not hasattr(original, "__wrapped__"):
-                _replace(transforms, name, _live_if_lazy(original, True, unsplit.transform))
-
-
-def _counting(original: Callable[..., Any], step: int) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        _core.count_interpreters(step)
-        return result
-
-    return patched
+                patching.replace(
+                    transforms, name, patching.live_if_lazy(original, True, unsplit.transform)
+                )
 
 
 def _patch_transforms() -> None:
@@ -217,7 +113,7 @@ def _patch_transforms() -> None:
             for name, step in (("increment", 1), ("decrement", -1)):
                 full = f"_{kind}_{name}_nesting"
                 if hasattr(owner, full):
-                    _replace(owner, full, _counting(getattr(owner, full), step))
+                    patching.replace(owner, full, patching.counting(getattr(owner, full), step))
 
 
 def _patch_grad_modes() -> None:
@@ -232,7 +128,7 @@ def _patch_grad_modes() -> None:
                 sharded.let_go()
             return result
 
-        _replace(mode, "__exit__", functools.wraps(original)(leave))
+        patching.replace(mode, "__exit__", functools.wraps(original)(leave))
 
 
 def _patch_fast_paths() -> None:
@@ -247,11 +143,11 @@ def _patch_fast_paths() -> None:
 
         @functools.wraps(original)
         def forward(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            if not self.training and (_holds_lazy(args) or _holds_lazy(kwargs)):
+            if not self.training and (patching.holds_lazy(args) or patching.holds_lazy(kwargs)):
                 return _core.live_with_all(_original, (self, *args), kwargs, False)
             return _original(self, *args, **kwargs)
 
-        _replace(module, "forward", forward)
+        patching.replace(module, "forward", forward)
 
 
 def _patch_data() -> None:
@@ -302,7 +198,7 @@ def _patch_data() -> None:
             original.__set__(self, value)
 
     get.__name__ = "data"  # as messages call it
-    _replace(torch.Tensor, "data", property(get, put))
+    patching.replace(torch.Tensor, "data", property(get, put))
 
 
 def _number_of(lazy: Any, attribute: str) -> Any:
@@ -346,7 +242,7 @@ def _patch_setters() -> None:
         descriptor = vars(torch._C.TensorBase)[name]
         if not _core.set_attribute_by(descriptor, putting(descriptor)):
             raise RuntimeError(f"torch.Tensor.{name} cannot be set to what koila makes")
-        _descriptors.append(descriptor)
+        patching.descriptors.append(descriptor)
 
 
 def _patch_generator() -> None:
@@ -369,10 +265,10 @@ def _patch_generator() -> None:
         def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
             if is_shared and not _core.is_busy() and _core.has_draw(False):
-                draws.make_way()
+                generators.make_way()
             return _original(self, *args, **kwargs)
 
-        _replace(generator, name, patched)
+        patching.replace(generator, name, patched)
 
 
 def _patch_switches() -> None:
@@ -389,18 +285,18 @@ def _patch_switches() -> None:
 
     for name in switches.SETTERS:
         if hasattr(torch._C, name):
-            _replace(torch._C, name, noting(getattr(torch._C, name)))
+            patching.replace(torch._C, name, noting(getattr(torch._C, name)))
     # An attribute of torch.backends has the function from before.
     prop: Any = torch.backends.ContextProp
-    _replace(prop, "__set__", noting(prop.__set__))
+    patching.replace(prop, "__set__", noting(prop.__set__))
     for name in ("set_num_threads", "set_flush_denormal"):  # of a thread; they change last bits
-        _replace(torch, name, _flush_first(getattr(torch, name)))
+        patching.replace(torch, name, patching.flush_first(getattr(torch, name)))
     with contextlib.suppress(ImportError):  # which kernels in Python take the place of torch's
         native: Any = type(importlib.import_module("torch.backends.python_native"))
         for name in ("dispatch_keys", "operations"):
             for verb in ("enable", "disable"):
                 full = f"{verb}_{name}"
-                _replace(native, full, _flush_first(getattr(native, full)))
+                patching.replace(native, full, patching.flush_first(getattr(native, full)))
     switches.note()
 
 
@@ -408,7 +304,7 @@ def _patch_dual_levels() -> None:
     """Inside of a level of forward-mode AD calls run at once: let the recorder know."""
     levels: Any = torch.autograd.forward_ad
     for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
-        _replace(levels, name, surroundings.count_duals(getattr(levels, name), step))
+        patching.replace(levels, name, surroundings.count_duals(getattr(levels, name), step))
 
 
 def _patch_graphs() -> None:
@@ -419,7 +315,7 @@ def _patch_graphs() -> None:
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = _flush_first(begin)(self, *args, **kwargs)
+        result = patching.flush_first(begin)(self, *args, **kwargs)
         _core.count_interpreters(1)
         return result
 
@@ -428,39 +324,47 @@ def _patch_graphs() -> None:
         _core.count_interpreters(-1)
         return end(self)
 
-    _replace(graph, "capture_begin", capture_begin)
-    _replace(graph, "capture_end", capture_end)
+    patching.replace(graph, "capture_begin", capture_begin)
+    patching.replace(graph, "capture_end", capture_end)
     # Before the stream is changed, or those who read it on the first would not wait for it.
-    _replace(torch.cuda.graph, "__enter__", _flush_first(torch.cuda.graph.__enter__))
+    patching.replace(
+        torch.cuda.graph, "__enter__", patching.flush_first(torch.cuda.graph.__enter__)
+    )
 
 
 def _patch_set() -> None:
     """Tensor.set_ is not dispatched: it would take the placeholder's memory, or give it other. What
     waits runs before: all views of the memory that is left count it as a write."""
-    original = _live_if_lazy(torch.Tensor.set_, False)
+    original = patching.live_if_lazy(torch.Tensor.set_, False)
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        if _holds_lazy(args[:1]) and not _core.is_busy():
+        if patching.holds_lazy(args[:1]) and not _core.is_busy():
             _core.flush()
         return original(*args, **kwargs)
 
-    _replace(torch.Tensor, "set_", patched)
+    patching.replace(torch.Tensor, "set_", patched)
 
 
 def _patch_scripts() -> None:
     """A TorchScript function sees only the placeholder."""
-    _replace(torch.jit.ScriptFunction, "__call__", _cut_if_lazy(torch.jit.ScriptFunction.__call__))
+    patching.replace(
+        torch.jit.ScriptFunction,
+        "__call__",
+        patching.cut_if_lazy(torch.jit.ScriptFunction.__call__),
+    )
     if hasattr(torch.jit, "_script"):
         script_method = torch._C.ScriptMethod
-        _replace(script_method, "__call__", _cut_if_lazy(script_method.__call__))
+        patching.replace(script_method, "__call__", patching.cut_if_lazy(script_method.__call__))
 
 
 def _patch_nodes() -> None:
     """What hands a node of autograd's graph to C++ needs a real one."""
     graph: Any = torch.autograd.graph
     name = "_get_grad_fn_or_grad_acc"  # of which is only asked whether a backward comes there
-    _replace(graph, name, _live_if_lazy(getattr(graph, name), True, _core.live_with_all))
+    patching.replace(
+        graph, name, patching.live_if_lazy(getattr(graph, name), True, _core.live_with_all)
+    )
     original = graph.register_multi_grad_hook  # it asks which backward calls it: the engine knows
 
     @functools.wraps(original)
@@ -468,8 +372,10 @@ def _patch_nodes() -> None:
         bridge.refuse_inner(tensors, "register_multi_grad_hook")
         return original(tensors, *args, **kwargs)
 
-    _replace(graph, original.__name__, _live_if_lazy(register, True))
-    _replace(graph, "get_gradient_edge", _live_if_lazy(graph.get_gradient_edge, True))
+    patching.replace(graph, original.__name__, patching.live_if_lazy(register, True))
+    patching.replace(
+        graph, "get_gradient_edge", patching.live_if_lazy(graph.get_gradient_edge, True)
+    )
 
 
 def _patch_tracers() -> None:
@@ -482,7 +388,7 @@ def _patch_tracers() -> None:
         (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
         (torch.fx.experimental.proxy_tensor._MakefxTracer, "trace"),
     ):
-        _replace(owner, name, _counted(_live_if_lazy(getattr(owner, name), True)))
+        patching.replace(owner, name, _counted(patching.live_if_lazy(getattr(owner, name), True)))
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -503,7 +409,7 @@ def _patch_unwritten() -> None:
     """What takes the memory of a tensor without asking its class, or writes weights first, comes
     after what recorded calls are to write."""
     for owner, name in unwritten.unseen():
-        _replace(owner, name, unwritten.written_first(getattr(owner, name)))
+        patching.replace(owner, name, unwritten.written_first(getattr(owner, name)))
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -521,7 +427,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 def refresh() -> None:
     """Patch FSDP, and tell dynamo not to trace lazies, as soon as the script has imported these
     modules of torch's."""
-    sharded.patch(_replace, _holds_lazy)
+    sharded.patch(patching.replace, patching.holds_lazy)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         classes = getattr(dynamo.config, "nontraceable_tensor_subclasses", None)
@@ -531,7 +437,7 @@ def refresh() -> None:
 
 def install() -> None:
     """Make every patch, or none; called once, when koila is imported."""
-    if _undo:
+    if patching.undo:
         return
     try:
         _install()
@@ -561,26 +467,26 @@ def _install() -> None:
     _patch_graphs()
     _patch_scripts()
     _patch_nodes()
-    replicated.patch(_replace, _holds_lazy)
-    apart.patch(_replace)
+    replicated.patch(patching.replace, patching.holds_lazy)
+    apart.patch(patching.replace)
     _patch_tracers()
     _patch_unwritten()
-    _hooks.append(register_optimizer_step_pre_hook(_before_step))
-    _hooks.append(register_optimizer_step_post_hook(_after_step))
+    patching.hooks.append(register_optimizer_step_pre_hook(_before_step))
+    patching.hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def uninstall() -> None:
     """Undo every patch, newest first."""
-    while _undo:
-        owner, name, original, is_own = _undo.pop()
+    while patching.undo:
+        owner, name, original, is_own = patching.undo.pop()
         if is_own:
-            _assign(owner, name, original)
+            patching.assign(owner, name, original)
         else:
             delattr(owner, name)
-    while _descriptors:
-        _core.set_attribute_by(_descriptors.pop(), None)
-    while _hooks:
-        _hooks.pop().remove()
+    while patching.descriptors:
+        _core.set_attribute_by(patching.descriptors.pop(), None)
+    while patching.hooks:
+        patching.hooks.pop().remove()
     plain.unwatch_all()
     unwritten.end()
     sharded.end()

@@ -11,8 +11,9 @@ import torch
 from koila import _core, rows, table
 from koila.facts import REDUCTION_NAMES as NAMES
 from koila.facts import Node
-from koila.partials import OF_CALLS, REDUCTIONS, Call, Reduction
+from koila.partials import OF_CALLS, REDUCTIONS
 from koila.program import Program
+from koila.reduction import Call, Reduction
 
 
 def reduction_of(node: Node) -> Reduction:

@@ -199,3 +199,11 @@ def chunk_shape(shape: Sequence[int], place: Place, rows: int) -> tuple[int, ...
     """The shape of a value on a chunk of `rows` rows."""
     _, dim, outer, inner = place
     return (*shape[:dim], outer * rows * inner, *shape[dim + 1 :])
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a leaf of a graph of its own; gradients add up in at least float32."""
+    alias = tensor.detach().requires_grad_()
+    if tensor.dtype in (torch.float16, torch.bfloat16) and hasattr(alias, "grad_dtype"):
+        alias.grad_dtype = torch.float32
+    return alias

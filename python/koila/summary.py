@@ -12,7 +12,7 @@ import torch
 
 from koila import loaders, reports
 from koila.config import get
-from koila.reports import ProgramReport
+from koila.report_types import ProgramReport
 from koila.words import count, size
 
 #: Of what ran whole, the lines that are told.

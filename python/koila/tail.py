@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from koila import _core, engine, partials, reductions
-from koila.cross import GATHERED, Cross, Key
+from koila import _core, engine, reduction, reductions
+from koila.cross import Cross
 from koila.errors import KoilaError
 from koila.facts import REDUCE, Run
 from koila.program import Program
-from koila.rows import Bounds, cut, without_memory
+from koila.rows import cut, without_memory
+from koila.watched import GATHERED, Key
 
 if TYPE_CHECKING:
-    from koila.replay import Replay
+    from koila.stages import Stages
 
 #: How far gradients of the same calls may be apart, in units of the dtype's precision: kernels that
 #: add in any order give other last bits.
@@ -70,14 +71,14 @@ def parts_of(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]
 
 
 def seed(
-    replay: Replay, runs: Sequence[Run], left: Mapping[int, Any], gradients: list[torch.Tensor]
+    stages: Stages, runs: Sequence[Run], left: Mapping[int, Any], gradients: list[torch.Tensor]
 ) -> bool:
     """Give what the last body leaves its gradients, seen the values of its first chunk.
 
     The tail runs on zeros; only their sizes and types matter.
 
     Args:
-        replay: the step.
+        stages: the step.
         runs: the segments of the body.
         left: what the reductions of its first chunk left, by value.
         gradients: of the roots.
@@ -85,7 +86,7 @@ def seed(
     Returns:
         Whether it is certain already that no value is in them.
     """
-    program = replay.program
+    program = stages.program
     stand_ins: dict[int, Cross] = {}
     leaves: list[tuple[Cross, Any, torch.Tensor]] = []
     parts = {i: (numbers, run) for run in runs for i, numbers in run.parts.items()}
@@ -93,18 +94,18 @@ def seed(
     for value in filter(read.__contains__, program.left_by(runs)):
         node = program.node_of(value)
         assert node is not None
-        cross = Cross(program.info(value), program.needs_gradient(value), replay.fresh)
+        cross = Cross(program.info(value), program.needs_gradient(value), stages.fresh)
         if node.id in parts:
-            early = replay.cross[value].parts
+            early = stages.cross[value].parts
             numbers, run = parts[node.id]
-            leaves += cross.zero_parts(numbers, left[value], replay.grid_of(run), early)
+            leaves += cross.zero_parts(numbers, left[value], stages.grid_of(run), early)
         else:
             leaves += cross.zero_whole()
         stand_ins[value] = cross
-    with partials.counting(_counts(program, replay, stand_ins)) as counts:
-        kept = _Kept(lambda: _storages(replay, counts.values()))
+    with reduction.counting(_counts(program, stages, stand_ins)) as counts:
+        kept = _Kept(lambda: _storages(stages, counts.values()))
         with kept.look():
-            outputs = _run(replay, stand_ins, kept)
+            outputs = _run(stages, stand_ins, kept)
     inputs = [leaf for _, _, leaf in leaves if leaf.requires_grad]
     pairs = [
         (output, gradient)
@@ -120,7 +121,7 @@ def seed(
     for cross, key, leaf in leaves:
         cross.seeds[key] = grads.get(id(leaf))
     for value, cross in stand_ins.items():
-        replay.cross[value].seeds.update(cross.seeds)
+        stages.cross[value].seeds.update(cross.seeds)
     return not kept.is_from_them
 
 
@@ -141,7 +142,7 @@ def _read_by_tail(program: Program) -> set[int]:
 
 
 def _counts(
-    program: Program, replay: Replay, stand_ins: Mapping[int, Cross]
+    program: Program, stages: Stages, stand_ins: Mapping[int, Cross]
 ) -> Iterator[torch.Tensor]:
     """The parts of reductions that are numbers of terms: by sizes, or of labels that were there
     before the body."""
@@ -151,98 +152,56 @@ def _counts(
             continue
         by_sizes = reductions.reduction_of(node).counts
         for chunk, parts in cross.parts.items():
-            early = replay.cross[value].parts.get(chunk, {})
+            early = stages.cross[value].parts.get(chunk, {})
             yield from (t for part, t in parts.items() if part in by_sizes or part in early)
 
 
-def _storages(replay: Replay, counts: Iterable[torch.Tensor]) -> set[int]:
+def _storages(stages: Stages, counts: Iterable[torch.Tensor]) -> set[int]:
     """The memory of what is there whole before the tail, and of numbers of terms."""
-    there = (*(cross.whole for cross in replay.cross.values()), *counts)
+    there = (*(cross.whole for cross in stages.cross.values()), *counts)
     strided = (t for t in there if t is not None and t.layout == torch.strided)
     return {tensor.untyped_storage()._cdata for tensor in strided}
 
 
-def _is_there(replay: Replay, value: int) -> bool:
+def _is_there(stages: Stages, value: int) -> bool:
     """Whether a value was made before the tail; of a reduction after it the labels may have been
     counted."""
-    cross = replay.cross.get(value)
+    cross = stages.cross.get(value)
     return cross is not None and cross.is_there
 
 
-def _run(replay: Replay, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch.Tensor | None]:
+def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch.Tensor | None]:
     """Run the joints of the tail; the roots, None for one that is made before the tail.
 
     Only what gradients go through: all else in the tail is made from values of the body, so it is
     in no gradient, and stand-ins in their place may have no meaning.
     """
-    program = replay.program
+    program = stages.program
     made = dict(stand_ins)
     for run in _tail(program):
         part = program.gradient_part(run, made)
         for value in {program.imports[import_id].value for import_id in part.imports}:
-            if not (value in made or _is_there(replay, value) or program.is_leaf(value)):
+            if not (value in made or _is_there(stages, value) or program.is_leaf(value)):
                 info = program.info(value)
-                made[value] = Cross(info, False, replay.fresh, replay.zeros(value, info.shape))
+                made[value] = Cross(info, False, stages.fresh, stages.zeros(value, info.shape))
                 kept.is_from_them = True  # it may be, and torch's word would not tell
-        env = replay.run_nodes(part, 0, True, made)
+        env = stages.run_nodes(part, 0, True, made)
         for value in [out for node in part.combined for out in node.outs] + part.exports:
-            made[value] = Cross(program.info(value), False, replay.fresh, env[value], True)
+            made[value] = Cross(program.info(value), False, stages.fresh, env[value], True)
     return [made[root].read_whole(True) if root in made else None for root in program.roots]
 
 
-class _Look(engine.Function):
-    """Hand tensors on as they are, and note the gradients that come back, which end here."""
-
-    @staticmethod
-    def forward(ctx: Any, note: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.note = note
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-        ctx.note(gradients)
-        return (None, *(None for _ in gradients))
-
-
-class Watch:
-    """The gradients of one value that the last body left, whose seeds are sent back already."""
-
-    def __init__(self, seeds: dict[Key, torch.Tensor | None], grid: Sequence[Bounds]) -> None:
-        self.seeds = seeds
-        self.grid = grid
-        self.found: dict[Key, torch.Tensor] = {}
-
-    def __call__(self, keys: list[Key], tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Stand-ins for tensors that are read, each of whose gradients is noted."""
-
-        def note(gradients: Sequence[torch.Tensor | None]) -> None:
-            for key, gradient in zip(keys, gradients, strict=True):
-                if gradient is not None:
-                    known = self.found.get(key)
-                    self.found[key] = gradient if known is None else known + gradient
-
-        with torch.enable_grad():
-            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-            watched: Sequence[torch.Tensor] = _Look.apply(note, *leaves)
-        return watched
-
-    def is_on(self, key: Key) -> bool:
-        """Whether a gradient is sent to what is read: to no number of terms."""
-        return key[0] != "part" or key in self.seeds
-
-
-def check(replay: Replay, roots: dict[int, torch.Tensor]) -> None:
+def check(stages: Stages, roots: dict[int, torch.Tensor]) -> None:
     """Raise where the gradients of what the last body left are others than were sent back.
 
     Called when the joints after the last body have been differentiated on its values.
     """
-    for value, cross in replay.watched.items():
+    for value, cross in stages.watched.items():
         assert cross.watch is not None
         found, grid = cross.watch.found, cross.watch.grid
         place = cross.info.place
         sent: dict[Key, torch.Tensor | None]
-        if replay.program.node(_maker(replay, value)).mode == REDUCE:
+        if stages.program.node(_maker(stages, value)).mode == REDUCE:
             sent = cross.seeds
         else:
             sent = {("chunk", c): cross.seed(grid, c) for c in range(len(grid))}
@@ -254,18 +213,18 @@ def check(replay: Replay, roots: dict[int, torch.Tensor]) -> None:
                     known = found.get(("chunk", c))
                     found["chunk", c] = part if known is None else known + part
         for key in {**sent, **found}:
-            _compare(replay, value, found.get(key), sent.get(key))
-    replay.watched.clear()
+            _compare(stages, value, found.get(key), sent.get(key))
+    stages.watched.clear()
 
 
-def _maker(replay: Replay, value: int) -> int:
-    node = replay.program.node_of(value)
+def _maker(stages: Stages, value: int) -> int:
+    node = stages.program.node_of(value)
     assert node is not None
     return node.id
 
 
 def _compare(
-    replay: Replay, value: int, found: torch.Tensor | None, sent: torch.Tensor | None
+    stages: Stages, value: int, found: torch.Tensor | None, sent: torch.Tensor | None
 ) -> None:
     if found is None or sent is None:
         one = found if sent is None else sent
@@ -279,7 +238,7 @@ def _compare(
     size = torch.where(sent.isfinite(), sent, 0).abs().amax()
     is_near = (found - sent).abs() <= share * size
     is_same = (is_near | (found == sent) | (found.isnan() & sent.isnan())).all()
-    detail = _core.node(_maker(replay, value))
+    detail = _core.node(_maker(stages, value))
     text = (
         f"{detail[1] or getattr(detail[0], '__name__', 'a call')}: what follows it was taken to be "
         f"linear, and is not ({detail[3]}): a mistake in koila's table of what torch keeps for "

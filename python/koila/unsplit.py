@@ -26,6 +26,7 @@ from koila import (
     config,
     engine,
     explain,
+    limits,
     lines,
     memory,
     meta,
@@ -152,7 +153,7 @@ def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> L
     needed = memory.estimate(program, bool(program.roots)).whole
     graphs = _graphs(program, of)
     if of is not None and (of.is_deep or graphs):
-        left = planner.left_for(program)
+        left = limits.left_for(program)
         is_plenty = _PLENTY * (needed + outside.total(graphs)) <= left
         found = 0.0 if is_plenty else _of_derivative(program, of)
         needed = max(needed, found or 0.0)
@@ -182,7 +183,7 @@ def check_whole(program: Program, decision: reports.Decision, needed: float) -> 
         return math.inf
 
     def left() -> float:
-        return planner.left_for(program, needed) + budget.slack()
+        return limits.left_for(program, needed) + budget.slack()
 
     if needed <= left() or (storages.look_again(True) and needed <= left()):
         return left()
@@ -443,7 +444,7 @@ def run(
         made = _core.live(func, args, kwargs, True)
     outside.note_kept(_tensors(made))
     if left is not None:
-        needed, has = outside.peak(_tensors(made)), planner.left_for(_waiting())
+        needed, has = outside.peak(_tensors(made)), limits.left_for(_waiting())
         if needed > has:
             raise _too_much(func, left.why, needed, has)
     return made
@@ -467,7 +468,7 @@ def transform(
     """A transform of torch.func, which calls the user's function on tensors of the whole batch."""
     check(original, _TRANSFORMS)
     is_free = planner.is_whole() or config.get("chunks") is not None
-    left = None if is_free else Left(original, _TRANSFORMS, planner.left_for(_waiting()))
+    left = None if is_free else Left(original, _TRANSFORMS, limits.left_for(_waiting()))
     return run(original, args, kwargs, left)
 
 

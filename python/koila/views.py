@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from koila import _core, draws
+from koila import _core, generators
 from koila.errors import NotInChunksError
 from koila.program import Program
 from koila.rows import chunk_shape, without_memory
@@ -44,7 +44,7 @@ def take(
             if n_rows >= 0 and info.place is not None:
                 shape = chunk_shape(shape, info.place, n_rows)
             given[other] = without_memory(shape, info.dtype, info.device)
-    env = draws.run_alone(node, n_rows, given, program.n_values, not is_graph)
+    env = generators.run_alone(node, n_rows, given, program.n_values, not is_graph)
     result: torch.Tensor = env[out]
     if result.untyped_storage()._cdata != memory.untyped_storage()._cdata:
         raise NotInChunksError(f"{_core.node(node)[3]}: the memory is laid out otherwise")

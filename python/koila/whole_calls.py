@@ -6,7 +6,7 @@ from __future__ import annotations
 from koila import _core
 from koila.facts import Node, name_of_node, where_of_node
 from koila.program import Program
-from koila.reports import Whole
+from koila.report_types import Whole
 
 
 def why_once(node: Node) -> str:
