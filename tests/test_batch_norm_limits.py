@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
@@ -16,7 +18,7 @@ from chunked import split
 from koila import ways
 from limits import there
 from norm_networks import NETWORKS, SIZE, Network
-from oracle import assert_seen
+from oracle import Lazy, assert_seen, eager
 
 CROSSING = "of activations between passes"
 
@@ -108,3 +110,87 @@ def test_explain(share: float, is_offloaded: bool, monkeypatch: pytest.MonkeyPat
     again = again if is_offloaded else "recomputed (one more forward)"
     assert (f"{CROSSING} kept" in text) == (share == 0.5 or not is_offloaded)
     assert (f"{CROSSING} {again}" in text) == (share < 0.5)
+
+
+#: Layers that are recorded as two calls, of which only chunks need the first.
+IN_TWO: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch_norm": lambda h: F.batch_norm(h, None, None, training=True),
+    "softmax": lambda h: h.softmax(0),
+    "cumsum": lambda h: h.cumsum(0),
+}
+
+
+def numbers_of(
+    story: Callable[[Lazy], list[Tensor]], lazy: Lazy, **options: Any
+) -> tuple[list[Tensor], int]:
+    """What a story returns, as it was then, and its peak."""
+    torch.manual_seed(0)
+    memory = Allocations()
+    with memory:
+        pass
+    with koila.config(**options), memory:
+        seen = story(lazy)
+    return [one.clone() for one in seen], memory.peak
+
+
+@pytest.mark.parametrize("name", IN_TWO)
+def test_no_more_than_eager_without_a_graph(name: str) -> None:
+    """What the call is given is let go where eager lets it go."""
+
+    def story(lazy: Lazy) -> list[Tensor]:
+        net = nn.Linear(4, 64).double()
+        x = lazy(torch.randn(1024, 4, dtype=torch.float64))
+        with torch.no_grad():
+            return [torch.tensor(IN_TWO[name](net(x)).relu().sigmoid().sum().item())]
+
+    want, peak = numbers_of(story, eager)
+    got, took = numbers_of(story, koila.lazy)
+    assert torch.equal(got[0], want[0])
+    assert took <= peak + 2**16, f"{took} bytes, eager {peak}"
+
+
+def test_statistics_of_several_batches() -> None:
+    """A network sees them without gradients, as where statistics are found after training; what
+    its norms are given stays, of all batches, until their statistics are known."""
+
+    def story(lazy: Lazy) -> list[Tensor]:
+        net = nn.Sequential(
+            nn.Conv2d(2, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.Dropout2d(0.2)
+        )
+        net.append(nn.Conv2d(24, 24, 3, bias=False)).double()
+        loader = [lazy(torch.randn(256, 2, 6, 6, dtype=torch.float64)) for _ in range(2)]
+        with torch.no_grad():
+            for x in loader:
+                net(x)
+        return list(net.buffers())
+
+    want, peak = numbers_of(story, eager)
+    limit = int(0.4 * peak)
+    got, took = numbers_of(story, koila.lazy, memory_limit=there() + limit)
+    assert_seen(got, want, "statistics", exact_bits=False)
+    assert took <= limit, f"{took} bytes, allowed {limit}"
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+@pytest.mark.parametrize("is_training_first", [False, True])
+def test_in_training_and_in_evaluation(is_training_first: bool, chunks: int) -> None:
+    """In one loss. Statistics that were moved are read by numbers: the program is cut there. Moved
+    after they were read, they are what torch's backward finds, and all up to there runs whole."""
+
+    def story(lazy: Lazy) -> list[Tensor]:
+        net = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 256))
+        net.append(nn.Tanh()).double()
+        x = lazy(torch.randn(1024, 4, dtype=torch.float64))
+        first = net.train(is_training_first)(x)
+        second = net.train(not is_training_first)(x)
+        loss = (first.square().mean() + second.sin().mean()).sqrt()
+        loss.backward()
+        gradients = [p.grad for p in net.parameters()]
+        return [torch.tensor(loss.item()), *net.buffers(), *(g for g in gradients if g is not None)]
+
+    want, peak = numbers_of(story, eager)
+    got, took = numbers_of(story, koila.lazy, chunks=chunks)
+    assert_seen(got, want, "what it gives", exact_bits=False)
+    if is_training_first and chunks == 7:
+        assert all(ran.n_chunks == chunks for ran in koila.report().programs)
+        assert took <= 0.75 * peak, f"{took} bytes, eager {peak}"

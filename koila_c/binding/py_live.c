@@ -118,6 +118,24 @@ release_if_dead(Tape *tape, KlValueId value)
     }
 }
 
+/* A node is over, and with it what only chunks need for it: what nobody needs from here on is let go. */
+static void
+set_done(Tape *tape, KlNodeId id)
+{
+    const KlNode *node = &tape->core.nodes[id];
+    if (id > 0 && node[-1].is_for_chunks && !node[-1].is_done) {
+        set_done(tape, id - 1);
+    }
+    kl_tape_set_done(&tape->core, id);
+    release_if_dead(tape, node->refresh_of);
+    for (uint32_t i = 0; i < node->n_inputs; i++) {
+        release_if_dead(tape, tape->core.inputs[node->first_input + i].value);
+    }
+    for (uint32_t i = 0; i < node->n_outs; i++) {
+        release_if_dead(tape, node->first_out + i);
+    }
+}
+
 static PyObject *
 run_call(Tape *tape, KlNodeId id)
 {
@@ -162,14 +180,7 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
             kl_tape_refresh_leaf(tape, tape->core.inputs[node->first_input + i].value);
         }
     }
-    kl_tape_set_done(&tape->core, id);
-    release_if_dead(tape, node->refresh_of);
-    for (uint32_t i = 0; i < node->n_inputs; i++) {
-        release_if_dead(tape, tape->core.inputs[node->first_input + i].value);
-    }
-    for (uint32_t i = 0; i < node->n_outs; i++) {
-        release_if_dead(tape, node->first_out + i);
-    }
+    set_done(tape, id);
     return 0;
 }
 
@@ -315,30 +326,17 @@ keep_numbers(Tape *tape)
 
 /* Whether a live run passes over a node. What only chunks need, and nobody, is done. */
 static bool
-is_passed_over(KlTape *core, KlNodeId id)
+is_passed_over(Tape *tape, KlNodeId id)
 {
-    const KlNode *node = &core->nodes[id];
+    const KlNode *node = &tape->core.nodes[id];
     bool is_dead = node->is_for_chunks;
     for (uint32_t k = 0; k < node->n_outs; k++) {
-        is_dead = is_dead && kl_tape_is_dead(core, node->first_out + k);
+        is_dead = is_dead && kl_tape_is_dead(&tape->core, node->first_out + k);
     }
     if (is_dead && !node->is_done) {
-        kl_tape_set_done(core, id);
+        set_done(tape, id);
     }
     return node->is_done || node->is_abandoned || node->is_for_chunks;
-}
-
-/* Run a node that is passed over by none, and with it what only chunks need for it. */
-static int
-run_next(Tape *tape, KlNodeId id, KlContextSwitch *context)
-{
-    int result = run_node(tape, id, context);
-    if (result < 0) {
-        note_failed(tape, id);
-    } else if (id > 0 && tape->core.nodes[id - 1].is_for_chunks) {
-        kl_tape_set_done(&tape->core, id - 1);
-    }
-    return result;
 }
 
 /* All that waits runs now: what it is to write on the side need not be watched any more. */
@@ -377,7 +375,7 @@ run_tape(Tape *tape)
         result = keep_numbers(tape);
         kl_tape_find_awaited(&tape->core);
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
-            if (is_passed_over(&tape->core, (KlNodeId)i)) {
+            if (is_passed_over(tape, (KlNodeId)i)) {
                 continue;
             }
             /* Ctrl-C says nothing of the call, which waits until it is asked for. */
@@ -385,7 +383,10 @@ run_tape(Tape *tape)
             if (result == 0) {
                 n_calls++;
                 n_bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
-                result = run_next(tape, (KlNodeId)i, &context);
+                result = run_node(tape, (KlNodeId)i, &context);
+                if (result < 0) {
+                    note_failed(tape, (KlNodeId)i);
+                }
             }
         }
         tape->is_running = false;
@@ -397,9 +398,7 @@ run_tape(Tape *tape)
         if (tape->core.n_done < tape->core.n_nodes) {
             release_what_ran(tape);
         }
-        if (note_ran(n_calls, n_bytes) < 0) {
-            result = -1;
-        }
+        result = note_ran(n_calls, n_bytes) < 0 ? -1 : result;
     }
     kl_tape_give_up(tape);
     if (result == 0 && tape->core.n_done == tape->core.n_nodes) {

@@ -162,9 +162,11 @@ def batch_norm(
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record batch_norm in training as two calls."""
-    if len(args) > 9:  # what cannot be recorded after all is torch's own call, and runs at once
+    if len(args) > 9:
+        # It cannot be recorded after all, as calls that wait read the statistics that it moves.
+        # Torch's graphs of those keep the memory that is written here: they run with it, whole.
         return _core.live(func, args[:9], {}, False)
-    if kwargs or len(args) != 9 or type(args[0]) is not _core.LazyTensor:
+    if kwargs or len(args) != 9 or not args[5] or type(args[0]) is not _core.LazyTensor:
         return NotImplemented
     x = args[0]
     call: Any = handle_torch_function

@@ -293,9 +293,11 @@ def _fit(
     shape = _shape_of(program, is_graph, estimate)
     last = lasting.get(shape) if is_measured() else None
     was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
-    fits = estimate.whole <= (left + slack if was_whole else share * allowed)
+    # Numbers alone are made stage by stage in one chunk too, which keeps what crosses from each.
+    needed = estimate.whole if is_graph else max(estimate.whole, estimate.peak(estimate.rows)[0])
+    fits = needed <= (left + slack if was_whole else share * allowed)
     if fits and not program.has_checkpoints:
-        planned = Plan(1, 1, estimate.whole, allowed, shape)
+        planned = Plan(1, 1, needed, allowed, shape)
         planned.keep(program)
         return planned
     way = AS_IT_IS
