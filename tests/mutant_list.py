@@ -525,7 +525,7 @@ MUTANTS = [
         "python/koila/bridge.py",
         "given = [gradient.detach().requires_grad_() for gradient in gradients]",
         "given = [gradient * 1 for gradient in gradients]",
-        BRIDGE,
+        "tests/test_bridge_twice.py",
     ),
     Mutant(
         "bridge: every value that is handed out leads to all leaves",
@@ -539,7 +539,7 @@ MUTANTS = [
         "python/koila/spent.py",
         "        if any(gradient is not None for gradient in gradients):\n",
         "        if gradients:\n",
-        BRIDGE,
+        "tests/test_bridge_twice.py",
     ),
     Mutant(
         "statistics: a norm needs what it moved itself",

@@ -98,3 +98,29 @@ def test_three_times() -> None:
         (first,) = torch.autograd.grad(loss, [m.a.weight], create_graph=True)
         with pytest.raises(koila.KoilaError, match="differentiated a third time"):
             torch.autograd.grad(first.pow(2).sum(), [m.a.weight], create_graph=True)
+
+
+class First(torch.autograd.Function):
+    """Reads two values, and has a gradient for the first alone."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return 2 * one + 0 * other
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 2 * gradient, None
+
+
+@each_split
+def test_no_gradient_comes_to_what_a_backward_went_through(chunks: int) -> None:
+    """torch's engine goes on through the graph of an input that gets no gradient: of a value whose
+    backward ran that is no second backward."""
+
+    def ask(m: Model, x: Tensor, y: Tensor) -> Any:
+        h = x + m.a.weight.sum()
+        h.sum().backward()
+        First.apply(m.c.weight.sum() * 3, h).sum().backward()
+        return h.detach()
+
+    told(ask, chunks)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the house for Python: which module may import which."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "python/koila"
+MODULES = {
+    ".".join(("koila", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+#: It gives each public name when that is asked for, from the module that defines it.
+ENTRANCE = PACKAGE / "__init__.py"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of koila that a file imports: at its top, in a function, or for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from names & MODULES.keys()
+            if node.module in MODULES:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    graph = {name: set(imported(path)) - {name} for name, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > 300, "imports were not found"
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", MODULES.values(), ids=MODULES.keys())
+def test_no_module_asks_the_package_for_a_public_name(path: Path) -> None:
+    """That would be a circle by way of the package, which imports all of them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import) and path.parent == PACKAGE:
+            assert "koila" not in {alias.name for alias in node.names}
