@@ -113,7 +113,7 @@ settle_inplace(const KlCall *call, KlInferred *result, KlError *error)
     }
     *out = *target;
     out->place = KL_PLACE_WHOLE;
-    kl_rules_alias(result, KL_ALIAS_SAME, call->args[0].input);
+    result->alias = KL_ALIAS_SAME, result->alias_input = call->args[0].input;
     return KL_OK;
 }
 

@@ -7,44 +7,6 @@
 
 #include "alloc.h"
 
-static const KlInput *
-inputs_of(const KlTape *tape, const KlNode *node)
-{
-    return &tape->inputs[node->first_input];
-}
-
-bool
-kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t k)
-{
-    const KlInput *input = &inputs_of(tape, node)[k];
-    if (input->value == KL_ID_NONE || node->mode == KL_MODE_ONCE || node->is_open ||
-        kl_place_is_rows(&input->place) || stages->is_leaf[input->value]) {
-        return false;
-    }
-    const KlValue *value = &tape->values[input->value];
-    return kl_place_is_rows(&value->meta.place) && tape->nodes[value->node].mode == KL_MODE_ROWS;
-}
-
-uint32_t
-kl_stage_accruing(const KlTape *tape, const KlNode *node)
-{
-    const int64_t least = 1 << 18; /* of less, a second gradient takes less time than our call */
-    const KlRow *row = node->row;
-    uint32_t k = row != NULL ? row->gathered : 0;
-    if (node->mode != KL_MODE_ROWS || row == NULL || row->gathers == NULL || k >= node->n_inputs ||
-        inputs_of(tape, node)[k].value == KL_ID_NONE) {
-        return KL_ID_NONE;
-    }
-    const KlMeta *meta = &tape->values[inputs_of(tape, node)[k].value].meta;
-    bool is_whole =
-        !kl_place_is_rows(&inputs_of(tape, node)[k].place) && !kl_place_is_rows(&meta->place);
-    bool is_summed_as_it_is =
-        (meta->dtype == KL_DTYPE_FLOAT32 || meta->dtype == KL_DTYPE_FLOAT64) &&
-        tape->values[node->first_out].meta.dtype == meta->dtype; /* else it is cast */
-    bool is_large = meta->n_dims == 2 && kl_meta_n_bytes(meta) >= least;
-    return is_whole && is_summed_as_it_is && is_large ? k : KL_ID_NONE;
-}
-
 /* -- what is needed ---------------------------------------------------------------------------------- */
 
 static bool
@@ -71,7 +33,7 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
     }
     for (size_t i = tape->n_nodes; i-- > 0;) {
         const KlNode *node = &tape->nodes[i];
-        const KlInput *inputs = inputs_of(tape, node);
+        const KlInput *inputs = kl_tape_inputs(tape, node);
         bool needs_gradient = kl_stage_has_gradient(tape, stages, node);
         if (needs_gradient && node->mode == KL_MODE_REDUCE) {
             stages->needs_gradient[node->first_out] = true; /* it stands for the parts of all */
@@ -108,7 +70,7 @@ keep_on_way(const KlTape *tape, KlStages *stages)
         const KlNode *node = &tape->nodes[i];
         bool is_on_way = stages->node_stage[i] == KL_STAGE_NONE;
         for (uint32_t k = 0; k < node->n_inputs && !is_on_way; k++) {
-            KlValueId value = inputs_of(tape, node)[k].value;
+            KlValueId value = kl_tape_inputs(tape, node)[k].value;
             is_on_way = value != KL_ID_NONE && stages->needs_gradient[value];
         }
         for (uint32_t k = 0; k < node->n_outs && !is_on_way; k++) {
@@ -150,7 +112,7 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
         }
     }
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = inputs_of(tape, node)[k].value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         if (value != KL_ID_NONE && !is_data_value(tape, stages, value)) {
             return false;
         }
@@ -163,7 +125,7 @@ static uint32_t
 body_of(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t stage)
 {
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = inputs_of(tape, node)[k].value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         if (value == KL_ID_NONE || stages->is_leaf[value]) {
             continue;
         }
@@ -181,7 +143,7 @@ joint_of(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
     uint32_t stage = 0;
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = inputs_of(tape, node)[k].value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         if (value == KL_ID_NONE || stages->is_leaf[value]) {
             continue;
         }
@@ -197,7 +159,7 @@ static bool
 is_late_part_data(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
     for (uint32_t k = 1; k < node->n_inputs; k++) {
-        KlValueId value = inputs_of(tape, node)[k].value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         if (value != KL_ID_NONE &&
             (!is_data_value(tape, stages, value) || stages->value_stage[value] > KL_STAGE_DATA)) {
             return false;
@@ -226,13 +188,13 @@ static uint32_t
 joint_after_aside(const KlTape *tape, const KlNode *node, uint32_t *aside, uint32_t at)
 {
     for (uint32_t k = 0; k < node->n_inputs && node->leaf_writes >> k != 0; k++) {
-        KlValueId value = inputs_of(tape, node)[k].value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         if ((node->leaf_writes >> k & 1) != 0 && value != KL_ID_NONE && aside[value] > at) {
             at = aside[value];
         }
     }
     for (uint32_t k = 0; k < node->n_inputs && node->leaf_writes >> k != 0; k++) {
-        KlValueId value = inputs_of(tape, node)[k].value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         if ((node->leaf_writes >> k & 1) != 0 && value != KL_ID_NONE) {
             aside[value] = at;
         }
@@ -299,7 +261,7 @@ saves_body_value(const KlTape *tape, KlNodeId id, const bool *depends)
     const KlNode *node = &tape->nodes[id];
     bool any_depends = false;
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = inputs_of(tape, node)[k].value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         if (value == KL_ID_NONE || !depends[value]) {
             continue;
         }
@@ -340,7 +302,7 @@ judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
         bool is_of_body = at == stages->last_body;
         bool reads_body = is_of_body;
         for (uint32_t k = 0; k < node->n_inputs && !reads_body; k++) {
-            KlValueId value = inputs_of(tape, node)[k].value;
+            KlValueId value = kl_tape_inputs(tape, node)[k].value;
             reads_body = value != KL_ID_NONE && depends[value];
         }
         bool is_seen = false;
@@ -411,7 +373,7 @@ build_imports(const KlTape *tape, KlStages *stages, KlScratch *scratch, KlError 
     for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
         const KlNode *node = &tape->nodes[i];
         for (uint32_t k = 0; k < node->n_inputs && status == KL_OK; k++) {
-            const KlInput *input = &inputs_of(tape, node)[k];
+            const KlInput *input = &kl_tape_inputs(tape, node)[k];
             if (stages->node_stage[i] == KL_STAGE_NONE || input->value == KL_ID_NONE) {
                 continue;
             }
@@ -507,60 +469,4 @@ kl_stage_fini(KlStages *stages)
     kl_alloc_free(stages->imports);
     kl_alloc_free(stages->import_of);
     memset(stages, 0, sizeof(*stages));
-}
-
-/* -- what was written since ---------------------------------------------------------------------------- */
-
-bool
-kl_stage_is_overwritten(const KlTape *tape, const KlNode *node, uint32_t k, bool is_output)
-{
-    bool is_own = node->writes != 0 && (k == 0 || (node->n_outs == 2 && k + 1 == node->n_inputs));
-    KlValueId value = is_output ? node->first_out + k : inputs_of(tape, node)[k].value;
-    if (value == KL_ID_NONE || (is_own && !is_output)) {
-        return false;
-    }
-    /* Where a view was written, the last output is the whole memory as that left it. */
-    KlValueId dated = is_output && node->writes != 0 ? node->first_out + node->n_outs - 1 : value;
-    return tape->values[dated].version < tape->storages[tape->values[value].storage].version;
-}
-
-/* What a node keeps whole may be other than by rows, which is what its row says: torch knows. */
-static bool
-is_other_whole(const KlTape *tape, const KlNode *node)
-{
-    KlValueId last =
-        node->n_inputs > 0 ? inputs_of(tape, node)[node->n_inputs - 1].value : KL_ID_NONE;
-    KlNodeId maker = last != KL_ID_NONE ? tape->values[last].node : KL_ID_NONE;
-    return node->row == NULL || (maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks);
-}
-
-static bool
-keeps_overwritten(const KlTape *tape, const KlNode *node)
-{
-    bool is_any = is_other_whole(tape, node);
-    for (int is_output = 0; is_output < 2; is_output++) {
-        uint64_t saved = is_output ? node->saves.outputs : node->saves.inputs;
-        for (uint32_t k = 0; k < (is_output ? node->n_outs : node->n_inputs); k++) {
-            if ((is_any || (k < 64 && (saved >> k & 1) != 0)) &&
-                kl_stage_is_overwritten(tape, node, k, is_output)) {
-                return true;
-            }
-        }
-    }
-    return false;
-}
-
-KlNodeId
-kl_stage_find_overwritten(const KlTape *tape, const KlStages *stages, KlNodeId before)
-{
-    for (size_t i = before < tape->n_nodes ? before : tape->n_nodes; i-- > 0;) {
-        const KlNode *node = &tape->nodes[i];
-        bool is_differentiated = stages->node_stage[i] != KL_STAGE_NONE && node->is_grad_enabled &&
-                                 !node->is_for_chunks && node->refresh_of == KL_ID_NONE &&
-                                 kl_stage_has_gradient(tape, stages, node);
-        if (is_differentiated && keeps_overwritten(tape, node)) {
-            return (KlNodeId)i;
-        }
-    }
-    return KL_ID_NONE;
 }

@@ -16,12 +16,6 @@ typedef struct Readers {
     bool crosses;  /* another body reads it, as calls were placed first */
 } Readers;
 
-static const KlInput *
-input_of(const KlTape *tape, const KlNode *node, uint32_t k)
-{
-    return &tape->inputs[node->first_input + k];
-}
-
 /* The first stage that a call reads in. */
 static uint32_t
 stage_of(const KlStages *stages, KlNodeId id)
@@ -38,7 +32,7 @@ note_reads(const KlTape *tape, const KlStages *stages, KlNodeId id, Readers *rea
     uint32_t at = stage_of(stages, id);
     KlAxisId axis = kl_tape_axis_find(tape, node->axis);
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = input_of(tape, node, k)->value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         if (value == KL_ID_NONE) {
             continue;
         }
@@ -59,7 +53,7 @@ can_sink(const KlTape *tape, const KlStages *stages, KlNodeId id)
 {
     const KlNode *node = &tape->nodes[id];
     KlValueId last =
-        node->n_inputs > 0 ? input_of(tape, node, node->n_inputs - 1)->value : KL_ID_NONE;
+        node->n_inputs > 0 ? kl_tape_inputs(tape, node)[node->n_inputs - 1].value : KL_ID_NONE;
     KlNodeId maker = last != KL_ID_NONE ? tape->values[last].node : KL_ID_NONE;
     bool is_given = maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks;
     bool is_able = node->mode == KL_MODE_ROWS && node->row != NULL && !node->row->is_heavy &&
@@ -67,7 +61,7 @@ can_sink(const KlTape *tape, const KlStages *stages, KlNodeId id)
                    node->writes == 0 && (node->leaf_writes == 0 || is_given) &&
                    node->refresh_of == KL_ID_NONE;
     for (uint32_t k = 0; k < node->n_inputs && is_able; k++) {
-        KlValueId value = input_of(tape, node, k)->value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         is_able = value == KL_ID_NONE || !kl_stage_is_overwritten(tape, node, k, false);
     }
     for (uint32_t k = 0; k < node->n_outs && is_able; k++) {
@@ -109,7 +103,7 @@ saves_bytes(const KlTape *tape, const KlStages *stages, KlNodeId id, const Reade
     const KlNode *node = &tape->nodes[id];
     int64_t less = kl_tape_n_bytes(tape, id), more = 0;
     for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = input_of(tape, node, k)->value;
+        KlValueId value = kl_tape_inputs(tape, node)[k].value;
         bool is_here = value != KL_ID_NONE && !stages->is_leaf[value] &&
                        stages->value_stage[value] == stages->node_stage[id];
         if (is_here && !readers[value].crosses && !readers[value].is_bound) {

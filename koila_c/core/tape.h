@@ -251,6 +251,13 @@ bool kl_tape_has_dead_draw(KlTape *tape);
  * Returns whether there is one. */
 bool kl_tape_find_known(KlTape *tape);
 
+/* What a node reads. */
+static inline const KlInput *
+kl_tape_inputs(const KlTape *tape, const KlNode *node)
+{
+    return &tape->inputs[node->first_input];
+}
+
 /* Bytes that node `node` makes: views share theirs. */
 static inline int64_t
 kl_tape_n_bytes(const KlTape *tape, KlNodeId node)
