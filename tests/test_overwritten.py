@@ -296,11 +296,13 @@ WHOLE = (
     "r = c(lambda x: F.dropout(f(x), 0.5), x); {}; l = r.sum(); r.add_(1)",
     "r = c(lambda x: F.embedding(y, w, max_norm=0.5).sin() + x, x); {}; l = r.sum()",
     "h = x @ w; r = c(f, h); {}; l = r.sum(); h = h * 2",
-)
-#: What torch makes again of what was written, or refuses.
-WRITTEN_SINCE = (
-    "r = c(f, x); {}; r.mul_(0.5); l = r.sum()",
+    "r = c(g, x); d = r.data; {}; l = r.sum(); d.mul_(2)",
+    "r = c(g, x); {}; l = r.sum(); r.data.mul_(2)",
     "r = checkpoint(f, x @ w, use_reentrant=True); {}; r.mul_(0.5); l = r.sum()",
+    "r = c(f, x); {}; r.mul_(0.5); l = r.sum()",
+)
+#: The same, where what torch makes again is made of what was written.
+WRITTEN_SINCE = (
     "r = c(f, x); {}; l = r.sum()\nwith torch.no_grad(): w.add_(1)\n",
     "r = c(lambda x: (x + v).tanh(), x); {}; l = r.sum()\nwith torch.no_grad(): v.add_(1)\n",
     "h = x @ w; r = c(lambda h: (h + v).tanh(), h); {}; l = r.sum(); h.mul_(2)",
@@ -309,8 +311,6 @@ WRITTEN_SINCE = (
     "h = x @ w; r = c(lambda x: (h + v).tanh(), x); {}; l = r.sum(); h.mul_(2)",
     "r = c(g, x); {}; l = r.sum(); x.data.mul_(2)",
     "r = c(g, x); {}; l = r.sum(); v.data.mul_(2)",
-    "r = c(g, x); {}; l = r.sum(); r.data.mul_(2)",
-    "r = c(g, x); d = r.data; {}; l = r.sum(); d.mul_(2)",
     "r = c(lambda x: c(g, x) * 2, x); {}; l = r.sum(); x.data.mul_(2)",
 )
 
@@ -342,13 +342,13 @@ READ_AGAIN = (
     "h = x * 2; h.sum().item(); r = c(g, h); h.data.mul_(2)",
     "r = c(g, x); x.data.mul_(2)",
     "r = c(lambda y: (x + v).tanh(), y); x.mul_(2)",
-    "r = c(g, x); r.data.mul_(2)",
-    "r = c(g, x); r.pow(2).sum().backward(retain_graph=True); r.data.mul_(2)",
 )
 #: The same, where nothing that the backward needs was written.
 NOT_READ_AGAIN = (
     "h = x * 2; r = c(lambda x: (h + v).tanh(), x); k = h * 2; k.mul_(2)",
     "r = c(g, x); r.data.sum()",
+    "r = c(g, x); r.data.mul_(2)",
+    "r = c(g, x); r.pow(2).sum().backward(retain_graph=True); r.data.mul_(2)",
     "r = c(lambda x: (x + v) * 2, x); x.mul_(3); x.data.add_(1)",
     "h = x * 2\ndef s(x):\n    r = (h + v).tanh(); m.copy_(r.detach().mean(0)); return r * m\n"
     "m = h.sum(0); r = c(s, x)",

@@ -441,8 +441,9 @@ void kl_call_truncate(Tape *tape, size_t first);
 /* The arguments of node `id` as kl_call_run would pass them: a list of all, positional ones first. */
 PyObject *kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId),
                          void *env);
-/* (func, args, kwargs) of node `id` with None in place of every tensor. */
-PyObject *kl_call_describe(Tape *tape, KlNodeId id);
+/* (func, args, kwargs) of node `id`; value_of NULL: with None in place of tensors. */
+PyObject *kl_call_describe(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId),
+                           void *env);
 /* Call node `id` with the tensors of `env` ([n_values], borrowed or NULL). */
 PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
 /* A copy of an argument with every lazy replaced by its real tensor, or its number. */

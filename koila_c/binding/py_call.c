@@ -283,7 +283,7 @@ decode(Decoder *decoder)
     case KL_SLOT_OBJECT:
         return Py_NewRef(slot->object);
     case KL_SLOT_VALUE:
-        value = decoder->value_of(decoder->env, slot->n);
+        value = decoder->value_of != NULL ? decoder->value_of(decoder->env, slot->n) : Py_None;
         if (value == NULL && !PyErr_Occurred()) {
             PyErr_Format(PyExc_SystemError, "koila: value %u is needed but has no tensor", slot->n);
         }
@@ -308,17 +308,11 @@ kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId)
     return decode_list(&decoder, node->n_args);
 }
 
-static PyObject *
-no_tensor(void *Py_UNUSED(env), KlValueId Py_UNUSED(value))
-{
-    return Py_None;
-}
-
 PyObject *
-kl_call_describe(Tape *tape, KlNodeId id)
+kl_call_describe(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env)
 {
     const KlPyNode *node = &tape->nodes[id];
-    PyObject *list = kl_call_decode(tape, id, no_tensor, NULL);
+    PyObject *list = kl_call_decode(tape, id, value_of, env);
     PyObject *kwargs = PyDict_New();
     Py_ssize_t n_named = node->kwnames != NULL ? PyTuple_GET_SIZE(node->kwnames) : 0;
     Py_ssize_t n_positional = (Py_ssize_t)node->n_args - n_named;

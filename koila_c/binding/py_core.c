@@ -323,7 +323,7 @@ core_call(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     return id < tape->core.n_nodes
-               ? kl_call_describe(tape, id)
+               ? kl_call_describe(tape, id, NULL, NULL)
                : PyErr_Format(PyExc_IndexError, "call: there is no node %u", id);
 }
 

@@ -161,12 +161,15 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
         }
     } else {
         bool is_kept = node->region != 0 || (node->row != NULL && kl_ops_is_detached(node->row));
-        PyObject *kept = is_kept ? PyObject_CallFunction(kl_py.keep, "IIII", id, node->region,
-                                                         node->first_out, node->n_outs)
-                                 : Py_NewRef(Py_None);
+        PyObject *kept = is_kept ? kl_call_describe(tape, id, real_of, tape) : Py_NewRef(Py_None);
+        if (is_kept && kept != NULL) {
+            kept = PyObject_CallFunction(kl_py.keep, "IIIINiI", id, node->region, node->first_out,
+                                         node->n_outs, kept, (int)node->is_random,
+                                         node->writes | node->leaf_writes);
+        }
         PyObject *result = kept != NULL ? run_call(tape, id) : NULL;
-        kl_context_end_outside(kept);
         int status = result != NULL ? bind_outputs(tape, id, result) : -1;
+        kl_context_end_outside(kept);
         if (status == 0) {
             status = kl_stage_wait_for_copy(tape, node);
         }

@@ -19,10 +19,9 @@ import re
 import sys
 import threading
 import types
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +30,19 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import handle_torch_function
 
-from koila import _core, explain, lines, meta, norms, outside, planner, surroundings, unwritten
+from koila import (
+    _core,
+    explain,
+    lines,
+    norms,
+    outside,
+    planner,
+    recomputed,
+    surroundings,
+    unwritten,
+)
 from koila.errors import KoilaError
-from koila.facts import Node, is_data
+from koila.facts import Node
 from koila.program import Program
 
 
@@ -175,8 +184,7 @@ def _version(tensor: Tensor) -> int | None:
     """How often it was written; what a lazy is a version of."""
     if type(tensor) is _core.LazyTensor:
         return _core.id(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        return None if tensor.is_inference() else tensor._version
+    return recomputed.version_of(tensor)
 
 
 def _buffers_of(found: list[nn.Module]) -> list[_Buffer]:
@@ -188,14 +196,6 @@ def _buffers_of(found: list[nn.Module]) -> list[_Buffer]:
         for name, tensor in module._buffers.items()
         if tensor is not None and not (isinstance(module, _BatchNorm) and tensor.dim() == 0)
     ]
-
-
-def _refuse(what: str) -> None:
-    raise KoilaError(
-        f"checkpoint: its function {what} ({lines.user_line()}). torch runs it once more in "
-        "backward, and that too; koila runs it once. Leave it out of the checkpoint, or run it "
-        "whole: koila.config(chunks=1)"
-    )
 
 
 # Recording ------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _norm_calling(mean: Tensor) -> nn.Module | None:
 def _note_read(ids: set[int]) -> None:
     """Plain torch asks for statistics that are still to be written."""
     if any(not ids.isdisjoint(group.moved) for group in _state.groups):
-        _refuse("reads running statistics after it has moved them")
+        recomputed.refuse("reads running statistics after it has moved them")
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
@@ -227,7 +227,7 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
         return _plain_batch_norm(*args)
     needs = any(one is not None and one.requires_grad for one in (x, weight, bias))
     if not (needs and torch.is_grad_enabled()):
-        _refuse("moves the statistics of a normalization of which no gradient is asked")
+        recomputed.refuse("moves the statistics of a normalization of which no gradient is asked")
     if type(x) is not _core.LazyTensor:  # recorded as well: what backward moves is of the program
         x = _core.input(x, -1, _core.new_axis(), 0)
     module = _norm_calling(mean)
@@ -326,7 +326,7 @@ def _recording(
             _torch.batch_norm, unwritten.on_read = _plain_batch_norm, None
     for buffer in buffers:
         if buffer.is_written():
-            _refuse(f"writes {type(buffer.module).__name__}.{buffer.name}")
+            recomputed.refuse(f"writes {type(buffer.module).__name__}.{buffer.name}")
 
 
 def run(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -461,83 +461,6 @@ def is_made_again(program: Program, value: int, reading: int, writing: int) -> b
     made_in = around(maker.region) if maker is not None else ()
     again = [one for one in around(reading)[:-1] if one % 2] + [*around(reading)[-1:]]
     return not {*made_in}.intersection(again).issubset(around(writing))
-
-
-class _Kept:
-    """A tensor that a call of a checkpoint saved, or read, as it was then."""
-
-    __slots__ = ("__weakref__", "checksum", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # counts the same writes, and holds no graph
-        self.version = _version(self.tensor)
-        self.checksum: tuple[int, int] | None = None  # where x.data was taken of its memory
-        _kept.add(self)
-
-    def is_written(self) -> bool:
-        return _version(self.tensor) != self.version or (
-            self.checksum is not None and meta.checksum(self.tensor) != self.checksum
-        )
-
-
-_kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
-_is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
-
-
-def watch(tensor: Tensor) -> None:
-    """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
-    trace but the numbers."""
-    for kept in list(_kept):
-        if kept.checksum is None and _is_alias(kept.tensor, tensor):
-            kept.checksum = meta.checksum(kept.tensor)
-
-
-@contextlib.contextmanager
-def _keeping(i: int, region: int, outs: range) -> Iterator[None]:
-    """A block in which a call of a checkpoint's body runs live: autograd keeps what it saves, where
-    torch would make that again in backward, of what the body reads by then. So none of that may be
-    written until then, which backward looks at."""
-    func, row, _, where, _, read, _ = _core.node(i)
-    name = f"{row or getattr(func, '__name__', 'a call')} ({where})"
-    whole = around(region)[0]
-    made, entered = _core.memo().setdefault("live", {}).setdefault(whole, (set(), {}))
-
-    def unpack(kept: _Kept) -> Tensor:
-        for one in (kept, *entered.values()):
-            if one.is_written():
-                refuse_written(one.tensor.shape, name)
-        return kept.tensor
-
-    reals = {value: _core.value(value)[5] for value in read if value >= 0 and value not in made}
-    with torch.autograd.graph.saved_tensors_hooks(_Kept, unpack):
-        yield
-    for value, real in reals.items():  # what the call itself writes of these is no matter
-        if real is not None:
-            entered[value] = _Kept(real)
-    made.update(outs)
-
-
-def refuse_written(shape: Iterable[int], name: str) -> NoReturn:
-    """Raise: what a call of a checkpoint's body needs was written."""
-    raise KoilaError(
-        f"checkpoint: a tensor of shape {list(shape)} that {name} in its function keeps, or that "
-        "the function reads, was written before backward, where torch runs that once more; koila "
-        "runs it once. Write it after backward, or run it whole: koila.config(chunks=1)"
-    )
-
-
-def keep(i: int, region: int, first_out: int, n_outs: int) -> Any:
-    """A call runs live: `_keeping`, entered, where it is one of a checkpoint's body; and what is
-    kept is watched where it is x.data."""
-    func, *_, read, _ = _core.node(i)
-    real = _core.value(read[0])[5] if is_data(func) else None
-    if real is not None:
-        watch(real)
-    if not region:
-        return None
-    block = _keeping(i, region, range(first_out, first_out + n_outs))
-    block.__enter__()
-    return block
 
 
 def checkpoint(args: Any, kwargs: Any) -> Any:

@@ -72,6 +72,18 @@ def why_others(i: int, first_out: int) -> str:
     return "in chunks it may draw other numbers than eager: how memory lies is not known"
 
 
+def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:
+    """The generator that a call draws from, which makes a value, and the state in which its numbers
+    start; None: it drew in parts, each from a seed."""
+    generator = generators.generator_of(_core.value(out)[10])
+    memo = _core.memo()
+    cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
+    known = cells.get((i, None), memo.get("starts", {}).get(i))
+    if isinstance(cells.get((i, 0)), int) or isinstance(known, int):
+        return generator, None
+    return generator, noise.get_state(generator) if known is None else known
+
+
 def run_again(
     i: int,
     axis: int,

@@ -153,8 +153,6 @@ def batch_norm(
     if var is None or mean is None:
         words = weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
         made: Tensor = _batch_norm(x, *words)
-        if isinstance(momentum, Again) and made.requires_grad:
-            momentum.hook(made, x.detach())
         return made
     normalized: Tensor = _Normalized.apply(x, weight, bias, mean, var, eps)
     return normalized
@@ -184,21 +182,6 @@ class Group:
     def __init__(self) -> None:
         self.regions: set[int] = set()  # of the tape, where its calls are
         self.moved: set[int] = set()  # ids of the statistics, while it is recorded
-        self.moves: list[Callable[[], None]] = []  # of calls that ran whole, in their order
-        self.is_done = False  # in this backward
-
-    def move(self, gradient: Tensor) -> None:
-        """Move statistics once more, at the first gradient that comes."""
-        if self.is_done:
-            return
-        self.is_done = True
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self.end)
-        for move in self.moves:
-            move()
-
-    def end(self) -> None:
-        self.is_done = False
 
 
 class Again(float):
@@ -217,16 +200,6 @@ class Again(float):
         if self.is_mean and self.n_batches is not None:
             return 1.0 / int(self.n_batches)
         return float(self)
-
-    def hook(self, made: Tensor, x: Tensor) -> None:
-        """See to it in the backward of a result, which torch made of all of `x`."""
-
-        def move() -> None:
-            torch.batch_norm_update_stats(x, *self.running, self.next())
-
-        for group in self.groups:
-            group.moves.append(move)
-            made.register_hook(group.move)
 
 
 def without_again(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from koila import _core, checkpoints, derived, generators, meta, norms, unsplit
+from koila import _core, checkpoints, derived, generators, meta, norms, recomputed, unsplit
 from koila.errors import StaleError
 from koila.facts import Node, is_data, name_of_call
 from koila.program import Program
@@ -59,7 +59,7 @@ def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> N
     if written is None or checkpoints.is_made_again(program, value, body.region, written[1]):
         return
     _core.abandon()
-    checkpoints.refuse_written(info.shape, _reader(program, value, body.nodes))
+    recomputed.refuse_written(info.shape, _reader(program, value, body.nodes))
 
 
 def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
@@ -109,7 +109,7 @@ def check_leaves(
                 continue
             if value in body.given and value not in uncounted:
                 _raise(program, value, "the checkpoint", _ELSEWHERE)
-            checkpoints.refuse_written(
+            recomputed.refuse_written(
                 program.info(value).shape, _reader(program, value, body.nodes)
             )
     for node in program.nodes.values():

@@ -32,6 +32,7 @@ from koila import (
     numbers,
     patching,
     plain,
+    recomputed,
     replicated,
     reports,
     sharded,
@@ -160,7 +161,7 @@ def _patch_data() -> None:
             bridge.watch_handed_out(self)
             real = _core.real(self)
             if real is not None:
-                checkpoints.watch(real)
+                recomputed.watch(real)
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         share(self)
         return original.__get__(self)
@@ -170,7 +171,7 @@ def _patch_data() -> None:
         if _core.leaves_of(tensor):
             watch(tensor)
         bridge.watch(tensor)
-        checkpoints.watch(tensor)
+        recomputed.watch(tensor)
 
     @in_turn
     def watch(self: torch.Tensor) -> None:

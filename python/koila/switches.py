@@ -131,7 +131,11 @@ def note() -> None:
 
 def choose(number: int) -> None:
     """Put a setting on: a replay goes on with a call that was recorded under it."""
-    setting = next(setting for setting, i in _met.items() if i == number)
+    put_on(next(setting for setting, i in _met.items() if i == number))
+
+
+def put_on(setting: Setting) -> None:
+    """Put a setting on that `now` told."""
     for _ in range(2):  # to set one may change others
         for switch, value in zip(SWITCHES, setting, strict=True):
             if value is not UNKNOWN and value_of(switch) != value:
