@@ -625,4 +625,18 @@ MUTANTS = [
         '"FEATURES": functools.partial(_dropout, follows=True)',
         NOISE,
     ),
+    Mutant(
+        "checkpoint: what is recomputed draws other numbers",
+        "python/koila/recomputed.py",
+        "            noise.set_state(self.generator, self.state)",
+        "            pass",
+        "tests/test_checkpoints_live.py",
+    ),
+    Mutant(
+        "checkpoint: what is recomputed goes on to its end",
+        "python/koila/recomputed.py",
+        "            if not left and n_saved == len(self.saved):",
+        "            if False:",
+        "tests/test_checkpoints_live.py",
+    ),
 ]

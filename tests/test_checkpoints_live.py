@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
+from koila import recomputed
 from oracle import Lazy, assert_seen, eager, tell
 from stories import rows
 from test_checkpoints import KINDS, PROGRAMS, ROWS, WIDTH, check
@@ -57,6 +58,44 @@ def step(name: str, is_reentrant: bool, lazy: Lazy, force: str) -> tuple[int, li
 def test_no_more_than_eager(name: str, is_reentrant: bool, force: str) -> None:
     want = step(name, is_reentrant, eager, force)
     check(step(name, is_reentrant, koila.lazy, force), want)
+
+
+@KINDS
+def test_what_is_saved_is_enough(is_reentrant: bool) -> None:
+    """The result of a body's last call, which saves what it is given, is not made again."""
+
+    def peak(lazy: Lazy) -> int:
+        wide = [nn.Linear(WIDTH, 512) for _ in range(4)]
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        memory = Allocations()
+        memory.count(x, [list(layer.parameters()) for layer in wide])
+        with memory:
+            batch = lazy(x)
+        with memory:
+            with koila.config(chunks=3):
+                results = (checkpoint(one, batch, use_reentrant=is_reentrant) for one in wide)
+                made = [result[:, 0].sum() for result in results]
+            with koila.config(chunks=1):
+                torch.stack(made).sum().backward()
+        return memory.peak
+
+    assert peak(koila.lazy) <= 1.02 * peak(lambda x: x) + 2**16
+
+
+def test_a_call_that_saves_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is made once more."""
+    a, b = layers()
+    with koila.config(chunks=3):
+        loss = checkpoint(lambda x: b(x).tanh(), a(koila.lazy(rows(4))), use_reentrant=False).sum()
+    make = recomputed._Call.make
+
+    def other(call: Any, env: dict[int, Tensor]) -> None:
+        env.update((key, one[:2]) for key, one in env.items() if one.shape[0] == 11)
+        make(call, env)
+
+    monkeypatch.setattr(recomputed._Call, "make", other)
+    with live(), pytest.raises(koila.KoilaError, match="saved something else"):
+        loss.backward()
 
 
 Story = Callable[[Lazy, bool], Any]

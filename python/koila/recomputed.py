@@ -90,7 +90,6 @@ class _Ref(NamedTuple):
     """A tensor among the arguments of a call."""
 
     key: int
-    needs_gradient: bool
 
 
 class _Setting(NamedTuple):
@@ -147,11 +146,7 @@ class _Call(NamedTuple):
     def make(self, env: dict[int, Tensor]) -> None:
         """Make it on the tensors of `env`, which gets its results."""
 
-        def fill(ref: _Ref) -> Tensor:
-            tensor = env[ref.key]
-            return tensor.detach() if tensor.requires_grad and not ref.needs_gradient else tensor
-
-        args, kwargs = _map((self.args, self.kwargs), _Ref, fill)
+        args, kwargs = _map((self.args, self.kwargs), _Ref, lambda ref: env[ref.key])
         if self.again is not None:  # torch's second run moves the statistics too
             args = (*args[:3], *self.again.running, args[5], self.again.next(), *args[7:])
         if self.generator is not None:
@@ -189,19 +184,28 @@ def _map(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return obj
 
 
+_OTHER = (
+    "checkpoint: its calls saved something else when they were made once more in backward. Leave "
+    "them out of the checkpoint"
+)
+
+
 class _Handle:
     """Stands for what a call of a body saved, or for what a body inside of it reads."""
 
-    __slots__ = ("__weakref__", "body", "is_pinned", "needs_gradient", "tensor", "version")
+    __slots__ = ("__weakref__", "body", "is_pinned", "like", "needs_gradient", "tensor", "version")
 
-    def __init__(self, body: _Body, needs_gradient: bool = False) -> None:
+    def __init__(self, body: _Body, tensor: Tensor, needs_gradient: bool = False) -> None:
         self.body = body
+        self.like = tensor.shape, tensor.dtype, tensor.device
         self.needs_gradient = needs_gradient
         self.tensor: Tensor | None = None
         self.version: int | None = None
         self.is_pinned = False  # it is kept, and not made once more
 
     def set(self, tensor: Tensor) -> None:
+        if (tensor.shape, tensor.dtype, tensor.device) != self.like:
+            raise KoilaError(_OTHER)
         self.tensor = tensor.detach()
         self.version = version_of(tensor)
         self.is_pinned = self.body.tree.is_settled
@@ -212,10 +216,7 @@ class _Handle:
             self.body.recompute()
         tensor = self.tensor
         if tensor is None:
-            raise KoilaError(
-                "checkpoint: its calls saved something else when they were made once more in "
-                "backward. Leave them out of the checkpoint"
-            )
+            raise KoilaError(_OTHER)
         if self.is_pinned and version_of(tensor) != self.version:
             refuse_written(tensor.shape, "a call")
         self.tensor = tensor if self.is_pinned else None
@@ -286,7 +287,7 @@ class _Body:
             key = self.tree.new_key(tensor)
             self.tree.kept[key] = _Kept(tensor, name)
         self.need(key, tensor)
-        return _Ref(key, tensor.requires_grad)
+        return _Ref(key)
 
     def makes(self, key: int) -> bool:
         """Whether a call of the body, or of one inside, made what has a key."""
@@ -305,7 +306,7 @@ class _Body:
         if key in self.tree.kept:
             self.entered[key] = self.tree.kept[key]
         elif self.outer is not None:
-            handle = self.entered[key] = _Handle(self.outer, tensor.requires_grad)
+            handle = self.entered[key] = _Handle(self.outer, tensor, tensor.requires_grad)
             self.outer.handed.setdefault(key, []).append(weakref.ref(handle))
 
     def add(self, call: _Call, reads: Iterable[int]) -> None:
@@ -318,7 +319,7 @@ class _Body:
 
     def save(self, tensor: Tensor) -> _Handle:
         """Autograd saves a tensor of a call of the body."""
-        handle = _Handle(self)
+        handle = _Handle(self, tensor)
         self.saved.append(weakref.ref(handle))
         if self.tree.is_settled:
             handle.set(tensor)
