@@ -76,7 +76,7 @@ def _refuse(
     generators.move_on()  # what is drawn from now on comes after it, as in eager
     _core.abandon()
     if is_hidden:
-        checkpoints.refuse_written(program.info(value).shape, keeps)
+        recomputed.refuse_written(program.info(value).shape, keeps)
     _raise(program, value, keeps, _call(writer))
 
 
@@ -129,7 +129,7 @@ def check_leaves(
                         "written through .data before its backward; write it after backward()"
                     )
                 if node.region:
-                    checkpoints.refuse_written(info.shape, _call(node.id))
+                    recomputed.refuse_written(info.shape, _call(node.id))
                 _raise(program, value, _call(node.id), _ELSEWHERE)
 
 
