@@ -508,3 +508,19 @@ def test_a_hook_that_comes_later_is_not_called(chunks: int | None) -> None:
     assert not seen
     assert torch.allclose(h, want_h, rtol=1e-10)
     assert torch.allclose(given, want_given, rtol=1e-10)
+
+
+@each_split_further
+def test_beside_a_body_whose_graph_waits(chunks: int | None) -> None:
+    """The derivative goes through the graph of a chunk while that goes forward; what such a graph
+    needs was let go of until it goes back."""
+
+    def story(lazy: Lazy) -> Any:
+        model = nn.Linear(4, 4).double()
+        x = lazy(rows(4))
+        q = model(x).detach().requires_grad_()
+        slope = gradient((q * model(x).tanh()).sin().mean(), q)
+        loss = (q * model(x).tanh()).softmax(-1).mean(0).log().sum()
+        return *found(loss, model), q.grad, slope
+
+    assert_same_story(story, chunks, exact_bits=False)

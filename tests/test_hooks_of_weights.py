@@ -47,7 +47,10 @@ def test_where_no_gradient_comes(chunks: int | None) -> None:
 
 
 #: What torch calls the hook of `v` for once, and for each pass.
-ONCE = ("r(f, h)", "f(r(g, h))", "c(f, h) + f(h)", "r(lambda h: f(h) + f(h * 2), h)")
+ONCE = (
+    *("r(f, h)", "f(r(g, h))", "c(f, h) + f(h)", "r(lambda h: f(h) + f(h * 2), h)"),
+    *("r(t, h)", "s(r(f, h))", "s(f(h)) + t(h)"),
+)
 OFTENER = (
     "r(f, h) + f(h)",
     "r(f, h) + r(f, h * 2)",
@@ -55,6 +58,11 @@ OFTENER = (
     "r(lambda h: r(f, h) + f(h), h)",
     "r(lambda h: c(f, h), h) + f(h)",
     "checkpoint(f, h, use_reentrant=False, preserve_rng_state=False) + r(f, h)",
+    "r(t, h) + t(h)",  # where a plain call reads it
+    "t(r(f, h))",
+    "f(s(r(f, h)))",  # and a part that was cut off
+    "s(r(f, h)) + s(f(h * 2))",
+    "s(r(t, h)) + s(h) * v",
 )
 
 
@@ -75,6 +83,7 @@ def test_reentrant_checkpoints(text: str, is_after: bool) -> None:
         else:
             v.register_hook(hook)
         env = dict(checkpoint=checkpoint, f=lambda h: (h * v).tanh(), g=torch.sin)
+        env |= dict(t=lambda h: (h * v.exp()).tanh(), s=Square.apply, v=v)
         env["r"], env["c"] = (partial(checkpoint, use_reentrant=flag) for flag in (True, False))
         eval(text, {**env, "h": lazy(rows(4)) @ w}).sum().backward()
         return told, w.grad, v.grad

@@ -427,3 +427,21 @@ def test_what_plain_torch_wrote_before_a_call_writes_it_is_not_what_was_read(
                 run(koila.lazy)
         else:  # the cut has kept a copy of what is small
             torch.testing.assert_close(run(koila.lazy), run(eager), rtol=1e-10, atol=1e-13)
+
+
+@each_count
+def test_what_was_written_is_kept_by_a_call_that_no_gradient_goes_through(chunks: int) -> None:
+    """The batch is kept for the gradient of a weight that is not asked for."""
+
+    def run(lazy: Any) -> list[Tensor]:
+        w, v = torch.ones(3, 4, dtype=D), torch.ones(4, 2, dtype=D)
+        x = lazy(torch.arange(33, dtype=D).view(N_ROWS, 3) / 10)
+        h = (x @ w.requires_grad_()).tanh()  # is handed out, for it is held
+        loss = (h @ v.requires_grad_()).pow(2).mean()
+        x.mul_(2)
+        return [*torch.autograd.grad(loss, [v], retain_graph=True), loss]
+
+    with koila.config(chunks=chunks):
+        got = run(koila.lazy)
+    for value, wanted in zip(got, run(eager), strict=True):
+        torch.testing.assert_close(plain(value), wanted, rtol=1e-10, atol=1e-13)

@@ -94,6 +94,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define dtype_cast(to_) dtype_cast, .dtype_to = KL_DTYPE_##to_
 #define place_batch_norm place_batch_norm, .is_batch_norm = true
 #define place_cat place_cat, .is_joining = true
+#define place_gradient_of place_gradient_of, .is_derivative = true
 #define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
 #define place_spatial(n_) place_spatial, .n_mixed = n_
 

@@ -317,13 +317,13 @@ struct KlRow {
     KlKinds kinds; /* of dtypes that a dtype rule takes */
     KlReduce reduce;
     KlTie tie;
-    KlCast cast[2];     /* on the CPU, on CUDA */
-    bool is_batch_norm; /* may be given the statistics of all rows */
-    const char *draws;  /* what it fills with random numbers: a word of koila/noise.py, or NULL */
-    const char
-        *gathers; /* how the gradient of a matrix is added up: a word of koila/accrue.py, or NULL */
-    uint8_t gathered;           /* the word of that matrix */
-    bool is_joining;            /* its place rule knows inputs of several batches */
+    KlCast cast[2];      /* on the CPU, on CUDA */
+    bool is_batch_norm;  /* may be given the statistics of all rows */
+    const char *draws;   /* what it fills with random numbers: a word of koila/noise.py, or NULL */
+    const char *gathers; /* how a matrix's gradient is added up: a word of accrue.py, or NULL */
+    uint8_t gathered;    /* the word of that matrix */
+    bool is_derivative;  /* it goes through the graph of other calls */
+    bool is_joining;     /* its place rule knows inputs of several batches */
     bool is_laid_out_by_device; /* a GPU may lay the result out otherwise than the CPU */
     bool copies_expanded; /* its formula copies the gradient of the result where that is expanded */
     const KlHeld *held;   /* NULL: operands, results and gradients are all there is */

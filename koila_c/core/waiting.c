@@ -47,11 +47,10 @@ settle_needs(const KlWaiting *waiting, const KlIds *needs, size_t first)
 {
     for (size_t i = first; i < needs->n; i++) {
         KlValueId value = needs->ids[i];
+        uint32_t number = light_number(waiting, value);
         size_t at = i;
         waiting->known[value] &= (uint8_t)~IS_NEEDED;
-        for (;
-             at > first && light_number(waiting, needs->ids[at - 1]) > light_number(waiting, value);
-             at--) {
+        for (; at > first && light_number(waiting, needs->ids[at - 1]) > number; at--) {
             needs->ids[at] = needs->ids[at - 1];
         }
         needs->ids[at] = value;
@@ -92,13 +91,13 @@ writes_its_own(const KlWaiting *waiting, const KlNode *node)
                                  (waiting->known[written] & (IS_MADE | IS_HOME)) == IS_MADE);
 }
 
-/* Note what a node makes; false: no chunk with it can wait. */
+/* Note what a node makes; false: no chunk with it can wait, nor can it be made again by itself. */
 static bool
 note_made(const KlWaiting *waiting, const KlNode *node)
 {
-    if (node->row == NULL || node->is_random || node->refresh_of != KL_ID_NONE ||
-        (node->leaf_writes != 0 && !is_given_norm(waiting, node)) ||
-        !writes_its_own(waiting, node)) {
+    if (node->row == NULL || node->row->is_derivative || node->is_random ||
+        node->refresh_of != KL_ID_NONE || !writes_its_own(waiting, node) ||
+        (node->leaf_writes != 0 && !is_given_norm(waiting, node))) {
         return false;
     }
     bool is_light = node->mode == KL_MODE_ROWS && !node->row->is_heavy;

@@ -267,18 +267,17 @@ class _Cut:
     ) -> list[torch.Tensor | None]:
         """The same, without a graph. Some: there are leaves that no gradient is asked for."""
         lazies = [root.lazy for root in roots]
-        if self.written or any(root.how_written() for root in self.alive()):
-            _core.held(lazies[0], self._check_written, (roots,), {})
-        found: Any = NotImplemented  # whole, where a mode sees each call
         wanted = {id(leaf) for leaf in leaves}
 
-        def gets(leaf: torch.Tensor) -> bool:
+        def is_wanted(leaf: torch.Tensor) -> bool:
             return id(self.original(leaf)) in wanted
 
+        gets = is_wanted if is_some else None
+        if self.written or any(root.how_written() for root in self.alive()):
+            _core.held(lazies[0], self._check_written, (roots, gets), {})
+        found: Any = NotImplemented  # whole, where a mode sees each call
         if not surroundings.of_backward():
-            found = replay.gradients_of(
-                lazies, list(gradients), is_retained, self.roots, gets if is_some else None
-            )
+            found = replay.gradients_of(lazies, list(gradients), is_retained, self.roots, gets)
         if found is NotImplemented:
             with surroundings.outside():
                 outputs, inputs = self._whole(roots, leaves)
@@ -290,13 +289,24 @@ class _Cut:
             by_leaf[key] = by_leaf[key] + gradient if key in by_leaf else gradient
         return [by_leaf.get(id(leaf)) for leaf in leaves]
 
+    def leaf_passes(self) -> checkpoints.Passes:
+        """Which passes of torch's engine come to what the part was made of."""
+        roots = self.waiting
+
+        def find() -> checkpoints.Passes:
+            return checkpoints.passes(Program(list(roots), unwanted=self.roots))
+
+        return _core.held(roots[0], find, (), {}) if roots else {}
+
     def alive(self) -> list[_Root]:
         """What was handed out, is held, and has still to go back."""
         roots = (handed() for handed in self.handed)
         return [root for root in roots if root is not None and root.lazy is not None]
 
-    def _check_written(self, roots: Sequence[_Root]) -> None:
-        program = Program([root.lazy for root in roots], unwanted=self.roots)
+    def _check_written(
+        self, roots: Sequence[_Root], gets: Callable[[torch.Tensor], bool] | None
+    ) -> None:
+        program = Program([root.lazy for root in roots], gets=gets, unwanted=self.roots)
         moved: dict[str, set[int]] = {"": set(), "counted": set(), "uncounted": set()}
         for root in self.alive():
             if (value := _core.id(root.lazy)) is not None:

@@ -49,6 +49,7 @@ from koila.program import Program
 class _State(threading.local):
     groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
     around: tuple[int, ...] = ()  # the regions of these, the outermost first
+    has_reentrant = False  # this thread has recorded such a body
     engine = (
         0  # of the innermost that is reentrant: a pass of autograd's engine goes back through it
     )
@@ -309,6 +310,7 @@ def _recording(
             _state.around = (*around, region)
             _core.memo().setdefault("around", {})[region] = _state.around
             _state.engine = region if is_reentrant else _state.engine
+            _state.has_reentrant |= is_reentrant
             _core.memo().setdefault("engines", {})[region] = _state.engine
             lazies = [one for one in given if type(one) is _core.LazyTensor]
             before = [_core.id(one) for one in lazies]
@@ -383,7 +385,7 @@ def check(program: Program, has_inputs: bool) -> None:
             "gets no gradient. Set use_reentrant=False, or call .backward() without passing the "
             "`inputs` argument."
         )
-    if program.has_checkpoints:
+    if _state.has_reentrant:
         _check_hooks(program)
     known = _core.memo().get("modes", {}) if regions else {}
     for module, was, hooks in (one for region in regions for one in known.get(region, ())):
@@ -400,21 +402,42 @@ def check(program: Program, has_inputs: bool) -> None:
             )
 
 
+Passes = dict[int, tuple[Tensor, set[int]]]
+
+
+def passes(program: Program) -> Passes:
+    """By id, the tensors that entered a program or the graphs of such, and the passes of torch's
+    engine that come to them: that of backward, and one for each reentrant checkpoint."""
+    engines = _core.memo().get("engines", {})
+    by_value: dict[int, set[int]] = defaultdict(set)
+    for node in program.nodes.values():
+        if any(map(program.needs_gradient, node.outs)):
+            for value in (program.imports[i].value for i in node.imports if i >= 0):
+                by_value[value].add(engines.get(node.region, 0))
+    found: Passes = {}
+
+    def note(one: Any, own: set[int]) -> None:
+        found.setdefault(id(one), (one, set()))[1].update(own)
+
+    for value, own in by_value.items():
+        real = program.info(value).real
+        if real is None or not real.requires_grad:
+            continue
+        note(real, own)
+        for end in outside.ends(real):
+            if isinstance(end, Tensor):
+                note(end, own)
+            else:  # a part that was cut off, which goes back by itself
+                for one, its in end.leaf_passes().values():
+                    note(one, its)
+    return found
+
+
 def _check_hooks(program: Program) -> None:
     """Raise where torch calls a hook of a leaf oftener than koila does: each pass of its engine
     does so, and each reentrant checkpoint is gone back through by one of its own."""
-    engines = _core.memo().get("engines", {})
-    passes: dict[int, set[int]] = defaultdict(set)  # by leaf
-    for node in program.nodes.values() if any(engines.values()) else ():
-        if any(map(program.needs_gradient, node.outs)):
-            for value in (program.imports[i].value for i in node.imports if i >= 0):
-                passes[value].add(engines.get(node.region, 0))
-    reals = {value: real for value in passes if (real := program.info(value).real) is not None}
-    graphs = outside.nodes(real for real in reals.values() if real.grad_fn is not None)
-    elsewhere = {id(getattr(node, "variable", None)) for node in graphs} if passes else set()
-    for value, real in reals.items():
-        n_passes = len(passes[value]) + (id(real) in elsewhere)
-        if n_passes > 1 and (real._backward_hooks or real._post_accumulate_grad_hooks):
+    for real, own in passes(program).values():
+        if len(own) > 1 and (real._backward_hooks or real._post_accumulate_grad_hooks):
             raise KoilaError(
                 f"checkpoint: a tensor of shape {list(real.shape)} has a hook, and is read in a "
                 f"checkpoint with use_reentrant=True and outside of it ({lines.user_line()}). "

@@ -105,6 +105,23 @@ def nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             steps += [following for following, _ in node.next_functions if following is not None]
 
 
+def ends(tensor: torch.Tensor) -> Iterator[Any]:
+    """The leaves that the graph of a tensor leads to, and the parts of programs that were cut off
+    (`bridge.py`)."""
+    steps, seen = [tensor.grad_fn], set[Any]()
+    while steps:
+        node = steps.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(getattr(node, "_forward_cls", None), "runs_program", False):
+            yield node.cut  # type: ignore[attr-defined]
+        elif type(node) is ACCUMULATE_GRAD:
+            yield node.variable  # type: ignore[attr-defined]
+        else:
+            steps += [following for following, _ in node.next_functions]
+
+
 def total(tensors: Iterable[torch.Tensor]) -> float:
     """Bytes of all gradients that a backward through the graphs of tensors makes."""
     found = 0.0
