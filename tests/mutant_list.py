@@ -269,10 +269,31 @@ MUTANTS = [
         "tests/test_core_c.py -k test_waiting",
     ),
     Mutant(
+        "waiting: a body with a derivative waits",
+        "koila_c/core/waiting.c",
+        "node->row->is_derivative || node->is_random",
+        "node->row->is_batch_norm || node->is_random",
+        "tests/test_derived.py",
+    ),
+    Mutant(
+        "bridge: a checkpoint moves statistics again before calls that wait",
+        "python/koila/bridge.py",
+        "        checkpoints.write_what_is_moved()\n",
+        "        checkpoints.recording()\n",
+        "tests/test_statistics_in_order.py",
+    ),
+    Mutant(
+        "checkpoint: hooks are not looked for in parts that were cut off",
+        "python/koila/checkpoints.py",
+        "note(one, its)",
+        "its.discard(id(one))",
+        "tests/test_hooks_of_weights.py",
+    ),
+    Mutant(
         "waiting: what is made first comes last",
         "koila_c/core/waiting.c",
-        "light_number(waiting, needs->ids[at - 1]) > light_number(waiting, value);",
-        "light_number(waiting, needs->ids[at - 1]) < light_number(waiting, value);",
+        "light_number(waiting, needs->ids[at - 1]) > number;",
+        "light_number(waiting, needs->ids[at - 1]) < number;",
         "tests/test_core_c.py -k test_waiting",
     ),
     Mutant(

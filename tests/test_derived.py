@@ -518,9 +518,10 @@ def test_beside_a_body_whose_graph_waits(chunks: int | None) -> None:
     def story(lazy: Lazy) -> Any:
         model = nn.Linear(4, 4).double()
         x = lazy(rows(4))
-        q = model(x).detach().requires_grad_()
-        slope = gradient((q * model(x).tanh()).sin().mean(), q)
-        loss = (q * model(x).tanh()).softmax(-1).mean(0).log().sum()
+        first = model(x)
+        q, h = first.detach().requires_grad_(), model(x).tanh()
+        slope = gradient((q * h).sin().mean(), q)
+        loss = (q * h).softmax(-1).mean(0).log().sum()
         return *found(loss, model), q.grad, slope
 
     assert_same_story(story, chunks, exact_bits=False)

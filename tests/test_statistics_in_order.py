@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from oracle import Lazy, assert_seen, eager, tell
 from stories import each_split_further, rows
+from test_bridge import Square
 
 Norm = Callable[[], nn.Module]
 NORMS: dict[str, Norm] = {
@@ -188,3 +190,31 @@ def test_what_has_other_statistics_goes_on_waiting() -> None:
             teacher(x)
         assert koila._core.value(koila._core.id(made))[6] is None
         assert koila._core.real(made) is None
+
+
+@pytest.mark.parametrize("is_retained", [False, True])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["batch norm", "mean of all", "without weights"])
+@each_split_further
+def test_a_checkpoint_behind_a_cut_moves_them_again_after_later_calls(
+    chunks: int | None, name: str, is_reentrant: bool, is_retained: bool
+) -> None:
+    """Its backward does, and no program that a later call waits in runs for that backward."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(0)
+        norm, layer = NORMS[name]().double(), nn.Linear(4, 4).double()
+        h = layer(lazy(rows(4)))
+        c = checkpoint(lambda a: norm(a) * 2, h, use_reentrant=is_reentrant)
+        loss = Square.apply(c.pow(2).mean())  # type: ignore[no-untyped-call]
+        later = norm(layer(lazy(rows(4)) * 2))
+        loss.backward(retain_graph=is_retained)
+        if is_retained:
+            later = later + norm(layer(lazy(rows(4)) * 3))
+            loss.backward()
+        return *norm.buffers(), layer.weight.grad, later.sum()
+
+    want, _ = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, _ = tell(story, koila.lazy)
+    assert_seen(got, want, name, exact_bits=False)

@@ -201,6 +201,7 @@ class _Cut:
     ) -> Sequence[torch.Tensor | None]:
         if any(root.lazy is None for root, _ in given):
             raise spent.used_up()
+        checkpoints.write_what_is_moved()
         for prepare in self.before.values():
             prepare()
         self.keep_what_it_reads(self.early)

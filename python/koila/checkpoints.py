@@ -47,6 +47,9 @@ from koila.program import Program
 
 
 class _State(threading.local):
+    def __init__(self) -> None:
+        self.moved: set[int] = set()  # ids of statistics that backward moves once more
+
     groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
     around: tuple[int, ...] = ()  # the regions of these, the outermost first
     has_reentrant = False  # this thread has recorded such a body
@@ -236,6 +239,7 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
     again.groups, again.running = _state.groups, (mean, words[0])
     for group in _state.groups:
         group.moved.update(map(id, again.running))
+    _state.moved.update(map(id, again.running))
     counted: Any = None if module is None else module.num_batches_tracked
     again.n_batches = counted
     again.is_mean = module is not None and module.momentum is None
@@ -361,6 +365,12 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
 def reached(program: Program) -> set[int]:
     """The regions of which backward asks what torch would make again."""
     return {node.region for node in program.nodes.values() if node.region and node.is_kept}
+
+
+def write_what_is_moved() -> None:
+    """A part that was cut off goes back, and moves statistics of its checkpoints once more: calls
+    that were recorded after the part move them first."""
+    unwritten.make(_state.moved)
 
 
 def around(region: int) -> tuple[int, ...]:

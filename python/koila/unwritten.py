@@ -182,6 +182,12 @@ def note_written(nodes: set[int] | None = None) -> None:
         writes.pop(node).end()
 
 
+def make(ids: set[int]) -> None:
+    """Run the programs that are to write tensors with these ids."""
+    if _run is not None:
+        _make([write for write in _writes if write.writes(ids)])
+
+
 def _make(writes: list[Write]) -> None:
     """Run the programs of some writes."""
     assert _run is not None
