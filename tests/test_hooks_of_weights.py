@@ -50,6 +50,7 @@ def test_where_no_gradient_comes(chunks: int | None) -> None:
 ONCE = (
     *("r(f, h)", "f(r(g, h))", "c(f, h) + f(h)", "r(lambda h: f(h) + f(h * 2), h)"),
     *("r(t, h)", "s(r(f, h))", "s(f(h)) + t(h)"),
+    *("r(m, h, v.exp()) + f(h)", "r(m, h, v) + f(h)", "r(m, h, v.exp()) + m(h, v.sin())"),
 )
 OFTENER = (
     "r(f, h) + f(h)",
@@ -60,6 +61,7 @@ OFTENER = (
     "checkpoint(f, h, use_reentrant=False, preserve_rng_state=False) + r(f, h)",
     "r(t, h) + t(h)",  # where a plain call reads it
     "t(r(f, h))",
+    "r(lambda h, e: f(m(h, e)), h, v.exp())",  # what it is given waits for the pass around it
     "f(s(r(f, h)))",  # and a part that was cut off
     "s(r(f, h)) + s(f(h * 2))",
     "s(r(t, h)) + s(h) * v",
@@ -83,7 +85,7 @@ def test_reentrant_checkpoints(text: str, is_after: bool) -> None:
         else:
             v.register_hook(hook)
         env = dict(checkpoint=checkpoint, f=lambda h: (h * v).tanh(), g=torch.sin)
-        env |= dict(t=lambda h: (h * v.exp()).tanh(), s=Square.apply, v=v)
+        env |= dict(t=lambda h: (h * v.exp()).tanh(), s=Square.apply, v=v, m=torch.mul)
         env["r"], env["c"] = (partial(checkpoint, use_reentrant=flag) for flag in (True, False))
         eval(text, {**env, "h": lazy(rows(4)) @ w}).sum().backward()
         return told, w.grad, v.grad

@@ -53,9 +53,6 @@ class _State(threading.local):
     groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
     around: tuple[int, ...] = ()  # the regions of these, the outermost first
     has_reentrant = False  # this thread has recorded such a body
-    engine = (
-        0  # of the innermost that is reentrant: a pass of autograd's engine goes back through it
-    )
 
 
 _state = _State()
@@ -304,7 +301,7 @@ def _recording(
     """A block in which a body is recorded that torch would run again, on what it is given."""
     global _n_recording
     outer, buffers, group = _state.groups, _buffers_of(found), norms.Group()
-    around, engine = _state.around, _state.engine
+    around = _state.around
     _state.groups = (*outer, group)
     _n_recording += 1
     _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
@@ -313,20 +310,20 @@ def _recording(
             _note_modes(region, found)
             _state.around = (*around, region)
             _core.memo().setdefault("around", {})[region] = _state.around
-            _state.engine = region if is_reentrant else _state.engine
             _state.has_reentrant |= is_reentrant
-            _core.memo().setdefault("engines", {})[region] = _state.engine
             lazies = [one for one in given if type(one) is _core.LazyTensor]
             before = [_core.id(one) for one in lazies]
             yield
-            if not outer:  # else what it is given is made again too
-                after = map(_core.id, lazies)  # the body may have been the first to read
-                ids = (b if a is None else a for a, b in zip(before, after, strict=True))
-                kept = [value for value in ids if value is not None]
-                _core.memo().setdefault("given", {})[region] = kept
+            after = map(_core.id, lazies)  # the body may have been the first to read
+            ids = (b if a is None else a for a, b in zip(before, after, strict=True))
+            kept = [value for value in ids if value is not None]
+            plain = {id(one) for one in given if isinstance(one, Tensor)}.difference(
+                map(id, lazies)
+            )
+            _core.memo().setdefault("given", {})[region] = kept, plain
     finally:
         group.index = next(_ends)
-        _state.groups, _state.around, _state.engine = outer, around, engine
+        _state.groups, _state.around = outer, around
         _n_recording -= 1
         if _n_recording == 0:
             _torch.batch_norm, unwritten.on_read = _plain_batch_norm, None
@@ -415,15 +412,25 @@ def check(program: Program, has_inputs: bool) -> None:
 Passes = dict[int, tuple[Tensor, set[int]]]
 
 
+def _pass_to(value: int, real: Tensor | None, region: int) -> int:
+    """The pass that comes to what a call of a region reads: of what the function of a reentrant
+    checkpoint is given, that which comes to the checkpoint."""
+    for one in reversed(around(region)):
+        if one % 2:
+            values, plain = _given(one)
+            if value not in values and id(real) not in plain:
+                return one
+    return 0
+
+
 def passes(program: Program) -> Passes:
     """By id, the tensors that entered a program or the graphs of such, and the passes of torch's
     engine that come to them: that of backward, and one for each reentrant checkpoint."""
-    engines = _core.memo().get("engines", {})
     by_value: dict[int, set[int]] = defaultdict(set)
     for node in program.nodes.values():
         if any(map(program.needs_gradient, node.outs)):
             for value in (program.imports[i].value for i in node.imports if i >= 0):
-                by_value[value].add(engines.get(node.region, 0))
+                by_value[value].add(_pass_to(value, program.info(value).real, node.region))
     found: Passes = {}
 
     def note(one: Any, own: set[int]) -> None:
@@ -479,8 +486,15 @@ def bodies(program: Program) -> Iterator[Body]:
     for region, nodes in found.items():
         reads = {program.imports[i].value for node in nodes for i in node.imports if i >= 0}
         made = {out for node in nodes for out in node.outs}
-        given = _core.memo().get("given", {}).get(region, [])
+        # What a body inside is given is made again too.
+        given = _given(region)[0] if around(region) == (region,) else []
         yield Body(region, nodes, given, reads.difference(made))
+
+
+def _given(region: int) -> tuple[list[int], set[int]]:
+    """What a body is given: values, and ids of plain tensors."""
+    given: dict[int, tuple[list[int], set[int]]] = _core.memo().get("given", {})
+    return given.get(region, ([], set()))
 
 
 def is_made_again(program: Program, value: int, reading: int, writing: int) -> bool:
