@@ -392,7 +392,7 @@ def check(program: Program, has_inputs: bool) -> None:
             "gets no gradient. Set use_reentrant=False, or call .backward() without passing the "
             "`inputs` argument."
         )
-    if _state.has_reentrant:
+    if _state.has_reentrant or program.has_checkpoints:
         _check_hooks(program)
     known = _core.memo().get("modes", {}) if regions else {}
     for module, was, hooks in (one for region in regions for one in known.get(region, ())):
