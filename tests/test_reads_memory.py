@@ -305,3 +305,31 @@ def test_what_was_read_and_is_gone_takes_nothing() -> None:
         loss, peak = step(koila.lazy)
     assert_close(loss + 0, wanted, "the loss")
     assert peak <= 1.03 * most, f"{peak} bytes in chunks, {most} in eager"
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_what_waits_besides_a_loss_is_counted(share: float) -> None:
+    """Predictions were read, and are kept with their history: whole, that would run with the loss,
+    which alone fits."""
+
+    def step(lazy: Lazy) -> tuple[list[Tensor], int]:
+        net, memory = make_model(0.1), Allocations()
+        batch = torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
+        memory.count(list(net.parameters()), *batch)
+        with memory:
+            pass
+        with memory:
+            x, y = lazy(*batch)
+            drawn = torch.stack([net(x) for _ in range(3)])
+            spread = drawn.std(0).mean().item()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+        found = [p.grad for p in net.parameters() if p.grad is not None]
+        return [torch.tensor([spread, loss.item()]), *found], memory.peak
+
+    want, peak = step(eager)
+    with koila.config(memory_limit=there() + int(share * peak)):
+        got, took = step(koila.lazy)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert took <= share * peak, f"{took / peak:.2f} of eager's {peak / 2**20:.1f} MiB"

@@ -294,7 +294,10 @@ def _fit(
     last = lasting.get(shape) if is_measured() else None
     was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
     # Numbers alone are made stage by stage in one chunk too, which keeps what crosses from each.
-    needed = estimate.whole if is_graph else max(estimate.whole, estimate.peak(estimate.rows)[0])
+    # What is differentiated whole runs live, and all that waits besides runs with it.
+    besides = 0 if program.is_all else max(0, _core.pending_bytes() - program.amounts.made)
+    staged = 0 if is_graph else estimate.peak(estimate.rows)[0]
+    needed = max(estimate.whole + besides * is_graph, staged)
     fits = needed <= (left + slack if was_whole else share * allowed)
     if fits and not program.has_checkpoints:
         planned = Plan(1, 1, needed, allowed, shape)
@@ -330,6 +333,8 @@ def _fit(
         if ways.cost(program, *found) > ways.DEAR:
             found = _larger_chunks(program, is_graph, shape, allowed, found)
         (way, estimate, _), rows = found
+    if is_graph and way == AS_IT_IS and not fits:
+        rows = min(rows, -(-estimate.rows // 2))  # one chunk is the whole
     n_chunks, unit = _chunks_of(estimate.rows, rows, way)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
     return Plan(n_chunks, unit, predicted, allowed, shape, way)
