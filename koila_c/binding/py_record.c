@@ -246,7 +246,8 @@ read_out(PyObject *item, KlMeta *meta)
 
 /* Ask torch on meta tensors. 1: it answered, and `*container` is a new reference; 0: run it live. */
 static int
-infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **container)
+infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **container,
+              KlSaves *saves)
 {
     KlError error;
     PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.meta_infer, func, args,
@@ -270,11 +271,12 @@ infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyOb
         }
         tape->inferred.alias = KL_ALIAS_NONE;
         tape->inferred.is_ordered = false;
-        KlPlace *places = tape->inferred.split.places;
-        tape->inferred.split =
-            (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places};
+        tape->inferred.split = (KlSplit){
+            .mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = tape->inferred.split.places};
         *container = Py_NewRef(PyTuple_GET_ITEM(answer, 0));
-        result = 1;
+        int is_told = PyArg_ParseTuple(PyTuple_GET_ITEM(answer, 2), "LLL", &saves->bytes_workspace,
+                                       &saves->bytes_extra, &saves->bytes_backward);
+        result = is_told ? 1 : -1;
     }
 error:
     Py_DECREF(answer);
@@ -306,7 +308,8 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     if (kl_context_is_autocast((uint32_t)context)) {
         return 0; /* meta tensors know nothing of autocast */
     }
-    int result = infer_by_meta(tape, func, args, kwargs, &container);
+    KlSaves saves = {0};
+    int result = infer_by_meta(tape, func, args, kwargs, &container, &saves);
     if (result <= 0) {
         return result;
     }
@@ -314,28 +317,25 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     if (kl_call_encode(tape, args, kwargs, &call, &inputs.values, &inputs.n, &inputs.n_max) < 0) {
         goto error;
     }
-    if (kl_tape_mixes_aside(&tape->core, (uint32_t)inputs.n, inputs.values, 0)) {
-        kl_call_truncate(tape, call.first_slot);
-        Py_CLEAR(call.kwnames);
-        result = 0;
-        goto error;
-    }
+    bool is_mixed = kl_tape_mixes_aside(&tape->core, (uint32_t)inputs.n, inputs.values, 0);
     KlPlace *places = tape->inferred.split.places;
     tape->inferred.split.places = NULL; /* without a row every input is given whole */
     const KlRecord record = {
         .inputs = inputs.values,
         .n_inputs = (uint32_t)inputs.n,
         .inferred = &tape->inferred,
+        .saves = saves,
         .context = (uint32_t)context,
         .is_random = function->is_random,
         .is_grad_enabled = is_grad_enabled,
         .refresh_of = KL_ID_NONE,
     };
-    int appended = kl_record_append(tape, &record, func, &call, &id);
+    int appended = is_mixed ? -1 : kl_record_append(tape, &record, func, &call, &id);
     tape->inferred.split.places = places;
     if (appended < 0) {
         kl_call_truncate(tape, call.first_slot);
         Py_CLEAR(call.kwnames);
+        result = is_mixed ? 0 : -1;
         goto error;
     }
     *results = kl_record_results(tape, id, container);

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from koila import _core
+from koila import _core, counting
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, _core.LazyTensor})
 _LITERALS: tuple[type, ...] = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis))
@@ -18,7 +18,7 @@ _LITERALS += (torch.dtype, torch.layout, torch.memory_format)
 
 _Description = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
 _Out = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
-_Answer = tuple[type | None, tuple[_Out, ...]]
+_Answer = tuple[type | None, tuple[_Out, ...], counting.Held]
 
 _DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
@@ -165,7 +165,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = func(*meta_args, **meta_kwargs)
+        result, held = counting.held(lambda: func(*meta_args, **meta_kwargs), met)
     if asked_in is not None:
         result = result.to(given)
     inputs = {tensor.untyped_storage()._cdata for tensor in met}
@@ -173,11 +173,11 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     are_given = all(_describe(tensor)[2] is not None for tensor in tensors)
     is_known = are_given and _are_strides_known(getattr(func, "__name__", ""), met, device)
     if isinstance(result, torch.Tensor):
-        return None, (_read_out(result, inputs, device, is_known),)
+        return None, (_read_out(result, inputs, device, is_known),), held
     if not isinstance(result, tuple | list) or not result:
         raise _UnknownError
     outs = tuple(_read_out(item, inputs, device, is_known) for item in result)
-    return type(result), outs
+    return type(result), outs, held
 
 
 def infer(
@@ -187,8 +187,8 @@ def infer(
 
     Returns:
         None where torch cannot tell (the call is then run at once); else the container's type
-        (None for a single tensor) and for each tensor its dtype, shape, strides where they are
-        known, requires_grad and device number.
+        (None for a single tensor), for each tensor its dtype, shape, strides where they are known,
+        requires_grad and device number, and what the call and its backward take besides.
     """
     kwargs = kwargs or {}
     if kwargs.get("out") is not None:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from koila import (
     _core,
@@ -38,6 +36,7 @@ from koila import (
     surroundings,
     table,
 )
+from koila.counting import Counter, TooMuchError
 from koila.errors import MemoryLimitError, let_go
 from koila.facts import name_of_node, where_of_node
 from koila.program import Program
@@ -51,67 +50,6 @@ _PLENTY = 64
 _TWICE = 4
 #: Buffers of kernels that nobody counts, and what the loss makes of the gradients.
 _ABOVE = 1.1
-
-
-class Counter(TorchDispatchMode):
-    """A block in which the bytes of what calls make are counted while it is there."""
-
-    sees_koila = True  # it changes no number
-
-    def __init__(self, allowed: float = math.inf) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.allowed = allowed  # bytes, from which on it raises
-        self.now = self.most = 0
-        self._there: dict[int, Any] = {}  # weak references to storages
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        results = made if isinstance(made, tuple | list) else (made,)
-        tensors = [
-            one for one in results if isinstance(one, Tensor) and one.layout == torch.strided
-        ]
-        for one in tensors:
-            self._note(one.untyped_storage())
-        given = [one for one in args if isinstance(one, Tensor)]
-        has_buffers = func.overloadpacket in _WITH_BUFFERS
-        held = 2 * sum(map(_n_bytes, (*given, *tensors))) if has_buffers else 0
-        self._reach(self.now + held)
-        return made
-
-    def _note(self, storage: Any) -> None:
-        key, n_bytes = storage._cdata, storage.nbytes()
-        if key in self._there:
-            return
-
-        def go(_: Any) -> None:
-            del self._there[key]
-            self.now -= n_bytes
-
-        self._there[key] = weakref.ref(storage, go)
-        self.now += n_bytes
-
-    def _reach(self, n_bytes: int) -> None:
-        self.most = max(self.most, n_bytes)
-        if self.most > self.allowed:
-            raise _TooMuchError
-
-
-def _n_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-#: Their kernels lay out what they are given, and make, anew.
-_WITH_BUFFERS = frozenset((torch.ops.aten.convolution, torch.ops.aten.convolution_backward))
-
-
-class _TooMuchError(MemoryError):
-    """More was made than is left."""
 
 
 class Derivative(NamedTuple):
@@ -430,7 +368,7 @@ def counting(left: Left | None) -> Iterator[None]:
     try:
         with counter:
             yield
-    except _TooMuchError as error:
+    except TooMuchError as error:
         let_go(error)
         raise _too_much(left.func, left.why, counter.most, left.n_bytes) from None
 

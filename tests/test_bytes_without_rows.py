@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls take that have no row in the op table: torch is asked, on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import koila
+from allocations import Allocations
+from koila.memory import estimate
+from koila.program import Program
+from oracle import Lazy, eager
+
+ROWS, WIDTH, GROUPS = 2048, 48, 50
+
+
+def _reduced(h: Tensor, reduce: str) -> Tensor:
+    group = (torch.arange(len(h)) % GROUPS)[:, None].expand_as(h)
+    zeros = torch.zeros(GROUPS, h.shape[1], dtype=h.dtype)
+    return zeros.scatter_reduce(0, group, h, reduce, include_self=False)
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "scatter_reduce mean": lambda h: _reduced(h, "mean"),
+    "scatter_reduce prod": lambda h: _reduced(h, "prod"),
+    "renorm": lambda h: h.renorm(2, 0, 1.0),
+    "quantile": lambda h: h.quantile(0.3, dim=1),
+    "rfft": lambda h: torch.fft.rfft(h).abs(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_takes_what_is_predicted(name: str) -> None:
+    """With its backward: what is kept for that, and what a formula makes on its way."""
+
+    net = nn.Linear(4, WIDTH).double()
+    x = torch.randn(ROWS, 4, dtype=torch.float64)
+
+    def loss_of(lazy: Lazy) -> Tensor:
+        return CALLS[name](net(lazy(x)).tanh()).sin().sum()
+
+    loss_of(eager).backward()
+    net.zero_grad()
+    memory = Allocations()
+    with memory:
+        pass
+    with memory:
+        loss_of(eager).backward()
+    with koila.config(memory_limit=2**40):
+        predicted = estimate(Program([loss_of(koila.lazy)]), True).whole
+    share = predicted / memory.peak
+    assert 0.9 <= share <= 1.5, f"{share:.2f} of {memory.peak} bytes"
