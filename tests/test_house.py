@@ -134,7 +134,9 @@ def test_headers_have_no_cycle() -> None:
 
 def bodies_of(path: Path) -> dict[str, str]:
     """The functions that a C file defines, with their bodies; comments and strings left out."""
-    text = re.sub(r'/\*.*?\*/|"(?:\\.|[^"\\])*"|^ *#[^\n]*', "", path.read_text(), flags=re.S | re.M)
+    text = re.sub(
+        r'/\*.*?\*/|"(?:\\.|[^"\\])*"|^ *#[^\n]*', "", path.read_text(), flags=re.S | re.M
+    )
     found = re.finditer(r"^(?!\s)[^;{}=]*?\b(\w+)\([^;{}]*\)\s*\{(.*?)^\}", text, re.S | re.M)
     return {match[1]: match[2] for match in found}
 
