@@ -258,6 +258,113 @@ def dqn(n_rows: int, wide: int) -> Loop:
     return _loop(modules, [["q"]], n_rows, 8, step)
 
 
+def gradient_cache(n_rows: int, wide: int) -> Loop:
+    """Two towers whose embeddings are made without gradients; what the loss of all pairs sends to
+    them goes back through each half of the batch."""
+
+    def step(m: Any, optimizers: Any, lazy: Lazy, data: Tensor, labels: Tensor) -> list[Tensor]:
+        batch = lazy(data, data.roll(3, 1))
+        towers = m["image"], m["text"]
+        with torch.no_grad():
+            made = [tower(x) for tower, x in zip(towers, batch, strict=True)]
+        leaves = [one.detach().requires_grad_() for one in made]
+        a, b = (F.normalize(leaf, dim=1) for leaf in leaves)
+        scores = a[:32] @ b[:32].t() * 5
+        of = torch.arange(len(scores))
+        loss = (F.cross_entropy(scores, of) + F.cross_entropy(scores.t(), of)) / 2
+        loss = loss + (a - b).square().sum(1).mean()
+        optimizers[0].zero_grad()
+        loss.backward()
+        for tower, x, leaf in zip(towers, batch, leaves, strict=True):
+            assert leaf.grad is not None
+            for half in (slice(0, n_rows // 2), slice(n_rows // 2, None)):
+                (tower(x[half]) * leaf.grad[half]).sum().backward()
+        optimizers[0].step()
+        return [loss]
+
+    modules: dict[str, nn.Module] = {
+        "image": _net(8, wide, 6),
+        "text": _net(8, wide, wide, 6),
+    }
+    return _loop(modules, [["image", "text"]], n_rows, 8, step)
+
+
+def sharpness_aware(n_rows: int, wide: int) -> Loop:
+    """The weights go uphill, a second pass finds the gradient there, and they step from where they
+    were; batch statistics are moved by the first pass alone."""
+
+    def step(m: Any, optimizers: Any, lazy: Lazy, data: Tensor, labels: Tensor) -> list[Tensor]:
+        x, y = lazy(data, labels)
+        weights = [p for p in m["net"].parameters() if p.requires_grad]
+        first = F.cross_entropy(m["net"](x), y, label_smoothing=0.1)
+        optimizers[0].zero_grad()
+        first.backward()
+        kept = [p.detach().clone() for p in weights]
+        norm = torch.stack([p.grad.norm() for p in weights if p.grad is not None]).norm()
+        with torch.no_grad():
+            for p in weights:
+                assert p.grad is not None
+                p.add_(p.grad * (0.05 / (norm + 1e-12)))
+        m["net"][1].momentum = 0.0
+        second = F.cross_entropy(m["net"](x), y, label_smoothing=0.1)
+        optimizers[0].zero_grad()
+        second.backward()
+        m["net"][1].momentum = 0.1
+        for p, before in zip(weights, kept, strict=True):
+            p.data = before
+        optimizers[0].step()
+        return [first, second]
+
+    net = nn.Sequential(nn.Linear(8, wide, bias=False), nn.BatchNorm1d(wide), nn.Tanh())
+    net.extend([nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh()])
+    net.append(nn.Linear(wide, 3))
+    return _loop({"net": net}, [["net"]], n_rows, 8, step)
+
+
+def adversarial(n_rows: int, wide: int) -> Loop:
+    """Inputs go uphill by the sign of their gradients, in a box around what they were; the model
+    learns from them, and draws the same masks for a second pass."""
+
+    def step(m: Any, optimizers: Any, lazy: Lazy, data: Tensor, labels: Tensor) -> list[Tensor]:
+        x, y = lazy(data, labels)
+        near = x.detach() + torch.empty_like(x).uniform_(-0.1, 0.1)
+        for _ in range(2):
+            near.requires_grad_(True)
+            (found,) = torch.autograd.grad(F.cross_entropy(m["net"](near), y), [near])
+            near = near.detach() + 0.05 * found.detach().sign()
+            near = torch.min(torch.max(near, x - 0.2), x + 0.2).clamp(-3, 3)
+        state = torch.get_rng_state()
+        out = m["net"](near.detach())
+        torch.set_rng_state(state)
+        same = m["net"](x)
+        apart = F.kl_div(out.log_softmax(1), same.softmax(1), reduction="batchmean")
+        loss = F.cross_entropy(out, y) + apart
+        right = (out.argmax(1) == y).sum()
+        return [_update(optimizers[0], loss), right / n_rows]
+
+    net = nn.Sequential(nn.Linear(8, wide), nn.GELU(), nn.Dropout(0.2), nn.Linear(wide, wide))
+    net.extend([nn.GELU(), nn.Linear(wide, 3)])
+    return _loop({"net": net}, [["net"]], n_rows, 8, step)
+
+
+def predictions_that_stay(n_rows: int, wide: int) -> Loop:
+    """Several predictions of each sample are read for a log and kept, with their history, while the
+    model learns; it is evaluated in the midst of the step, too."""
+
+    def step(m: Any, optimizers: Any, lazy: Lazy, data: Tensor, labels: Tensor) -> list[Tensor]:
+        x, y = lazy(data, labels)
+        drawn = torch.stack([F.dropout(m["net"](x), 0.1) for _ in range(3)])
+        spread = drawn.std(0).mean().item()
+        out = m["net"](x)
+        m["net"].eval()
+        calm = m["net"](x)
+        m["net"].train()
+        loss = F.cross_entropy(out, y) + F.mse_loss(out, calm)
+        return [_update(optimizers[0], loss), torch.tensor(spread)]
+
+    return _loop({"net": _net(8, wide, wide, 3)}, [["net"]], n_rows, 8, step)
+
+
 LOOPS = [
     gan,
     two_losses,
@@ -269,6 +376,10 @@ LOOPS = [
     ppo,
     vae_gan,
     dqn,
+    gradient_cache,
+    sharpness_aware,
+    adversarial,
+    predictions_that_stay,
 ]
 
 
