@@ -141,7 +141,7 @@ class Watched:
 
     @unseen
     def _stage(self, original: Any, *args: Any) -> Any:
-        self._now.program, is_pending = None, _core.pending_bytes() > 0
+        self._now.program, is_pending = None, _core.pending_bytes(False) > 0
         try:
             staged = original(*args)
             has_run = staged is not None or not is_pending

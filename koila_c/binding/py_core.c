@@ -660,14 +660,17 @@ core_close(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 
 /* Bytes that the pending calls would make and keep, by a quick sum. */
 PyObject *
-core_pending_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+core_pending_bytes(PyObject *Py_UNUSED(module), PyObject *is_graph)
 {
     const Tape *tape = kl_tape_open_or_null();
     long long bytes = 0;
     for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        bytes += node->is_done ? 0 : kl_tape_n_bytes(&tape->core, (KlNodeId)i);
-        bytes += node->saves.bytes_extra + node->saves.bytes_fixed + node->saves.bytes_workspace;
+        const KlSaves *saves = &node->saves;
+        if (is_graph == Py_False || tape->core.values[node->first_out].meta.requires_grad) {
+            bytes += node->is_done ? 0 : kl_tape_n_bytes(&tape->core, (KlNodeId)i);
+            bytes += saves->bytes_extra + saves->bytes_fixed + saves->bytes_workspace;
+        }
     }
     return PyLong_FromLongLong(bytes);
 }

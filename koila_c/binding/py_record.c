@@ -317,7 +317,7 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     if (kl_call_encode(tape, args, kwargs, &call, &inputs.values, &inputs.n, &inputs.n_max) < 0) {
         goto error;
     }
-    bool is_mixed = kl_tape_mixes_aside(&tape->core, (uint32_t)inputs.n, inputs.values, 0);
+    result = kl_tape_mixes_aside(&tape->core, (uint32_t)inputs.n, inputs.values, 0) ? 0 : -1;
     KlPlace *places = tape->inferred.split.places;
     tape->inferred.split.places = NULL; /* without a row every input is given whole */
     const KlRecord record = {
@@ -330,12 +330,11 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
         .is_grad_enabled = is_grad_enabled,
         .refresh_of = KL_ID_NONE,
     };
-    int appended = is_mixed ? -1 : kl_record_append(tape, &record, func, &call, &id);
+    int appended = result == 0 ? -1 : kl_record_append(tape, &record, func, &call, &id);
     tape->inferred.split.places = places;
     if (appended < 0) {
         kl_call_truncate(tape, call.first_slot);
         Py_CLEAR(call.kwnames);
-        result = is_mixed ? 0 : -1;
         goto error;
     }
     *results = kl_record_results(tape, id, container);

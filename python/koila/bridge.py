@@ -670,7 +670,7 @@ def call(
         What it returns, with lazies in place of tensors unless `is_plain`.
     """
     unwritten.note_read((args, kwargs))
-    is_large = has_graph and not planner.is_whole() and _core.pending_bytes() >= _WORTH
+    is_large = has_graph and not planner.is_whole() and _core.pending_bytes(False) >= _WORTH
     is_light = is_large and _core.won_whole() >= 0
     is_cut = not is_light and not planner.is_whole() and _cut(func)
     if is_light:

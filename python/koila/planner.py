@@ -39,7 +39,7 @@ def is_whole() -> bool:
         return config.get("chunks") == 1
     if config.get("memory_limit") is not None:
         return False
-    return budget.is_ample(int(_core.pending_bytes()))
+    return budget.is_ample(int(_core.pending_bytes(False)))
 
 
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
@@ -295,7 +295,7 @@ def _fit(
     was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
     # Numbers alone are made stage by stage in one chunk too, which keeps what crosses from each.
     # What is differentiated whole runs live, and all that waits besides runs with it.
-    besides = 0 if program.is_all else max(0, _core.pending_bytes() - program.amounts.made)
+    besides = 0 if program.is_all else max(0, _core.pending_bytes(True) - program.amounts.made)
     staged = 0 if is_graph else estimate.peak(estimate.rows)[0]
     needed = max(estimate.whole + besides * is_graph, staged)
     fits = needed <= (left + slack if was_whole else share * allowed)
