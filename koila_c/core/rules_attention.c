@@ -190,13 +190,12 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     double dropout = 0.0;
     bool is_causal = false, is_grouped = false;
-    const KlMeta *query = call->inputs[QUERY];
-    const KlMeta *key = call->inputs[KEY];
-    const KlMeta *mask = kl_rules_input(call, MASK);
-    const KlMeta *out = &result->outs[0];
+    const KlMeta *query = call->inputs[QUERY], *key = call->inputs[KEY];
+    const KlMeta *mask = kl_rules_input(call, MASK), *out = &result->outs[0];
     (void)read_options(call, &dropout, &is_causal, &is_grouped);
     int64_t n_queries = kl_meta_n_elements(out) / out->shape[out->n_dims - 1];
-    bool is_half = query->dtype == KL_DTYPE_FLOAT16 || query->dtype == KL_DTYPE_BFLOAT16;
+    int64_t own = (int64_t)kl_meta_dtype_bytes(query->dtype);
+    bool is_half = own == 2;
     KlDtype wide = is_half ? KL_DTYPE_FLOAT32 : query->dtype;
     if (is_fused(call, dropout, is_grouped)) {
         kl_rules_save(call, saves, QUERY);
@@ -211,28 +210,39 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
         }
         return;
     }
-    /* Otherwise the matrix of weights is kept, scaled copies of query and key, and the values, as they are where
-     * that is a batch of matrices. */
-    int64_t n_weights = n_queries * key->shape[key->n_dims - 2];
-    bool is_batch = is_batch_of_matrices(call->inputs[VALUE]);
-    int64_t n_values = is_batch ? 0 : out->shape[out->n_dims - 1];
-    int64_t n_copied =
-        n_queries * query->shape[query->n_dims - 1] +
-        n_weights / out->shape[out->n_dims - 2] * (key->shape[key->n_dims - 1] + n_values);
-    if (is_batch || !call->inputs[VALUE]->is_strided) {
+    /* Otherwise the matrix of weights is kept, scaled copies of query and key, and values, as they are where that is a
+     * batch of matrices. What is widened, repeated for heads in groups, or made of a mask is there until the end. */
+    const KlMeta *value = call->inputs[VALUE];
+    bool is_batch = is_batch_of_matrices(value), is_made = is_half || is_grouped;
+    if (!is_made && (is_batch || !value->is_strided)) {
         kl_rules_save(call, saves, VALUE);
     }
-    kl_rules_save_new(result, saves, n_copied + n_weights * (dropout > 0.0 ? 3 : 1), wide);
-    /* Scores are there beside the weights that are made of them, and a bool for each: is it -inf? With dropout that is
-     * over before most is there, and going back torch lets go of some of it first; what is there then is what weights
-     * of half precision were. Masks of bools, and causal ones, are made anew. */
-    int64_t n_bytes = n_weights * (int64_t)kl_meta_dtype_bytes(wide);
-    int64_t n_masked = mask != NULL && mask->dtype == KL_DTYPE_BOOL ? kl_meta_n_elements(mask)
-                       : is_causal ? out->shape[out->n_dims - 2] * key->shape[key->n_dims - 2]
-                                   : 0;
-    saves->bytes_workspace = dropout == 0.0 ? n_bytes + n_weights : is_half ? n_bytes / 2 : 0;
-    saves->bytes_workspace += n_masked * (int64_t)kl_meta_dtype_bytes(wide);
-    bool is_one = dropout > 0.0 || (mask != NULL && mask->requires_grad);
-    saves->bytes_backward = is_one ? n_bytes : 2 * n_bytes; /* that of scores may be the mask's */
-    saves->bytes_backward += dropout == 0.0 ? n_copied * (int64_t)kl_meta_dtype_bytes(wide) : 0;
+    int64_t size = (int64_t)kl_meta_dtype_bytes(wide), given = kl_meta_n_bytes(out);
+    int64_t n_weights = n_queries * key->shape[key->n_dims - 2], weights = size * n_weights;
+    int64_t feature = weights / out->shape[out->n_dims - 2];
+    int64_t keys = feature * key->shape[key->n_dims - 1];
+    int64_t values = feature * out->shape[out->n_dims - 1];
+    int64_t further = is_made || !is_batch ? values : 0;
+    int64_t pair = keys + size * n_queries * query->shape[query->n_dims - 1];
+    int64_t kept = pair + further + (dropout > 0.0 ? 3 : 1) * weights;
+    kl_rules_save_new(result, saves, kept / size, wide);
+    int64_t there = is_grouped ? keys : 0;
+    there += is_half ? size * (kl_meta_n_elements(query) + kl_meta_n_elements(key)) : 0;
+    there += is_half && (is_grouped || !is_batch) ? size * kl_meta_n_elements(value) : 0;
+    there += is_batch_of_matrices(query) ? 0 : size * kl_meta_n_elements(query);
+    there += is_causal ? weights / n_queries * out->shape[out->n_dims - 2] : 0;
+    there += mask != NULL && mask->dtype == KL_DTYPE_BOOL ? own * kl_meta_n_elements(mask) : 0;
+    /* Softmax has scores beside the weights, and a bool for each: is it -inf? When it returns, weights and result of
+     * half precision are there beside the wide ones. */
+    int64_t early = is_grouped || (is_half && is_batch) ? values : 0, wider = given / own * size;
+    int64_t scores = pair + early + 2 * weights + n_weights + n_queries - kept - given;
+    saves->bytes_workspace = there + kl_larger(scores, is_half ? wider + own * n_weights : 0);
+    /* Back through the last product the gradient of weights comes beside all that is kept; through softmax that of
+     * scores, without values and what came; then those of query and key. Gradients of inputs count apart. */
+    int64_t first = kl_larger(dropout > 0.0 ? 0 : 2 * weights, pair) - further - given;
+    first = kl_larger(weights + (is_half ? wider - given : 0), first);
+    for (uint32_t arg = QUERY; arg <= MASK; arg++) {
+        first -= kl_rules_needs_grad(call, arg) ? kl_meta_n_bytes(kl_rules_input(call, arg)) : 0;
+    }
+    saves->bytes_backward = first + (value->requires_grad ? values : 0);
 }
