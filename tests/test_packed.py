@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
 import koila
 from allocations import Allocations
-from koila import budget, storages
+from koila import budget, storages, unsplit
+from limits import there
 
 SORTED, UNSORTED, EVEN = [9, 8, 8, 5, 3, 3, 1], [3, 9, 1, 5, 8, 8, 3], [6] * 7
 V, STEPS = 20, 10
@@ -273,3 +274,41 @@ def test_where_pieces_of_a_sample_are_looked_for_the_lengths_are_not_read() -> N
         for p, gradient in zip(net.parameters(), wanted, strict=True):
             assert_close(p.grad, gradient, rtol=1e-10, atol=1e-12)
     assert 0 < n_refused < 8
+
+
+@pytest.mark.parametrize("is_both", [False, True], ids=["", "both"])
+@pytest.mark.parametrize("n_layers", [2, 3])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_what_dropout_between_layers_takes(
+    kind: str, n_layers: int, is_both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a layer runs whole, and what it takes is known before, within 5 %: where a limit is
+    less it is refused before it runs."""
+    torch.manual_seed(0)
+    words: Any = {"batch_first": True, "dropout": 0.3, "bidirectional": is_both}
+    net = getattr(nn, kind)(24, 32, n_layers, **words)
+    x, lengths = torch.randn(200, 48, 24), torch.randint(1, 49, (200,))
+    steps = pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+    data = steps.data.requires_grad_()
+    seed = torch.randn(len(data), 32 * (1 + is_both))
+    memory = Allocations()
+    memory.count(list(net.parameters()))
+    with memory:
+        made = net(PackedSequence(data, *steps[1:]))[0].data
+    with memory:
+        loss = (made * seed).sum()
+        del made
+        loss.backward()
+    taken = memory.peak - sum(one.nbytes for one in net.parameters())
+    said = []
+    check = unsplit.check_known
+
+    def noting(func: Any, why: str, n_bytes: int) -> None:
+        said.append(n_bytes)
+        check(func, why, n_bytes)
+
+    monkeypatch.setattr(unsplit, "check_known", noting)
+    refused = pytest.raises(koila.MemoryLimitError, match="dropout between its layers")
+    with koila.config(memory_limit=there() + taken * 3 // 4), refused:
+        net(pack_padded_sequence(koila.lazy(x), lengths, True, enforce_sorted=False))
+    assert 0.95 <= said[0] / taken <= 1.05

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from koila import _core, planner, reports, table, uneven
+from koila import _core, planner, reports, table, uneven, unsplit
 
 LazyTensor = _core.LazyTensor
 _VF: Any = torch._C._VariableFunctions
@@ -219,8 +219,12 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if torch.is_autocast_enabled(made_of.padded.device.type):
         return NotImplemented  # torch casts the weights of its own call
     _, sizes, hx, params, has_biases, num_layers, dropout, train, is_both = args
-    is_drawn = train and dropout > 0 and num_layers > 1
-    if is_drawn or type(sizes) is LazyTensor or _core.rows_dim(made_of.padded) < 0:
+    if train and dropout > 0 and num_layers > 1:
+        of_kind = table.ROWS[func.__name__]["n_gates"], num_layers, is_both, list(params)
+        n_bytes = uneven.whole(made_of.padded, _listed(hx), made_of.lengths, *of_kind)
+        unsplit.check_known(func, _DROPS, n_bytes)
+        return NotImplemented
+    if type(sizes) is LazyTensor or _core.rows_dim(made_of.padded) < 0:
         return NotImplemented
     inverse = None if made_of.order is None else _invert(made_of.order)
     states = [_unsorted(state, made_of.order, inverse) for state in _listed(hx)]
@@ -249,6 +253,9 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         for state in made[1:]
     ]
     return _gather(out), *last
+
+
+_DROPS = "dropout between its layers draws for the steps of all rows at once"
 
 
 def _listed(hx: Any) -> list[Tensor]:

@@ -77,6 +77,37 @@ def needs(
     return *numbers, *(number for pair in amounts.values() for number in pair)
 
 
+#: Where what is meant begins in the numbers of a KlUneven.
+_KEPT, _RUN, _PLAIN, _BACK = 4, 6, 8, 14
+
+
+def whole(
+    x: Tensor,
+    states: Sequence[Tensor],
+    lengths: Tensor,
+    n_gates: int,
+    n_layers: int,
+    is_both: bool,
+    weights: Sequence[Tensor],
+) -> int:
+    """Bytes at the worst moment of torch's own call over the steps of all rows, with dropout
+    between layers, and its backward."""
+    found = needs(x, states, lengths, n_gates, n_layers, is_both, True, True)
+    n_steps, n_turns, size = found[0], found[1], x.element_size()
+    # Its steps are there, and no index is made; but noise between layers is.
+    beside = (n_layers - 1) * (1 + is_both) * states[0].shape[-1] * size
+    beside -= x.shape[-1] * size + 16
+
+    def total(*firsts: int) -> int:
+        of_step, of_turn = (sum(found[first + k] for first in firsts) for k in (0, 1))
+        return (of_step + beside) * n_steps + of_turn * n_turns
+
+    if not torch.is_grad_enabled():
+        return total(_PLAIN)
+    gradients = sum(one.nbytes for one in weights if one.requires_grad)
+    return max(total(_RUN), total(_KEPT, _BACK) + gradients)
+
+
 def _grids(n_rows: int, rows: int, n_chunks: int) -> list[list[tuple[int, int]]]:
     """The ways in which the planner makes chunks of so many rows at most."""
     unit = rows // UNIT * UNIT or 1 << rows.bit_length() - 1

@@ -135,6 +135,21 @@ def check_whole(program: Program, decision: reports.Decision, needed: float) -> 
     raise planner.too_large(program, what, needed, left(), large)
 
 
+def check_known(func: Callable[..., Any], why: str, n_bytes: float) -> None:
+    """As `check`, of a call that takes so many bytes, with its backward.
+
+    Raises:
+        MemoryLimitError: with what waits that is more than is left.
+    """
+    explain.decide_whole(func, why)
+    if planner.is_whole() or config.get("chunks") is not None:
+        return
+    program = _waiting()
+    decision = reports.Decision(f"for {reports.call_of(func)}, since {why}")
+    waiting = memory.estimate(program, bool(program.roots)).whole
+    check_whole(program, decision, waiting + n_bytes)
+
+
 def _too_much(func: Callable[..., Any], why: str, needed: float, left: float) -> MemoryLimitError:
     """What is raised of a call on the whole batch that made, or will make, more than was left."""
     what = f"{reports.name_of(func)} ({lines.user_line()}) runs on the whole batch: {why}"
