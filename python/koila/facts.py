@@ -132,7 +132,7 @@ class Run:
     combined: list[Node] = field(default_factory=list)  # their partials become values here
     shadows: list[int] = field(default_factory=list)  # imports of which only sizes are read
     has_gradient: bool = False
+    is_body: bool = field(init=False)
 
-    @property
-    def is_body(self) -> bool:
-        return self.stage % 2 == 1
+    def __post_init__(self) -> None:
+        self.is_body = self.stage % 2 == 1

@@ -39,6 +39,7 @@ class Interpreter:
         self.stages = stages
         self.schedule = schedule
         self.loops: list[_Loop] = []
+        self.chunk = 0  # which chunk, or piece of one, the innermost loop is at
         self.open: dict[int, Any] = {}  # by run: what was made of the chunk, with its graph
         self.joints: dict[int, tuple[dict[int, GradientEdge], Fresh]] = {}  # graphs, by stage
         self.pieces: dict[int, Cross] = {}  # by value: a chunk of it, which pieces are cut of
@@ -63,11 +64,6 @@ class Interpreter:
             if not self.loops:
                 self.stages.reads.clear()
 
-    @property
-    def chunk(self) -> int:
-        """Which chunk, or piece of one, the innermost loop is at."""
-        return self.loops[-1].chunk
-
     # -- loops ------------------------------------------------------------------------------------
 
     def _open_loop(self, step: Step, begin: int) -> None:
@@ -85,15 +81,18 @@ class Interpreter:
                 stages.forget(stages.cross[value].aliases.values())
                 stages.cross[value].settle_all()
         self.loops.append(_Loop(begin, first, stop))
+        self.chunk = first
 
     def _is_next_chunk(self, step: Step) -> bool:
         """Go on to the next chunk; after the last one the loop is over."""
         loop = self.loops[-1]
         loop.chunk += 1
         if loop.chunk < loop.stop:
+            self.chunk = loop.chunk
             return True
         self.loops.pop()
         if self.loops:
+            self.chunk = self.loops[-1].chunk
             self._give_back_pieces()
         elif step.graph == Graph.WAIT:
             del self.waiting[step.runs[0].index]

@@ -6,12 +6,40 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
 from koila import _core, hooks, noise
 from koila.facts import ONCE, Amounts, Import, Info, Made, Node, Run
 from koila.schedule import AS_IT_IS, Graph, Light, Op, Schedule, Step, Way
+
+_OPS, _GRAPHS = tuple(Op), tuple(Graph)
+_T = TypeVar("_T")
+
+
+class _Asked(dict[int, _T]):
+    """What was asked for, by number: found once, and had without a call from then on."""
+
+    def __init__(self, find: Callable[[int], _T]) -> None:
+        self._find = find
+
+    def __missing__(self, number: int) -> _T:
+        found = self[number] = self._find(number)
+        return found
+
+
+def _info(value: int) -> Info:
+    return Info(*_core.value(value))
+
+
+def _made(handle: object, value: int) -> Made:
+    node, *traits = _core.maker(handle, value)
+    return Made(None if node is None else Node._make(node), *traits)
+
+
+def _node(handle: object, i: int) -> Node:
+    return Node._make(_core.staged(handle, i))
 
 
 class Program:
@@ -59,9 +87,10 @@ class Program:
         self.is_known_only = is_known_only
         self._cuts = n_segments, is_headed
         self._cloned: set[int] = set()
-        self._info: dict[int, Info] = {}
-        self._made: dict[int, Made] = {}
-        self._nodes: dict[int, Node] = {}
+        #: Of a value or a call by number, asked for once.
+        self.info = _Asked(_info).__getitem__
+        self.made = _Asked(functools.partial(_made, self.handle)).__getitem__
+        self.node = _Asked(functools.partial(_node, self.handle)).__getitem__
         self._rows: dict[int, str] = {}
         #: Of reductions, as far as they were asked for: the row's, and the rows of all chunks.
         self.signatures: dict[int, tuple[str, int]] = {}
@@ -119,23 +148,11 @@ class Program:
         lists = nodes, numbers, imports, exports, inner, made, shadows
         return Run(index, stage, axis, segment, *lists, has_gradient)
 
-    def node(self, i: int) -> Node:
-        """A call of it."""
-        if i not in self._nodes:
-            self._nodes[i] = Node._make(_core.staged(self.handle, i))
-        return self._nodes[i]
-
     def row_of(self, node: Node) -> str:
         """The row of a call; "": it has none."""
         if node.id not in self._rows:
             self._rows[node.id] = str(_core.node(node.id)[1] or "")
         return self._rows[node.id]
-
-    def made(self, value: int) -> Made:
-        if value not in self._made:
-            node, *traits = _core.maker(self.handle, value)
-            self._made[value] = Made(None if node is None else Node._make(node), *traits)
-        return self._made[value]
 
     def node_of(self, value: int) -> Node | None:
         """The node that makes a value in this program; None for a leaf."""
@@ -170,11 +187,6 @@ class Program:
     def is_hooked(self, value: int) -> bool:
         """Whether something looks at the whole gradient of a value."""
         return self.needs_gradient(value) and hooks.is_on(value)
-
-    def info(self, value: int) -> Info:
-        if value not in self._info:
-            self._info[value] = Info(*_core.value(value))
-        return self._info[value]
 
     @property
     def is_part(self) -> bool:
@@ -227,7 +239,7 @@ class Program:
         steps, n_forward, lights = _core.schedule(self.handle, homes)
         return Schedule(
             [
-                Step(Op(op), Graph(graph), self.runs[first : first + n], values, others)
+                Step(_OPS[op], _GRAPHS[graph], self.runs[first : first + n], values, others)
                 for op, graph, first, n, values, others in steps
             ],
             n_forward,

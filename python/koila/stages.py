@@ -293,10 +293,12 @@ class Stages:
             assert look is not None
             look.settle(self.program.node(i), env)
 
-        beside: Any = contextlib.nullcontext()
-        if self.program.is_derived:
-            beside = derived.beside(run.nodes if is_graph and again is None else ())
-        with beside, contextlib.nullcontext() if look is None else look.hooks():
+        with contextlib.ExitStack() as block:
+            if self.program.is_derived:
+                nodes = run.nodes if is_graph and again is None else ()
+                block.enter_context(derived.beside(nodes))
+            if look is not None:
+                block.enter_context(look.hooks())
             _core.run(
                 self.program.handle,
                 run.index,
