@@ -301,9 +301,11 @@ def test_leaves_are_checked_and_refreshed() -> None:
     x, scale = koila.lazy(batch()), torch.ones(3, dtype=torch.float64)
     lazy = x * scale
     core.check_leaves()
-    leaves = core.leaves_of(scale)
+    (leaf,) = core.leaves_of(scale)
     scale.mul_(3)
-    core.refresh_leaf(*leaves)
+    assert core.leaves_of(scale) == []  # what was read is gone
+    core.refresh_leaf(leaf)
+    assert core.leaves_of(scale) == [leaf]
     core.check_leaves()
     assert lazy.tolist() == (batch() * 3).tolist()
     lazy = x.tanh() * scale
