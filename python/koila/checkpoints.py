@@ -12,26 +12,23 @@ is refused.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import itertools
-import re
 import sys
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import handle_torch_function
 
 from koila import (
     _core,
+    checkpoint_bodies,
     explain,
     lines,
     norms,
@@ -56,150 +53,6 @@ class _State(threading.local):
 
 
 _state = _State()
-
-# What a body writes ---------------------------------------------------------------------------
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes that a code object uses, and those of functions in it."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
-
-
-def _inside(obj: Any, names: set[str]) -> Iterator[Any]:
-    """What an object of none of torch's kinds holds, of which code with these names can call."""
-    if isinstance(obj, dict):
-        yield from obj.values()
-    elif isinstance(obj, list | tuple | set):
-        yield from obj
-    elif isinstance(obj, types.FunctionType):
-        yield from obj.__defaults__ or ()
-        yield from (obj.__kwdefaults__ or {}).values()
-        for cell in obj.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is still empty
-                yield cell.cell_contents
-        yield from (obj.__globals__[name] for name in names & obj.__globals__.keys())
-    elif isinstance(obj, types.MethodType):
-        yield from (obj.__func__, obj.__self__)
-    elif isinstance(obj, functools.partial):
-        yield from (obj.func, *obj.args, *obj.keywords.values())
-    else:
-        attributes = getattr(obj, "__dict__", {})
-        yield from (attributes[name] for name in names & attributes.keys())
-        if isinstance(call := getattr(type(obj), "__call__", None), types.FunctionType):  # noqa: B004
-            yield call
-
-
-def _modules_in(
-    objs: Iterable[Any], names: set[str] | None = None, depth: int = 4
-) -> Iterator[nn.Module]:
-    """The modules that functions can call: given to them, or what they are bound to or captured."""
-    names = set() if names is None else names
-    for obj in objs:
-        if isinstance(obj, nn.Module):
-            yield from obj.modules()
-        elif depth > 0 and not isinstance(obj, Tensor | type | types.ModuleType | str):
-            is_function = isinstance(obj, types.FunctionType)
-            inner = names | _names_in(obj.__code__) if is_function else names
-            if isinstance(obj, types.MethodType) and isinstance(obj.__func__, types.FunctionType):
-                inner = names | _names_in(obj.__func__.__code__)
-            yield from _modules_in(list(_inside(obj, inner)), inner, depth - 1)
-
-
-def _updates(module: nn.Module) -> bool:
-    """Whether it is of torch, and updates what it has as it runs."""
-    if not module.training:
-        return False
-    hooks = module._forward_pre_hooks.values()
-    return (
-        (isinstance(module, _NormBase) and module.track_running_stats)
-        or isinstance(module, _SpectralNorm)
-        or any(isinstance(hook, SpectralNorm) for hook in hooks)
-    )
-
-
-def _is_torchs(name: str) -> bool:
-    return name.startswith("torch.nn.")
-
-
-_IN_PLACE = re.compile(r"[a-z0-9]_$")
-
-
-@functools.cache
-def _written_by(kind: type) -> frozenset[str]:
-    """The names beside which forward, or a method that it names, names what writes in place."""
-    names: set[str] = set()
-    seen, left = set(), ["forward"]
-    while left:
-        method = getattr(kind, left.pop(), None)
-        if not isinstance(method, types.FunctionType) or _is_torchs(method.__module__):
-            continue
-        if method not in seen:
-            seen.add(method)
-            named = _names_in(method.__code__)
-            left.extend(named)
-            if any(map(_IN_PLACE.search, named)) or _STORES & set(method.__code__.co_code[::2]):
-                names |= named
-    return frozenset(names)
-
-
-#: The opcodes of `x[i] = y`, `x.y = z`, and of `x += y`, which is one among others.
-_STORES = {dis.opmap[name] for name in ("STORE_SUBSCR", "STORE_ATTR")}
-
-
-def _seems_to_write(module: nn.Module) -> bool:
-    """Whether a method of its class names a buffer of its own, and writes something."""
-    is_torchs = isinstance(module, _BatchNorm) or _is_torchs(type(module).__module__)
-    if is_torchs or not module._buffers:
-        return False
-    kind: Any = type(module)
-    return not _written_by(kind).isdisjoint(module._buffers)
-
-
-def _can_record(found: list[nn.Module]) -> bool:
-    """Whether what a body's modules update are batch normalizations that are trained: all of them
-    have a part in what torch makes again."""
-    return not any(map(_seems_to_write, found)) and all(
-        isinstance(module, _BatchNorm)
-        and module.running_mean is not None
-        and module.weight is not None
-        and module.weight.requires_grad
-        for module in filter(_updates, found)
-    )
-
-
-class _Buffer(NamedTuple):
-    """A buffer as it was."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor
-    version: int | None
-
-    def is_written(self) -> bool:
-        now: Any = self.module._buffers.get(self.name)
-        return now is not self.tensor or _version(self.tensor) != self.version
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often it was written; what a lazy is a version of."""
-    if type(tensor) is _core.LazyTensor:
-        return _core.id(tensor)
-    return recomputed.version_of(tensor)
-
-
-def _buffers_of(found: list[nn.Module]) -> list[_Buffer]:
-    """The buffers of modules, but for the counts of batches, which are moved once more; so are
-    statistics, which are written without a new version."""
-    return [
-        _Buffer(module, name, tensor, _version(tensor))
-        for module in dict.fromkeys(found)
-        for name, tensor in module._buffers.items()
-        if tensor is not None and not (isinstance(module, _BatchNorm) and tensor.dim() == 0)
-    ]
-
-
-# Recording ------------------------------------------------------------------------------------
 
 
 def _norm_calling(mean: Tensor) -> nn.Module | None:
@@ -271,7 +124,9 @@ def _region(is_reentrant: bool) -> Iterator[int]:
 def _has_modes(kind: type) -> bool:
     """Whether forward asks if it is in training."""
     forward = getattr(kind, "forward", None)
-    return isinstance(forward, types.FunctionType) and "training" in _names_in(forward.__code__)
+    if not isinstance(forward, types.FunctionType):
+        return False
+    return "training" in checkpoint_bodies.names_in(forward.__code__)
 
 
 def _hooks_of(module: nn.Module) -> tuple[int, ...]:
@@ -300,7 +155,7 @@ def _recording(
 ) -> Iterator[None]:
     """A block in which a body is recorded that torch would run again, on what it is given."""
     global _n_recording
-    outer, buffers, group = _state.groups, _buffers_of(found), norms.Group()
+    outer, buffers, group = _state.groups, checkpoint_bodies.buffers_of(found), norms.Group()
     around = _state.around
     _state.groups = (*outer, group)
     _n_recording += 1
@@ -337,7 +192,7 @@ def run(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if not torch.is_grad_enabled():
         with _region(True):
             return body(*args)
-    with _recording(list(_modules_in([body, *args])), True, args):
+    with _recording(list(checkpoint_bodies.modules_in([body, *args])), True, args):
         return body(*args)
 
 
@@ -353,10 +208,10 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     if not args[1]:
         return False  # as `patched`
     needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    found = list(_modules_in([args[0], *args[2:]])) if needs else []
+    found = list(checkpoint_bodies.modules_in([args[0], *args[2:]])) if needs else []
     # Such hooks begin when torch runs the body again: before, it has no graph to put them on.
     is_hooked = any(module._backward_hooks or module._backward_pre_hooks for module in found)
-    return needs and not is_hooked and _can_record(found)
+    return needs and not is_hooked and checkpoint_bodies.can_record(found)
 
 
 def reached(program: Program) -> set[int]:
@@ -530,10 +385,12 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
         is_recorded = is_ours and not planner.is_whole() and not surroundings.of_call()
         is_recorded = is_recorded and context_fn is torch.utils.checkpoint.noop_context_fn
         is_again = is_recorded and torch.is_grad_enabled()
-        found = list(_modules_in([body, *args, *kwargs.values()])) if is_again else []
+        found = (
+            list(checkpoint_bodies.modules_in([body, *args, *kwargs.values()])) if is_again else []
+        )
         # Without preserve_rng_state what torch runs again draws other numbers, and moves on the
         # generator: the gradient is of those.
-        if is_again and not (preserve and _can_record(found)):
+        if is_again and not (preserve and checkpoint_bodies.can_record(found)):
             explain.log_live(torch.utils.checkpoint.checkpoint)
             is_recorded = is_again = False
         if not is_recorded:
