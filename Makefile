@@ -88,7 +88,7 @@ core-test: $(READY)
 	$(PYTHON) -m pytest tests/test_core_c.py
 
 # Apart from the normal build, Python files included, so that neither touches the other.
-$(SANITIZED): $(SOURCES) $(wildcard python/koila/*) $(READY)
+$(SANITIZED): $(SOURCES) $(wildcard python/koila/* python/koila/*/*) $(READY)
 	rm -rf build/sanitize
 	KOILA_SANITIZE=1 $(PYTHON) setup.py --quiet build \
 	    --build-base build/sanitize --build-lib $(SANITIZED_LIB)

@@ -23,7 +23,7 @@ import koila
 from benchmarks.bench import interleave, parser, prepare, publish, ratio, seconds_of, table
 from benchmarks.bench_limits import peak_of
 from demo.model import GPT
-from koila import budget
+from koila.memory import budget
 
 SIZES = ((256, 8192), (512, 16384), (1024, 32768))  # positions and words
 N_PIECES = 8

@@ -245,9 +245,9 @@ def run_shapes(n_bytes: int, n_steps: int) -> dict[str, Any]:
     without a limit (0)."""
     start = vm_data()
     if n_bytes:
-        koila.budget.fix_malloc()
+        koila.memory.budget.fix_malloc()
         limit_to(n_bytes)
-        koila.budget.keep_fewer_kernels()
+        koila.memory.budget.keep_fewer_kernels()
     case = CASES["GPT"]
     torch.manual_seed(0)
     # What libraries take at first, some MiB more on some machines, is there: buffers for products.

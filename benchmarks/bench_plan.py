@@ -22,7 +22,9 @@ import torch.nn.functional as F
 
 import koila
 from benchmarks.bench import parser, prepare, publish, table
-from koila import _core, planner, plans, program
+from koila import _core
+from koila.planning import planner, plans
+from koila.staged import program
 
 ROWS = 64
 WIDTH = 4

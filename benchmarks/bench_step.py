@@ -24,8 +24,9 @@ import torch
 import koila
 from benchmarks.bench import interleave, parser, prepare, publish, ratio, seconds_of, table
 from benchmarks.programs import PROGRAMS, Program, make
-from koila import _core, budget
-from koila.explain import plan_of
+from koila import _core
+from koila.memory import budget
+from koila.planning.explain import plan_of
 
 WIDE = 2**40
 

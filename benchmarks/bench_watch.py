@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import koila
 from benchmarks.bench import interleave, parser, prepare, publish, ratio, seconds_of, table
-from koila import reports
+from koila.reporting import reports
 
 LIMIT = 8 * 2**30
 WIDTHS = (256, 640, 1024, 2048)  # steps of some 5 to 200 ms

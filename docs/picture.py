@@ -17,7 +17,7 @@ from torch.autograd.profiler import profile
 
 import koila
 from demo.model import GPT
-from koila import budget
+from koila.memory import budget
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 720, 300, 64, 34, 40
 MIB = 2**20

@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from koila import offload
+from koila.memory import offload
 from oracle import Lazy, Outcome, run
 from profiled import noted
 from programs_kit import Program

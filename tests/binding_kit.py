@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 import koila
-from koila import _core, functions
+from koila import _core
+from koila.recording import functions
 
 
 def batch() -> Tensor:

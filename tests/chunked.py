@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 import koila
-from koila import _core, replay
-from koila.facts import ONCE, Node
-from koila.program import Program
+from koila import _core
+from koila.running import replay
+from koila.staged.facts import ONCE, Node
+from koila.staged.program import Program
 
 #: Rows of the op table that a model spends its time in.
 HEAVY = frozenset(

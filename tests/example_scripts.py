@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import koila
-from koila import reports
+from koila.reporting import reports
 from koila.summary import Summary
 
 FOLDER = Path(__file__).parent.parent / "examples"

@@ -11,8 +11,29 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+#: The folders of the package, each after those that it imports; what people call is in the first.
+PYTHON = (
+    "python/koila",
+    *(
+        f"python/koila/{folder}"
+        for folder in (
+            "basics",
+            "messages",
+            "staged",
+            "random",
+            "reductions",
+            "memory",
+            "reporting",
+            "planning",
+            "running",
+            "recording",
+            "patches",
+            "integrations",
+        )
+    ),
+)
 BEGIN, END = "<!-- the map: python tests/house_map.py -->\n", "<!-- end of the map -->"
-FOLDERS = ("koila_c/core", "koila_c/binding", "python/koila", "python/koila/integrations")
+FOLDERS = ("koila_c/core", "koila_c/binding", *PYTHON)
 
 
 def first_sentence(path: Path) -> str:

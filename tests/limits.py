@@ -8,8 +8,8 @@ import struct
 
 import torch
 
-from koila import budget, storages
-from koila.memory import Estimate
+from koila.memory import budget, storages
+from koila.memory.estimates import Estimate
 
 
 def there() -> int:

@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 import sanitizers
 from koila import _core
-from koila.derived import gradient_of
-from koila.functions import PYTHON_ROWS
-from koila.masks import select_masked
-from koila.packed import LAYERS
-from koila.partials import REDUCTIONS
-from koila.reduction import Call
+from koila.recording.functions import PYTHON_ROWS
+from koila.recording.masks import select_masked
+from koila.recording.packed import LAYERS
+from koila.reductions.partials import REDUCTIONS
+from koila.reductions.reduction import Call
+from koila.running.derived import gradient_of
 from opchunks import (
     Place,
     assert_same,

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from koila import _core
-from koila.facts import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Node, Run
-from koila.partials import REDUCTIONS
-from koila.program import Program
+from koila.reductions.partials import REDUCTIONS
+from koila.staged.facts import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Node, Run
+from koila.staged.program import Program
 
 
 class Model:

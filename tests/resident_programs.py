@@ -407,7 +407,7 @@ def run(name: str, kind: str, n_bytes: int) -> dict[str, Any]:
         most = vm_data() + n_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     elif kind == "memory_limit":
-        koila.config(memory_limit=koila.budget.taken(torch.device("cpu"), []) + n_bytes)
+        koila.config(memory_limit=koila.memory.budget.taken(torch.device("cpu"), []) + n_bytes)
     is_lazy = kind not in ("none", "eager")
     peaks = []
     try:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from koila import derived, uneven
+from koila.memory import uneven
+from koila.running import derived
 from samples_kit import Sample, call, f, i, p
 
 Make = Callable[[], list[Sample]]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import koila
 from allocations import Allocations
 from chunked import split
-from koila import accrue
+from koila.running import accrue
 from oracle import eager
 from test_memory_limit import Prediction
 

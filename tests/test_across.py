@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from allocations import Allocations
-from koila import _core, across, memory, planner, plans
-from koila.program import Program
-from koila.report_types import ProgramReport
-from koila.schedule import Way
+from koila import _core
+from koila.memory import estimates
+from koila.planning import across, planner, plans
+from koila.reporting.report_types import ProgramReport
+from koila.staged.program import Program
+from koila.staged.schedule import Way
 from limits import there
 from oracle import assert_close
 
@@ -305,9 +307,9 @@ def test_what_a_piece_needs() -> None:
         assert (found.dim, found.n) == (1, LENGTH)
         assert all(found.is_in(n) for n in (2, 8, 16))
         assert not found.is_in(LENGTH + 1)
-        whole = memory.estimate(program, True).peak(1)[0]
+        whole = estimates.estimate(program, True).peak(1)[0]
         way = Way(n_pieces=16, n_across=found.n, across=found.dim)
-        assert memory.estimate(program, True, way).peak(1)[0] < 0.4 * whole
+        assert estimates.estimate(program, True, way).peak(1)[0] < 0.4 * whole
         _core.forget()
 
 

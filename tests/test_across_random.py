@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from koila import _core, across, planner, plans
-from koila.program import Program
-from koila.schedule import Way
+from koila import _core
+from koila.planning import across, planner, plans
+from koila.staged.program import Program
+from koila.staged.schedule import Way
 from oracle import assert_close
 
 Head = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor], Tensor]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import koila
 import sanitizers
-from koila import storages
+from koila.memory import storages
 from oracle import Lazy, assert_seen, eager, split
 
 pytestmark = pytest.mark.sanitize

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import koila
-from koila import apart
+from koila.recording import apart
 
 
 def test_plain_noise_is_told(caplog: pytest.LogCaptureFixture) -> None:

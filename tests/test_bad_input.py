@@ -523,10 +523,10 @@ def test_an_error_of_a_hook_keeps_its_frames() -> None:
 
 
 def test_a_mistake_of_koilas_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(koila.replay.Replay, "collect", None)
+    monkeypatch.setattr(koila.running.replay.Replay, "collect", None)
     with koila.config(chunks=3), pytest.raises(TypeError) as caught:
         koila.lazy(rows(6)).sin().sum().item()
-    assert paths_of(caught)[-1] == koila.interpret.__file__
+    assert paths_of(caught)[-1] == koila.running.interpret.__file__
 
 
 def paths_of(caught: pytest.ExceptionInfo[BaseException]) -> list[str]:

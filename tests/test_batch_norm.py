@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from chunked import split
-from koila import norms, overwritten
+from koila.reductions import norms
+from koila.running import overwritten
 from oracle import Lazy, assert_same_story, assert_seen, eager, gradients
 from profiled import bytes_over_time
 

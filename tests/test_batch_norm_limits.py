@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import split
-from koila import ways
+from koila.planning import ways
 from limits import there
 from norm_networks import NETWORKS, SIZE, Network
 from oracle import Lazy, assert_seen, eager

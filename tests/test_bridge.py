@@ -23,7 +23,7 @@ import koila
 from allocations import Allocations
 from brute import in_child
 from chunked import split
-from koila import bridge
+from koila.recording import bridge
 from limits import there
 from oracle import Lazy, assert_same_story
 
@@ -584,7 +584,7 @@ def test_each_part_runs_once_more() -> None:
     m = blocks()
     with split(5):
         x = koila.lazy(torch.randn(20, 32))
-        replay: Any = koila.replay.Replay
+        replay: Any = koila.running.replay.Replay
         original = replay.run_nodes
 
         def counted(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from koila import unsplit
+from koila.planning import unsplit
 from test_bridge import Model, Square, batch, each_split, model, told
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import koila
-from koila import budget, machine, storages
-from koila.config import parse_bytes
+from koila.basics import machine
+from koila.basics.config import parse_bytes
+from koila.memory import budget, storages
 from limits import there
 
 MIB = 2**20

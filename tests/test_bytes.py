@@ -19,7 +19,7 @@ import test_memory_kernels as kernels
 import test_never_worse as models
 from allocations import Allocations, measure
 from chunked import split
-from koila import steps
+from koila.planning import steps
 from oracle import eager
 from programs_kit import Program
 from test_memory_limit import Prediction

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
-from koila.memory import estimate
-from koila.program import Program
+from koila.memory.estimates import estimate
+from koila.staged.program import Program
 from oracle import Lazy, eager
 
 ROWS, WIDTH, GROUPS = 2048, 48, 50

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
-from koila import recomputed
+from koila.running import recomputed
 from oracle import Lazy, assert_seen, eager, tell
 from stories import rows
 from test_checkpoints import KINDS, PROGRAMS, ROWS, WIDTH, check

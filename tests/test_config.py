@@ -14,8 +14,8 @@ import torch
 
 import koila
 from binding_kit import in_a_thread
-from koila import machine
-from koila.config import Settings, read_environment, settings
+from koila.basics import machine
+from koila.basics.config import Settings, read_environment, settings
 
 
 @pytest.fixture(autouse=True)

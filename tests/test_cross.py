@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import koila
 from chunked import split
-from koila import cross
+from koila.running import cross
 from oracle import assert_seen, eager
 
 N_ROWS = 6

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 import koila
-from koila import budget
+from koila.memory import budget
 from oracle import Outcome, assert_outcomes, eager, run, run_lazy, split
 from programs import PROGRAMS
 from programs_kit import ANY, IN_ORDER, Program

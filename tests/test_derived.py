@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
-from koila import derived
+from koila.running import derived
 from limits import there
 from oracle import Lazy, assert_same_story
 from stories import N_ROWS, each_split_further, rows

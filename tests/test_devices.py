@@ -20,8 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from koila import _core, devices, errors, generators, meta, switches, ways
-from koila.program import Program
+from koila import _core
+from koila.basics import devices, switches
+from koila.messages import errors
+from koila.planning import ways
+from koila.random import generators
+from koila.staged import meta
+from koila.staged.program import Program
 from oracle import eager, split
 
 

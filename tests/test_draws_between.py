@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import rand as bound_before
 
 import koila
-from koila import plain
+from koila.random import plain
 from oracle import Lazy, assert_same_story, assert_seen, eager, split, tell
 
 CHUNKS = [None, 1, 2, 3, 7, 12]

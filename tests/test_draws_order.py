@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila import _core, noise, noise_drawn
+from koila import _core
+from koila.random import noise_drawn
+from koila.staged import noise
 from oracle import Lazy, assert_same_story, eager, split
 
 ROWS = 12

@@ -16,7 +16,7 @@ from torch.distributions import Categorical
 
 import koila
 from allocations import Allocations
-from koila import plans, steps
+from koila.planning import plans, steps
 from limits import there
 from oracle import Lazy, eager
 

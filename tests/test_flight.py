@@ -23,8 +23,8 @@ import opchunks
 from all_samples import samples_of
 from held import Amount, Held
 from koila import _core
-from koila.facts import REDUCTION_NAMES
-from koila.partials import REDUCTIONS
+from koila.reductions.partials import REDUCTIONS
+from koila.staged.facts import REDUCTION_NAMES
 from profiled import bytes_over_time
 from test_ops import CALLABLES
 

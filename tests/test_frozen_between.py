@@ -132,7 +132,7 @@ def test_memory_is_shared() -> None:
     """What stands for a frozen leaf is no copy, and the leaf is left as it was."""
     weight = torch.ones(3, requires_grad=True)
     weight.requires_grad_(False)
-    alias = koila.engine.thawed(weight)
+    alias = koila.basics.engine.thawed(weight)
     assert alias.data_ptr() == weight.data_ptr()
     assert alias.requires_grad
     assert not weight.requires_grad

@@ -205,7 +205,7 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
     calls: list[tuple[int, ...]] = []
     failed: list[int] = []
     layers = model()
-    original = koila.engine.backward
+    original = koila.basics.engine.backward
 
     def fail_once(*args: Any, **kwargs: Any) -> None:
         if calls and not failed:
@@ -215,7 +215,7 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(koila.engine, "backward", fail_once)
     monkeypatch.setattr(koila.planner, "is_whole", lambda: False)
-    planned = koila.planner.plan
+    planned = koila.planning.planner.plan
 
     def in_two(program: Any, is_graph: bool) -> Any:
         return dataclasses.replace(planned(program, is_graph), n_chunks=2)

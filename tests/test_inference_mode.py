@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from koila import spent
+from koila.running import spent
 from oracle import Lazy, assert_same_story
 from stories import each_split_further, rows
 

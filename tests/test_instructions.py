@@ -18,7 +18,7 @@ import torch
 
 import koila
 from failures import CASES, FAULTS, Failing, Fault, assert_untouched, look, planned, run_eager
-from koila.interpret import Interpreter
+from koila.running.interpret import Interpreter
 from oracle import assert_seen, tell
 
 

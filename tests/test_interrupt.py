@@ -16,7 +16,8 @@ import torch
 
 import koila
 from chunked import split
-from koila import _core, replay
+from koila import _core
+from koila.running import replay
 
 N_CALLS = 400
 #: Called with a pending loss: each runs the whole program.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from koila.report_types import ProgramReport, Stage
+from koila.reporting.report_types import ProgramReport, Stage
 from koila.summary import Summary
 
 PYTHON = Path(__file__).parent.parent / "python"

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila import layers
-from koila.program import Program
+from koila.staged import layers
+from koila.staged.program import Program
 from limits import there
 
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila import attempt
-from koila.facts import Run
-from koila.replay import Replay
+from koila.running import attempt
+from koila.running.replay import Replay
+from koila.staged.facts import Run
 from oracle import Lazy, eager, split
 
 ROWS = 6

@@ -26,7 +26,7 @@ Make = Callable[[Any], Any]
 
 @pytest.fixture(autouse=True)
 def nothing_logged() -> Iterator[None]:
-    logged: set[str] = importlib.import_module("koila.explain")._logged
+    logged: set[str] = importlib.import_module("koila.planning.explain")._logged
     logged.clear()
     yield
     logged.clear()

@@ -42,7 +42,7 @@ with koila.config(chunks=3):
     loss = F.cross_entropy(norm(F.dropout(layer(x)[0][-1], .5)), y).sqrt()
     loss.item()
     loss.backward()
-koila.offload.put(torch.randn(4, 6).t())
+koila.memory.offload.put(torch.randn(4, 6).t())
 assert koila.report().n_chunks == 3
 print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] != "koila"))
 """

@@ -15,7 +15,8 @@ from torch import Generator, Tensor, nn
 import koila
 from allocations import Allocations, measure
 from chunked import split
-from koila import _core, functions
+from koila import _core
+from koila.recording import functions
 from limits import made_up, there
 from oracle import eager
 from profiled import bytes_over_time

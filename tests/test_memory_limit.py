@@ -8,9 +8,9 @@ import pytest
 import koila
 from allocations import Allocations, measure
 from chunked import split
-from koila import memory as model_of_bytes
-from koila import planner, plans
-from koila.program import Program as StagedProgram
+from koila.memory import estimates as model_of_bytes
+from koila.planning import planner, plans
+from koila.staged.program import Program as StagedProgram
 from limits import there
 from oracle import Outcome, assert_outcomes, eager, run
 from programs import PROGRAMS

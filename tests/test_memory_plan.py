@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila.explain import plan_of
+from koila.planning.explain import plan_of
 from limits import there
 from profiled import bytes_over_time
 

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 import koila
 import opcalls
-from koila import functions, meta
+from koila.recording import functions
+from koila.staged import meta
 from sanitizers import fewer
 
 D = torch.float64

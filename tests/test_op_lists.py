@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from koila import table
+from koila.basics import table
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sorted((ROOT / "python" / "koila").rglob("*.py"))

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from koila import _core, accrue, noise
+from koila import _core
+from koila.running import accrue
+from koila.staged import noise
 
 CORE = Path(__file__).parents[1] / "koila_c" / "core"
 OPERATORS = torch._C._dispatch_get_all_op_names()

@@ -10,7 +10,8 @@ import torch
 
 import opcalls
 from all_samples import SAMPLES, samples_of
-from koila import _core, norms
+from koila import _core
+from koila.reductions import norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 

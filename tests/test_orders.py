@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import split
-from koila import planner, plans
-from koila.facts import ONCE
-from koila.program import Program
-from koila.schedule import Way
+from koila.planning import planner, plans
+from koila.staged.facts import ONCE
+from koila.staged.program import Program
+from koila.staged.schedule import Way
 from limits import there
 from test_memory_limit import Prediction
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import koila
 from failures import CASES, FAULTS, Failing, Fault, assert_survived, count_calls, planned, run_eager
-from koila import budget, memory, ways
+from koila.memory import budget, estimates
+from koila.planning import ways
 from limits import there
 from oracle import assert_close
 
@@ -128,10 +129,10 @@ class Estimates:
     """Measures as koila does, but for the first `n_times`, where no memory is left for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, n_times: int) -> None:
-        self.estimate, self.n_times, self.n_failed = memory.estimate, n_times, 0
-        monkeypatch.setattr(memory, "estimate", self.measure)
+        self.estimate, self.n_times, self.n_failed = estimates.estimate, n_times, 0
+        monkeypatch.setattr(estimates, "estimate", self.measure)
 
-    def measure(self, *args: Any) -> memory.Estimate:
+    def measure(self, *args: Any) -> estimates.Estimate:
         if self.n_failed < self.n_times:
             self.n_failed += 1
             raise MemoryError

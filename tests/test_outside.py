@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import split
-from koila import outside
+from koila.memory import outside
 from oracle import eager
 from test_memory_limit import Prediction
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import house_map
 import koila
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +71,9 @@ def test_sdist_has_all_that_a_build_needs(sdist: Path) -> None:
 def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = files("python/koila", "*.py", "*.pyi") | files("python/koila/integrations", "*.py")
+    sources = files("python/koila", "*.py", "*.pyi")
+    for folder in house_map.PYTHON[1:]:
+        sources |= files(folder, "*.py")
     sources |= {"python/koila/py.typed"}
     (extension,) = (name for name in names if name.endswith(".so"))
     assert extension.startswith("koila/_core.")

@@ -16,7 +16,8 @@ from torch.testing import assert_close
 
 import koila
 from allocations import Allocations
-from koila import budget, storages, unsplit
+from koila.memory import budget, storages
+from koila.planning import unsplit
 from limits import there
 
 SORTED, UNSORTED, EVEN = [9, 8, 8, 5, 3, 3, 1], [3, 9, 1, 5, 8, 8, 3], [6] * 7

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import is_joint, name_of, split
-from koila import replay
+from koila.running import replay
 from oracle import eager
 
 N_ROWS = 11

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import koila
 from koila import _core
-from koila.partials import REDUCTIONS
-from koila.program import Program
-from koila.reduction import Call, Reduction
-from koila.table import parse
+from koila.basics.table import parse
+from koila.reductions.partials import REDUCTIONS
+from koila.reductions.reduction import Call, Reduction
+from koila.staged.program import Program
 
 inf, nan = torch.inf, torch.nan
 SIGNATURES = {row["name"]: row["call"] for row in _core.op_table()}

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
-from koila import limits, planner, plans, replay, ways
-from koila.program import Program
-from koila.rows import grid, largest
-from koila.schedule import Way
+from koila.basics.rows import grid, largest
+from koila.planning import limits, planner, plans, ways
+from koila.running import replay
+from koila.staged.program import Program
+from koila.staged.schedule import Way
 from limits import made_up, there
 from oracle import Lazy, eager
 

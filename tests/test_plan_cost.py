@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import koila
-from koila import planner
-from koila.program import Program
+from koila.planning import planner
+from koila.staged.program import Program
 
 HOME = str(Path(koila.__file__).parent)
 

@@ -43,7 +43,8 @@ from torch.distributed.tensor.parallel import (
 
 import koila
 from allocations import Allocations
-from koila import _core, outside
+from koila import _core
+from koila.memory import outside
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch renames its functions
 

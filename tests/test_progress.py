@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import koila
-from koila import progress
+from koila.reporting import progress
 
 
 class FakeBar:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
-from koila import noise, steps
+from koila.planning import steps
+from koila.staged import noise
 from limits import there
 from oracle import FlopCounter, Lazy, assert_close, assert_seen, eager, tell
 from test_draws_order import ALL, Model

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import koila
 import pages
-from koila import _core, reports
+from koila import _core
+from koila.reporting import reports
 from koila.summary import Summary
 
 FOLDER = Path(__file__).parent.parent / "docs/recipes"

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila import layer_table, replay, report_types, reports, words
+from koila.messages import layer_table, words
+from koila.reporting import report_types, reports
+from koila.running import replay
 from limits import there
 from test_plan import Fails, limited_step, small
 

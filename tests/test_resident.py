@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import koila
-from koila import budget, reports, resident
+from koila.memory import budget, resident
+from koila.reporting import reports
 from limits import there
 from resident_programs import N_STEPS, PROGRAMS
 

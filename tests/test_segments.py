@@ -14,9 +14,11 @@ from torch import Tensor
 
 import koila
 from chunked import split
-from koila import memory, planner, plans, replay
-from koila.program import Program
-from koila.schedule import Op, Way
+from koila.memory import estimates
+from koila.planning import planner, plans
+from koila.running import replay
+from koila.staged.program import Program
+from koila.staged.schedule import Op, Way
 from oracle import assert_close, assert_same
 from profiled import bytes_over_time
 from program_model import compared
@@ -109,7 +111,7 @@ def test_what_segments_take_is_predicted(n_segments: int, chunks: int, force: Fo
     made = replay.Replay.__init__
 
     def note(self: replay.Replay, program: Program, planned: plans.Plan, hooked: Any) -> None:
-        estimate = memory.estimate(program, True, Way(n_segments))
+        estimate = estimates.estimate(program, True, Way(n_segments))
         said.append(estimate.peak(-(-len(x) // chunks))[0])
         made(self, program, planned, hooked)
 

@@ -20,7 +20,9 @@ from torch._subclasses import FakeTensorMode
 
 import koila
 from allocations import Allocations
-from koila import _core, budget, storages, words
+from koila import _core
+from koila.memory import budget, storages
+from koila.messages import words
 from limits import there
 from oracle import Lazy, assert_close, eager
 

@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import koila
-from koila import _core, surroundings
+from koila import _core
+from koila.basics import surroundings
 from oracle import Lazy, assert_seen, eager, gradients, is_whole, tell
 
 N_ROWS = 7
@@ -522,7 +523,7 @@ def test_equals_eager(name: str, chunks: int | None) -> None:
 def test_it_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["koila.explain"], "_logged", set())
+    monkeypatch.setattr(sys.modules["koila.planning.explain"], "_logged", set())
     with koila.config(chunks=2), caplog.at_level(logging.WARNING, logger="koila"):
         for _ in range(2):
             STORIES["saves_on_cpu"](koila.lazy)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
-from koila import _core, switches
+from koila import _core
+from koila.basics import switches
 from oracle import Lazy, assert_same_story, gradients
 
 MODULES = [

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 import koila
 from chunked import Watched, split
-from koila import functions, handlers
+from koila.recording import functions, handlers
 from outcome import Program, assert_same, observe, weights
 
 #: Their answer is a number, a text or memory that leaves torch: no tensor of torch's.

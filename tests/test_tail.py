@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import koila
 from chunked import split
-from koila import watched
-from koila.program import Program
-from koila.schedule import Graph, Op, Schedule, Step
+from koila.running import watched
+from koila.staged.program import Program
+from koila.staged.schedule import Graph, Op, Schedule, Step
 from oracle import assert_same, eager
 from programs import JOINT
 

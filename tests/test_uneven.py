@@ -14,8 +14,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import koila
 from allocations import Allocations, measure
 from chunked import split
-from koila import planner, uneven
-from koila.rows import grid, largest
+from koila.basics.rows import grid, largest
+from koila.memory import uneven
+from koila.planning import planner
 from limits import there
 from oracle import eager
 from programs_kit import Program

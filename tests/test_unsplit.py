@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
-from koila import budget, unsplit
+from koila.memory import budget
+from koila.planning import unsplit
 from limits import there
 from oracle import Lazy
 from test_bridge import Square

@@ -29,7 +29,7 @@ from torch.utils import dlpack
 
 import koila
 from chunked import split
-from koila import unwritten
+from koila.running import unwritten
 from oracle import Lazy, assert_seen, eager, is_whole
 
 ROWS = 7

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila.config import get
+from koila.basics.config import get
 
 
 def make(*extra: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import koila
-from koila import versions
+from koila.reporting import versions
 
 
 def test_this_torch_is_a_tested_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,7 +30,7 @@ def test_another_is_told(version: str, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_it_is_told_at_import() -> None:
-    code = "import torch; torch.__version__ = '2.99.0'; import koila; import koila.versions"
+    code = "import torch; torch.__version__ = '2.99.0'; import koila; import koila.reporting.versions"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr.count("2.99.0") == 1
 

@@ -22,10 +22,12 @@ import koila
 import norm_networks
 from allocations import Allocations
 from chunked import split
-from koila import memory, planner, plans, saved, waiting, ways
-from koila.program import Program
-from koila.rows import largest
-from koila.schedule import Way
+from koila.basics.rows import largest
+from koila.memory import estimates
+from koila.planning import planner, plans, ways
+from koila.running import saved, waiting
+from koila.staged.program import Program
+from koila.staged.schedule import Way
 from limits import there
 
 ROWS = 7
@@ -276,12 +278,12 @@ def test_it_takes_no_more_memory_than_to_run_again(layer: nn.Module) -> None:
     peaks = []
     for does_wait in (False, True):
         now = copy.deepcopy(model)
-        memory = Allocations()
-        with memory:
+        estimates = Allocations()
+        with estimates:
             pass
-        with mock.patch.object(saved, "are_hooks_allowed", lambda: does_wait), memory:  # noqa: B023
+        with mock.patch.object(saved, "are_hooks_allowed", lambda: does_wait), estimates:  # noqa: B023
             step(now, x, y, 6)
-        peaks.append(memory.peak)
+        peaks.append(estimates.peak)
     assert 2**20 < peaks[1] <= 1.02 * peaks[0]
 
 
@@ -388,12 +390,12 @@ def test_sums_of_several_ways_are_kept_once(chunks: int, share: float) -> None:
     x, y = torch.randn(24, 3, 48, 48).double(), torch.randint(0, 5, (24,))
     peaks = []
     for n in (None, chunks):
-        now, memory = copy.deepcopy(model), Allocations()
-        with memory:
+        now, estimates = copy.deepcopy(model), Allocations()
+        with estimates:
             pass
-        with memory:
+        with estimates:
             step(now, x, y, n)
-        peaks.append(memory.peak)
+        peaks.append(estimates.peak)
     assert 2**20 < peaks[1] <= share * peaks[0]
 
 
@@ -439,7 +441,7 @@ def emptied(monkeypatch: pytest.MonkeyPatch, n_light: int) -> list[tuple[float, 
     def changed(program: Program, is_graph: bool, is_final: bool = True) -> plans.Plan:
         planned = original(program, is_graph, is_final)
         way = Way(n_light=n_light)
-        estimate = memory.estimate(program, True, way)
+        estimate = estimates.estimate(program, True, way)
         size = largest(estimate.rows, planned.n_chunks, planned.unit)
         seen.append((estimate.peak(size)[0], len(program.schedule(True, way).lights)))
         return dataclasses.replace(planned, way=way)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
-from koila import _core, memory, offload
-from koila.program import Program
+from koila import _core
+from koila.memory import estimates, offload
+from koila.staged.program import Program
 from limits import there
 from oracle import assert_close
 
@@ -132,7 +133,7 @@ def needs(made: tuple[nn.Module, Tensor, Tensor, Loss], rows: int) -> float:
     with koila.config(memory_limit="100 GiB"):
         lazy = koila.lazy(x, y)
         program = Program([loss_of(model(lazy[0]), lazy[1])])
-        needed = memory.estimate(program, True).peak(rows)[0]
+        needed = estimates.estimate(program, True).peak(rows)[0]
         _core.forget()
     return needed
 

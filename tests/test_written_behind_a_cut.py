@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from koila import bridge
+from koila.recording import bridge
 from oracle import eager, plain
 from test_bridge import Square
 

@@ -91,7 +91,7 @@ typedef struct KlPyValue {
     PyObject *result;   /* known: its value, without a graph; else NULL */
     PyObject *recorded; /* leaves whose requires_grad changed since: an alias as it was, or NULL */
     uint64_t looked_at; /* leaves: kl_py.n_looks when it was seen to be what it was */
-    bool is_told;       /* koila.hooks.bind is given its tensor where it runs live */
+    bool is_told;       /* hooks.bind is given its tensor where it runs live */
 } KlPyValue;
 
 typedef struct KlExternal {
@@ -167,34 +167,34 @@ typedef struct KlPyState {
     PyObject *empty_tuple, *empty_dict, *zero;
     PyObject *requires_grad, *out; /* str */
     PyObject *koila_error, *stale_error;
-    PyObject *meta_infer;              /* koila.meta.infer */
-    PyObject *refuse;                  /* koila.meta.refuse */
-    PyObject *is_row_range;            /* koila.meta.is_row_range */
-    PyObject *thawed;                  /* koila.engine: a frozen leaf as it was recorded */
-    PyObject *note_draw, *check_draws; /* koila.draws: the generator at record, and before a run */
-    PyObject *move_on;                 /* koila.draws: what waits draws now */
-    PyObject *run_again;               /* koila.draws: a live run of what drew in chunks */
-    PyObject *bind_hooks;              /* koila.hooks.bind */
-    PyObject *bridge;                  /* koila.bridge: a call that cannot be recorded */
-    PyObject *before_write, *after_write; /* koila.bridge: what parts read stays what it was */
-    PyObject *note_ran;         /* koila.reports.note_whole: what ran whole, and for whom */
-    PyObject *keep;             /* koila.checkpoints: what a live call of a checkpoint saves */
-    PyObject *device_of;        /* koila.devices: which device a name without index means */
-    PyObject *wait_for_copy;    /* koila.devices: wait for a copy to the CPU */
-    PyObject *choose_switches;  /* koila.switches: put a setting of torch's switches in force */
-    PyObject *runs_at_once;     /* koila.surroundings: a call there is not recorded */
-    PyObject *leave;            /* koila.surroundings: the user's hooks and modes are taken off */
-    PyObject *checksum;         /* koila.meta.checksum */
-    PyObject *draw_like;        /* koila.meta.draw_like */
-    PyObject *record_out;       /* koila.outs.record: a call that writes to out= */
-    PyObject *settle;           /* koila.numbers.settle_outdated */
-    PyObject *is_out_of_memory; /* koila.errors: says nothing of the call that raised it */
-    PyObject *note_write, *note_written; /* koila.unwritten: what a call is to write on the side */
-    PyObject *note_left;    /* koila.explain: a large plain tensor was made, or written */
-    PyObject *is_in_hook;   /* koila.engine */
-    PyObject *name_of_file; /* koila.lines: what the user knows a file by */
-    PyObject *read; /* koila.replay.read: make known in chunks, or say that it must be live */
-    PyObject *in_transform; /* koila.handlers.in_transform: what a call does inside torch.func */
+    PyObject *meta_infer;                 /* meta.infer */
+    PyObject *refuse;                     /* meta.refuse */
+    PyObject *is_row_range;               /* meta.is_row_range */
+    PyObject *thawed;                     /* engine.py: a frozen leaf as it was recorded */
+    PyObject *note_draw, *check_draws;    /* draws.py: the generator at record, and before a run */
+    PyObject *move_on;                    /* draws.py: what waits draws now */
+    PyObject *run_again;                  /* draws.py: a live run of what drew in chunks */
+    PyObject *bind_hooks;                 /* hooks.bind */
+    PyObject *bridge;                     /* bridge.py: a call that cannot be recorded */
+    PyObject *before_write, *after_write; /* bridge.py: what parts read stays what it was */
+    PyObject *note_ran;                   /* reports.note_whole: what ran whole, and for whom */
+    PyObject *keep;             /* checkpoints.py: what a live call of a checkpoint saves */
+    PyObject *device_of;        /* devices.py: which device a name without index means */
+    PyObject *wait_for_copy;    /* devices.py: wait for a copy to the CPU */
+    PyObject *choose_switches;  /* switches.py: put a setting of torch's switches in force */
+    PyObject *runs_at_once;     /* surroundings.py: a call there is not recorded */
+    PyObject *leave;            /* surroundings.py: the user's hooks and modes are taken off */
+    PyObject *checksum;         /* meta.checksum */
+    PyObject *draw_like;        /* meta.draw_like */
+    PyObject *record_out;       /* outs.record: a call that writes to out= */
+    PyObject *settle;           /* numbers.settle_outdated */
+    PyObject *is_out_of_memory; /* errors.py: says nothing of the call that raised it */
+    PyObject *note_write, *note_written; /* unwritten.py: what a call is to write on the side */
+    PyObject *note_left;                 /* explain.py: a large plain tensor was made, or written */
+    PyObject *is_in_hook;                /* engine.py */
+    PyObject *name_of_file;              /* lines.py: what the user knows a file by */
+    PyObject *read;         /* replay.read: make known in chunks, or say that it must be live */
+    PyObject *in_transform; /* handlers.in_transform: what a call does inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
     PyObject *skip_one_hop; /* enters a Python function without dispatching it again */
     PyObject *get_default_dtype;
@@ -624,7 +624,7 @@ int kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwante
 int kl_live_run(Tape *tape);
 /* A run failed: what is drawn next comes after its draws, as in eager. The error that is set stays. */
 void kl_live_draw_waiting(void);
-/* Give a value its number, in chunks where koila.replay says so. */
+/* Give a value its number, in chunks where replay.py says so. */
 int kl_live_read(Value *value);
 /* New reference: the real tensor of a value, run if need be. */
 PyObject *kl_live_force(Value *value);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_bridge.c - a program is cut where a call comes that cannot be recorded: what waits stays on a tape of
- * its own, and the user's lazies get real tensors instead. koila.bridge says what these are. */
+ * its own, and the user's lazies get real tensors instead. bridge.py says what these are. */
 #include "py.h"
 #include "py_describe.h"
 

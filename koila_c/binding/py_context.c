@@ -14,7 +14,7 @@ typedef struct Context {
     bool is_grad_enabled;
     bool is_inference;
     bool is_autocast;  /* on for any device type */
-    uint32_t switches; /* number of a setting of koila.switches's */
+    uint32_t switches; /* number of a setting of switches.py */
     KlCasting casting; /* where it is on; else zero */
 } Context;
 

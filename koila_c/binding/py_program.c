@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_program.c - tells koila.program of the tape, as plain numbers: the program, one value, one node. It
+/* py_program.c - tells program.py of the tape, as plain numbers: the program, one value, one node. It
  * changes nothing and decides nothing: stages and runs come from the core's program.c. */
 #include "py.h"
 #include "py_describe.h"
@@ -388,7 +388,7 @@ ids_object(KlIds ids)
 
 /* -- the handle --------------------------------------------------------------------------------------- */
 
-static const char HANDLE[] = "koila.program";
+static const char HANDLE[] = "koila.staged.program";
 
 static void
 release_program(PyObject *handle)

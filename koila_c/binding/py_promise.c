@@ -65,11 +65,10 @@ check_strides(const Tape *tape, KlNodeId id, const KlMeta *promised, PyObject *r
     }
     PyObject *where = kl_source_where(tape, id);
     if (where != NULL) {
-        PyErr_Format(
-            kl_py.koila_error,
-            "%R gave a tensor that lies in memory otherwise than its meta kernel says "
-            "(%U): please report it; koila.config(chunks=1) does not help, koila.off() does",
-            tape->nodes[id].func, where);
+        PyErr_Format(kl_py.koila_error,
+                     "%R gave a tensor that lies in memory otherwise than its meta kernel says "
+                     "(%U): please report it; config.py(chunks=1) does not help, koila.off() does",
+                     tape->nodes[id].func, where);
         Py_DECREF(where);
     }
     return -1;

@@ -65,7 +65,7 @@ look_at(PyObject *lazy, void *context)
     return 0;
 }
 
-/* Whether koila.unwritten gave a tensor this class, since a recorded call is to write it: what is recorded
+/* Whether unwritten.py gave a tensor this class, since a recorded call is to write it: what is recorded
  * comes after that call anyway. */
 static bool
 is_watched(PyObject *type)

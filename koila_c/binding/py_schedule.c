@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_schedule.c - tells koila.replay what to run, step by step: the schedule comes from the core. */
+/* py_schedule.c - tells replay.py what to run, step by step: the schedule comes from the core. */
 #include "py.h"
 
 #include "schedule.h"

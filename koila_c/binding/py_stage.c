@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_stage.c - runs the nodes of a run on one chunk, and gives values their numbers. It decides nothing:
- * which nodes, in which order and when their values die comes from program.c, on which rows from koila.replay. */
+ * which nodes, in which order and when their values die comes from program.c, on which rows from replay.py. */
 #include "py.h"
 
 #include "alloc.h"

@@ -57,7 +57,7 @@ static struct {
     const Impl *undefined;                          /* what that gives where there is none */
     PyObject *lock, *free_weak; /* UntypedStorage's _new_with_weak_ptr and _free_weak_ref */
     PyObject *get_objects;      /* gc's */
-    PyObject *parts;            /* koila.storages's: the tensors that make up one without storage */
+    PyObject *parts;            /* storages.py: the tensors that make up one without storage */
     int n_idle;                 /* collections since somebody asked */
     bool works;                 /* the self-test found all of this so */
     bool is_following;          /* the young are looked at before each collection */

@@ -79,7 +79,7 @@ is_hopeless(const KlLock *lock, uint64_t thread)
         return 1;
     }
     /* A thread of autograd's own runs hooks for one that waits until they are done. */
-    PyObject *module = PyImport_ImportModule("koila.threads");
+    PyObject *module = PyImport_ImportModule("koila.basics.threads");
     PyObject *answer =
         module != NULL ? PyObject_CallMethod(module, "is_autograd_worker", NULL) : NULL;
     bool is_worker = answer == Py_True;

@@ -2,7 +2,7 @@
 /* measure.h - the bytes of a staged program: what it needs at each moment of a step in chunks, and how many
  * chunks that lets it run in.
  *
- * The step is gone through by its schedule, as koila.replay does. In a body the bytes live at any moment are
+ * The step is gone through by its schedule, as replay.py does. In a body the bytes live at any moment are
  * fixed + per_row * rows (sweep.h). What outlives a run is fixed: values that cross stages, gradients that
  * gather, the graphs of joints until they are differentiated. Each chunk leaves parts of reductions. */
 #ifndef KL_MEASURE_H

@@ -26,7 +26,7 @@ typedef enum KlGraph {
     KL_GRAPH_NOW, /* it goes back in the same turn of the loop */
     KL_GRAPH_FIRST, /* of the first chunk alone, and it does not go back: it tells what has a gradient */
     KL_GRAPH_WAIT,   /* it waits for the loop that goes back */
-    KL_GRAPH_ACROSS, /* as NOW, along a second axis: koila.across */
+    KL_GRAPH_ACROSS, /* as NOW, along a second axis: across.py */
 } KlGraph;
 
 typedef struct KlStep {

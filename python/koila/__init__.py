@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy batches for PyTorch: the same numbers as a machine with unlimited memory."""
 
-from koila import versions
+from koila.reporting import versions
 
 with versions.told():
-    from koila import alone, budget, functions, patches
     from koila._core import LazyTensor
-    from koila.config import config, read_environment
-    from koila.errors import KoilaError, MemoryLimitError, StaleError
-    from koila.explain import Explanation, explain
+    from koila.basics import alone
+    from koila.basics.config import config, read_environment
     from koila.forecast import plan
     from koila.largest import largest_batch
     from koila.lazy import is_lazy, lazy, off
-    from koila.memory_plan import MemoryPlan
+    from koila.memory import budget
+    from koila.messages.errors import KoilaError, MemoryLimitError, StaleError
+    from koila.messages.memory_plan import MemoryPlan
     from koila.notebook import load_ipython_extension as load_ipython_extension
     from koila.notebook import unload_ipython_extension as unload_ipython_extension
-    from koila.report_types import Report
-    from koila.reports import report
+    from koila.patches import install
+    from koila.planning.explain import Explanation, explain
+    from koila.recording import functions
+    from koila.reporting.report_types import Report
+    from koila.reporting.reports import report
     from koila.verify import verify
 
     alone.check(__file__)
@@ -24,7 +27,7 @@ with versions.told():
     read_environment()
     budget.keep_fewer_kernels()
     functions.register_all()
-    patches.install()
+    install.install()
 
 versions.note_this()
 

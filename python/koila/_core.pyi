@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NotRequired, TypedDict, type_check_only
 
 import torch
 
-# (axis, dim, outer, inner), see koila.rows
+# (axis, dim, outer, inner), see basics/rows.py
 _Place = tuple[int, int, int, int]
 # (dtype, shape, strides, requires_grad, number of the device)
 _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
@@ -108,7 +108,7 @@ class _TorchFunction:
     def __name__(self) -> str: ...
     def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
 
-# What it has of its own beside what a tensor has; the texts are koila.patches'.
+# What it has of its own beside what a tensor has; the texts are those of patches/install.py.
 class LazyTensor(torch.Tensor):
     _node: Any
     def __repr__(self) -> str: ...  # type: ignore[override]

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from koila import limits, plan_program
-from koila.errors import KoilaError
-from koila.explain import cause_of_whole, forecast, numbers, roots_of, why_nothing
-from koila.memory_plan import MemoryPlan
-from koila.program import Program
-from koila.schedule import AS_IT_IS
-from koila.threads import in_turn
+from koila.basics.threads import in_turn
+from koila.memory import plan_program
+from koila.messages.errors import KoilaError
+from koila.messages.memory_plan import MemoryPlan
+from koila.planning import limits
+from koila.planning.explain import cause_of_whole, forecast, numbers, roots_of, why_nothing
+from koila.staged.program import Program
+from koila.staged.schedule import AS_IT_IS
 
 
 @in_turn

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila import _core, limits
-from koila.config import config, settings
+from koila import _core
+from koila.basics.config import config, settings
 from koila.lazy import lazy
-from koila.program import Program
+from koila.messages.words import count, size
+from koila.planning import limits
+from koila.staged.program import Program
 from koila.verify import restored_buffers
-from koila.words import count, size
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from koila import loaders, plain, reports
-from koila.config import config, settings
+from koila import loaders
+from koila.basics.config import config, settings
 from koila.lazy import of_draw, of_loader
+from koila.random import plain
+from koila.reporting import reports
 from koila.summary import Summary
 
 _logger = logging.getLogger("koila")

@@ -17,8 +17,11 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.utils.data
 
-from koila import _core, flush, loaders, patches, reports
-from koila.numbers import settle_outdated
+from koila import _core, loaders
+from koila.patches import install
+from koila.recording import flush
+from koila.reporting import reports
+from koila.running.numbers import settle_outdated
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -251,7 +254,7 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     """
     if _is_off.get():
         return objs[0] if len(objs) == 1 else objs
-    patches.refresh()
+    install.refresh()
     whole = objs[0] if len(objs) == 1 else objs
     if loaders.is_loader(whole):
         return loaders.lazy_loader(whole, functools.partial(of_loader, batch=batch))
@@ -342,7 +345,7 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = _ZERO) -> Any:
     if all(dim is None for dim in dims.values()):
         loaders.counts.n_plain += 1
         return data
-    patches.refresh()
+    install.refresh()
     n_rows = next(found[key].size(dim) for key, dim in dims.items() if dim is not None)
     axis = _begin(n_rows)
     made = {

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from koila import loaders, reports
-from koila.config import get
-from koila.report_types import ProgramReport
-from koila.words import count, size
+from koila import loaders
+from koila.basics.config import get
+from koila.messages.words import count, size
+from koila.reporting import reports
+from koila.reporting.report_types import ProgramReport
 
 #: Of what ran whole, the lines that are told.
 _MOST_WHOLE = 4

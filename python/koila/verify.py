@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from koila import _core, reports
-from koila.config import config
-from koila.words import count
+from koila import _core
+from koila.basics.config import config
+from koila.messages.words import count
+from koila.reporting import reports
 
 #: Of a dtype's resolution: what sums of another order may differ by, over the largest entry of a
 #: tensor; and over that of all of its kind, for a gradient may be nothing but rounding: that of a

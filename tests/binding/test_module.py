@@ -14,7 +14,9 @@ import torch
 
 import koila
 from binding_kit import batch, in_a_child, pending
-from koila import _core, functions, patches
+from koila import _core
+from koila.patches import install
+from koila.recording import functions
 
 core: Any = _core
 FUNCTIONS = {name: entry for name, entry in vars(_core).items() if inspect.isbuiltin(entry)}
@@ -128,11 +130,11 @@ def test_patches_come_off_and_on_again() -> None:
 
     def work() -> None:
         patched = torch.tensor, torch.no_grad.__exit__, torch.nn.TransformerEncoder.forward
-        patches.uninstall()
+        install.uninstall()
         plain = torch.tensor, torch.no_grad.__exit__, torch.nn.TransformerEncoder.forward
         assert not any(one is other for one, other in zip(patched, plain, strict=True))
         assert pending().tolist() == (batch() * 2).tolist()
-        patches.install()
+        install.install()
         assert torch.as_tensor(pending()).tolist() == (batch() * 2).tolist()
 
     in_a_child(work)
@@ -151,11 +153,11 @@ def test_half_convolutions_go_by_blocks_or_by_patches(dtype: torch.dtype) -> Non
         return saves["bytes_workspace"], saves["bytes_row"]
 
     try:
-        patches = taken(dtype)
-        assert patches == (4 * 14 * 14 * 72 * 2, 0)
-        assert taken(torch.float64) == (4 * patches[0], 0)
+        install = taken(dtype)
+        assert install == (4 * 14 * 14 * 72 * 2, 0)
+        assert taken(torch.float64) == (4 * install[0], 0)
         in_blocks, in_tiles = taken(dtype, dtype), taken(dtype, dtype, is_tiled=True)
         assert in_blocks[1] == 0 < in_tiles[1]
-        assert max(in_blocks[0], in_tiles[0]) < patches[0]
+        assert max(in_blocks[0], in_tiles[0]) < install[0]
     finally:
         _core.set_blocks(functions._block_width(), *real)

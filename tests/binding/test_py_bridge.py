@@ -10,7 +10,8 @@ import torch
 
 import koila
 from binding_kit import batch, number_of
-from koila import _core, replay
+from koila import _core
+from koila.running import replay
 
 core: Any = _core
 

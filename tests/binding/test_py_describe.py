@@ -12,8 +12,8 @@ import torch
 
 from all_samples import SAMPLES, samples_of
 from koila import _core
-from koila.facts import REDUCTION_NAMES
-from koila.partials import REDUCTIONS
+from koila.reductions.partials import REDUCTIONS
+from koila.staged.facts import REDUCTION_NAMES
 from samples_kit import f, i
 
 ROWS0 = (0, 0, 1, 1)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import koila
 from binding_kit import batch, is_pending, op
-from koila import _core, functions, packed
+from koila import _core
+from koila.recording import functions, packed
 
 core: Any = _core
 

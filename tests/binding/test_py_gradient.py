@@ -12,7 +12,7 @@ from test_py_promise import weight
 import koila
 from binding_kit import batch
 from koila import _core
-from koila.program import Program
+from koila.staged.program import Program
 
 core: Any = _core
 LAST = 2**32 - 2

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import koila
-from koila import _core, draws, memory, outside
-from koila.memory import Estimate
-from koila.program import Program
+from koila import _core
+from koila.memory import estimates, outside
+from koila.memory.estimates import Estimate
+from koila.random import draws
+from koila.staged.program import Program
 
 pytestmark = pytest.mark.sanitize
 
@@ -53,7 +55,7 @@ def test_a_chunk_of_the_batch_is_a_view_or_a_copy(name: str) -> None:
     lay, is_view = LAYOUTS[name]
     x = lay(torch.ones(ROWS, WIDTH))
     staged = program_of(x, weight()[: x.shape[1]].detach().requires_grad_())
-    _, per_row, _, _ = moments_of(memory.estimate(staged, False))[0]
+    _, per_row, _, _ = moments_of(estimates.estimate(staged, False))[0]
     row = x.shape[1] * 4  # x * w, and with it a copy of x
     assert per_row == (row if is_view else 2 * row)
 
@@ -63,9 +65,9 @@ def test_a_gradient_from_before_is_added_to() -> None:
     x, w, late = torch.ones(1000, WIDTH), weight(), torch.ones(1000, requires_grad=True)
     loss = ((koila.lazy(x) * w).exp().sum() * late).sum()
     staged = Program([loss])
-    kept = memory.estimate(staged, True).whole
+    kept = estimates.estimate(staged, True).whole
     late.grad = torch.ones_like(late)
-    assert memory.estimate(staged, True).whole == kept - late.nbytes
+    assert estimates.estimate(staged, True).whole == kept - late.nbytes
 
 
 def test_graphs_from_before_are_asked_for() -> None:

@@ -14,8 +14,8 @@ import koila
 from binding_kit import batch, in_a_thread, is_pending, pending, staged_as
 from chunked import split
 from koila import _core
-from koila.facts import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Info
-from koila.program import Program
+from koila.staged.facts import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Info
+from koila.staged.program import Program
 
 core: Any = _core
 

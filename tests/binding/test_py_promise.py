@@ -13,7 +13,8 @@ from torch import Tensor
 import koila
 from binding_kit import batch, op
 from chunked import split
-from koila import _core, reductions
+from koila import _core
+from koila.reductions import calls
 
 core: Any = _core
 MISTAKE = "a mistake in koila's inference"
@@ -78,7 +79,7 @@ def test_of_a_run_in_chunks(name: str, row: str | None) -> None:
 def test_of_a_combined_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is put together of parts is no call of torch, and is compared all the same."""
     w = weight()
-    monkeypatch.setattr(reductions, "combine", lambda *_: [torch.zeros(2, dtype=torch.float64)])
+    monkeypatch.setattr(calls, "combine", lambda *_: [torch.zeros(2, dtype=torch.float64)])
     with split(2):
         made = (koila.lazy(batch()) * w).sum()
         with pytest.raises(koila.KoilaError, match=MISTAKE):

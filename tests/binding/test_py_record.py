@@ -15,7 +15,8 @@ from torch import Tensor
 import koila
 from binding_kit import batch, in_a_thread, is_pending, op, pending
 from chunked import split
-from koila import _core, functions
+from koila import _core
+from koila.recording import functions
 
 core: Any = _core
 LazyTensor: Any = _core.LazyTensor

@@ -16,7 +16,7 @@ import koila
 from binding_kit import batch, is_pending
 from chunked import split
 from koila import _core
-from koila.program import Program
+from koila.staged.program import Program
 
 core: Any = _core
 

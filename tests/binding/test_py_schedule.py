@@ -14,7 +14,7 @@ from test_py_promise import weight
 import koila
 from binding_kit import batch, staged_as
 from koila import _core
-from koila.schedule import Graph, Op
+from koila.staged.schedule import Graph, Op
 
 core: Any = _core
 

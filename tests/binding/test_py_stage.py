@@ -15,7 +15,8 @@ from torch import Tensor
 import koila
 from binding_kit import batch, is_pending, number_of, staged_as
 from chunked import split
-from koila import _core, facts
+from koila import _core
+from koila.staged import facts
 
 core: Any = _core
 CHUNKS = [2, 3, 4]

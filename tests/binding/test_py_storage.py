@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from binding_kit import pending
-from koila import _core, storages
+from koila import _core
+from koila.memory import storages
 
 pytestmark = [
     pytest.mark.sanitize,

@@ -13,7 +13,8 @@ import torch
 
 import koila
 from binding_kit import batch, in_a_child, in_a_thread, is_pending, pending
-from koila import _core, threads
+from koila import _core
+from koila.basics import threads
 
 core: Any = _core
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from koila import _core, noise, noise_drawn
+from koila import _core
+from koila.random import noise_drawn
+from koila.staged import noise
 
 pytestmark = pytest.mark.sanitize
 

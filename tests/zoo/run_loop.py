@@ -14,7 +14,7 @@ from torch import Tensor
 
 import koila
 from allocations import Allocations
-from koila import budget, storages
+from koila.memory import budget, storages
 from zoo.entries import Entry, Mode
 from zoo.run_one import CHUNKS, attempt, is_equal, whole
 

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 import koila  # noqa: E402
 from allocations import Allocations  # noqa: E402
-from koila import budget, storages  # noqa: E402
+from koila.memory import budget, storages  # noqa: E402
 from zoo.entries import ROWS, Entry, Step, all_entries  # noqa: E402
 
 SHARE = 0.4

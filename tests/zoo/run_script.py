@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 import koila.__main__
 from allocations import Allocations
-from koila import budget, storages
+from koila.memory import budget, storages
 from zoo.entries import Entry
 from zoo.run_one import in_a_fork, is_equal
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import koila
 import pages
-from koila import reports
+from koila.reporting import reports
 from koila.summary import Summary
 from zoo import libraries  # noqa: F401 - the libraries can be imported
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all of koila stands on: settings, rows, lines of the user, torch's engine and switches."""

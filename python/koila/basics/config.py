@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config(): how many chunks, how much memory; as a call, or for a block.
+
+A call sets what holds for the process, on all threads. A block sets what holds in it, for the
+context (`contextvars`) that entered it alone: not for other threads, nor for threads started in it,
+which begin with an empty context, but for the tasks of asyncio that it makes.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import re
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+from koila.basics import machine
+
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+# A bare letter is binary, as docker, slurm and the JVM read it.
+_BINARY = {
+    unit: 2 ** (10 * power)
+    for power, letter in enumerate("kmgt", 1)
+    for unit in (letter, f"{letter}i", f"{letter}ib")
+}
+_UNITS = _DECIMAL | _BINARY
+
+
+class Settings(NamedTuple):
+    """What can be set."""
+
+    chunks: int | None = None
+    memory_limit: int | None = None
+    progress: bool | None = None
+
+    def written(self) -> str:
+        """As a call of config() that sets just this."""
+        parts = (f"{name}={value}" for name, value in self._asdict().items() if value is not None)
+        return f"koila.config({', '.join(parts)})"
+
+
+_process = Settings()
+#: What blocks of this context set; None: it is in none.
+_block: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("koila", default=None)
+
+
+class _Thread(threading.local):
+    #: The last call outside of blocks, which may still turn out to be one.
+    call: weakref.ref[_Config] | None = None
+
+
+_thread = _Thread()
+
+
+def parse_bytes(limit: int | float | str | None) -> int | None:
+    """Read a number of bytes: an int, a text such as "512MiB", "4G" (4GiB) or "4GB" (decimal), or a
+    share of all memory, such as "80%" or 0.8.
+
+    Example:
+        >>> from koila.config import parse_bytes
+        >>> parse_bytes("512MiB")
+        536870912
+    """
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, int | float | str):
+        raise TypeError(
+            f"config: memory_limit must be an int, a share, a text or None, not {limit!r}"
+        )
+    if isinstance(limit, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", limit)
+        if match is None or match[2].lower() not in _UNITS | {"%": 1}:
+            raise ValueError(
+                f'config: memory_limit={limit!r} is no size; write for example "512MiB", "4G" or '
+                '"80%"'
+            )
+        number, unit = float(match[1]), match[2].lower()
+        limit = number / 100 if unit == "%" else int(number * _UNITS[unit])
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ValueError(
+                f"config: memory_limit={limit} is no share of memory: that is more than 0 and at "
+                "most 1 (100 %); bytes are an int"
+            )
+        return int(limit * machine.total())
+    if limit <= 0:
+        raise ValueError(f"config: memory_limit must be positive, not {limit}")
+    return limit
+
+
+def _check_chunks(chunks: int | None) -> int | None:
+    if chunks is None:
+        return None
+    if isinstance(chunks, bool) or not isinstance(chunks, int):
+        raise TypeError(f"config: chunks must be an int or None, not {chunks!r}")
+    if chunks < 1:
+        raise ValueError(f"config: chunks must be at least 1, not {chunks}")
+    return chunks
+
+
+class _Config:
+    """What a call of config() set; as a context manager it sets it for a block."""
+
+    def __init__(self, before: Settings | None, after: Settings) -> None:
+        self._before = before
+        self._after = after
+        self._is_due = before is None  # the process's settings are still to be changed
+
+    def __repr__(self) -> str:
+        return self._after.written()
+
+    def settle(self) -> None:
+        """It is no block: set what it says for the process."""
+        global _process
+        if self._is_due:
+            self._is_due = False
+            _process = self._after
+
+    def __del__(self) -> None:
+        self.settle()
+
+    def __enter__(self) -> None:
+        self._is_due = False
+        _block.set(self._after)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _block.set(self._before)
+
+
+def settings() -> Settings:
+    """The settings as they are now, here."""
+    call = _thread.call() if _thread.call is not None else None
+    if call is not None:
+        call.settle()
+    return _block.get() or _process
+
+
+def get(name: str) -> int | None:
+    """A setting as it is now, here."""
+    value: int | None = getattr(settings(), name)
+    return value
+
+
+def _check_together(before: Settings, after: Settings) -> None:
+    if after.chunks is None or after.memory_limit is None:
+        return
+    text = (
+        "config: chunks= says how many chunks whatever memory there is, memory_limit= has as few "
+        "as fit: only one of them can hold"
+    )
+    if before.chunks is not None or before.memory_limit is not None:
+        is_chunks = before.chunks is not None
+        other = f"chunks=None, memory_limit={after.memory_limit}"
+        other = other if is_chunks else f"chunks={after.chunks}, memory_limit=None"
+        text += f", and {before.written()} is in force; to replace it, write config({other})"
+    raise ValueError(text)
+
+
+class _Unchanged:
+    """In place of a setting that stays as it is."""
+
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+_UNCHANGED: Final[Any] = _Unchanged()
+
+
+def config(
+    *,
+    chunks: int | None = _UNCHANGED,
+    memory_limit: int | float | str | None = _UNCHANGED,
+    progress: bool | None = _UNCHANGED,
+) -> _Config:
+    """Change settings, for the process, or (in a `with` statement) for a block.
+
+    A call changes them for all threads; in a block, for the rest of the block. A block is of the
+    context that enters it: other threads go on with the settings of the process.
+
+    Args:
+        chunks: run every program in this many chunks (at most one row a chunk) wherever it can be
+            cut, and takes no more so than whole; None: as few as fit into memory.
+        memory_limit: bytes that all tensors may take, whoever holds them: an int, a text such as
+            "512MiB" or "4G" (of 2**30 bytes each), or a share of all memory, such as "80%" or 0.8:
+            of the current GPU's where there is one, else of the machine's. None: what the device
+            has free. On the CPU, where no allocator counts, tensors are found by their Python
+            objects: what only an autograd graph or C++ holds is not among them, nor are mapped
+            files. The environment variable KOILA_MEMORY_LIMIT says what holds from the start.
+        progress: show a progress bar for what runs in chunks for more than three seconds: tqdm's
+            where it is installed, else a line on stderr.
+
+    Raises:
+        TypeError, ValueError: a value that is none, or both settings: one replaces the other where
+            that is said to be None.
+
+    Example:
+        >>> import torch, koila
+        >>> with koila.config(chunks=3):
+        ...     koila.lazy(torch.ones(7, 2)).sum().item()
+        14.0
+    """
+    before = settings()
+    after = before
+    if chunks is not _UNCHANGED:
+        after = after._replace(chunks=_check_chunks(chunks))
+    if memory_limit is not _UNCHANGED:
+        after = after._replace(memory_limit=parse_bytes(memory_limit))
+    if progress is not _UNCHANGED:
+        if progress is not None and not isinstance(progress, bool):
+            raise TypeError(f"config: progress must be True, False or None, not {progress!r}")
+        after = after._replace(progress=progress)
+    _check_together(before, after)
+    block = _block.get()
+    made = _Config(block, after)
+    if block is None:
+        _thread.call = weakref.ref(made)
+    else:
+        _block.set(after)
+    return made
+
+
+def read_environment() -> None:
+    """Set for the process what the environment says.
+
+    Raises:
+        ValueError: KOILA_MEMORY_LIMIT is no size.
+    """
+    global _process
+    text = os.environ.get("KOILA_MEMORY_LIMIT", "").strip()
+    if text:
+        try:
+            _process = _process._replace(memory_limit=parse_bytes(text))
+        except ValueError as error:
+            raise ValueError(f"KOILA_MEMORY_LIMIT={text!r}: {error}") from None

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory plan of a program, made of what the core measures."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from koila.basics.rows import largest
+from koila.memory import budget, estimates
+from koila.messages.memory_plan import MemoryPlan
+from koila.messages.moments import Moment, Value
+from koila.staged import layers
+from koila.staged.facts import name_of_node, where_of_node
+from koila.staged.program import Program
+from koila.staged.schedule import Way
+
+#: In the order of a step.
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer's step"
+_N_LARGEST = 10
+
+
+def _held_from(program: Program, course: Sequence[estimates.Course]) -> list[tuple[int, int]]:
+    """From which moment on results are there that the script holds: its position in the course,
+    and their bytes; in order. What runs in chunks has room for all of a result from its start."""
+    made_at: dict[int, int] = {}
+    starts: dict[int, int] = {}  # of the steps of the schedule
+    for i, at in enumerate(course):
+        starts.setdefault(at.step, i)
+        made_at.setdefault(at.node, i if at.step == 0 and len(starts) == 1 else starts[at.step])
+    found = []
+    for value in program.wanted:
+        node = program.node_of(value)
+        if node is not None and node.id in made_at:
+            found.append((made_at[node.id], program.bytes_of(value)))
+    return sorted(found)
+
+
+def _moments(
+    program: Program,
+    names: layers.Names,
+    course: Sequence[estimates.Course],
+    is_backward: Sequence[bool],
+) -> Iterator[Moment]:
+    held = _held_from(program, course)
+    positions = [position for position, _ in held]
+    totals = [0, *itertools.accumulate(n_bytes for _, n_bytes in held)]
+    calls: dict[int, tuple[str, str, str]] = {}
+    for i, (at, is_back) in enumerate(zip(course, is_backward, strict=True)):
+        if at.node not in calls:
+            node = program.node(at.node)
+            calls[at.node] = name_of_node(node), where_of_node(node), names.of_call(node.id)
+        kept = max(0.0, at.n_bytes - at.gradients - at.temporary)
+        outputs = min(kept, totals[bisect.bisect_right(positions, i)])
+        yield Moment(
+            BACKWARD if is_back else FORWARD,
+            *calls[at.node],
+            round(kept - outputs),
+            round(outputs),
+            round(at.gradients),
+            round(at.temporary),
+        )
+
+
+def _largest(program: Program, names: layers.Names, rows: int) -> tuple[Value, ...]:
+    share = rows / max(1, layers.rows_of(program))
+    found = []
+    for i, n_bytes, is_rows in layers.largest_kept(program, _N_LARGEST):
+        node = program.node(i)
+        in_chunk = round(n_bytes * share) if is_rows else n_bytes
+        found.append(
+            Value(name_of_node(node), where_of_node(node), names.of_call(i), n_bytes, in_chunk)
+        )
+    return tuple(found)
+
+
+def of(
+    program: Program,
+    is_graph: bool,
+    way: Way,
+    n_chunks: int,
+    unit: int,
+    allowed: float,
+    *,
+    fits: bool = True,
+    costs: str = "",
+    summary: Sequence[str] = (),
+) -> MemoryPlan:
+    """What a program takes that is run in some chunks.
+
+    Args:
+        program: what was recorded.
+        is_graph: whether it is differentiated.
+        way: how it is scheduled.
+        n_chunks: in so many chunks.
+        unit: samples of a chunk are a multiple of it.
+        allowed: bytes it may take.
+        fits: whether it does.
+        costs: what is done beside chunks.
+        summary: sentences to begin with.
+    """
+    cut = program.cut_for(way)
+    is_live = n_chunks == 1 and way == Way()
+    estimate = estimates.estimate(cut, is_graph, way, is_live)
+    rows = max(1, largest(estimate.rows, n_chunks, unit))
+    course = estimate.course(rows)
+    # After the last step gradients, and the numbers of what the script holds, are delivered.
+    n_forward = math.inf if is_live or not is_graph else cut.schedule(True, way).n_forward
+    is_backward = [at.is_back or at.step >= n_forward for at in course]
+    names = layers.Names(program)  # it looks for modules among all objects
+    moments = tuple(_moments(cut, names, course, is_backward))
+    worst = max(moments, key=lambda moment: moment.n_bytes)
+    phases = {
+        phase: max((one.n_bytes for one in moments if one.phase == phase), default=0)
+        for phase in (FORWARD, BACKWARD)
+    }
+    parameters = [t for t in program.entered if t.is_leaf and t.requires_grad]
+    if is_graph:
+        coming = budget.coming_state(parameters, is_sure=True)
+        phases[OPTIMIZER] = sum(p.nbytes for p in parameters if p.grad is None) + coming
+    else:
+        del phases[BACKWARD]
+    devices = sorted(program.devices, key=lambda device: device.type == "cpu")
+    there = dict(budget.counted(devices[0] if devices else torch.device("cpu"), program.entered))
+    return MemoryPlan(
+        fits,
+        max(1, -(-estimate.rows // rows)),
+        rows,
+        worst.n_bytes,
+        round(estimate.whole),
+        round(max(0.0, allowed)),
+        there,
+        phases,
+        worst,
+        _largest(program, names, rows),
+        moments,
+        costs,
+        tuple(summary),
+    )

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A memory plan as files: a picture, a card, JSON, a trace for Chrome and Perfetto, and a snapshot
+for torch's memory viewer."""
+
+from __future__ import annotations
+
+import html as escaping
+import importlib
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from koila.messages import cards
+from koila.messages.moments import Moment
+from koila.messages.words import size
+
+
+class Plan(Protocol):
+    """What a file needs of a `MemoryPlan`, which is above this module."""
+
+    @property
+    def moments(self) -> tuple[Moment, ...]: ...
+    @property
+    def summary(self) -> tuple[str, ...]: ...
+    @property
+    def n_bytes(self) -> int: ...
+    @property
+    def allowed(self) -> int: ...
+    def lines(self) -> list[str]: ...
+    def table(self) -> list[tuple[str, ...]]: ...
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+#: From the bottom of the picture to its top: attribute of a moment, and colour.
+KINDS = {
+    "activations": "#4c8dd6",
+    "outputs": "#57a773",
+    "gradients": "#d9822b",
+    "temporaries": "#a87bc4",
+}
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 300, 70, 30, 40
+#: Of a page of its own, which is light or dark as the reader has it.
+_HEAD = (
+    "<!doctype html><meta charset='utf-8'><meta name='color-scheme' content='light dark'>"
+    "<title>koila.plan</title>"
+)
+#: Columns of a picture: of more moments, the worst of each group is drawn.
+_MOST_COLUMNS = 240
+#: A moment in a trace takes so many microseconds; how long it will take is not known.
+_TICK = 10
+
+
+def _columns(moments: Sequence[Moment]) -> list[Moment]:
+    """At most `_MOST_COLUMNS` moments, in order, with the worst of all among them."""
+    n = min(len(moments), _MOST_COLUMNS)
+    edges = [len(moments) * i // n for i in range(n + 1)]
+    return [max(moments[a:b], key=lambda one: one.n_bytes) for a, b in itertools.pairwise(edges)]
+
+
+def _layers_of(columns: Sequence[Moment]) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Of each kind of bytes the lower and the upper edge of its area, in bytes by column."""
+    lower = [0] * len(columns)
+    for kind in KINDS:
+        upper = [low + getattr(one, kind) for low, one in zip(lower, columns, strict=True)]
+        yield kind, lower, upper
+        lower = upper
+
+
+def _area(lower: Sequence[float], upper: Sequence[float], x: Callable[[int], float]) -> str:
+    """The points of an area that goes from column to column in steps."""
+    there = [(x(i + k), up) for i, up in enumerate(upper) for k in (0, 1)]
+    back = [(x(i + k), low) for i, low in enumerate(lower) for k in (0, 1)]
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in (*there, *reversed(back)))
+
+
+def svg(plan: Plan) -> str:
+    """The bytes over the step, with a line at what is allowed where that is near."""
+    columns = _columns(plan.moments)
+    near = plan.allowed <= 3 * plan.n_bytes
+    top = 1.08 * max(plan.n_bytes, plan.allowed if near else 0, 1)
+    width, height = _WIDTH - _LEFT - 10, _HEIGHT - _TOP - _BOTTOM
+
+    def x(i: int) -> float:
+        return _LEFT + width * i / len(columns)
+
+    def y(n_bytes: float) -> float:
+        return _TOP + height * (1 - n_bytes / top)
+
+    def text(at: float, line: float, words: str, anchor: str = "start") -> str:
+        return (
+            f"<text x='{at:.0f}' y='{line:.0f}' text-anchor='{anchor}' fill='currentColor'>"
+            f"{escaping.escape(words)}</text>"
+        )
+
+    made = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' class='koila-plan' viewBox='0 0 {_WIDTH} "
+        f"{_HEIGHT}' width='100%' style='max-width:{_WIDTH}px' role='img' "
+        "font-family='system-ui, sans-serif' font-size='12'>",
+        f"<title>{escaping.escape(' '.join(plan.summary[:1]))}</title>",
+        "<style>svg.koila-plan:root {color: #333; background: #fff}",
+        "@media (prefers-color-scheme: dark) {",
+        "svg.koila-plan:root {color: #ddd; background: #1b1b1b}}",
+        "</style>",
+    ]
+    for kind, lower, upper in _layers_of(columns):
+        if any(high > low for low, high in zip(lower, upper, strict=True)):
+            points = _area([y(one) for one in lower], [y(one) for one in upper], x)
+            made.append(f"<polygon fill='{KINDS[kind]}' points='{points}'/>")
+    shown = [kind for kind in KINDS if any(getattr(one, kind) for one in columns)]
+    for i, kind in enumerate(shown):
+        at = _LEFT + 150 * i
+        made.append(f"<rect x='{at}' y='8' width='10' height='10' fill='{KINDS[kind]}'/>")
+        made.append(text(at + 15, 17, kind))
+    for share in (0.25, 0.5, 0.75, 1.0):
+        line = y(top * share / 1.08)
+        made.append(
+            f"<path d='M{_LEFT} {line:.1f}H{_WIDTH - 10}' stroke='currentColor' opacity='.15'/>"
+        )
+        made.append(text(_LEFT - 6, line + 4, size(top * share / 1.08), "end"))
+    if near:
+        line = y(plan.allowed)
+        made.append(
+            f"<path d='M{_LEFT} {line:.1f}H{_WIDTH - 10}' stroke='#c0392b' stroke-dasharray='6 4'/>"
+        )
+        made.append(text(_WIDTH - 12, line - 5, f"allowed {size(plan.allowed)}", "end"))
+    for phase, group in itertools.groupby(enumerate(columns), key=lambda one: one[1].phase):
+        begin = next(group)[0]
+        made.append(
+            f"<path d='M{x(begin):.1f} {_HEIGHT - _BOTTOM}v6' stroke='currentColor' opacity='.5'/>"
+        )
+        if begin + 8 < len(columns) or begin == 0:
+            made.append(text(x(begin) + 3, _HEIGHT - _BOTTOM + 16, phase))
+    made.append(text(_LEFT, _HEIGHT - 6, "the calls of the step, in order; one chunk of each part"))
+    return "\n".join([*made, "</svg>"])
+
+
+def html(plan: Plan) -> str:
+    """A card for notebooks, with the picture and the largest values."""
+    return cards.html("koila.plan", plan.lines(), picture=svg(plan), rows=plan.table())
+
+
+def trace(plan: Plan) -> dict[str, Any]:
+    """What Chrome's trace viewer and Perfetto read: a slice for each call, and a counter of memory.
+
+    Returns:
+        The trace event format, times in microseconds: each call takes the same time, as nothing
+        ran.
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "koila.plan"}},
+        {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "calls"}},
+    ]
+    for i, one in enumerate(plan.moments):
+        counts = {kind: getattr(one, kind) for kind in KINDS}
+        args = {"line": one.where, "layer": one.layer, "bytes": one.n_bytes}
+        at = {"pid": 1, "tid": 1, "ts": _TICK * i}
+        name = f"{one.call} ({one.phase})"
+        events.append({"ph": "X", "name": name, "cat": one.phase, "dur": _TICK, "args": args, **at})
+        events.append({"ph": "C", "name": "memory", "args": counts, **at})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+class _Blocks:
+    """Blocks of memory as torch's viewer knows them, of which the last made go first."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.live: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+        self._address = 1 << 20
+
+    def set(self, kind: str, n_bytes: int, frames: list[dict[str, Any]], time: int) -> None:
+        """From now on there are so many bytes of a kind."""
+        blocks = self.live[kind]
+        less = sum(block["size"] for block in blocks) - n_bytes
+        while less > 0:
+            block = blocks.pop()
+            for action in ("free_requested", "free_completed"):
+                self.events.append({**block, "action": action, "time_us": time})
+            less -= block["size"]
+            if less < 0:  # a part of it stays
+                self._alloc(kind, -less, block["frames"], time)
+                return
+        if less < 0:
+            self._alloc(kind, -less, frames, time)
+
+    def _alloc(self, kind: str, n_bytes: int, frames: list[dict[str, Any]], time: int) -> None:
+        block = {"addr": self._address, "size": n_bytes, "stream": 0, "frames": frames}
+        self._address += n_bytes
+        self.live[kind].append(block)
+        self.events.append({**block, "action": "alloc", "time_us": time})
+
+
+def snapshot(plan: Plan) -> dict[str, Any]:
+    """What torch's memory viewer reads (`torch.cuda.memory._snapshot` gives the same of a run): for
+    each kind of bytes a block where they grow, which goes where they shrink."""
+    blocks = _Blocks()
+    for i, one in enumerate(plan.moments):
+        file, _, line = one.where.rpartition(":")
+        named = {"filename": file, "line": int(line) if line.isdigit() else 0}
+        for kind in KINDS:
+            frames = [{**named, "name": f"{kind}: {one}"}]
+            blocks.set(kind, getattr(one, kind), frames, _TICK * i)
+    there = [
+        {
+            "address": block["addr"],
+            "size": block["size"],
+            "requested_size": block["size"],
+            "state": "active_allocated",
+            "frames": block["frames"],
+        }
+        for kind in KINDS
+        for block in blocks.live[kind]
+    ]
+    segments = [
+        {
+            "device": 0,
+            "address": block["address"],
+            "total_size": block["size"],
+            "allocated_size": block["size"],
+            "active_size": block["size"],
+            "requested_size": block["size"],
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": block["frames"],
+            "blocks": [block],
+        }
+        for block in there
+    ]
+    return {
+        "segments": segments,
+        "device_traces": [blocks.events],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a plan, in the format that the name of the file ends with."""
+    if path.name.endswith(".pickle"):
+        path.write_bytes(pickle.dumps(snapshot(plan)))
+        return
+    formats: dict[str, Callable[[], str]] = {
+        ".trace.json": lambda: json.dumps(trace(plan)),
+        ".json": lambda: json.dumps(plan.as_dict(), indent=1),
+        ".svg": lambda: svg(plan),
+        ".html": lambda: _HEAD + html(plan),
+    }
+    make = next((make for end, make in formats.items() if path.name.endswith(end)), plan.__str__)
+    path.write_text(make(), encoding="utf-8")
+
+
+def plot(plan: Plan, axes: Any) -> Any:
+    """Draw a plan with matplotlib."""
+    pyplot = importlib.import_module("matplotlib.pyplot")  # the user's, where it is installed
+
+    axes = axes if axes is not None else pyplot.subplots()[1]
+    columns = _columns(plan.moments)
+    series = [[getattr(one, kind) / 2**20 for one in columns] for kind in KINDS]
+    axes.stackplot(
+        range(len(columns)), series, labels=list(KINDS), colors=list(KINDS.values()), step="post"
+    )
+    if plan.allowed <= 3 * plan.n_bytes:
+        axes.axhline(plan.allowed / 2**20, color="#c0392b", linestyle="--", label="allowed")
+    axes.set_xlabel("the calls of the step, in order")
+    axes.set_ylabel("MiB")
+    axes.legend(loc="upper left")
+    return axes

@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every patch of torch that koila makes: what torch does not dispatch. Reversible, each with
+its test."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx.experimental.proxy_tensor
+import torch.utils._device
+import torch.utils.checkpoint
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from koila import _core
+from koila.basics import surroundings, switches
+from koila.basics.threads import in_turn
+from koila.memory import budget
+from koila.patches import patching
+from koila.planning import unsplit
+from koila.random import generators, plain
+from koila.recording import apart, bridge, flush, handlers, replicated, sharded
+from koila.reporting import reports
+from koila.running import checkpoints, numbers, recomputed, unwritten
+
+
+def _patch_function_apply() -> None:
+    base: Any = torch.autograd.function._SingleLevelFunction
+    inherited = base.apply.__func__ if hasattr(base.apply, "__func__") else None
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        original = super(base, cls).apply if inherited is None else inherited.__get__(cls)
+        if patching.holds_lazy(args) or patching.holds_lazy(kwargs):
+            if checkpoints.is_transparent(cls, args) and not surroundings.of_call():
+                return checkpoints.run(args[0], args[2:])
+            if replicated.is_sink(cls, args):
+                return replicated.behind_outputs(*args)
+            return _core.live_with_all(original, args, kwargs, False)
+        return original(*args, **kwargs)
+
+    patching.replace(base, "apply", classmethod(apply))
+
+
+def _patch_checkpoint() -> None:
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    patching.replace(module, name, checkpoints.patched(getattr(module, name), patching.holds_lazy))
+
+
+def _patch_factories() -> None:
+    """torch.tensor(x) and its kin copy or share a tensor without asking its class."""
+    # A default device goes by a set of functions that is made when first asked for: of torch's own,
+    # which ours call.
+    torch.utils._device._device_constructors()
+    for name in ("tensor", "scalar_tensor"):
+        patching.replace(torch, name, patching.read_if_lazy(getattr(torch, name)))
+    for name in ("as_tensor", "asarray"):
+        patching.replace(torch, name, patching.same_if_lazy(getattr(torch, name)))
+    for owner in (torch, torch.utils.dlpack, torch._C):
+        for name in ("to_dlpack", "_to_dlpack"):
+            if name in vars(owner):
+                patching.replace(owner, name, patching.live_if_lazy(getattr(owner, name), True))
+
+
+def _patch_functorch() -> None:
+    """vmap and the transforms of torch.func wrap the placeholder before anything is dispatched."""
+    vmap: Any = torch._functorch.vmap
+    patching.replace(vmap, "_add_batch_dim", patching.live_if_lazy(vmap._add_batch_dim, True))
+    apis: Any = torch._functorch.apis
+    patching.replace(
+        apis, "vmap_impl", patching.live_if_lazy(apis.vmap_impl, True, unsplit.transform)
+    )
+    transforms = torch._functorch.eager_transforms
+    for name in ("grad_impl", "grad_and_value_impl", "vjp_impl", "_vjp_with_argnums", "jvp_impl"):
+        if hasattr(transforms, name):
+            original = getattr(transforms, name)
+            patching.replace(
+                transforms, name, patching.live_if_lazy(original, True, unsplit.transform)
+            )
+    for name in ("_vjp_with_argnums", "_jvp_with_argnums", "functionalize"):
+        if hasattr(transforms, name) and vars(transforms)[name] is not None:
+            original = getattr(transforms, name)
+            if not hasattr(original, "__wrapped__"):
+                patching.replace(
+                    transforms, name, patching.live_if_lazy(original, True, unsplit.transform)
+                )
+
+
+def _patch_transforms() -> None:
+    """Inside a transform a lazy that is not among its inputs is run at once: let the recorder
+    know."""
+    for owner in (torch._functorch.vmap, torch._functorch.eager_transforms):
+        for kind in ("vmap", "grad", "jvp", "func"):
+            for name, step in (("increment", 1), ("decrement", -1)):
+                full = f"_{kind}_{name}_nesting"
+                if hasattr(owner, full):
+                    patching.replace(owner, full, patching.counting(getattr(owner, full), step))
+
+
+def _patch_grad_modes() -> None:
+    """The end of a block without gradients makes known what was recorded in it."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        original = mode.__exit__
+
+        def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
+            result = _original(self, *exc)
+            if exc[0] is None and torch.is_grad_enabled():
+                flush.flush_known("the end of a block without gradients")
+                sharded.let_go()
+            return result
+
+        patching.replace(mode, "__exit__", functools.wraps(original)(leave))
+
+
+def _patch_fast_paths() -> None:
+    """In eval without gradients these modules take a path of their own, unless a subclass is
+    met."""
+    for module in (
+        torch.nn.MultiheadAttention,
+        torch.nn.TransformerEncoderLayer,
+        torch.nn.TransformerEncoder,
+    ):
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if not self.training and (patching.holds_lazy(args) or patching.holds_lazy(kwargs)):
+                return _core.live_with_all(_original, (self, *args), kwargs, False)
+            return _original(self, *args, **kwargs)
+
+        patching.replace(module, "forward", forward)
+
+
+def _patch_data() -> None:
+    """x.data hands out memory behind autograd's back: writes through it leave no trace but the
+    numbers."""
+    original: Any = torch._C.TensorBase.data
+
+    def get(self: torch.Tensor) -> Any:
+        if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
+            bridge.watch_handed_out(self)
+            real = _core.real(self)
+            if real is not None:
+                recomputed.watch(real)
+            return self.__torch_function__(original.__get__, (type(self),), (self,), {})
+        share(self)
+        return original.__get__(self)
+
+    def share(tensor: torch.Tensor) -> None:
+        """Writes that torch does not count come to the memory of a plain tensor."""
+        if _core.leaves_of(tensor):
+            watch(tensor)
+        bridge.watch(tensor)
+        recomputed.watch(tensor)
+
+    @in_turn
+    def watch(self: torch.Tensor) -> None:
+        if _core.is_busy():
+            return
+        flush.flush_known(".data of a tensor that waits to be read")
+        bridge.watch_here(self)
+
+    def is_put(self: torch.Tensor, value: Any) -> bool:
+        """Give a lazy that has its tensor other numbers, where nothing waits that reads that."""
+        if type(self) is not _core.LazyTensor or _core.is_busy():
+            return False
+        real = _core.leave(self)
+        if real is None or _core.leaves_of(real):
+            return False
+        original.__set__(real, value)
+        _core.release()
+        return True
+
+    def put(self: torch.Tensor, value: Any) -> None:
+        if type(value) is _core.LazyTensor:
+            value = _number_of(value, "data")  # it may be made of what it is put in
+        share(value)
+        if not is_put(self, value):
+            original.__set__(self, value)
+
+    get.__name__ = "data"  # as messages call it
+    patching.replace(torch.Tensor, "data", property(get, put))
+
+
+def _number_of(lazy: Any, attribute: str) -> Any:
+    """The number that is to be an attribute of a plain tensor. It shares its memory, as torch's
+    would, so nothing is recorded of it any more, nor of others that share it."""
+
+    def itself(number: torch.Tensor) -> torch.Tensor:
+        return number
+
+    with reports.Asking(f".{attribute} ="):
+        number = _core.read(lazy)
+    left = number if _core.is_busy() else _core.leave(lazy)
+    if left is None:
+        itself.__name__ = f".{attribute} ="
+        left = _core.live_with_all(itself, (lazy,), {}, True)
+    return left
+
+
+def _patch_setters() -> None:
+    """p.grad = lazy, z.real = lazy: torch asks the class of what is set, not of what it is set
+    to."""
+
+    def put_gradient(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
+        def put(tensor: torch.Tensor, lazy: Any) -> None:
+            if lazy.requires_grad:
+                _core.live_with_all(descriptor.__set__, (tensor, lazy), {}, True)
+            else:
+                descriptor.__set__(tensor, _number_of(lazy, "grad"))
+
+        return put
+
+    def put_part(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
+        return lambda tensor, lazy: descriptor.__get__(tensor).copy_(lazy)
+
+    for name, putting in (
+        ("grad", put_gradient),
+        ("_grad", put_gradient),
+        ("real", put_part),
+        ("imag", put_part),
+    ):
+        descriptor = vars(torch._C.TensorBase)[name]
+        if not _core.set_attribute_by(descriptor, putting(descriptor)):
+            raise RuntimeError(f"torch.Tensor.{name} cannot be set to what koila makes")
+        patching.descriptors.append(descriptor)
+
+
+def _patch_generator() -> None:
+    """The generator answers, and is set, where the draws that were recorded before leave it."""
+    generator: Any = torch._C.Generator
+    for name in (
+        "get_state",
+        "set_state",
+        "manual_seed",
+        "seed",
+        "clone_state",
+        "graphsafe_get_state",
+        "graphsafe_set_state",
+        "get_offset",
+        "set_offset",
+    ):
+        original = getattr(generator, name)
+
+        @functools.wraps(original)
+        def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            is_shared = self is torch.default_generator or self.device.type != "cpu"
+            if is_shared and not _core.is_busy() and _core.has_draw(False):
+                generators.make_way()
+            return _original(self, *args, **kwargs)
+
+        patching.replace(generator, name, patched)
+
+
+def _patch_switches() -> None:
+    """A recorded call runs with the switches that were on when it was recorded."""
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            switches.note()
+            return result
+
+        return patched
+
+    for name in switches.SETTERS:
+        if hasattr(torch._C, name):
+            patching.replace(torch._C, name, noting(getattr(torch._C, name)))
+    # An attribute of torch.backends has the function from before.
+    prop: Any = torch.backends.ContextProp
+    patching.replace(prop, "__set__", noting(prop.__set__))
+    for name in ("set_num_threads", "set_flush_denormal"):  # of a thread; they change last bits
+        patching.replace(torch, name, patching.flush_first(getattr(torch, name)))
+    with contextlib.suppress(ImportError):  # which kernels in Python take the place of torch's
+        native: Any = type(importlib.import_module("torch.backends.python_native"))
+        for name in ("dispatch_keys", "operations"):
+            for verb in ("enable", "disable"):
+                full = f"{verb}_{name}"
+                patching.replace(native, full, patching.flush_first(getattr(native, full)))
+    switches.note()
+
+
+def _patch_dual_levels() -> None:
+    """Inside of a level of forward-mode AD calls run at once: let the recorder know."""
+    levels: Any = torch.autograd.forward_ad
+    for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
+        patching.replace(levels, name, surroundings.count_duals(getattr(levels, name), step))
+
+
+def _patch_graphs() -> None:
+    """A CUDA graph takes what runs while it is captured: what was recorded before runs before, and
+    nothing is recorded in it."""
+    graph: Any = torch.cuda.CUDAGraph
+    begin, end = graph.capture_begin, graph.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = patching.flush_first(begin)(self, *args, **kwargs)
+        _core.count_interpreters(1)
+        return result
+
+    @functools.wraps(end)
+    def capture_end(self: Any) -> Any:
+        _core.count_interpreters(-1)
+        return end(self)
+
+    patching.replace(graph, "capture_begin", capture_begin)
+    patching.replace(graph, "capture_end", capture_end)
+    # Before the stream is changed, or those who read it on the first would not wait for it.
+    patching.replace(
+        torch.cuda.graph, "__enter__", patching.flush_first(torch.cuda.graph.__enter__)
+    )
+
+
+def _patch_set() -> None:
+    """Tensor.set_ is not dispatched: it would take the placeholder's memory, or give it other. What
+    waits runs before: all views of the memory that is left count it as a write."""
+    original = patching.live_if_lazy(torch.Tensor.set_, False)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if patching.holds_lazy(args[:1]) and not _core.is_busy():
+            _core.flush()
+        return original(*args, **kwargs)
+
+    patching.replace(torch.Tensor, "set_", patched)
+
+
+def _patch_scripts() -> None:
+    """A TorchScript function sees only the placeholder."""
+    patching.replace(
+        torch.jit.ScriptFunction,
+        "__call__",
+        patching.cut_if_lazy(torch.jit.ScriptFunction.__call__),
+    )
+    if hasattr(torch.jit, "_script"):
+        script_method = torch._C.ScriptMethod
+        patching.replace(script_method, "__call__", patching.cut_if_lazy(script_method.__call__))
+
+
+def _patch_nodes() -> None:
+    """What hands a node of autograd's graph to C++ needs a real one."""
+    graph: Any = torch.autograd.graph
+    name = "_get_grad_fn_or_grad_acc"  # of which is only asked whether a backward comes there
+    patching.replace(
+        graph, name, patching.live_if_lazy(getattr(graph, name), True, _core.live_with_all)
+    )
+    original = graph.register_multi_grad_hook  # it asks which backward calls it: the engine knows
+
+    @functools.wraps(original)
+    def register(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        bridge.refuse_inner(tensors, "register_multi_grad_hook")
+        return original(tensors, *args, **kwargs)
+
+    patching.replace(graph, original.__name__, patching.live_if_lazy(register, True))
+    patching.replace(
+        graph, "get_gradient_edge", patching.live_if_lazy(graph.get_gradient_edge, True)
+    )
+
+
+def _patch_tracers() -> None:
+    """A tracer would take the placeholder for a constant, and keep it in what it makes."""
+    for owner, name in (
+        (torch._C, "_create_function_from_trace"),
+        (torch._C, "_create_function_from_trace_with_dict"),
+        (torch._C, "_create_graph_by_tracing"),
+        (torch._C.ScriptModule, "_create_method_from_trace"),
+        (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
+        (torch.fx.experimental.proxy_tensor._MakefxTracer, "trace"),
+    ):
+        patching.replace(owner, name, _counted(patching.live_if_lazy(getattr(owner, name), True)))
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, in which lazies that are met (a tracer's function may hold some) run at once."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        _core.count_interpreters(1)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _core.count_interpreters(-1)
+
+    return patched
+
+
+def _patch_unwritten() -> None:
+    """What takes the memory of a tensor without asking its class, or writes weights first, comes
+    after what recorded calls are to write."""
+    for owner, name in unwritten.unseen():
+        patching.replace(owner, name, unwritten.written_first(getattr(owner, name)))
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Parameters are about to change: what was recorded with the old ones runs first."""
+    budget.note_optimizer(optimizer)
+    flush.flush("an optimizer's step")
+    reports.note_step(optimizer)
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    sharded.let_go()
+    numbers.settle_outdated(is_over=True)
+
+
+def refresh() -> None:
+    """Patch FSDP, and tell dynamo not to trace lazies, as soon as the script has imported these
+    modules of torch's."""
+    sharded.patch(patching.replace, patching.holds_lazy)
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        classes = getattr(dynamo.config, "nontraceable_tensor_subclasses", None)
+        if classes is not None:
+            classes.add(_core.LazyTensor)
+
+
+def install() -> None:
+    """Make every patch, or none; called once, when koila is imported."""
+    if patching.undo:
+        return
+    try:
+        _install()
+    except BaseException:
+        uninstall()
+        raise
+
+
+def _install() -> None:
+    lazy_type: Any = _core.LazyTensor
+    lazy_type.__repr__ = handlers.repr_lazy
+    lazy_type.__str__ = handlers.str_lazy
+    unwritten.begin(flush.flush)
+    _patch_function_apply()
+    _patch_checkpoint()
+    _patch_factories()
+    _patch_functorch()
+    _patch_transforms()
+    _patch_grad_modes()
+    _patch_fast_paths()
+    _patch_data()
+    _patch_setters()
+    _patch_set()
+    _patch_generator()
+    _patch_switches()
+    _patch_dual_levels()
+    _patch_graphs()
+    _patch_scripts()
+    _patch_nodes()
+    replicated.patch(patching.replace, patching.holds_lazy)
+    apart.patch(patching.replace)
+    _patch_tracers()
+    _patch_unwritten()
+    patching.hooks.append(register_optimizer_step_pre_hook(_before_step))
+    patching.hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def uninstall() -> None:
+    """Undo every patch, newest first."""
+    while patching.undo:
+        owner, name, original, is_own = patching.undo.pop()
+        if is_own:
+            patching.assign(owner, name, original)
+        else:
+            delattr(owner, name)
+    while patching.descriptors:
+        _core.set_attribute_by(patching.descriptors.pop(), None)
+    while patching.hooks:
+        patching.hooks.pop().remove()
+    plain.unwatch_all()
+    unwritten.end()
+    sharded.end()

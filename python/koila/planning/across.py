@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last segment of a chunk as a program of its own, over a second axis: the positions of a text,
+the lines of an image.
+
+A model's scores and their loss may be more than everything else, even for one row. Their calls are
+recorded once more, on a tape of their own, with what the body handed them as a batch along another
+dim. That program is staged and run as any other, in as many pieces as were planned: what goes along
+the second axis goes in parts, and what does not is whole, so it gives the same numbers whatever the
+calls are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from koila import _core
+from koila.basics import config
+from koila.basics.rows import alias_of, chunk_shape, cut, without_memory
+from koila.memory import estimates
+from koila.reductions import calls
+from koila.reporting import reports
+from koila.staged.facts import Run, name_of_node
+from koila.staged.program import Program
+
+#: Pieces take their share of what a segment takes whole, and this much more; beside gradients that
+#: gather, and those of a piece. Else calls run once.
+_MORE = 1.25
+_FEW_BYTES = 2**16
+_WHOLE = -1  # no dim: a lazy that is the same for every chunk
+
+
+class Recorded(NamedTuple):
+    """The calls of a segment on one chunk, recorded aside."""
+
+    tape: object
+    left: dict[int, Any]  # what leaves the segment: lazies, or tuples of such
+
+    def shapes(self) -> dict[int, Any]:
+        """What leaves it as the tail has to know it: numbers only of what has no gradient."""
+        return {value: _each(_sized, of) for value, of in self.left.items()}
+
+    def numbers(self) -> dict[int, Any]:
+        """What left it."""
+        return {value: _each(_number, of) for value, of in self.left.items()}
+
+
+def can_run(program: Program, run: Run) -> bool:
+    """Whether the calls of a segment may be recorded again: they draw and write nothing, and do not
+    read the lengths of sequences, of which there are none while an axis is looked for."""
+    nodes = list(map(program.node, run.nodes))
+    if any(node.is_random or node.writes or node.leaf_writes for node in nodes):
+        return False
+    return not any(name_of_node(node).startswith("packed_") for node in nodes)
+
+
+def _along(program: Program, run: Run, imports: Sequence[Any], dim: int) -> Iterator[int]:
+    """What a segment is given by rows that is as long in that dim as the largest that segments
+    before made. To call it a batch along that dim proves nothing of it, and makes nothing wrong."""
+    largest = _largest(program, run, imports)
+    for import_id in run.imports:
+        _, place, is_range = program.imports[import_id]
+        if place is not None and not is_range:
+            shape = imports[import_id].shape
+            if len(shape) > dim and shape[: dim + 1] == largest.shape[: dim + 1]:
+                yield import_id
+
+
+def _largest(program: Program, run: Run, imports: Sequence[Any]) -> torch.Tensor:
+    """The largest tensor that segments before made."""
+    tensors: Iterator[torch.Tensor] = (imports[i] for i in handed(program, run))
+    return max(tensors, key=torch.Tensor.numel)
+
+
+def handed(program: Program, run: Run) -> Iterator[int]:
+    """Imports by rows of what segments before made."""
+    for import_id in run.imports:
+        value, place, is_range = program.imports[import_id]
+        if place is not None and not is_range and not program.is_leaf(value):
+            yield import_id
+
+
+def record(
+    program: Program, run: Run, imports: Sequence[Any], rows: int, start: int, dim: int
+) -> Recorded:
+    """Record the calls of a segment on one chunk, along a second axis.
+
+    Args:
+        program: the program that it is of.
+        run: the segment.
+        imports: what it is given, by number.
+        rows: of the chunk.
+        start: the first of them.
+        dim: of the largest tensor that it is handed, and of those that are as long there.
+    """
+    tape = _core.new_tape()
+    given = list(imports)
+    axis, along = _core.new_axis(), set(_along(program, run, imports, dim))
+    for import_id in run.imports:
+        if program.imports[import_id].place is not None:
+            tensor, at = imports[import_id], dim if import_id in along else _WHOLE
+            n = tensor.shape[dim] if import_id in along else 0
+            given[import_id] = _core.input(tensor, at, axis, n)
+
+    def run_other(
+        i: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if i in run.parts:
+            reduction, call = calls.parts_of(program, program.node(i), func, args, kwargs, start)
+            return _core.held(tape, reduction.partials, (run.parts[i], call), {})
+        return _core.held(tape, func, args, kwargs)
+
+    def cut_import(tensor: torch.Tensor, import_id: int) -> torch.Tensor:
+        place = program.imports[import_id].place
+        assert place is not None
+        n_rows = tensor.shape[place[1]] // (place[2] * place[3])
+        words = tensor, place, n_rows, (start, start + rows)
+        part: torch.Tensor = _core.held(tape, cut, words, {})
+        return part
+
+    env: list[Any] = [None] * program.n_values
+    nothing: Any = None
+    _core.run(
+        program.handle,
+        run.index,
+        env,
+        given,
+        rows,
+        False,
+        run_other,
+        cut_import,
+        set(),
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        tape,
+    )
+    return Recorded(tape, {value: env[value] for value in run.exports})
+
+
+def send_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], n_pieces: int) -> None:
+    """Run what was recorded aside in so many pieces, and send the gradients of what it leaves back
+    through it, to the leaves that it was given."""
+    if pairs:
+        outputs, seeds = zip(*pairs, strict=True)
+        with reports.aside(), config.config(chunks=n_pieces, memory_limit=None):
+            torch.autograd.backward(outputs, seeds)
+
+
+class Found(NamedTuple):
+    """A second axis, and what a segment needs along it on one row."""
+
+    dim: int  # of what it is handed
+    n: int  # entries of a row there
+    estimate: estimates.Estimate
+    gradients: int  # bytes of what it leaves, whatever the pieces
+
+    def is_in(self, n_pieces: int) -> bool:
+        """Whether a piece takes its share of what goes along that axis."""
+        share = min(1.0, 1 / n_pieces + 1 / self.n)
+        by_parts = max(0.0, self.estimate.whole - self.gradients)
+        asked = 2 * self.gradients + _MORE * share * by_parts + _FEW_BYTES
+        return self.n >= n_pieces and self._needs(n_pieces) <= asked
+
+    def _needs(self, n_pieces: int) -> float:
+        return self.estimate.peak(-(-self.n // n_pieces))[0]
+
+
+def find(program: Program, run: Run) -> Found | None:
+    """The second axis along which a segment needs least; None: there is none."""
+    if not any(handed(program, run)) or not can_run(program, run):
+        return None
+    imports: list[Any] = [None] * program.n_imports
+    for import_id in run.imports:
+        imports[import_id] = _stand_in(program, import_id)
+    sizes = enumerate(_largest(program, run, imports).shape)
+    tried = (_try(program, run, imports, dim, n) for dim, n in sizes if n > 1)
+    found = [one for one in tried if one is not None]
+    return min(found, key=lambda one: one.estimate.least()[1], default=None)
+
+
+def _try(program: Program, run: Run, imports: Sequence[Any], dim: int, n: int) -> Found | None:
+    recorded = record(program, run, imports, 1, 0, dim)
+    lazies = [one for of in recorded.left.values() for one in (of if type(of) is tuple else (of,))]
+    roots = [one for one in lazies if type(one) is _core.LazyTensor and one.requires_grad]
+
+    def measure() -> Found | None:
+        inner = Program(roots)
+        if not inner.n_nodes or not inner.has_body or inner.unstageable is not None:
+            return None
+        gradients = sum(tensor.nbytes for tensor in inner.entered if tensor.requires_grad)
+        return Found(dim, n, estimates.estimate(inner, True), gradients)
+
+    try:
+        found: Found | None = _core.held(recorded.tape, measure, (), {}) if roots else None
+        return found
+    finally:
+        _core.held(recorded.tape, _core.forget, (), {})
+
+
+def _stand_in(program: Program, import_id: int) -> torch.Tensor:
+    """What a chunk of one row is given, with no memory to speak of."""
+    value, place, _ = program.imports[import_id]
+    info = program.info(value)
+    shape = info.shape if place is None else chunk_shape(info.shape, place, 1)
+    zeros = without_memory(shape, info.dtype, info.device)
+    return alias_of(zeros) if program.needs_gradient(value) else zeros
+
+
+def _each(make: Callable[[Any], Any], of: Any) -> Any:
+    return tuple(map(make, of)) if type(of) is tuple else make(of)
+
+
+def _sized(left: torch.Tensor) -> torch.Tensor:
+    if not left.requires_grad:
+        return _number(left)
+    return without_memory(left.shape, left.dtype, left.device).requires_grad_()
+
+
+def _number(left: torch.Tensor) -> torch.Tensor:
+    return _core.read(left) if type(left) is _core.LazyTensor else left.detach()

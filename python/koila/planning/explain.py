@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""explain(): a recorded program as text, its stages, and for each joint the reason and the line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from koila import _core
+from koila.basics import config, lines
+from koila.basics.rows import Bounds, largest
+from koila.basics.threads import in_turn
+from koila.memory import estimates
+from koila.messages import cards, layer_table
+from koila.messages.errors import MemoryLimitError
+from koila.messages.layer_table import Layer
+from koila.messages.words import count, size, sizes
+from koila.planning import limits, planner, plans, schedule_words, ways, whole_calls
+from koila.reporting import reports
+from koila.reporting.report_types import ProgramReport, Stage, Whole
+from koila.reporting.reports import Decision
+from koila.staged import layers
+from koila.staged.facts import REDUCE, Run, name_of_node, where_of_node
+from koila.staged.program import Program
+from koila.staged.schedule import Schedule, Way
+
+ASKED = Decision("config(chunks=1) asks for it")
+FITS = Decision("it certainly fits")
+FITS_LATER = Decision("it fits, with the backward that may follow")
+_logger = logging.getLogger("koila")
+_logged: set[str] = set()
+
+
+def cause_of_whole(program: Program) -> Decision:
+    """Why a program runs whole that has no body, or a write across stages."""
+    if program.unstageable is not None:
+        node, why = program.unstageable
+        made, n_calls = program.amounts.made, program.n_nodes
+        whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
+        return Decision(why, whole=(whole_for,))
+    whole = whole_calls.made_whole(program) if program.amounts.n_once > 0 else ()
+    why = "no call of it keeps samples apart" if whole else "nothing in it has samples"
+    return Decision(why, whole=whole)
+
+
+_N_KNOWN = 64
+#: By the line that asked and the number of calls: the layers of a program and its rows. They are
+#: looked for once, as that takes longer than to plan a small one.
+_known_layers: dict[tuple[str, int], tuple[tuple[Layer, ...], int]] = {}
+
+
+def layers_of(program: Program) -> tuple[Layer, ...]:
+    """What the layers of a program that is differentiated keep: of a sample, as in its first run of
+    this kind, and so of as many samples as it has."""
+    key = lines.user_line(), program.n_nodes
+    if not program.roots:
+        return ()
+    rows = layers.rows_of(program)
+    if key not in _known_layers:
+        _known_layers[key] = layers.of(program), rows
+        while len(_known_layers) > _N_KNOWN:
+            _known_layers.pop(next(iter(_known_layers)))
+    found, rows_then = _known_layers[key]
+    return found if rows == rows_then else tuple(one.of_more(rows - rows_then) for one in found)
+
+
+class Scheduled(NamedTuple):
+    """How a program is about to run by stages: its stages, and what is done beside chunks."""
+
+    stages: tuple[Stage, ...]
+    way: str
+
+
+def scheduled(
+    program: Program, way: Way, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
+) -> Scheduled:
+    """What is known of a run before it begins; it may need memory, which nothing after it does."""
+    passes = schedule_words.passes_of(schedule)
+    stages = (
+        Stage(
+            position,
+            len(run.nodes) + len(run.combined),
+            len(grid_of(run)) if run.is_body else 1,
+            max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
+            str(passes.get(run.index, schedule_words.Passes())),
+        )
+        for position, run in enumerate(schedule_words.runs_of(program), 1)
+    )
+    return Scheduled(tuple(stages), schedule_words.way_in_words(program, way, schedule))
+
+
+def told(
+    program: Program,
+    planned: plans.Plan,
+    grids: dict[int, list[Bounds]],
+    n_tries: int,
+    measured: int | None,
+    known: Scheduled,
+) -> ProgramReport:
+    """What the user is told of a program that ran by stages."""
+    used = [grids[axis] for axis in program.axes]
+    n_chunks = max(map(len, used), default=1)
+    is_whole = n_chunks == 1 and not known.way
+    n_rows = None if is_whole else max(stop - start for grid in used for start, stop in grid)
+    cause = cause_of_whole(program)
+    fits = "its numbers fit, without autograd's graph"
+    return ProgramReport(
+        reports.asked(),
+        lines.user_line(),
+        program.n_nodes,
+        program.amounts.made,
+        n_chunks,
+        n_rows,
+        n_tries,
+        planned.predicted,
+        planned.allowed,
+        measured,
+        "" if n_chunks > 1 or known.way else fits if used else cause.why,
+        stages=known.stages,
+        whole=cause.whole,
+        way=known.way,
+        bytes_whole=planned.whole or None,
+        layers=layers_of(program) if planned.predicted is not None else (),
+        least_limit=planned.least_limit,
+    )
+
+
+#: What calls on the whole batch make, in bytes, for it to be worth a warning.
+_FEW_BYTES = 2**16
+
+
+def log_whole(program: Program) -> None:
+    """Say once, with the line, where a joint leaves most of a program's memory whole, if that is
+    any to speak of: lengths that are sorted are not."""
+    amounts = program.amounts
+    if program.unstageable is not None:
+        node, why = program.unstageable
+        where = where_of_node(node)
+        _log(where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why)
+    elif amounts.once >= _FEW_BYTES and 2 * amounts.once > max(amounts.entered, amounts.made):
+        once = (n for n in program.once() if not program.takes_rows(n) and whole_calls.why_once(n))
+        joint = next(filter(program.joins_rows, once), None)
+        if joint is None:
+            return
+        where = where_of_node(joint)
+        _log(
+            where,
+            "%s needs the whole batch (%s; %s), and %d of %d calls run on the whole batch with it: "
+            "koila saves little memory here",
+            name_of_node(joint),
+            whole_calls.why_once(joint),
+            where,
+            amounts.n_once,
+            program.n_nodes,
+        )
+
+
+def _log(where: str, text: str, *words: Any) -> None:
+    if where not in _logged:
+        _logged.add(where)
+        _logger.warning(text, *words)
+
+
+def log_live(func: Any, why: str = "") -> None:
+    """Say once, with the line, where a call that cannot be recorded runs all before it whole."""
+    where = lines.user_line()
+    if where in _logged or planner.is_whole():
+        return
+    _log(
+        where,
+        "%s cannot be recorded (%s)%s: what was recorded before it runs now, on the whole batch, "
+        "and koila saves no memory there",
+        reports.name_of(func),
+        where,
+        f", since {why}" if why else "",
+    )
+
+
+def log_at_once(func: Any, why: str) -> None:
+    """Say once for each reason where calls run at once, and what chunks were to save is lost."""
+    if not planner.is_whole():
+        _log(
+            why,
+            "%s is not recorded (%s), since %s: such calls run where they stand, on the whole "
+            "batch, and koila saves no memory there",
+            reports.name_of(func),
+            lines.user_line(),
+            why,
+        )
+
+
+def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
+    """A call made or wrote a large plain tensor of lazy ones: what is made of it is not recorded.
+
+    It is told by report(), and logged once for each line, where koila could save memory.
+
+    Args:
+        func: the call.
+        tensor: what it made or wrote.
+        is_written: whether the tensor was there before.
+    """
+    name, where = reports.name_of(func), lines.user_line()
+    if is_written:
+        made = (
+            f"writes lazy values into a plain tensor of {size(tensor.nbytes)}: what is made of it "
+            "is plain torch, on the whole batch; make it with torch.zeros_like(h) or "
+            "h.new_zeros(...) of a lazy h, and it is recorded"
+        )
+    else:
+        made = (
+            f"makes a plain tensor of {size(tensor.nbytes)}: what it is given is computed "
+            "already and has no samples of a batch"
+        )
+    reports.note_left(name, where, made)
+    if not planner.is_whole() and where not in _logged:
+        _logged.add(where)
+        level = logging.WARNING if tensor.requires_grad else logging.INFO
+        _logger.log(level, "%s (%s) %s", name, where, made)
+
+
+def decide_whole(func: Any, why: str) -> None:
+    """A call needs what was recorded whole: it is logged, and told by report()."""
+    log_live(func, why)
+    reports.give_reason(why)
+
+
+class Forecast(NamedTuple):
+    """How a program would run now; where it does not fit, in the chunks that need least."""
+
+    text: str
+    program: Program  # cut as it would be
+    schedule: Schedule
+    fits: bool
+    n_chunks: int
+    unit: int
+    way: Way
+    costs: str  # what is done beside chunks
+
+
+def forecast(program: Program, is_graph: bool) -> Forecast:
+    """How a program would run now, without running it."""
+    try:
+        planned = planner.plan(program, is_graph)
+    except MemoryLimitError as error:
+        text, schedule = f"it does not fit: {error}", program.schedule(is_graph)
+        way, n_chunks = ways.smallest(program, is_graph)
+        return Forecast(text, program, schedule, False, n_chunks, 1, way, "")
+    way = planned.way
+    cut = program.cut_for(way)
+    estimate = estimates.estimate(cut, is_graph, way)
+    rows = largest(estimate.rows, planned.n_chunks, planned.unit)
+    needed = planned.predicted
+    if needed is None:
+        needed, _ = estimate.peak(rows)
+    n_chunks = -(-estimate.rows // rows)
+    schedule = cut.schedule(is_graph, way)
+    how = schedule_words.way_in_words(cut, way, schedule)
+    is_whole = n_chunks == 1 and not how
+    chunked = f"{count(n_chunks, 'chunk')} of {count(rows, 'sample')}"
+    text = f"so it runs whole and takes {size(needed)}"
+    if not is_whole:
+        text = f"so it runs in {chunked} and takes {size(needed)}"
+    more = how or (schedule_words.kept_in_words(cut, schedule) if n_chunks > 1 else "")
+    text += f", with {more}" if more else ""
+    return Forecast(text, cut, schedule, True, planned.n_chunks, planned.unit, way, more)
+
+
+def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
+    """What a program needs and may have, how it would run, and under which limit it could."""
+    whole = estimates.estimate(program, is_graph).whole
+    needs, has = sizes(whole, max(0.0, limits.left_for(program)))
+    limit = limits.limit_in_words(program)
+    asked = config.get("chunks")
+    found = [f"whole needs {needs} beside what is there, and {has} are left"]
+    if (limit or asked is None) and (not limit or limit not in expected.text):
+        found.append(limit or "no limit is set: what is free counts")
+    if asked is not None:
+        found.append(f"config(chunks={asked}) is set")
+    found += expected.text.splitlines()
+    if expected.fits:
+        found.append(f"least limit that works: {limits.limits_of(program, is_graph)}")
+    return found
+
+
+class Explanation(str):
+    """A text that a terminal or a notebook shows as it is, without print() too.
+
+    Attributes:
+        lines: what it says first: memory, the limit, chunks, and what runs on the whole batch.
+        layers: what each layer keeps for backward.
+        calls: the recorded calls, one a line; explain(full=True) says them.
+    """
+
+    lines: tuple[str, ...]
+    layers: tuple[Layer, ...]
+    calls: tuple[str, ...]
+
+    def __new__(
+        cls,
+        lines: Iterable[str],
+        layers_: tuple[Layer, ...] = (),
+        calls: Iterable[str] = (),
+    ) -> Explanation:
+        lines, calls = tuple(lines), tuple(calls)
+        made = super().__new__(cls, "\n".join((*lines, *layer_table.table(layers_), *calls)))
+        made.lines, made.layers, made.calls = lines, layers_, calls
+        return made
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        return cards.html("koila.planning.explain", self.lines, self.layers, self.calls)
+
+
+ALL_HAS_RUN = "nothing is pending: all has run"
+
+
+def roots_of(losses: Iterable[Any]) -> list[_core.LazyTensor]:
+    """The lazy tensors among some losses, or among lists of them."""
+    listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
+    return [loss for some in listed for loss in some if type(loss) is _core.LazyTensor]
+
+
+def why_nothing(roots: Sequence[_core.LazyTensor]) -> str:
+    """Why nothing of these has still to run; empty: something has."""
+    if not roots:
+        return "no lazy tensor was given: nothing is recorded for it"
+    if all(map(_core.is_input, roots)):
+        return "an input: nothing is recorded for it alone"
+    return ALL_HAS_RUN if all(_core.real(root) is not None for root in roots) else ""
+
+
+#: Of the calls that need the whole batch, so many are told with their reasons.
+_MOST_WHOLE = 5
+
+
+@in_turn
+def explain(*losses: Any, full: bool = False) -> Explanation:
+    """Describe how some losses would be computed and differentiated, without running anything.
+
+    Args:
+        losses: lazy tensors that backward() would be called on, or lists of them.
+        full: every recorded call too, in the order they run: its shape, dtype, line, whether it
+            runs in chunks, and why not.
+
+    Returns:
+        A text: what the whole batch needs in memory, the limit and what takes of it, in how many
+        chunks and bytes it would run now, the least limit that works; the layers that keep most for
+        backward; and each call that needs the whole batch, with the reason and the line. Where all
+        has run: what the last step ran.
+
+    Example:
+        >>> import torch, koila
+        >>> x = koila.lazy(torch.ones(4, 3))
+        >>> koila.explain((x * 2).sum(), full=True).splitlines()[-1].strip()
+        '1 add up the results of the chunks'
+    """
+    roots = roots_of(losses)
+    nothing = why_nothing(roots)
+    if nothing:
+        has_run = [str(reports.report())] if nothing == ALL_HAS_RUN else []
+        return Explanation([nothing, *has_run])
+    program = Program(roots)
+    said: list[str] = []
+    unstageable = program.unstageable
+    if program.axes and unstageable is None:
+        is_graph = any(root.requires_grad for root in roots)
+        expected = forecast(program, is_graph)
+        said += numbers(program, is_graph, expected)
+        cut, schedule = expected.program, expected.schedule
+    else:
+        cut, schedule = program, program.schedule(False)
+    said += _why(program)
+    found = layers.of(program)
+    runs = schedule_words.runs_of(cut)
+    n_calls = f"{count(cut.n_nodes, 'call')} in {count(len(runs), 'part')}"
+    if not full:
+        return Explanation(said, found, [f"{n_calls}; explain(loss, full=True) lists them"])
+    calls = [n_calls]
+    passes = schedule_words.passes_of(schedule)
+    for position, run in enumerate(runs, 1):
+        calls.append(schedule_words.head_of(cut, passes, run, position))
+        combined = [n for n in run.combined if n.mode == REDUCE]
+        calls += [f"    {n.id:4d} add up the results of the chunks" for n in combined]
+        calls += [schedule_words.line_of(cut, cut.node(i)) for i in run.nodes]
+    return Explanation(said, found, calls)
+
+
+def _why(program: Program) -> list[str]:
+    """What runs twice or on the whole batch, why, and what can be done about it."""
+    if program.unstageable is not None:
+        node, why = program.unstageable
+        where = f"{name_of_node(node)} ({where_of_node(node)})"
+        return [f"everything runs on the whole batch, for {where}: {why}"]
+    said = []
+    if program.last_body is not None and not program.is_tail_linear:
+        tail = program.node(program.tail_node) if program.tail_node is not None else None
+        name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
+        said.append(
+            f"two forwards: the gradient of the loss depends on values of the whole batch{name}, "
+            "so a chunk runs forward before the loss and again with its backward (about a third "
+            "more time); a loss that is a sum or a mean over samples needs one"
+        )
+    whole = [entry for entry in whole_calls.made_whole(program) if entry.n_bytes > 0]
+    said += [f"whole batch: {entry}" for entry in whole[:_MOST_WHOLE]]
+    if len(whole) > _MOST_WHOLE:
+        said.append(f"whole batch: {count(len(whole) - _MOST_WHOLE, 'call')} more")
+    return said
+
+
+@in_turn
+def plan_of(loss: torch.Tensor) -> plans.Plan:
+    """The number of chunks that the program behind `loss` would run in, with the bytes
+    predicted."""
+    return planner.plan(Program([loss]), True)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule in words: what is recomputed, offloaded or kept, and what runs a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from koila.messages.words import count, size
+from koila.planning import whole_calls
+from koila.random import draws
+from koila.staged.facts import ONCE, Node, Run, name_of_node, where_of_node
+from koila.staged.program import Program
+from koila.staged.schedule import Op, Schedule, Way
+
+_MODES = ("chunks", "reduce", "whole")
+
+
+def describe(program: Program, value: int) -> str:
+    info = program.info(value)
+    dtype = str(info.dtype).removeprefix("torch.")
+    if info.place is None:
+        return f"{list(info.shape)} {dtype}"
+    _, dim, outer, inner = info.place
+    digits = "" if outer == inner == 1 else f" of {outer} x samples x {inner}"
+    return f"{list(info.shape)} {dtype} samples in dim {dim}{digits}"
+
+
+def line_of(program: Program, node: Node) -> str:
+    why = whole_calls.why_once(node) if program.joins_rows(node) else ""
+    why = f"; {why}" if why else ""
+    others = draws.why_others(node.id, node.first_out) if node.is_random else ""
+    why += f"; {others}" if others and node.mode != ONCE else ""
+    mode = f"{_MODES[node.mode]:6s} {describe(program, node.first_out)}{why}"
+    return f"    {node.id:4d} {name_of_node(node):24s} {mode}  ({where_of_node(node)})"
+
+
+def runs_of(program: Program) -> list[Run]:
+    """Its runs, in their order, that do anything."""
+    return [run for run in program.runs if run.nodes or run.combined]
+
+
+class Passes(NamedTuple):
+    """How often a chunk goes through a run of a schedule, which is one of so many segments."""
+
+    forward: int = 0
+    back: int = 0
+    n_segments: int = 1
+
+    def __str__(self) -> str:
+        return count(self.forward, "forward") + (
+            f", {count(self.back, 'backward')}" if self.back else ""
+        )
+
+
+def passes_of(schedule: Schedule) -> dict[int, Passes]:
+    """Those of each run, by its index."""
+    found: dict[int, Passes] = {}
+    for step in schedule.steps:
+        for run in step.runs if step.op in (Op.LOOP, Op.RUN, Op.BACK) else ():
+            forward, back, n_segments = found.get(run.index, Passes())
+            forward += step.op == Op.RUN
+            back += step.op == Op.BACK
+            n_segments = max(n_segments, len(step.runs))
+            found[run.index] = Passes(forward, back, n_segments)
+    return found
+
+
+def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: int) -> str:
+    if not run.is_body:
+        return f"part {position}, on the whole batch: once"
+    rows, of = program.axes[run.axis], passes[run.index]
+    part = f", segment {run.segment + 1} of {of.n_segments}" if of.n_segments > 1 else ""
+    return f"part {position}, in chunks over {rows} samples{part}: {of}"
+
+
+def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
+    """What is done beside chunks for a step to fit, and what that costs; empty: nothing.
+
+    Args:
+        program: in the segments of that way.
+        way: how it is scheduled.
+        schedule: what is done so.
+    """
+    words = []
+    if program.has_checkpoints:
+        how = "recomputed before their backward" if way.n_segments > 0 else "kept"
+        words.append(f"the activations that the script's checkpoints cover {how}")
+    if way.n_segments > 1:
+        loops = (step for step in schedule.steps if step.op == Op.LOOP)
+        n_segments = max((len(step.runs) for step in loops), default=1)
+        words.append(
+            f"activations recomputed in up to {n_segments} segments (a second forward of all but "
+            "the last)"
+        )
+    if way.n_across:
+        words.append(f"the last layers in {way.n_pieces} pieces along dim {way.across}")
+    elif schedule.head() is not None:
+        words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
+    again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.HOME, Op.EMPTY))
+    if again or offloaded or emptied:
+        kept = kept_in_words(program, schedule)
+        words += [kept] if kept else []
+    if again:
+        words.append(f"{_n_bytes(program, again)} {_CROSSING} recomputed (one more forward)")
+    if emptied:
+        words.append(f"{_n_bytes(program, emptied)} {_CROSSING} recomputed by cheap calls")
+    if offloaded:
+        n_bytes = _n_bytes(program, offloaded)
+        words.append(f"{n_bytes} {_CROSSING} offloaded meanwhile (a copy each way)")
+    return ", ".join(words)
+
+
+_CROSSING = "of activations between passes"
+
+
+def _n_bytes(program: Program, values: Iterable[int]) -> str:
+    """Of these values; empty: nothing."""
+    total = sum(map(program.bytes_of, values))
+    return size(total) if total else ""
+
+
+def kept_in_words(program: Program, schedule: Schedule) -> str:
+    """Say how many bytes one pass over the chunks keeps for a later one; empty: none."""
+    is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
+    crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.HOME)
+    kept = _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.HOME))
+    return f"{kept} {_CROSSING} kept" if kept else ""

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise as numbers: it is skipped next to free, and handed to the calls that it was drawn for."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from koila import _core
+from koila.staged.noise import (
+    SIXTEEN,
+    Noise,
+    drawn_by,
+    get_state,
+    is_contiguous,
+    is_serial,
+    set_state,
+)
+
+_BLOCK = 1 << 16  # elements drawn at a time where only the generator has to move
+_MANY = 1 << 9  # elements from which on it is moved without drawing
+
+
+def _skip(generator: torch.Generator, n_words: int) -> None:
+    """Move the generator past so many words, as draws of them would."""
+    state = get_state(generator)
+    after = _core.skip_words(ctypes.string_at(state.data_ptr(), state.nbytes), n_words)
+    set_state(generator, torch.frombuffer(bytearray(after), dtype=torch.uint8))
+
+
+@functools.lru_cache(maxsize=256)
+def _words(method: str, dtype: torch.dtype, values: tuple[Any, ...]) -> int:
+    """The words of the generator that each element takes, where draws of all kinds of sizes leave
+    it where skipping them does; else 0."""
+    noise = Noise(method, {}, values, (1,), (1,), dtype, None, False)
+    for n_words in (1, 2):
+        for n_elements in (SIXTEEN, 999, _MANY):
+            drawn, moved = (torch.Generator().manual_seed(n_elements) for _ in range(2))
+            for generator in (drawn, moved):  # each keeps the second of a pair of normal numbers
+                for of in (torch.float32, torch.float64):
+                    torch.empty(1, dtype=of, device="cpu").normal_(generator=generator)
+            _fill_all(noise, 5 * n_elements, drawn)
+            n_filled = 5 * n_elements % SIXTEEN + SIXTEEN
+            try:
+                _skip(moved, n_words * (5 * n_elements - n_filled))
+            except ValueError:  # it is another kind of generator
+                return 0
+            _fill_all(noise, n_filled, moved)
+            if not torch.equal(get_state(drawn), get_state(moved)):
+                break
+        else:
+            return n_words
+    return 0
+
+
+def _fill_all(noise: Noise, n_elements: int, generator: torch.Generator) -> None:
+    noise.fill(torch.empty(n_elements, dtype=noise.dtype, device="cpu"), generator)
+
+
+def _skip_most(noise: Noise, n_elements: int, generator: torch.Generator) -> int:
+    """Move the generator past most of so many elements, without drawing where that can be; returns
+    how many are left to draw: normal_() draws its last block in another way."""
+    is_plain = not noise.words and all(isinstance(value, int | float) for value in noise.values)
+    if n_elements < _MANY or not is_plain:
+        return n_elements
+    n_words = _words(noise.method, noise.stored, noise.values)
+    if n_words == 0:
+        return n_elements
+    n_left = n_elements % SIXTEEN + SIXTEEN
+    _skip(generator, n_words * (n_elements - n_left))
+    return n_left
+
+
+def advance(noise: Noise, n_elements: int, generator: torch.Generator) -> None:
+    """Move the generator past so many elements of noise, with next to no memory."""
+    if not is_serial(noise):
+        _fill_all(noise, n_elements, generator)
+        return
+    is_strided = noise.method == "normal_" and not is_contiguous(noise.shape, noise.strides)
+    step = 2 if is_strided else 1  # then it draws one by one
+    if not is_strided:
+        n_elements = _skip_most(noise, n_elements, generator)
+    size = min(n_elements, _BLOCK + SIXTEEN)
+    buffer = torch.empty(step * size, dtype=noise.stored, device="cpu")[::step]
+    while n_elements > 0:
+        n = n_elements if n_elements <= size else _BLOCK
+        noise.fill(buffer[:n], generator)
+        n_elements -= n
+
+
+def call_given(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    noises: Sequence[torch.Tensor],
+) -> Any:
+    """Make a call with noise that was drawn for it."""
+    if drawn_by(func) == "LAYERS" and len(args) == 9:
+        return _by_layers(func, args, noises)
+    with Given(noises):
+        return func(*args, **kwargs)
+
+
+def _by_layers(
+    func: Callable[..., Any], args: tuple[Any, ...], noises: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """A recurrent net, each layer by itself as torch runs it: to be given its noise within one
+    call, each of the thousands of calls that it makes would have to be seen."""
+    x, hx, params, has_biases, n_layers, p, is_training, is_both, is_batch_first = args
+    x = x.transpose(0, 1) if is_batch_first else x
+    is_lstm = not isinstance(hx, torch.Tensor)
+    states = [state.chunk(n_layers) for state in (hx if is_lstm else (hx,))]
+    n_params = len(params) // n_layers
+    ends: list[list[torch.Tensor]] = [[] for _ in states]
+    for i in range(n_layers):
+        given = [of[i] for of in states]
+        weights = params[i * n_params : (i + 1) * n_params]
+        words = has_biases, 1, 0.0, is_training, is_both, False
+        x, *left = func(x, tuple(given) if is_lstm else given[0], weights, *words)
+        for end, state in zip(ends, left, strict=True):
+            end.append(state)
+        if i < len(noises):
+            x = x * noises[i].to(x.dtype, copy=True).div_(1 - p)
+    return (x.transpose(0, 1) if is_batch_first else x, *map(torch.cat, ends))
+
+
+class Given(TorchDispatchMode):
+    """Calls in it draw nothing: they are given their noise."""
+
+    def __init__(self, noises: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noises = iter(noises)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler at the first call, to keep out of this class."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        words = kwargs or {}
+        drawn = drawn_by(func.overloadpacket)
+        if drawn == "FILL":
+            noise = next(self.noises)
+            is_compared = len(args) > 1 and isinstance(args[1], torch.Tensor)
+            return args[0].copy_(noise < args[1] if is_compared else noise)
+        if drawn in _DRAWN:
+            return _DRAWN[drawn](next(self.noises), *args, **words)
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            with self:  # what else would have come here as the calls that it is made of
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **words)
+        return func(*args, **words)
+
+
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _take(noise: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return noise.clone()
+
+
+def _normal(noise: torch.Tensor, mean: Any, std: Any = 1.0, **_: Any) -> torch.Tensor:
+    scaled = noise.clone()
+    if isinstance(std, torch.Tensor):
+        scaled.mul_(std)
+    return scaled.add_(mean)
+
+
+def _take_bernoulli(noise: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    is_compared = noise.dtype != torch.bool
+    return (noise < source if is_compared else noise).to(source.dtype, copy=True)
+
+
+def _native_dropout(noise: torch.Tensor, source: torch.Tensor, p: float, _: Any) -> Any:
+    mask = noise.to(torch.bool, copy=True)
+    return source.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _multinomial(
+    noise: torch.Tensor, source: torch.Tensor, n: int, *_: Any, **__: Any
+) -> torch.Tensor:
+    chances = source / noise
+    return chances.argmax(-1, keepdim=True) if n == 1 else chances.topk(n).indices
+
+
+_DRAWN: dict[str, Callable[..., Any]] = {
+    "UNIFORM": _take,
+    "NORMAL": _take,
+    "INTEGERS": _take,
+    "SHIFTED": _normal,
+    "CHANCES": _take_bernoulli,
+    "MASK": _native_dropout,
+    "SAMPLES": _multinomial,
+}

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""backward() and autograd.grad() of lazies, in chunks where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.basics import engine, surroundings
+from koila.planning import unsplit
+from koila.recording import bridge, replicated, sharded
+from koila.reporting import reports
+from koila.running import derived, replay, spent
+
+
+def _listed(obj: Any) -> list[Any]:
+    return list(obj) if isinstance(obj, tuple | list) else [obj]
+
+
+def _gradients(given: Any, roots: list[Any]) -> list[Any]:
+    """What is sent into roots: None for each, where nothing is given."""
+    return [None] * len(roots) if given is None else _listed(given)
+
+
+def _reals(obj: Any) -> list[Any]:
+    """The tensors of lazies that have theirs, and of others."""
+    return [_core.real(one) if type(one) is _core.LazyTensor else one for one in _listed(obj)]
+
+
+def words_of(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+#: What is said of a backward that ran no recorded call.
+_HAD_RUN = "all calls had run before, and left autograd's graph"
+
+
+def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
+    """NotImplemented where the program has to run whole."""
+    inputs = words.get("inputs")
+    bridge.refuse_inner(() if inputs is None else _listed(inputs), "backward")
+    is_other = words.get("create_graph") or words.get("grad_variables") is not None
+    if is_other or surroundings.of_backward():
+        return NotImplemented
+    if inputs is not None:
+        inputs = _reals(inputs)
+        if not inputs or any(t is None for t in inputs):
+            return NotImplemented
+    roots = _listed(words[root])
+    gradients = _gradients(words.get(gradient), roots)
+    if len(gradients) != len(roots):
+        return NotImplemented
+    is_retained = bool(words.get("retain_graph"))
+
+    def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+        if inputs is not None:
+            spent.check(cuts, inputs)
+        if cuts:
+            engine.backward(cuts, found, is_retained=is_retained, inputs=inputs or ())
+
+    return replay.differentiate(roots, gradients, is_retained, inputs, finish)
+
+
+def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tensor.backward and torch.autograd.backward."""
+    reports.note_backward()
+    with reports.Asking("backward()", _HAD_RUN):
+        _backward(func, args, kwargs)
+    sharded.let_go()
+    replicated.visit()
+
+
+def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    names: tuple[str, ...]
+    if func is torch.Tensor.backward:
+        names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
+        done = _backward_in_chunks(words_of(names, args, kwargs), "self", "gradient")
+    else:
+        names = (
+            "tensors",
+            "grad_tensors",
+            "retain_graph",
+            "create_graph",
+            "grad_variables",
+            "inputs",
+        )
+        done = _backward_in_chunks(words_of(names, args, kwargs), "tensors", "grad_tensors")
+    if done is not NotImplemented:
+        return
+    words = words_of(names, args, kwargs)
+    _refuse_roots(words, names[0], names[1])
+    left = _tell_why(func, words, names[0])
+    try:
+        unsplit.run(func, args, kwargs, left)
+        if words.get("inputs") is not None:
+            spent.check(_reals(words[names[0]]), _reals(words["inputs"]))
+    finally:
+        _core.note_backward()
+
+
+def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
+    """Raise what torch raises of a backward that cannot start: nothing runs for it."""
+    roots = _listed(words[root])
+    given = _gradients(words.get(gradient), roots)
+
+    def is_refused(lazy: Any, sent: Any) -> bool:
+        has_start = lazy.numel() == 1 if sent is None else sent.shape == lazy.shape
+        return is_pending(lazy) and not (lazy.requires_grad and has_start)
+
+    def as_large(lazy: Any) -> torch.Tensor:
+        number = torch.zeros((), dtype=lazy.dtype, device=lazy.device)
+        return number.requires_grad_(lazy.requires_grad).expand(lazy.shape)
+
+    is_plain = all(sent is None or type(sent) is torch.Tensor for sent in given)
+    if is_plain and len(given) == len(roots) and any(map(is_refused, roots, given)):
+        with torch.enable_grad():
+            stand_ins = [as_large(one) if is_pending(one) else one for one in roots]
+        torch.autograd.backward(stand_ins, given)
+
+
+def _tell_why(
+    func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = ""
+) -> unsplit.Left | None:
+    """Why a backward cannot run in chunks, if that is not told yet; and whether it fits.
+
+    Args:
+        func: the call.
+        words: its arguments.
+        root: which of them it starts from.
+        cause: why create_graph cannot go by samples.
+
+    Returns:
+        What is left, where it is not known how much it makes; None: it fits.
+    """
+    outputs, is_deep = _listed(words[root]), bool(words.get("create_graph"))
+    if reports.is_decided() or not (is_deep or any(map(is_pending, outputs))):
+        return None
+    why = "it starts from other tensors too, or in a way that is not run in chunks"
+    if seen := surroundings.of_backward():
+        why = seen
+    elif words.get("create_graph"):
+        why = f"create_graph=True keeps autograd's graph of the whole batch{cause}"
+    elif words.get("is_grads_batched"):
+        why = "is_grads_batched=True runs it under vmap"
+    elif any(map(is_pending, _listed(words.get("inputs")))):
+        why = "inputs= has a value that is still to be computed"
+    inputs = None if words.get("inputs") is None else _listed(words["inputs"])
+    return unsplit.check(func, why, unsplit.Derivative(outputs, inputs, is_deep))
+
+
+GRAD_WORDS: tuple[str, ...] = (
+    "outputs",
+    "inputs",
+    "grad_outputs",
+    "retain_graph",
+    "create_graph",
+    "only_inputs",
+)
+
+
+def _grad_in_chunks(words: dict[str, Any]) -> Any:
+    is_other = words.get("create_graph") or words.get("is_grads_batched")
+    if is_other or surroundings.of_backward():
+        return NotImplemented
+    inputs = _reals(words["inputs"])
+    if not all(isinstance(t, torch.Tensor) for t in inputs):
+        return NotImplemented
+    roots = _listed(words["outputs"])
+    gradients = _gradients(words.get("grad_outputs"), roots)
+    if len(gradients) != len(roots):
+        return NotImplemented
+    is_retained = bool(words.get("retain_graph"))
+
+    def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
+        spent.check(cuts, inputs)
+        return torch.autograd.grad(
+            cuts,
+            inputs,
+            found,
+            retain_graph=is_retained or None,
+            allow_unused=words.get("allow_unused"),
+            materialize_grads=words.get("materialize_grads") or False,
+        )
+
+    return replay.differentiate(roots, gradients, is_retained, inputs, finish)
+
+
+def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.grad: the gradients are plain tensors, or recorded where they have a graph."""
+    words, cause = words_of(GRAD_WORDS, args, kwargs), ""
+    if words.get("create_graph") and not words.get("is_grads_batched"):
+        outputs = _listed(words["outputs"])
+        gradients = _gradients(words.get("grad_outputs"), outputs)
+        recorded = derived.record(outputs, _listed(words["inputs"]), gradients)
+        if not isinstance(recorded, str):
+            return recorded
+        cause = f" where {recorded}"
+    reports.note_backward()
+    with reports.Asking("autograd.grad()", _HAD_RUN):
+        return _autograd_grad(func, args, kwargs, words, cause)
+
+
+def _autograd_grad(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    words: dict[str, Any],
+    cause: str,
+) -> Any:
+    bridge.refuse_inner(_listed(words["inputs"]), "grad")
+    found = _grad_in_chunks(words)
+    if found is not NotImplemented:
+        return found
+    if not words.get("is_grads_batched"):  # then each gradient has a dim more
+        _refuse_roots(words, "outputs", "grad_outputs")
+    left = _tell_why(func, words, "outputs", cause)
+    try:
+        found = unsplit.run(func, args, kwargs, left)
+        if any(gradient is None for gradient in found):
+            spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
+        return found
+    except RuntimeError:
+        spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
+        raise
+    finally:
+        if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
+            _core.note_backward()
+
+
+def is_pending(obj: Any) -> bool:
+    return type(obj) is _core.LazyTensor and _core.real(obj) is None

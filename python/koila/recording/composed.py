@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that torch itself makes of others: without a row of its own, such a call is those others.
+
+Each does what ATen's own function does, call by call, so that one chunk is eager's bit for bit.
+What is not understood is NotImplemented.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from koila import _core
+from koila.planning import planner
+
+
+def broadcast_to(x: Tensor, *size: Any) -> Any:
+    """Native `broadcast_to` is `expand`."""
+    return x.expand(*size)
+
+
+def broadcast_tensors(*tensors: Any) -> Any:
+    """What has the common shape already is given back, all else expanded to it: a view, by the rows
+    that the shape is of."""
+    listed = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    try:
+        shape = torch.broadcast_shapes(*(x.shape for x in listed))
+    except (AttributeError, RuntimeError):  # torch's own words
+        return NotImplemented
+    wide = [x for x in listed if x.shape == shape]
+    lender = next(filter(_is_lazy, wide), None)
+    if lender is None:
+        lender = next(filter(_is_lazy, listed)).expand(shape)
+    return tuple(x if x.shape == shape else x.expand_as(lender) for x in listed)
+
+
+def _is_lazy(x: Tensor) -> bool:
+    return type(x) is _core.LazyTensor
+
+
+def _plain_as(view: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Any]:
+    """A view of a plain tensor in the sizes of a lazy, taken now; its rows are the lazy's."""
+
+    def call(x: Tensor, other: Any) -> Any:
+        if _is_lazy(x) or not _is_lazy(other):
+            return NotImplemented
+        return _core.like(view(x, other.shape), other)
+
+    return call
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+def tensor_split(x: Tensor, indices_or_sections: Any = None, dim: int = 0, **words: Any) -> Any:
+    """The parts differ by one in size, or begin where a list says."""
+    given = words.pop("sections", words.pop("indices", indices_or_sections))
+    if words or x.dim() == 0:
+        return NotImplemented
+    size = x.shape[dim]
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        least, n_more = divmod(size, given)
+        ends = [least * (i + 1) + min(i + 1, n_more) for i in range(given)]
+    elif isinstance(given, tuple | list) and all(isinstance(i, int) for i in given):
+        ends = [*given, size]
+    else:
+        return NotImplemented
+    at = dim % x.dim()
+    before = (slice(None),) * at
+    starts = [0, *ends[:-1]]
+    return tuple(x[*before, slice(start, end)] for start, end in zip(starts, ends, strict=True))
+
+
+def _split_along(least: int, dim: int) -> Callable[..., Any]:
+    def split(x: Tensor, *sections: Any, **words: Any) -> Any:
+        given = words.pop("sections", words.pop("indices", None))
+        if given is None and sections:
+            given = sections[0] if len(sections) == 1 else sections
+        along = 0 if dim == 1 and x.dim() == 1 else dim
+        is_even = not isinstance(given, int) or (given > 0 and x.shape[along] % given == 0)
+        if words or x.dim() < least or not is_even:
+            return NotImplemented
+        return tensor_split(x, given, along)
+
+    return split
+
+
+# Joins --------------------------------------------------------------------------------------------
+
+
+def _all(of_one: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Of one tensor, of several, or of a list of them."""
+
+    def of_each(*tensors: Any) -> Any:
+        if len(tensors) == 1 and isinstance(tensors[0], Tensor):
+            return of_one(tensors[0])
+        listed = tensors[0] if len(tensors) == 1 else tensors
+        return tuple(of_one(tensor) for tensor in listed)
+
+    return of_each
+
+
+def _row(x: Tensor) -> Tensor:
+    return x.reshape(1) if x.dim() == 0 else x
+
+
+def _matrix(x: Tensor) -> Tensor:
+    if x.dim() == 0:
+        return x.reshape(1, 1)
+    return x.unsqueeze(0) if x.dim() == 1 else x
+
+
+def _block(x: Tensor) -> Tensor:
+    if x.dim() == 0:
+        return x.reshape(1, 1, 1)
+    if x.dim() == 1:
+        return x.unsqueeze(0).unsqueeze(-1)
+    return x.unsqueeze(-1) if x.dim() == 2 else x
+
+
+def _column(x: Tensor) -> Tensor:
+    return x.reshape(x.numel(), 1) if x.dim() <= 1 else x
+
+
+def hstack(tensors: Sequence[Tensor]) -> Any:
+    """Beside each other; rows one after the other."""
+    rows = [_row(x) for x in tensors]
+    return torch.cat(rows, 0 if rows[0].dim() == 1 else 1)
+
+
+def vstack(tensors: Sequence[Tensor]) -> Any:
+    """Below each other."""
+    return torch.cat([_matrix(x) for x in tensors], 0)
+
+
+def dstack(tensors: Sequence[Tensor]) -> Any:
+    """Behind each other."""
+    return torch.cat([_block(x) for x in tensors], 2)
+
+
+def column_stack(tensors: Sequence[Tensor]) -> Any:
+    """Beside each other; rows become columns."""
+    return hstack([_column(x) for x in tensors])
+
+
+# Order and repetition -----------------------------------------------------------------------------
+
+
+def fliplr(x: Tensor) -> Any:
+    """Backwards along dim 1."""
+    return x.flip(1) if x.dim() >= 2 else NotImplemented
+
+
+def flipud(x: Tensor) -> Any:
+    """Backwards along dim 0."""
+    return x.flip(0) if x.dim() >= 1 else NotImplemented
+
+
+def repeat_interleave(
+    x: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> Any:
+    """With its size told, which torch only compares."""
+    if not isinstance(repeats, int) or output_size is None:
+        return NotImplemented
+    size = x.numel() if dim is None else x.shape[dim]
+    if size * repeats != output_size:
+        return NotImplemented
+    return x.repeat_interleave(repeats, dim)
+
+
+def diff(
+    x: Tensor,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Tensor | None = None,
+    append: Tensor | None = None,
+) -> Any:
+    """Each entry less the one before, `n` times."""
+    if n < 1 or x.dim() == 0 or not -x.dim() <= dim < x.dim() or x.dtype is torch.bool:
+        return NotImplemented
+    parts = [part for part in (prepend, x, append) if part is not None]
+    x = torch.cat(parts, dim) if len(parts) > 1 else x
+    for _ in range(min(n, x.shape[dim])):
+        size = max(x.shape[dim] - 1, 0)
+        before = x.narrow(dim, 0, size)
+        x = x.narrow(dim, 1, size) - before
+    return x
+
+
+# Writes -------------------------------------------------------------------------------------------
+
+
+def fill_diagonal_(x: Tensor, fill_value: Any, wrap: bool = False) -> Any:
+    """A number where a mask says, which is cut with the rows that it is for."""
+    if planner.is_whole():
+        return NotImplemented  # which takes no mask
+    is_exact = x.is_floating_point() and isinstance(fill_value, float | int)
+    if not is_exact and not (x.dtype is torch.int64 and type(fill_value) is int):
+        return NotImplemented  # torch would convert the number, which masked_fill_() refuses
+    mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device).fill_diagonal_(True, wrap)
+    return x.masked_fill_(mask, fill_value)
+
+
+def index_put_(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """An assignment to what stands between brackets."""
+    if accumulate or not isinstance(indices, tuple | list) or not isinstance(values, Tensor):
+        return NotImplemented
+    if any(not isinstance(index, Tensor) for index in indices):
+        return NotImplemented
+    x[tuple(indices)] = values
+    return x
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+def einsum(equation: Any, operands: Any = (), path: Any = None, *more: Any) -> Any:
+    """Of one operand: its diagonals, in the order of the result, with the other dims summed."""
+    if not isinstance(equation, str) or not isinstance(operands, tuple | list) or more:
+        return NotImplemented
+    text = equation.replace(" ", "")
+    if len(operands) != 1 or "," in text or "." in text:
+        return NotImplemented
+    x = operands[0]
+    term, arrow, out = text.partition("->")
+    if not arrow:
+        out = "".join(sorted(letter for letter in set(term) if term.count(letter) == 1))
+    is_legal = len(term) == x.dim() and term.isalpha() and len(set(out)) == len(out)
+    if not is_legal or not set(out) <= set(term):
+        return NotImplemented
+    letters = list(dict.fromkeys(term))
+    if len(letters) < len(term):
+        return NotImplemented  # diagonals
+    summed = sorted(letter for letter in letters if letter not in out)
+    x = x.permute([letters.index(letter) for letter in (*out, *summed)])
+    return x.sum(list(range(len(out), x.dim()))) if summed else x
+
+
+def margin_ranking_loss(
+    x: Tensor, y: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 1
+) -> Any:
+    """With targets of another dtype than the values."""
+    terms = (-target * (x - y) + margin).clamp_min_(0)
+    return terms if reduction == 0 else terms.mean() if reduction == 1 else terms.sum()
+
+
+def linalg_norm(
+    x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """Of vectors: all that is not said to be of matrices."""
+    n_dims = 1 if isinstance(dim, int) else x.dim() if dim is None else len(dim)
+    if ord is not None and (n_dims != 1 or isinstance(ord, str)):
+        return NotImplemented
+    order = 2 if ord is None else ord
+    return torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype)
+
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _handler(compose: Callable[..., Any]) -> Handler:
+    signature = inspect.signature(compose)
+
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:  # torch's own words
+            return NotImplemented
+        return compose(*args, **kwargs)
+
+    return call
+
+
+#: Ops by name: the code of each; most have no row.
+_COMPOSED: dict[str, Callable[..., Any]] = {
+    "atleast_1d": _all(_row),
+    "atleast_2d": _all(_matrix),
+    "atleast_3d": _all(_block),
+    "broadcast_tensors": broadcast_tensors,
+    "broadcast_to": broadcast_to,
+    "column_stack": column_stack,
+    "diff": diff,
+    "dsplit": _split_along(3, 2),
+    "dstack": dstack,
+    "einsum": einsum,
+    "expand_as": _plain_as(Tensor.expand),
+    "fill_diagonal_": fill_diagonal_,
+    "fliplr": fliplr,
+    "flipud": flipud,
+    "hsplit": _split_along(1, 1),
+    "hstack": hstack,
+    "index_put_": index_put_,
+    "linalg_norm": linalg_norm,
+    "margin_ranking_loss": margin_ranking_loss,
+    "repeat_interleave": repeat_interleave,
+    "reshape_as": _plain_as(Tensor.reshape),
+    "row_stack": vstack,
+    "tensor_split": tensor_split,
+    "view_as": _plain_as(Tensor.view),
+    "vsplit": _split_along(2, 0),
+    "vstack": vstack,
+}
+
+HANDLERS = {name: _handler(compose) for name, compose in _COMPOSED.items()}

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is pending runs before what it must not see: an optimizer's step, another batch."""
+
+from __future__ import annotations
+
+from koila import _core
+from koila.basics.threads import in_turn
+from koila.random import generators
+from koila.reporting import reports
+from koila.running import replay
+
+
+@in_turn
+def flush(why: str) -> None:
+    """Run what is pending, in chunks or whole; nothing while a replay is under way."""
+    if _core.is_busy():
+        return
+    with reports.Asking(why):
+        if not replay.read_all(False):
+            _core.flush()
+
+
+def flush_known(why: str) -> None:
+    """Run what the user can reach and has no gradient in its history."""
+    if _core.has_known() or _core.has_draw(False):
+        _flush_known(why)
+
+
+@in_turn
+def _flush_known(why: str) -> None:
+    if _core.is_busy():
+        return
+    is_lighter = generators.let_go()
+    if not _core.has_known():
+        if is_lighter:
+            _core.close()
+        return
+    with reports.Asking(why):
+        if not replay.read_all(True):
+            _core.flush()

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done with each of torch's callables when a lazy tensor is among its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.basics import devices, engine, enter, lines, surroundings, switches, table
+from koila.messages.errors import KoilaError, StaleError, is_out_of_memory
+from koila.planning import explain
+from koila.random import draws, generators, plain
+from koila.recording import (
+    backwards,
+    bridge,
+    handlers,
+    inplace_views,
+    masks,
+    outs,
+    packed,
+    scalars,
+    written,
+)
+from koila.reductions import calls, meets, norms, scans
+from koila.reporting import reports, versions
+from koila.running import cross, derived, numbers, recomputed, replay, unwritten
+from koila.staged import hooks, meta
+
+OP, LIVE, READ, ENTER, HANDLER = range(5)
+
+# Their answer is a Python object, or a tensor that leaves torch: the number is needed now. What can
+# return a tensor with a gradient, or write its own, is none of these: a test asks torch.
+READS = frozenset(
+    """item tolist __bool__ __float__ __int__ __index__ __complex__ __long__
+    __nonzero__ is_nonzero equal allclose _is_all_true _is_any_true data_ptr
+    untyped_storage storage _typed_storage storage_type __deepcopy__
+    __format__ __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared
+    __dir__ __array_wrap__ is_pinned has_names is_coalesced q_scale q_zero_point qscheme
+    is_inference""".split()
+)
+
+# Their answer follows from metadata: a stand-in without memory gives it.
+QUERIES = frozenset(
+    """is_floating_point is_complex is_signed is_contiguous stride element_size
+    itemsize nbytes layout is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_conj is_neg
+    is_distributed is_same_size numel nelement dim ndimension size shape dtype ndim names
+    dim_order __len__ is_tensor""".split()
+)
+
+# Ops by name: asked on meta tensors, these promise what the real call does not keep.
+META_UNRELIABLE = frozenset(
+    """native_batch_norm embedding_bag _embedding_bag batch_norm quantize_per_tensor
+    quantize_per_channel quantize_per_tensor_dynamic""".split()
+)
+
+NAMESPACES = (
+    torch,
+    torch.Tensor,
+    torch._C.TensorBase,
+    torch._C._VariableFunctions,
+    *(getattr(torch._C, name) for name in "_nn _linalg _fft _special _nested _sparse".split()),
+    torch.nn.functional,
+    torch.functional,
+    torch.linalg,
+    torch.fft,
+    torch.special,
+    torch.autograd,
+    torch._VF,
+)
+
+_C_CALLABLES = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+)
+
+
+#: Functions of Python with a row of their own, which C-level calls of that name do not have: these
+#: are given other words.
+PYTHON_ROWS = frozenset(("embedding_bag",))
+
+
+def _is_out(schema: Any) -> bool:
+    return any(argument.is_out for argument in schema.arguments)
+
+
+def _takes_tensor(schema: Any) -> bool:
+    return any("Tensor" in str(argument.type) for argument in schema.arguments)
+
+
+def _schemas(name: str) -> list[Any]:
+    """torch's schemas of a C-level callable that a lazy can meet: aten::split is also for str, and
+    those that write to out= are live."""
+    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
+
+
+def _has_effect(schema: Any) -> bool:
+    parts = list(schema.arguments) + list(schema.returns)
+    return any(part.alias_info is not None for part in parts)
+
+
+def _returns_list(schema: Any) -> bool:
+    return len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]"
+
+
+def _row_of(func: Callable[..., Any], name: str) -> str | None:
+    """The row of a callable: a method whose words stand in another order has one of its own."""
+    if isinstance(func, types.MethodDescriptorType) and f"Tensor_{name}" in table.ROWS:
+        return f"Tensor_{name}"
+    is_meant = name not in PYTHON_ROWS or isinstance(func, types.FunctionType)
+    return name if name in table.ROWS and is_meant else None
+
+
+def _register_op(func: Callable[..., Any], name: str) -> None:
+    schemas = _schemas(name)
+    is_random = plain.draws(name)
+    is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
+    returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
+    has_meta = is_pure and not is_random and name not in META_UNRELIABLE
+    row = _row_of(func, name)
+    container = getattr(torch.return_types, name, tuple)
+    instead = scalars.instead(name, handlers.DECLINED.get(name))
+    if row is not None and table.ROWS[row]["kind"] == "INPLACE":
+        instead = written.instead(instead)
+    _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
+
+
+def _register(func: Any, name: str) -> None:
+    handler = handlers.HANDLERS.get(name)
+    if handler is not None:
+        _core.register(func, HANDLER, name, handler, False, False, False, None, None)
+    elif name in READS:
+        _core.register(func, READ, name, None, False, False, False, None, None)
+    elif name in QUERIES:
+        _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
+    elif isinstance(func, _C_CALLABLES) or name in PYTHON_ROWS or name == "unflatten":
+        _register_op(func, name)  # unflatten's Python method reports itself again when entered
+    elif isinstance(func, types.FunctionType):
+        _core.register(func, ENTER, name, None, False, False, False, None, None)
+
+
+def _overridable() -> Iterable[tuple[str, Any]]:
+    for namespace in NAMESPACES:
+        for name in dir(namespace):
+            func = inspect.getattr_static(namespace, name, None)
+            if isinstance(func, staticmethod | classmethod):
+                func = func.__func__
+            if isinstance(func, _C_CALLABLES) and not isinstance(namespace, type):
+                func = getattr(namespace, name)
+            yield name, func
+
+
+def _names() -> dict[Any, str]:
+    """The name of each callable. Builtins of one C function are equal: torch.spmm is torch.mm, and
+    the name with a row is meant."""
+    names: dict[Any, str] = {}
+    for name, func in _overridable():
+        if callable(func) and not isinstance(func, type):
+            own = getattr(func, "__name__", name)
+            if func not in names or own in table.ROWS:
+                names[func] = own
+    return names
+
+
+def _accessors() -> Iterable[tuple[str, Any]]:
+    for owner in (torch._C.TensorBase, torch.Tensor):
+        for name, member in vars(owner).items():
+            if isinstance(member, types.GetSetDescriptorType | property):
+                yield name, member
+
+
+def _blocked_halves() -> Iterator[torch.dtype]:
+    """Dtypes of 16 bits that oneDNN convolves on this CPU; others go patch by patch."""
+    names = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    for dtype, name in names.items():
+        ask = getattr(torch.ops.mkldnn, name, None)  # torch may be built without oneDNN
+        if ask is not None and ask():
+            yield dtype
+
+
+def _most() -> str:
+    """The instructions that oneDNN is told to go without what is newer than; empty: it is not."""
+    names = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"
+    return next((os.environ[name].upper() for name in names if name in os.environ), "")
+
+
+def _tiled_halves() -> Iterator[torch.dtype]:
+    """Of these, the dtypes whose kernels take channels last: bfloat16 with AMX, float16 always."""
+    is_allowed = _most() in ("", "ALL", "DEFAULT") or "AMX" in _most()
+    has_amx = torch.cpu._is_amx_tile_supported() and is_allowed
+    is_tiled = {torch.bfloat16: has_amx, torch.float16: True}
+    return (dtype for dtype in _blocked_halves() if is_tiled[dtype])
+
+
+def _block_width() -> int:
+    """How many channels oneDNN lays side by side on this CPU. It is not asked: its first kernel
+    settles how many kernels it keeps, and a limit may still be set for this process."""
+    is_narrow = _most() == "AVX" or _most().startswith(("SSE", "AVX2"))
+    return 16 if torch.cpu._is_avx512_supported() and not is_narrow else 8
+
+
+def _run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of koila's own that cannot be recorded after all runs at once."""
+    return _core.live(func, args, kwargs, False)
+
+
+def register_all() -> None:
+    """Fill the C module's table; called once, when koila is imported."""
+    _core.bind(
+        lines.INSIDE,
+        calls.known(),
+        {
+            "koila_error": KoilaError,
+            "stale_error": StaleError,
+            "meta_infer": meta.infer,
+            "refuse": surroundings.in_outside(meta.refuse),
+            "is_row_range": meta.is_row_range,
+            "checksum": meta.checksum,
+            "draw_like": meta.draw_like,
+            "note_draw": generators.note_recorded,
+            "check_draws": generators.check_live,
+            "thawed": engine.thawed,
+            "move_on": generators.move_on,
+            "skip_one_hop": enter.enter,
+            "read": replay.read,
+            "in_transform": handlers.in_transform,
+            "run_again": draws.run_again,
+            "bind_hooks": hooks.bind,
+            "bridge": bridge.call,
+            "before_write": bridge.before_write,
+            "after_write": bridge.after_write,
+            "runs_at_once": bridge.runs_at_once,
+            "leave": surroundings.leave,
+            "note_ran": reports.note_whole,
+            "keep": recomputed.keep,
+            "device_of": devices.meant,
+            "wait_for_copy": devices.wait_for_copy,
+            "choose_switches": switches.choose,
+            "record_out": outs.record,
+            "settle": numbers.settle_outdated,
+            "is_out_of_memory": is_out_of_memory,
+            "note_write": unwritten.watch,
+            "note_written": unwritten.note_written,
+            "note_left": explain.note_left,
+            "is_in_hook": engine.is_in_hook,
+            "name_of_file": lines.name_of_file,
+        },
+    )
+    _core.set_blocks(_block_width(), tuple(_blocked_halves()), tuple(_tiled_halves()))
+    for func, name in _names().items():
+        _register(func, name)
+    item = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
+    _core.register(item, READ, "item", None, False, False, False, None, None)
+    grad, by_inputs = torch.autograd.grad, backwards.autograd_grad
+    _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
+    # What it writes are no numbers: of the rows that write, zero_() reads and keeps least.
+    _core.register(inplace_views.touch, OP, "touch", None, False, False, False, "zero_", tuple)
+    _core.register(
+        norms.batch_moments, OP, "batch_norm", None, False, False, False, "var_mean", tuple
+    )
+    _core.register(
+        norms.batch_norm,
+        OP,
+        "batch_norm",
+        norms.record,
+        False,
+        False,
+        False,
+        "batch_norm",
+        tuple,
+    )
+    _core.register(meets.shares, OP, "softmax", None, False, False, False, "var_mean", tuple)
+    for name, call in meets.CALLS.items():
+        _core.register(call, OP, name, meets.run_whole, False, False, False, name, tuple)
+    for name, layer in packed.LAYERS.items():
+        row = f"packed_{name}"
+        _core.register(layer, OP, name, _run_whole, False, False, False, row, tuple)
+    _core.register(
+        packed.select_index, OP, "index_select", None, False, False, False, "index_select", tuple
+    )
+    derivative = derived.gradient_of
+    _core.register(derivative, OP, "grad", _run_whole, False, False, False, "gradient_of", tuple)
+    chosen = masks.select_masked
+    _core.register(
+        chosen, OP, "__getitem__", _run_whole, False, False, False, "select_masked", tuple
+    )
+    for name, as_torch in packed.OWN.items():
+        _register_op(as_torch, name)
+    for call in scans.STARTS:
+        _core.register(call, OP, "starts", None, False, False, False, "sum", tuple)
+    for call, name in scans.CALLS.items():
+        _core.register(call, OP, name, scans.run_whole, False, False, False, name, tuple)
+    for name, member in _accessors():
+        getter = member.fget if isinstance(member, property) else member
+        if name in handlers.HANDLERS:
+            handler = handlers.HANDLERS[name]
+            _core.register(getter, HANDLER, name, handler, False, False, False, None, None)
+        elif name in READS:
+            _core.register(getter, READ, name, None, False, False, False, None, None)
+        elif name in QUERIES:
+            _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
+        elif name == "data":  # reads like detach(); a write through it leaves no version behind
+            _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
+        elif name in table.ROWS:
+            _core.register(getter, OP, name, None, False, False, False, name, tuple)
+        elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
+            _core.register(getter, OP, name, None, False, False, False, "t", tuple)
+    for _, name, wrapper in plain.wrappers():  # what a method is known by, while it is replaced
+        _register_op(wrapper, name)
+    own = vars(_core.LazyTensor)
+    methods = (name for name in vars(torch._C.TensorBase) if name in table.ROWS)
+    is_short = _core.install_slots(
+        tuple(name for name in methods if name not in own and name[0] != "_")
+    )
+    ways = _core.fast_ways()
+    versions.note_slow_ways(
+        {
+            "methods of a lazy go through torch's dispatch": is_short,
+            "lazies are made anew each time": ways["recycling"],
+            "tensors are read by their attributes": ways["handles"],
+            "torch's modes are asked for in Python": ways["contexts"],
+            "other tensors are looked for seldom": _core.sees_storages(),
+            "gradients are copied only where others hold them": cross.counts_holders(),
+        }
+    )

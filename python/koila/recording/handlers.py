@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that are neither recorded nor simply run on real tensors: one function each."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from koila import _core
+from koila.basics import devices, enter
+from koila.planning import unsplit
+from koila.random import generators
+from koila.recording import bridge, composed, inplace_views, masks, packed
+from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
+from koila.reductions import meets, norms, scans
+from koila.reporting import reports
+from koila.staged import hooks, meta
+
+LazyTensor = _core.LazyTensor
+
+
+#: What is asked of how a tensor lies in memory.
+_OF_LAYOUT = frozenset(("stride", "is_contiguous", "dim_order"))
+
+
+def _stand_in(obj: Any, is_of_layout: bool) -> Any:
+    """A tensor without memory that answers like a pending lazy; None where that is not known."""
+    if type(obj) is not LazyTensor:
+        return obj
+    real = _core.real(obj)
+    if real is not None:
+        return real
+    description = _core.describe(obj)
+    if description is None:
+        return None
+    dtype, shape, strides, requires_grad, _ = description
+    if strides is None and is_of_layout:
+        return None
+    return meta.stand_in(dtype, shape, strides, requires_grad)
+
+
+def query(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer from metadata; nothing is computed, unless strides are asked for and not known."""
+    is_of_layout = getattr(func, "__name__", "") in _OF_LAYOUT
+    stand_ins = tuple(_stand_in(arg, is_of_layout) for arg in args)
+    if any(new is None and old is not None for new, old in zip(stand_ins, args, strict=True)):
+        return _core.live_with_all(func, args, kwargs, True)
+    return func(*stand_ins, **kwargs)
+
+
+def _device_type(name: str) -> Callable[..., Any]:
+    def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(args[0].device.type == name)
+
+    return answer
+
+
+def get_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The index of the device; checkpoint asks for it to find the generators to restore."""
+    index = args[0].device.index
+    return -1 if index is None else int(index)
+
+
+def matrix_transpose(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """x.mT, which is recorded as what it stands for."""
+    is_matrix = args[0].dim() >= 2
+    return args[0].transpose(-2, -1) if is_matrix else _core.live(func, args, kwargs, True)
+
+
+def to_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.cpu(), which is recorded as what it stands for."""
+    if len(args) != 1:
+        return _core.live(func, args, kwargs, True)
+    return args[0].to("cpu", **kwargs)
+
+
+def to_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.cuda(), which is recorded as what it stands for."""
+    words = words_of(("self", "device", "non_blocking"), args, kwargs)
+    device = words.pop("device", None)
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        return _core.live(func, args, kwargs, True)  # torch says what is wrong
+    return words.pop("self").to(device, **words)
+
+
+def is_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    real = _core.real(args[0])
+    return bool(real.is_leaf) if real is not None else not args[0].requires_grad
+
+
+def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    real = _core.real(args[0])
+    return hooks.retained(args[0]) if real is None else func(real)
+
+
+def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What changes the tensor itself and gives it back: requires_grad_, share_memory_."""
+    _core.live_with_all(func, args, kwargs, True)
+    return args[0]
+
+
+def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.requires_grad_() is about the tensor alone: of what waits, only what makes that runs, and
+    what has read it goes on as it was recorded."""
+    words = words_of(("self", "requires_grad"), args, kwargs)
+    lazy, flag = words.pop("self"), words.pop("requires_grad", True)
+    is_asked = not words and len(args) <= 2 and type(flag) is bool
+    if is_asked and lazy.requires_grad is flag:
+        return lazy
+    can_require = lazy.is_floating_point() or lazy.is_complex()
+    if is_asked and can_require and not lazy.requires_grad and is_pending(lazy):
+        _core.read(lazy)
+    real = _core.leave(lazy) if is_asked else None
+    if real is None:
+        return on_itself(func, args, kwargs)
+    real.requires_grad_(flag)
+    _core.release()
+    return lazy
+
+
+def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of its type, and of no size: for calls that ask for no more."""
+    return torch.empty(0, dtype=lazy.dtype, device=lazy.device)
+
+
+def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.new(2, 3): of a tensor only its type is asked, but x.new(other) is on other's graph."""
+    if type(args[0]) is not LazyTensor or any(
+        isinstance(argument, torch.Tensor) for argument in (*args[1:], *kwargs.values())
+    ):
+        return _core.live_with_all(func, args, kwargs, False)
+    return func(_empty_like(args[0]), *args[1:], **kwargs)
+
+
+def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.type() is a text, x.type(text) and x.type(torch.DoubleTensor) are casts: torch says which,
+    and to what."""
+    answer = func(_empty_like(args[0]), *args[1:], **kwargs)
+    if isinstance(answer, str):
+        return answer
+    words = words_of(("self", "dtype", "non_blocking"), args, kwargs)
+    words.update(device=answer.device, dtype=answer.dtype)
+    return words.pop("self").to(**words)
+
+
+def enter_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the row of a Python function does not describe is entered."""
+    is_python = isinstance(func, types.FunctionType)
+    return enter.enter(func, (), args, kwargs) if is_python else NotImplemented
+
+
+def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.detach_(): what requires no gradient is detached already."""
+    if is_pending(args[0]) and not args[0].requires_grad:
+        return args[0]
+    return _core.live_with_all(func, args, kwargs, False)
+
+
+GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
+
+
+def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tensor.register_hook; of what was handed out at a cut the whole gradient is found in what was
+    cut off, where the hook is called."""
+    real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
+    whole = bridge.whole_gradient_of(real) if real is not None else None
+    if whole is None:
+        bridge.refuse_inner(args[:1], "register_hook")  # the part has no value for all of it
+        return hooks.register(func, args, kwargs)
+    return _core.held(whole, hooks.register, (func, (whole, *args[1:]), kwargs), {})
+
+
+def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tensor.retain_grad."""
+    bridge.refuse_inner(args[:1], "retain_grad")
+    hooks.retain(func, args, kwargs)
+
+
+def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """numpy() and __array__: torch refuses them to tensors that require a gradient."""
+    if args[0].requires_grad and not kwargs.get("force"):
+        func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
+    with reports.Asking("numpy()"):
+        return func(_core.read(args[0]), *args[1:], **kwargs)
+
+
+def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """copy.copy() and pickle make a leaf, which requires a gradient as what it is made of does."""
+    with reports.Asking(reports.name_of(func)):
+        number = _core.read(args[0])
+    if args[0].requires_grad and not number.requires_grad:
+        number = number.detach().requires_grad_()
+    return func(number, *args[1:], **kwargs)
+
+
+def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What needs the real graph: hooks."""
+    return _core.live_with_all(func, args, kwargs, True)
+
+
+def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a tensor that is there, as an input is, tells of itself: nothing runs for it."""
+    real = _core.real(args[0])
+    return live(func, args, kwargs) if real is None else func(real)
+
+
+def _is_view(lazy: LazyTensor) -> bool:
+    """Whether a value was recorded as a view of another."""
+    value = _core.id(lazy)
+    return value is None or _core.value(value)[9] is not None
+
+
+def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whether, and from where on, a tensor is a part of other memory: what is new is none."""
+    lazy = args[0]
+    is_known = is_pending(lazy) and _core.describe(lazy) is not None
+    if not is_known or _core.held(lazy, _is_view, (lazy,), {}):
+        return of_tensor(func, args, kwargs)
+    return func(_empty_like(args[0]), *args[1:], **kwargs)
+
+
+def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What made a tensor in autograd's graph; nothing runs for that alone."""
+
+    def whole(lazy: Any) -> Any:
+        if is_pending(lazy):
+            unsplit.check(func, "a node of autograd's graph is of the whole batch")
+        return _core.live(func, (lazy,), {}, True)
+
+    description = _core.describe(args[0]) if is_pending(args[0]) else None
+    is_there = description is not None and description[3]
+    return hooks.PendingNode(args[0], whole) if is_there else of_graph(func, args, kwargs)
+
+
+def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where a tensor is in autograd's graph: nowhere, while it requires no gradient."""
+    description = _core.describe(args[0]) if is_pending(args[0]) else None
+    if description is not None and not description[3]:
+        return func(_empty_like(args[0]))
+    return of_tensor(func, args, kwargs)
+
+
+def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call inside a transform, a trace or the capture of a CUDA graph: its tensors mean nothing
+    outside, so it runs now.
+
+    What was recorded before runs first, as if it had been outside.
+    """
+    if torch._C._get_tracing_state() is not None or devices.is_capturing():
+        return _core.live(func, args, kwargs, True)
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return NotImplemented  # the transform is another thread's
+    with temporarily_clear_interpreter_stack():
+        _core.live(_nothing, (args, kwargs), {}, True)
+    return _core.live(func, args, kwargs, True)
+
+
+def _nothing(*_: Any) -> None:
+    """A call that needs its arguments and does nothing with them."""
+
+
+def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return repr_lazy(args[0])
+
+
+def repr_lazy(lazy: Any) -> str:
+    """What debuggers show: the number where it is there. It never computes, nor waits for a thread
+    that does."""
+    try:
+        real, description = _core.real(lazy), _core.describe(lazy)
+    except Exception:  # what its call raised
+        return "LazyTensor(failed)"
+    if real is not None:
+        return f"LazyTensor({real!r})"
+    shape = tuple(lazy.shape)
+    grad_text = ", requires_grad=True" if description is not None and description[3] else ""
+    return (
+        f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text}; "
+        "koila.explain() says how it will run)"
+    )
+
+
+def str_lazy(lazy: Any) -> str:
+    """What print shows: the number."""
+    with reports.Asking("print()"):
+        return str(_core.read(lazy))
+
+
+def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """rrelu() in training draws a slope for each negative number: with these known, it is a
+    product with the slopes."""
+    words: dict[str, Any] = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
+    words |= words_of(("input", "lower", "upper", "training", "generator"), args, kwargs)
+    x = words["input"]
+    if not words["training"] or words["generator"] is not None or type(x) is not LazyTensor:
+        return NotImplemented
+    real = _core.read(x).detach()
+    slopes = torch.empty_like(real, memory_format=torch.contiguous_format)
+    generators.make_way()
+    nn: Any = torch._C._nn
+    nn.rrelu_with_noise(real, slopes, words["lower"], words["upper"], True)
+    return x.contiguous() * _core.like(slopes, x)  # as torch's result lies
+
+
+def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """poisson() draws the more often, the larger the numbers are: these are read."""
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
+        return NotImplemented
+    real = _core.read(x).detach()
+    generators.make_way()
+    drawn = _core.like(torch.poisson(real), x)
+    return drawn + x * 0 if x.requires_grad and torch.is_grad_enabled() else drawn
+
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: Ops by name: torch's functions in whose place these stand; most have no row.
+HANDLERS: dict[str, Handler] = {
+    "numpy": to_numpy,
+    "__array__": to_numpy,
+    "__reduce__": reduce,
+    "__reduce_ex__": reduce,
+    "register_hook": register_hook,
+    "register_post_accumulate_grad_hook": live,
+    "retain_grad": retain_grad,
+    "grad_fn": of_node,
+    "_backward_hooks": of_graph,
+    "output_nr": of_graph,
+    "_version": of_tensor,
+    "storage_offset": of_memory,
+    "_is_view": of_memory,
+    "detach_": detach_,
+    "__repr__": represent,
+    "backward": backward,
+    "grad": grad,
+    "mT": matrix_transpose,
+    "get_device": get_device,
+    "cpu": to_cpu,
+    "cuda": to_cuda,
+    "is_leaf": is_leaf,
+    "new": new,
+    "requires_grad_": require_grad,
+    "share_memory_": on_itself,
+    **packed.HANDLERS,
+    "is_cpu": _device_type("cpu"),
+    "is_cuda": _device_type("cuda"),
+    "is_meta": _device_type("meta"),
+    "is_mps": _device_type("mps"),
+    "is_xla": _device_type("xla"),
+    "is_xpu": _device_type("xpu"),
+    "is_ipu": _device_type("ipu"),
+    "is_maia": _device_type("maia"),
+    "is_mtia": _device_type("mtia"),
+    "is_vulkan": _device_type("vulkan"),
+}
+
+#: Ops by name: what is tried where the row of an op declines a call, before it runs at once.
+DECLINED: dict[str, Handler] = {
+    "__getitem__": masks.select,
+    "__setitem__": masks.assign,
+    "batch_norm": norms.record,
+    "embedding_bag": enter_python,
+    **dict.fromkeys(meets.CALLS, meets.record),
+    **dict.fromkeys(scans.SCANS, scans.record),
+    "masked_scatter": masks.masked_scatter,
+    "masked_select": masks.masked_select,
+    "rrelu": rrelu,
+    "poisson": poisson,
+    **dict.fromkeys(packed.LAYERS, packed.layer),
+    "type": type_of,
+    **composed.HANDLERS,
+    **dict.fromkeys(inplace_views.NAMES, inplace_views.record),
+}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls with a mask, whose numbers are read: with these known what is chosen, and where it goes, is
+known, and what the mask is for can still be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from koila import _core
+from koila.planning import planner
+from koila.reporting import reports
+
+LazyTensor = _core.LazyTensor
+
+
+def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
+    """The indices where a mask is True, whose number is read; None for another index."""
+    if not isinstance(item, Tensor) or item.dtype is not torch.bool or item.dim() == 0:
+        return None
+    return _read_number(item).nonzero(as_tuple=True)
+
+
+def _read_number(tensor: Tensor) -> Tensor:
+    with reports.Asking("getitem()"):
+        return _core.read(tensor) if type(tensor) is LazyTensor else tensor
+
+
+def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x[mask]: with the mask known so is the shape, and what x is made of can still be cut.
+
+    Where each entry of dim 0 has as many that are chosen, its rows are rows of the result. Else the
+    call is recorded with the indices, which torch too looks up.
+    """
+    if len(args) != 2 or kwargs or planner.is_whole():
+        return NotImplemented
+    items = args[1] if isinstance(args[1], tuple) else (args[1],)
+    n_each = _n_each(args[0], items[0]) if len(items) == 1 else None
+    if n_each is not None:
+        return select_masked(args[0], _read_number(items[0]), n_each)
+    at = 0
+    indices: list[Any] = []
+    for item in items:
+        found = None
+        if isinstance(item, Tensor):
+            if args[0].shape[at : at + item.dim()] != item.shape and item.dtype is torch.bool:
+                return NotImplemented  # torch's own words
+            found = _mask_as_indices(item)
+        elif item is Ellipsis or item is None or not isinstance(item, slice | int):
+            return NotImplemented
+        at += 1 if found is None else len(found)
+        indices += [item] if found is None else found
+    if len(indices) == len(items) and all(a is b for a, b in zip(indices, items, strict=True)):
+        return NotImplemented
+    return args[0][tuple(indices)]
+
+
+def _n_each(x: Any, mask: Any) -> int | None:
+    """How many entries a mask chooses of each entry of dim 0, where these are as many, and some."""
+    if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        return None
+    if mask.dim() < 2 or mask.shape != x.shape[: mask.dim()] or mask.numel() == 0:
+        return None
+    counts = _read_number(mask).flatten(1).sum(1)
+    return int(counts[0]) or None if bool((counts == counts[0]).all()) else None
+
+
+def select_masked(x: Tensor, mask: Tensor, n_each: int) -> Any:
+    """x[mask], of which each entry of dim 0 has so many."""
+    if has_torch_function((x, mask)):
+        return handle_torch_function(select_masked, (x, mask), x, mask, n_each)
+    return x[mask]
+
+
+def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """masked_select(), likewise."""
+    words = {**dict(zip(("input", "mask"), args, strict=False)), **kwargs}
+    if words.keys() != {"input", "mask"} or planner.is_whole():
+        return NotImplemented
+    x, mask = words["input"], words["mask"]
+    if mask.dtype is not torch.bool or mask.dim() == 0:
+        return NotImplemented
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return select(func, (x.expand(shape), mask.expand(shape)), {})
+
+
+# What is chosen is written -----------------------------------------------------------------------
+
+
+def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.masked_scatter(mask, source): each row is given its own entries of the source, which are as
+    many for all rows, or else looks them up."""
+    names = "input", "mask", "source"
+    words = {**dict(zip(names, args, strict=False)), **kwargs}
+    if words.keys() != set(names) or planner.is_whole():
+        return NotImplemented
+    if not all(isinstance(word, Tensor) for word in words.values()):
+        return NotImplemented
+    return _scatter(*(words[name] for name in names))
+
+
+def _scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
+    is_fit = mask.dim() == x.dim() and mask.dtype is torch.bool and source.dtype == x.dtype
+    if not is_fit or x.numel() == 0:
+        return NotImplemented
+    fits = all(m in (1, n) for m, n in zip(mask.shape, x.shape, strict=True))
+    lender = next((of for of in (x, mask) if _goes_by_rows(of, x.shape[0])), None)
+    if lender is None or not fits:
+        return NotImplemented
+    known = _read_number(mask).expand(x.shape)
+    is_of_vectors = x.dim() > 1 and bool((known == known[..., :1]).all())
+    width = x.shape[-1] if is_of_vectors else 1
+    chosen = (known[..., 0] if is_of_vectors else known).reshape(x.shape[0], -1)
+    n_chosen = chosen.sum(1)
+    n_written = int(n_chosen.sum()) * width
+    if not 0 < n_written <= source.numel() or source.numel() % width:
+        return NotImplemented  # torch's own words, or nothing is written
+    rows = x.reshape(*chosen.shape, width)
+    if n_written == source.numel() and bool((n_chosen == n_chosen[0]).all()):
+        at = chosen.nonzero()[:, 1].view(x.shape[0], -1, 1)
+        of_rows = source.reshape(x.shape[0], at.shape[1], width)
+        made = rows.scatter(1, _core.like(at, lender).expand_as(of_rows), of_rows)
+    else:
+        number = (chosen.flatten().cumsum(0) - 1).clamp_(0).view(chosen.shape)
+        found = F.embedding(_core.like(number, lender), source.reshape(-1, width))
+        made = torch.where(_core.like(chosen[..., None], lender), found, rows)
+    return made.reshape(x.shape)
+
+
+def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x[mask] = source, of which each entry goes where the mask is True, likewise."""
+    if len(args) != 3 or type(args[0]) is not LazyTensor or kwargs or planner.is_whole():
+        return NotImplemented
+    x, mask, source = args
+    if isinstance(mask, tuple) and len(mask) == 1:
+        (mask,) = mask
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.dim() == 0:
+        return NotImplemented
+    is_fit = isinstance(source, Tensor) and source.dim() == x.dim() - mask.dim() + 1
+    if not is_fit or x.shape != mask.shape + source.shape[1:]:
+        return NotImplemented
+    if not _goes_by_rows(x, x.shape[0]):
+        return NotImplemented  # what is made by rows cannot be written into it
+    of_all = mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())).expand_as(x)
+    if int(_read_number(mask).sum()) != source.shape[0]:
+        return NotImplemented
+    made = _scatter(x, of_all, source)
+    if made is NotImplemented:
+        return made
+    x.copy_(made)
+    return None
+
+
+def _goes_by_rows(x: Tensor, n_rows: int) -> TypeGuard[LazyTensor]:
+    return type(x) is LazyTensor and _core.rows_dim(x) == 0 and x.shape[0] == n_rows

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that write to `out=`: recorded as the call without it, and a copy of its result.
+
+That is what torch does where the memory that is given has the result's shape, dtype and layout;
+all else (it is resized, cast to, strided, shared with another argument) runs live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.basics import table
+from koila.staged import meta
+
+LazyTensor = _core.LazyTensor
+
+
+def _tensors(obj: Any) -> Iterator[torch.Tensor]:
+    if isinstance(obj, torch.Tensor):
+        yield obj
+    elif isinstance(obj, tuple | list):
+        for item in obj:
+            yield from _tensors(item)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Dtype, shape and device of what lies row-major in its memory; None for all else."""
+    description = _core.describe(tensor)
+    if description is None or description[2] is None:
+        return None
+    dtype, shape, strides, _, device = description
+    is_contiguous = meta.stand_in(dtype, shape, strides, False).is_contiguous()
+    return (dtype, shape, device) if is_contiguous else None
+
+
+def _is_apart(func: Any, targets: list[torch.Tensor], given: list[torch.Tensor]) -> bool:
+    """Whether the call reads nothing that it has written already."""
+    storages = [_core.storage(target) for target in targets]
+    if None in storages or len(set(storages)) < len(storages):
+        return False
+    # Entry by entry, what is read is what is written next.
+    is_entrywise = f"{func.__name__}_" in table.ROWS
+    return not any(
+        type(tensor) is LazyTensor
+        and _core.storage(tensor) in storages
+        and not (is_entrywise and any(tensor is target for target in targets))
+        for tensor in given
+    )
+
+
+def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a call with `out=`; NotImplemented where it has to run live."""
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    targets = list(_tensors(kwargs["out"]))
+    given = list(_tensors((*args, *rest.values())))
+    shapes = [_shape(target) if type(target) is LazyTensor else None for target in targets]
+    if None in shapes or not _is_apart(func, targets, given):
+        return NotImplemented
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*targets, *given)):
+        return NotImplemented  # torch's own words
+    with torch.set_grad_enabled(False):
+        result = func(*args, **rest)
+        found = list(_tensors(result))
+        if [_shape(tensor) for tensor in found] != shapes:
+            return NotImplemented
+        for target, tensor in zip(targets, found, strict=True):
+            target.copy_(tensor)
+    return targets[0] if isinstance(result, torch.Tensor) else type(result)(targets)

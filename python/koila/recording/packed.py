@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences by rows.
+
+`pack_padded_sequence` lays the steps of all rows one after the other, so that nothing of a packed
+sequence has rows. Here it is remembered what was packed: a recurrent layer over it is recorded as a
+layer over the padded rows and their lengths, which on each chunk packs its own rows, calls torch's
+layer, and pads what comes. `data` of a packed sequence is recorded as an index into the padded
+rows, which nothing computes where nobody looks at it.
+
+Rows that torch sorts by length (`enforce_sorted=False`) are recorded in the user's order:
+`_selected` holds what each `index_select` was given, and the inverse of its index gives that back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function
+from torch.utils.weak import WeakIdKeyDictionary
+
+from koila import _core
+from koila.basics import table
+from koila.memory import uneven
+from koila.planning import planner, unsplit
+from koila.reporting import reports
+
+LazyTensor = _core.LazyTensor
+_VF: Any = torch._C._VariableFunctions
+
+
+@dataclass
+class _Selected:
+    """What `index_select` made: valid while both tensors are what they were."""
+
+    source: Tensor
+    source_id: int | None
+    id: int | None
+    dim: int
+    index: Tensor
+    is_own: bool  # nobody else has the source: it may be handed out
+
+
+@dataclass
+class _Packed:
+    """What a packed sequence was made of, in the order of `lengths`."""
+
+    padded: Tensor
+    padded_id: int | None
+    id: int | None
+    lengths: Tensor  # [n_rows] int64, plain
+    order: Tensor | None  # [n_rows] the rows by their lengths; None: they are sorted
+    is_batch_first: bool
+    is_result: bool  # of a recurrent layer: what of padded is beyond the lengths is 0
+    is_handed_out: bool = False  # the user has padded, too
+    index: tuple[Tensor, ...] = ()  # where its steps are in what is padded
+
+
+_selected = WeakIdKeyDictionary()
+_packed = WeakIdKeyDictionary()
+
+
+def _known(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor, which are read if it is lazy."""
+    if type(tensor) is not LazyTensor:
+        return tensor
+    with reports.Asking("pack_padded_sequence()"):
+        return _core.read(tensor).detach()
+
+
+def _lookup(table: Any, tensor: Any) -> Any:
+    """What is known of a lazy, if it and its source are what they were."""
+    found = table.get(tensor) if type(tensor) is LazyTensor else None
+    if found is None or found.id is None or _core.id(tensor) != found.id:
+        return None
+    source = found.source if isinstance(found, _Selected) else found.padded
+    wanted = found.source_id if isinstance(found, _Selected) else found.padded_id
+    return found if wanted is not None and _core.id(source) == wanted else None
+
+
+def _invert(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse
+
+
+# Rows in another order ----------------------------------------------------------------------------
+
+
+def select_index(input: Tensor, dim: Any, index: Tensor, **words: Any) -> Tensor:
+    """torch.index_select, as it is recorded."""
+    return torch.index_select(input, dim, index, **words)
+
+
+def _select(x: Tensor, dim: int, index: Tensor, is_own: bool) -> Tensor:
+    call: Any = handle_torch_function
+    made: Tensor = call(select_index, (x,), x, dim, index)
+    if type(made) is LazyTensor:
+        _selected[made] = _Selected(x, _core.id(x), _core.id(made), dim, index, is_own)
+    return made
+
+
+def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Along the rows, remember of what it was made; undo another one."""
+    words: dict[str, Any] = dict(zip(("input", "dim", "index"), args, strict=False), **kwargs)
+    x: Any = words.get("input")
+    dim, index = words.get("dim"), words.get("index")
+    is_known = len(words) == 3 and isinstance(x, LazyTensor)
+    n_dims = x.dim() if is_known else 0
+    if not isinstance(index, Tensor) or not isinstance(dim, int) or not -n_dims <= dim < n_dims:
+        return NotImplemented
+    dim %= n_dims
+    before = _lookup(_selected, x)
+    if before is not None and before.is_own and before.dim == dim and _undoes(before.index, index):
+        before.is_own = False  # once: a second time it would be the same tensor
+        return before.source
+    return _select(x, dim, index, False)
+
+
+def _undoes(first: Tensor, second: Tensor) -> bool:
+    first, second = _known(first), _known(second)
+    is_index = first.dim() == second.dim() == 1 and first.shape == second.shape
+    return is_index and torch.equal(first[second].cpu(), torch.arange(first.numel()))
+
+
+def _steps_of(lengths: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """How many rows have each step, and of these one after the other the step and the row; the
+    longest rows come first, in an order that is given if they do not lie so."""
+    lengths = lengths if order is None else lengths[order]
+    is_there = lengths > torch.arange(int(lengths[0]))[:, None]
+    steps, at = (part.clone() for part in is_there.nonzero(as_tuple=True))
+    return is_there.sum(1), steps, at if order is None else order[at]
+
+
+# The calls ----------------------------------------------------------------------------------------
+
+
+def _gather(made_of: _Packed) -> Tensor:
+    """`data` of the packed sequence: its steps, each of the rows that are so long."""
+    if not made_of.index:
+        _, steps, rows = _steps_of(made_of.lengths, made_of.order)
+        index = (rows, steps) if made_of.is_batch_first else (steps, rows)
+        made_of.index = tuple(part.to(made_of.padded.device) for part in index)
+    data: Tensor = made_of.padded[made_of.index]
+    made_of.id, made_of.padded_id = _core.id(data), _core.id(made_of.padded)
+    _packed[data] = made_of
+    return data
+
+
+def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_pack_padded_sequence(input, lengths, batch_first)."""
+    if len(args) != 3 or kwargs or type(args[0]) is not LazyTensor or planner.is_whole():
+        return NotImplemented
+    x, lengths, is_batch_first = args
+    before = _lookup(_selected, x)
+    rows_dim = 0 if is_batch_first else 1
+    order = None
+    if before is not None and before.dim == rows_dim:
+        x, order = before.source, _known(before.index).cpu()
+    is_fit = x.dim() >= 2 and isinstance(lengths, Tensor) and _core.rows_dim(x) == rows_dim
+    if not is_fit or lengths.device.type != "cpu" or lengths.shape != (x.shape[rows_dim],):
+        return NotImplemented
+    by_length = _known(lengths).clone()
+    if by_length.dtype is not torch.int64 or by_length.numel() == 0 or by_length[-1] < 1:
+        return NotImplemented
+    if bool((by_length.diff() > 0).any()) or by_length[0] > x.shape[1 - rows_dim]:
+        return NotImplemented  # torch's own words
+    if order is not None and order.sort().values.ne(torch.arange(order.numel())).any():
+        return NotImplemented
+    own = by_length if order is None else by_length[_invert(order)]
+    made_of = _Packed(x, None, None, own, order, is_batch_first, False)
+    sizes = (by_length > torch.arange(int(by_length[0]))[:, None]).sum(1)
+    return _gather(made_of), sizes
+
+
+def pack_now(x: Tensor, lengths: Tensor, is_batch_first: bool) -> Any:
+    """torch's own call, where no rows are known."""
+    return _VF._pack_padded_sequence(x, lengths, is_batch_first)
+
+
+def pad_now(data: Tensor, sizes: Tensor, *words: Any) -> Any:
+    """Likewise."""
+    return _VF._pad_packed_sequence(data, sizes, *words)
+
+
+def _or_else(
+    handler: Callable[..., Any], own: Callable[..., Any]
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    def handle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = handler(func, args, kwargs)
+        if made is not NotImplemented:
+            return made
+        call: Any = handle_torch_function
+        tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+        return call(own, tensors, *args, **kwargs)
+
+    return handle
+
+
+def _time(x: Tensor, is_batch_first: bool, n_steps: int) -> Tensor:
+    dim = 1 if is_batch_first else 0
+    return x if x.shape[dim] == n_steps else x.narrow(dim, 0, n_steps)
+
+
+def _lengths_of(made_of: _Packed) -> Tensor:
+    """The lengths, with the rows of what is padded."""
+    first_step: Any = made_of.padded.select(1 if made_of.is_batch_first else 0, 0)
+    return _core.like(made_of.lengths.to(first_step.device), first_step)
+
+
+def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recurrent layer over a packed sequence: (data, batch_sizes, hx, params, has_biases,
+    num_layers, dropout, train, bidirectional)."""
+    is_packed = len(args) == 9 and not kwargs and isinstance(args[1], Tensor)
+    made_of = _lookup(_packed, args[0]) if is_packed else None
+    if made_of is None or planner.is_whole() or made_of.padded.dim() != 3:
+        return NotImplemented
+    if torch.is_autocast_enabled(made_of.padded.device.type):
+        return NotImplemented  # torch casts the weights of its own call
+    _, sizes, hx, params, has_biases, num_layers, dropout, train, is_both = args
+    if train and dropout > 0 and num_layers > 1:
+        of_kind = table.ROWS[func.__name__]["n_gates"], num_layers, is_both, list(params)
+        n_bytes = uneven.whole(made_of.padded, _listed(hx), made_of.lengths, *of_kind)
+        unsplit.check_known(func, _DROPS, n_bytes)
+        return NotImplemented
+    if type(sizes) is LazyTensor or _core.rows_dim(made_of.padded) < 0:
+        return NotImplemented
+    inverse = None if made_of.order is None else _invert(made_of.order)
+    states = [_unsorted(state, made_of.order, inverse) for state in _listed(hx)]
+    is_first = made_of.is_batch_first
+    x = _time(made_of.padded, is_first, int(made_of.lengths.max()))
+    words = params, has_biases, num_layers, dropout, train, is_both, is_first
+    given = tuple(states) if isinstance(hx, tuple | list) else states[0]
+    call: Any = handle_torch_function
+    if int(made_of.lengths.min()) == int(made_of.lengths.max()):  # as torch does it, bit for bit
+        made = call(func, (x,), x, given, *words)
+    else:
+        own, lengths, is_sorted = LAYERS[func.__name__], made_of.lengths, inverse is None
+        n_gates = table.ROWS[func.__name__]["n_gates"]
+        kind = n_gates, num_layers, is_both, is_first, is_sorted
+        needs = uneven.needs(x, states, lengths, *kind)
+        made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted, needs)
+        _core.memo().setdefault("lengths", {})[id(lengths)] = lengths
+    if type(made[0]) is not LazyTensor:
+        return NotImplemented
+    out = _Packed(made[0], None, None, made_of.lengths, made_of.order, is_first, True)
+    out.index = made_of.index
+    last = [
+        state
+        if made_of.order is None
+        else _select(state, 1, made_of.order.to(state.device), is_own=True)
+        for state in made[1:]
+    ]
+    return _gather(out), *last
+
+
+_DROPS = "dropout between its layers draws for the steps of all rows at once"
+
+
+def _listed(hx: Any) -> list[Tensor]:
+    return list(hx) if isinstance(hx, tuple | list) else [hx]
+
+
+def _unsorted(state: Tensor, order: Tensor | None, inverse: Tensor | None) -> Tensor:
+    if order is None or inverse is None:
+        return state
+    before = _lookup(_selected, state)
+    if before is not None and before.dim == 1 and torch.equal(_known(before.index).cpu(), order):
+        source: Tensor = before.source
+        return source
+    return state.index_select(1, inverse.to(state.device))
+
+
+def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_pad_packed_sequence(data, batch_sizes, batch_first, padding_value, total_length)."""
+    made_of = _lookup(_packed, args[0]) if len(args) == 5 and not kwargs else None
+    if made_of is None or planner.is_whole():
+        return NotImplemented
+    _, _, is_batch_first, padding, n_steps = args
+    n_most = int(made_of.lengths.max())
+    x = _time(made_of.padded, made_of.is_batch_first, n_most)
+    is_new = not made_of.is_result or padding != 0
+    if is_new:
+        n_beyond = 1 if made_of.is_batch_first else 0
+        steps = torch.arange(n_most, device=x.device).unsqueeze(n_beyond ^ 1)
+        lengths = _lengths_of(made_of).to(x.device).unsqueeze(n_beyond)
+        is_there = (steps < lengths).reshape(x.shape[:2] + (1,) * (x.dim() - 2))
+        x = torch.where(is_there, x, torch.full((), padding, dtype=x.dtype, device=x.device))
+    elif made_of.is_handed_out:
+        x = x.clone()
+    made_of.is_handed_out |= not is_new
+    is_turned = is_batch_first != made_of.is_batch_first
+    x = x.transpose(0, 1) if is_turned else x
+    dim = 1 if is_batch_first else 0
+    if n_steps > n_most:
+        beyond = [0, 0] * (x.dim() - 1 - dim) + [0, n_steps - n_most]
+        x = F.pad(x, beyond, value=padding)
+    by_length = made_of.lengths
+    if made_of.order is None:
+        return x, by_length.clone()
+    order = made_of.order.to(x.device)
+    x = x.contiguous()
+    return _select(x, 1 - dim, order, is_own=True), by_length[made_of.order]
+
+
+# What is recorded ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_of_uneven_rows(lengths: Tensor) -> Iterator[None]:
+    """Where the rows of a chunk happen to be of one length, torch would take a fused kernel, which
+    takes twice the memory of the one that all rows together take."""
+    was_enabled = torch.backends.mkldnn.enabled
+    is_even = int(lengths.min()) == int(lengths.max())
+    if not (is_even and was_enabled):
+        yield
+        return
+    torch._C._set_mkldnn_enabled(False)  # set_flags() would set a precision, too
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+def _layer(name: str) -> Callable[..., Any]:
+    call = getattr(_VF, name)
+
+    def packed(
+        x: Tensor,
+        lengths: Tensor,
+        hx: Any,
+        params: list[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        is_both: bool,
+        is_batch_first: bool,
+        is_sorted: bool,
+        needs: tuple[int, ...] = (),
+    ) -> Any:
+        """A recurrent layer over padded rows and their lengths [n_rows] int64. Memory is planned
+        with what it `needs`.
+
+        Steps are taken and put back by indices: torch's own calls go through memory as large as the
+        padded rows for each length that there is.
+
+        Returns its results, padded with 0 to the steps of `x`, and the last states.
+        """
+        lengths, order, states = lengths.cpu(), None, _listed(hx)
+        n_rows, n_steps = x.shape[:2] if is_batch_first else x.shape[1::-1]
+        is_turned = is_batch_first and is_sorted  # as torch's own call lays it out
+        if bool((lengths.diff() > 0).any()):
+            order = lengths.argsort(descending=True)
+            states = [state.index_select(1, order.to(state.device)) for state in states]
+        sizes, step, row = _steps_of(lengths, order)
+        by_step, by_row = step * n_rows + row, row * n_steps + step
+        places = (by_row if is_batch_first else by_step).to(x.device)
+        put = (by_step if is_turned else by_row).to(x.device) if is_batch_first else places
+        del step, row, by_step, by_row
+        data = x.flatten(0, 1).index_select(0, places)
+        given = states if isinstance(hx, tuple | list) else states[0]
+        words = params, has_biases, num_layers, dropout, train, is_both
+        with _as_of_uneven_rows(lengths):
+            out, *last = call(data, sizes, given, *words)
+        del data, states, given
+        padded = out.new_zeros(n_rows * n_steps, out.shape[-1]).index_put_((put,), out)
+        if order is not None:
+            last = [state.index_select(1, _invert(order).to(state.device)) for state in last]
+        if is_turned:
+            return padded.unflatten(0, (n_steps, n_rows)).transpose(0, 1), *last
+        return padded.unflatten(0, x.shape[:2]), *last
+
+    packed.__name__ = name
+    return packed
+
+
+#: By what torch's function is called: its handler, and what is recorded where that knows nothing.
+OWN: dict[str, Callable[..., Any]] = {
+    "_pack_padded_sequence": pack_now,
+    "_pad_packed_sequence": pad_now,
+}
+HANDLERS = {
+    "index_select": _or_else(index_select, select_index),
+    "_pack_padded_sequence": _or_else(pack, pack_now),
+    "_pad_packed_sequence": _or_else(pad, pad_now),
+}
+LAYERS = {name: _layer(name) for name, row in table.ROWS.items() if row["draws"] == "LAYERS"}

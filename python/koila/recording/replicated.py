@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistributedDataParallel that looks for unused parameters.
+
+It goes through the graph of its outputs, to find the parameters that they were not made of, and
+puts a function behind them, so that backward comes to the others, with or without a gradient: it
+waits for all of these. Of outputs that are recorded it is told the parameters that they are made
+of; after a backward those that no gradient came to are visited. So nothing runs before its time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.parallel.distributed
+from torch.autograd.graph import get_gradient_edge
+
+from koila import _core
+from koila.basics import engine, surroundings
+from koila.running import deliver
+
+Replace = Callable[[Any, str, Any], None]
+Holds = Callable[[Any], bool]
+
+_module: Any = torch.nn.parallel.distributed
+#: What backward is to come to, by the modules whose last outputs wait for one.
+_waiting: weakref.WeakKeyDictionary[Any, _Visits] = weakref.WeakKeyDictionary()
+
+
+class _Visits:
+    """The parameters that the outputs of a forward were made of."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.parameters = {id(one): one for one in parameters}
+        self.nodes = {key: get_gradient_edge(one).node for key, one in self.parameters.items()}
+        self.seen: set[int] = set()
+        self.hooks = [
+            node.register_hook(functools.partial(self._see, key))
+            for key, node in self.nodes.items()
+        ]
+
+    def _see(self, key: int, *_: Any) -> None:
+        self.seen.add(key)
+
+    def end(self) -> None:
+        """Nothing is waited for any more."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def go(self) -> None:
+        """Come to those that a backward, which came to some, has left out."""
+        self.end()
+        left = [one for key, one in self.parameters.items() if key not in self.seen]
+        if left:
+            with torch.enable_grad():
+                root = _Visit.apply(*(one.view_as(one) for one in left))
+            engine.backward([root], [torch.ones_like(root)])
+
+
+class _Visit(engine.Function):
+    """Leads to tensors, and sends no gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.n_tensors = len(tensors)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
+        n_tensors: int = ctx.n_tensors
+        return (None,) * n_tensors
+
+
+def _behind(tensor: Any) -> list[torch.Tensor]:
+    """What a tensor is made of: recorded calls run for none of these."""
+    if type(tensor) is not _core.LazyTensor:
+        return [tensor] if isinstance(tensor, torch.Tensor) else []
+    real, value = _core.real(tensor), _core.id(tensor)
+    if real is not None:
+        return [real]
+    return [] if value is None else _core.behind(value)
+
+
+def _parameters_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for one in itertools.chain.from_iterable(map(_behind, outputs)):
+        if one.grad_fn is not None:
+            yield from deliver.leaves_behind(one)
+        elif one.requires_grad:
+            yield one
+
+
+def is_sink(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is what is put behind the outputs, and `behind_outputs` can stand for it."""
+    return (
+        function is _module._DDPSink and not args[0]().static_graph and not surroundings.of_call()
+    )
+
+
+def behind_outputs(module: Callable[[], Any], *outputs: Any) -> tuple[Any, ...]:
+    """In place of torch's function: backward is to come to all that the outputs are made of."""
+    model = module()
+    if torch.is_grad_enabled():
+        before = _waiting.pop(model, None)
+        if before is not None:
+            before.end()
+        _waiting[model] = _Visits(_parameters_of(outputs))
+    if not model._ddp_sink_clone:
+        return outputs
+    return tuple(one.clone() if isinstance(one, torch.Tensor) else one for one in outputs)
+
+
+def visit() -> None:
+    """A backward is over, unless another goes on that has called it."""
+    if torch._C._current_graph_task_id() == -1:
+        for model, visits in list(_waiting.items()):
+            if visits.seen:
+                del _waiting[model]
+                visits.go()
+
+
+def patch(replace: Replace, holds_lazy: Holds) -> None:
+    """Find, in the place of recorded outputs, what they are made of."""
+    original = _module._find_tensors
+
+    @functools.wraps(original)
+    def find(obj: Any) -> Any:
+        if not holds_lazy(obj):
+            return original(obj)
+        if surroundings.of_call():
+            return _core.live_with_all(original, (obj,), {}, True)
+        with torch.enable_grad():
+            return [one.view_as(one) for one in _parameters_of(original(obj))]
+
+    replace(_module, original.__name__, find)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Extremes, log-sum-exp, norms and products over the batch, in parts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from koila.basics import engine
+from koila.reductions import meets, scans
+from koila.reductions.reduction import Call, Reduction, count, dims, total, widen
+
+
+class Extreme(Reduction):
+    """amax, amin, max and min: the value, and how many entries have it.
+
+    torch shares the gradient evenly among ties. A chunk does the same with its own; its share of
+    the whole is the share of ties that it holds.
+    """
+
+    n_parts = 2
+
+    @staticmethod
+    def is_max(call: Call) -> bool:
+        return call.func.__name__.endswith("max")
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x: torch.Tensor = call.word("input")
+        if part == 0:
+            return call.run()
+        over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
+        with torch.no_grad():
+            op = torch.amax if self.is_max(call) else torch.amin
+            best = op(x, over, True)
+            ties = (x == best) | ((x != x) & (best != best))
+            return ties.sum(over, keepdim=keepdim, dtype=torch.float64)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        values, ties = parts
+        with torch.no_grad():
+            stack = torch.stack(values)
+            best = stack.amax(0) if self.is_max(call) else stack.amin(0)
+            holds = (stack == best) | ((stack != stack) & (best != best))
+            held = torch.stack(ties) * holds
+            shares = held / held.sum(0)
+            if call.func.__name__.startswith("a"):  # amax: torch finds no entry that is nan
+                shares, holds = torch.where(best != best, torch.nan, shares), holds | (best != best)
+        if not best.is_floating_point():
+            return best
+        best = widen(best)
+        mixed = total(
+            [
+                torch.where(hold, widen(value), 0) * share.to(best.dtype)
+                for value, hold, share in zip(values, holds, shares, strict=True)
+            ]
+        )
+        # The shares of a number may add up to its neighbour; an infinity or NaN is what it is.
+        with torch.no_grad():
+            rest = torch.where(best.isfinite(), best - mixed, 0)
+        return (mixed + rest).to(call.dtype)
+
+
+class LogSumExp(Reduction):
+    """The largest entry, detached, and the sum of the exponentials of what lies below it."""
+
+    n_parts = 2
+
+    @staticmethod
+    def finite(x: torch.Tensor, instead: torch.Tensor | float = 0.0) -> torch.Tensor:
+        return torch.where(x.isinf(), instead, x)
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x: torch.Tensor = call.word("input")
+        x = x.to(call.wide)  # ints too
+        over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
+        most = x.detach().amax(over, True)
+        if part == 0:
+            return most.sum(over, keepdim=keepdim)  # of one entry each: drops the dims
+        return torch.exp(x - self.finite(most)).sum(over, keepdim=keepdim)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        logs, most = self.joined(*parts)
+        return (logs + most).to(call.dtype)
+
+    def joined(
+        self, maxima: list[torch.Tensor], sums: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logarithm of the sum of exponentials of what lies below the largest, and that."""
+        most = self.finite(torch.stack(maxima).amax(0))
+        scaled = [
+            # a chunk of nothing but -inf has the sum 0 whatever its scale
+            s * torch.exp(torch.where(m == -torch.inf, 0.0, self.finite(m) - most))
+            for m, s in zip(maxima, sums, strict=True)
+        ]
+        return total(scaled).log(), most
+
+
+class Shares(LogSumExp):
+    """What a softmax over the batch is made of."""
+
+    n_parts = 3  # as of the call it is laid out as
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        x, dim = call.word("input"), call.word("dim")
+        most = x.detach().amax(dim, True).to(call.wide)
+        made = most, meets.sums(x, self.finite(most), dim), count(1)
+        return tuple(made[part] for part in parts)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        return self.joined(*parts[:2])
+
+
+class Starts(Reduction):
+    """What each chunk of a running sum starts from: its value is one after the other."""
+
+    is_by_chunk = True
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        (dim,) = call.word("dim")
+        return scans.STARTS[call.func].total(call.word("input").to(call.wide), dim)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        (dim,) = call.word("dim")
+        return scans.starts_of(scans.STARTS[call.func], parts[0], dim)
+
+
+class _OfChunk(engine.Function):
+    """The p-norm of a chunk. Its gradient comes as that of its power sum, over p: so the gradients
+    of all chunks are made of the whole norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, p: float, over: tuple[int, ...], keepdim: bool, dtype: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.p, ctx.dims = p, () if keepdim else tuple(sorted(over))
+        norm: torch.Tensor = torch.linalg.vector_norm(x, p, over, keepdim, dtype=dtype)
+        return norm
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x: torch.Tensor = ctx.saved_tensors[0]
+        scale, p = gradients[0], ctx.p
+        for dim in ctx.dims:
+            scale = scale.unsqueeze(dim)
+        if p == 2:
+            made = x * scale
+        elif p > 2:
+            made = x * x.abs().pow_(p - 2) * scale
+        else:
+            power = x.abs().pow_(p - 1)
+            made = x.sgn() * (power.masked_fill_(x == 0, 0) if p < 1 else power) * scale
+        return made.to(x.dtype), None, None, None, None
+
+
+class _OfChunks(engine.Function):
+    """The p-norm of the norms of chunks, whose gradients go back as those of power sums, over p."""
+
+    @staticmethod
+    def forward(ctx: Any, p: float, *norms: torch.Tensor) -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p, 0)
+        ctx.save_for_backward(norm)
+        ctx.p, ctx.n = p, len(norms)
+        return norm
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (norm,) = ctx.saved_tensors
+        scale = gradients[0] / norm.pow(ctx.p - 1)
+        if ctx.p >= 1:  # torch has a product with 0 for p = 2, and a 0 else
+            scale = torch.where(norm == 0, gradients[0] * 0 if ctx.p == 2 else 0, scale)
+        return None, *(scale for _ in range(ctx.n))
+
+
+class Norm(Reduction):
+    """A p-norm is the p-norm of the chunks' norms."""
+
+    @staticmethod
+    def p(call: Call) -> float:
+        return float(call.word("ord", 2))
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        p, x = self.p(call), call.word("input")
+        if p in (0, 1) or math.isinf(p):
+            return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
+        over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
+        dtype = x.dtype if call.wide == call.dtype else call.wide
+        made: torch.Tensor = _OfChunk.apply(x, p, over, keepdim, call.word("dtype") or dtype)
+        return made
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        p = self.p(call)
+        if p in (0, 1):
+            return total(parts[0]).to(call.dtype)
+        if math.isinf(p):
+            norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts[0]), p, 0)
+        else:
+            norm = _OfChunks.apply(p, *parts[0])
+        return norm.to(call.dtype)
+
+
+class Prod(Reduction):
+    """A product of products; each has the gradient of all others."""
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        made: torch.Tensor = _Product.apply(*parts[0])
+        return made.to(call.dtype)
+
+
+class _Product(engine.Function):
+    """A product of tensors. torch divides it by each, which is nan where one is inf."""
+
+    @staticmethod
+    def forward(ctx: Any, *factors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*factors)
+        return torch.stack(factors).prod(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        factors = ctx.saved_tensors
+        ones = torch.ones_like(factors[0])
+        before = list(itertools.accumulate((ones, *factors[:-1]), torch.mul))
+        after = list(itertools.accumulate((ones, *factors[:0:-1]), torch.mul))[::-1]
+        made = (one * other for one, other in zip(before, after, strict=True))
+        return tuple(gradients[0] * others.conj() for others in made)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of reductions over the batch: how each is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from koila.reductions import meets, norms, scans
+from koila.reductions.extremes import Extreme, LogSumExp, Norm, Prod, Shares, Starts
+from koila.reductions.losses import Again, Classes, CrossEntropy, Loss, RowLoss
+from koila.reductions.reduction import Reduction
+from koila.reductions.sums import Mean, Moments, NanMean, Sum, Var
+
+REDUCTIONS: dict[str, Reduction] = {
+    "SUM": Sum(),
+    "COUNT": Sum(),
+    "MEAN": Mean(),
+    "NANMEAN": NanMean(),
+    "VAR": Var(),
+    "AMAX": Extreme(),
+    "LOGSUMEXP": LogSumExp(),
+    "NORM": Norm(),
+    "PROD": Prod(),
+    "ALL": Again(torch.all),
+    "ANY": Again(torch.any),
+    "LOSS": Loss(),
+    "ROW_LOSS": RowLoss(),
+    "CROSS_ENTROPY": CrossEntropy(),
+    "CLASSES": Classes(),
+}
+#: Of calls that only chunks make.
+OF_CALLS: dict[Callable[..., Any], Reduction] = {
+    meets.shares: Shares(),
+    norms.batch_moments: Moments(),
+    **dict.fromkeys(scans.STARTS, Starts()),
+}

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions over the batch, split: what each chunk computes, and how the results become one.
+
+A node in mode REDUCE runs on every chunk as `partial`, once for each of its parts, and `combine`
+makes the node's value from the parts of all chunks. Both are torch ops under autograd: no gradient
+is written by hand. Parts are in the accumulation type, float32 at least, so that neither a sum of
+halves overflows nor many small chunks round worse than one large one.
+
+    reduction = partials.REDUCTIONS["MEAN"]
+    parts = [[reduction.partial(i, chunk) for chunk in chunks] for i in range(reduction.n_parts)]
+    value = reduction.combine(parts, call)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from koila.basics.table import bind, parse
+
+
+class Call:
+    """One call of a torch function: a recorded one, or the same on a chunk.
+
+    >>> x = torch.ones(2, 3)
+    >>> call = Call(torch.sum, (x, 1), {}, "input, dim=None, keepdim=False", x.dtype)
+    >>> call.word("dim")
+    1
+    >>> call.run(dim=0)
+    tensor([2., 2., 2.])
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature: str,
+        dtype: torch.dtype,
+        start: int = 0,
+        n_rows: int = 0,
+        memo: dict[str, Any] | None = None,
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.signature = signature  # the row's, from _core.op_table()
+        self.dtype = dtype  # of the first output
+        self.wide = widened(dtype)  # to accumulate in
+        self.start = start  # the first row of the chunk
+        self.n_rows = n_rows  # of all chunks
+        self.memo = {} if memo is None else memo  # of what other runs of the chunk have found
+        #: The arguments that were given, by the signature's words.
+        self.words = bind(signature, args, kwargs)
+
+    def word(self, name: str, fallback: Any = None) -> Any:
+        return self.words.get(name, fallback)
+
+    def run(self, **changes: Any) -> torch.Tensor:
+        """Call the function with some words replaced, or given where they were not."""
+        names, n_positional, _ = parse(self.signature)
+        words = {**self.words, **changes}
+        args = []
+        for name in names[:n_positional]:
+            if name not in words:
+                break
+            args.append(words.pop(name))
+        result: torch.Tensor = self.func(*args, **words)
+        return result
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def widen(value: Any) -> Any:
+    """Give tensors of a half type the type they are accumulated in."""
+    if isinstance(value, torch.Tensor):
+        return value.to(widened(value.dtype))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(widen, value))
+    return value
+
+
+def total(parts: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def count(n: int) -> torch.Tensor:
+    """Return a number of terms, as a part: on the CPU, where it meets tensors of any device."""
+    return torch.tensor(n, dtype=torch.float64, device="cpu")
+
+
+class _Known(threading.local):
+    terms: dict[int, torch.Tensor] | None = None  # by id
+
+
+_known = _Known()
+
+
+@contextlib.contextmanager
+def counting(terms: Iterable[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+    """A block in which reductions are combined of which these parts are numbers of terms.
+
+    Yields:
+        These, and the sums that are made of nothing else, by id.
+    """
+    _known.terms = {id(part): part for part in terms}
+    try:
+        yield _known.terms
+    finally:
+        _known.terms = None
+
+
+def ratio(parts: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """Divide the sum of the first part by the sum of the second."""
+    above = total(parts[0])
+    below = total(parts[1]).to(above.dtype)
+    if _known.terms is not None and all(id(part) in _known.terms for part in parts[1]):
+        _known.terms[id(below)] = below
+    return (above / below).to(dtype)
+
+
+def dims(x: torch.Tensor, dim: Any) -> tuple[int, ...]:
+    """Return the dims that a word `dim` stands for: all where none is given."""
+    if dim is None or dim == () or dim == []:
+        return tuple(range(x.dim()))
+    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(d % max(x.dim(), 1) for d in given) if x.dim() else ()
+
+
+def n_reduced(x: torch.Tensor, over: tuple[int, ...]) -> int:
+    n = 1
+    for d in over:
+        n *= x.shape[d]
+    return n
+
+
+class Reduction:
+    """One way to split a reduction."""
+
+    n_parts = 1
+    counts: frozenset[int] = frozenset()  #: parts that are numbers of terms, by sizes alone
+    is_by_chunk = False  #: each chunk is given a part of its value
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        """Compute one part on a chunk; `call` holds the chunk's arguments."""
+        raise NotImplementedError
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        """Compute several parts on a chunk."""
+        return tuple(self.partial(part, call) for part in parts)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        """Make the node's value of parts[part][chunk]; `call`'s tensors are not read."""
+        raise NotImplementedError

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running sums and their kin along the batch by rows: each chunk goes on where the last one ended.
+
+Recorded are two calls, as for batch normalization (norms.py): what chunks start from, a reduction
+that only chunks need, and the scan, which whole is torch's own call. A chunk leaves its total; of
+all totals the joint makes a start for each chunk, one after the other along the dim of the scan,
+and each chunk is given its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from koila import _core
+from koila.basics import engine
+from koila.reductions.norms import wide
+
+
+class Scan(NamedTuple):
+    """One kind of running sum."""
+
+    run: Callable[..., Tensor]  # torch's own call
+    total: Callable[[Tensor, int], Tensor]  # its last entry; keeps the dim
+    nothing: float  # what the first chunk starts from
+    go_on: Callable[[Tensor, Tensor, int], Tensor]  # along a dim, from a start
+    join: Callable[[list[Tensor], int], Tensor]  # the scan of totals along their dim
+
+
+def _total(x: Tensor, dim: int) -> Tensor:
+    return x.sum(dim, True, dtype=x.dtype)
+
+
+def _add(x: Tensor, start: Tensor, dim: int) -> Tensor:
+    return torch.cumsum(x, dim).add_(start)  # the sum keeps nothing for its backward
+
+
+class _TotalProduct(engine.Function):
+    """prod along a dim, whose gradient is that of many factors also where there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        total = x.prod(dim, True, dtype=x.dtype)
+        ctx.save_for_backward(x, total)
+        ctx.dim = dim
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, total = ctx.saved_tensors
+        if (x == 0).any():
+            return _gradient_of(lambda x: x.prod(ctx.dim, keepdim=True), x, gradients[0]), None
+        return gradients[0] * (total / x).conj(), None
+
+
+class _Multiply(engine.Function):
+    """cumprod from a start; its gradient is made as torch makes it of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(x, start)
+        ctx.dim = dim
+        return torch.cumprod(x, dim).mul_(start)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, start = ctx.saved_tensors
+        (gradient,), dim = gradients, ctx.dim
+        found = torch.cumprod(x, dim)
+        of_start = (gradient * found.conj()).sum(dim, keepdim=True)
+        if (x == 0).any():
+            of_found = gradient * start.conj()
+            return _gradient_of(lambda x: torch.cumprod(x, dim), x, of_found), of_start, None
+        shares = found.mul_(start).conj() * gradient
+        return shares.flip(dim).cumsum(dim).flip(dim) / x.conj(), of_start, None
+
+
+def _gradient_of(run: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient that torch gives a call."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        made = run(leaf)
+    (found,) = torch.autograd.grad(made, leaf, gradient)
+    return found
+
+
+def _multiply(x: Tensor, start: Tensor, dim: int) -> Tensor:
+    made: Tensor = _Multiply.apply(x, start, dim)
+    return made
+
+
+def _total_product(x: Tensor, dim: int) -> Tensor:
+    made: Tensor = _TotalProduct.apply(x, dim)
+    return made
+
+
+def _products(totals: list[Tensor], dim: int) -> Tensor:
+    """The products of first totals: torch's cumprod divides by each, which is nan beside inf."""
+    return torch.cat(list(itertools.accumulate(totals, torch.mul)), dim)
+
+
+class _TotalExponentials(engine.Function):
+    """logsumexp, which gives nothing but -inf no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        total = x.logsumexp(dim, keepdim=True)
+        ctx.save_for_backward(x, total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, total = ctx.saved_tensors
+        return ((x - total).exp_() * gradients[0]).masked_fill_(total == -math.inf, 0), None
+
+
+class _AddExponentials(engine.Function):
+    """logcumsumexp from a start. Its gradient is made as torch makes it of the whole: where a
+    result is inf, it comes from no finite term, so none goes to a total that is inf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Tensor, dim: int, are_totals: bool) -> Tensor:
+        made = torch.logaddexp(start, torch.logcumsumexp(x, dim))
+        ctx.save_for_backward(x, start, made)
+        ctx.dim, ctx.are_totals = dim, are_totals
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, start, made = ctx.saved_tensors
+        (gradient,), dim = gradients, ctx.dim
+        of_x, of_start = torch.zeros_like(x), torch.zeros_like(start)
+        least = torch.finfo(gradient.dtype).min
+        for sign in (1, -1):
+            logs = torch.where(gradient * sign > 0, gradient.abs().log(), least) - made
+            logs = logs.flip(dim).logcumsumexp(dim).flip(dim)
+            of_x += (logs + x).exp_() * sign
+            of_start += (logs.narrow(dim, 0, 1) + start).exp_() * sign
+        if ctx.are_totals:  # nan is no number of the user's here: it goes to all before it
+            of_x.masked_fill_(x == math.inf, 0)
+            of_x += torch.where(gradient.isnan(), gradient, 0).flip(dim).cumsum(dim).flip(dim)
+        return of_x, of_start.masked_fill_(start == math.inf, 0), None, None
+
+
+def _add_exponentials(x: Tensor, start: Tensor, dim: int) -> Tensor:
+    if x.is_complex():
+        return torch.logaddexp(start, torch.logcumsumexp(x, dim))
+    made: Tensor = _AddExponentials.apply(x, start, dim, False)
+    return made
+
+
+def _total_exponentials(x: Tensor, dim: int) -> Tensor:
+    if x.is_complex():
+        return x.logsumexp(dim, keepdim=True)
+    made: Tensor = _TotalExponentials.apply(x, dim)
+    return made
+
+
+def _join_exponentials(totals: list[Tensor], dim: int) -> Tensor:
+    if totals[0].is_complex():
+        return torch.cat(totals, dim).logcumsumexp(dim)
+    nothing = torch.full_like(totals[0], -math.inf)
+    made: Tensor = _AddExponentials.apply(torch.cat(totals, dim), nothing, dim, True)
+    return made
+
+
+def _join_sums(totals: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(totals, dim).cumsum(dim)
+
+
+_ALL = (
+    Scan(torch.cumsum, _total, 0.0, _add, _join_sums),
+    Scan(torch.cumprod, _total_product, 1.0, _multiply, _products),
+    Scan(
+        torch.logcumsumexp,
+        _total_exponentials,
+        -math.inf,
+        _add_exponentials,
+        _join_exponentials,
+    ),
+)
+SCANS = {scan.run.__name__: scan for scan in _ALL}
+
+
+def starts_of(scan: Scan, totals: list[Tensor], dim: int) -> Tensor:
+    """What each chunk starts from."""
+    first = torch.full_like(totals[0], scan.nothing)
+    if len(totals) == 1:
+        return first
+    # torch adds up integers in int64: those of fewer bits wrap around in the same way afterwards.
+    joined = scan.join(totals[:-1], dim).to(first.dtype)
+    return torch.cat([first, joined], dim)
+
+
+def _make(name: str, scan: Scan) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def starts(x: Tensor, dim: list[int], *, keepdim: bool, dtype: torch.dtype) -> Tensor:
+        """It is called in chunks alone, where its parts are made by `scan.total`."""
+        raise NotImplementedError
+
+    def goes_on(
+        x: Tensor, dim: int, *, dtype: torch.dtype | None = None, starts: Tensor | None = None
+    ) -> Tensor:
+        """Whole, where nothing was summed up, torch's own call."""
+        if starts is None:
+            return scan.run(x, dim) if dtype is None else scan.run(x, dim, dtype=dtype)
+        return scan.go_on(x.to(starts.dtype), starts, dim).to(_made_in(x, dtype))
+
+    goes_on.__name__ = name
+    return starts, goes_on
+
+
+_CONTINUOUS = frozenset(
+    getattr(torch, name)
+    for name in "float16 bfloat16 float32 float64 complex32 complex64 complex128".split()
+)
+
+
+def _made_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result: torch adds up integers in int64."""
+    return dtype or (x.dtype if x.dtype in _CONTINUOUS else torch.int64)
+
+
+_MADE = {name: _make(name, scan) for name, scan in SCANS.items()}
+#: By the function that is recorded: of what all chunks start from, and of the scan.
+STARTS = {starts: SCANS[name] for name, (starts, _) in _MADE.items()}
+CALLS = {goes_on: name for name, (_, goes_on) in _MADE.items()}
+
+
+def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a scan along the rows as two calls."""
+    words = dict(zip(("input", "dim"), args, strict=False), **kwargs)
+    x, dtype = words.pop("input", None), words.pop("dtype", None)
+    dim = words.pop("dim", words.pop("axis", None))
+    if type(x) is not _core.LazyTensor or not isinstance(dim, int) or words:
+        return NotImplemented
+    starts, goes_on = _MADE[func.__name__]
+    call: Any = handle_torch_function
+    begun = call(starts, (x,), x, [dim], keepdim=True, dtype=wide(_made_in(x, dtype)))
+    if not _core.set_for_chunks(begun):
+        return NotImplemented
+    own = {} if dtype is None else {"dtype": dtype}
+    return call(goes_on, (x,), x, dim, **own, starts=begun)
+
+
+def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What cannot be recorded after all is torch's own call, and runs at once."""
+    return _core.live(func, args, {**kwargs, "starts": None}, False)

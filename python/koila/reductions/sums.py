@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums, means and variances over the batch, in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from koila.basics import engine
+from koila.basics.table import parse
+from koila.messages.errors import NotInChunksError
+from koila.reductions import norms
+from koila.reductions.reduction import Call, Reduction, count, dims, n_reduced, ratio, total, widen
+
+
+class Sum(Reduction):
+    """Any op that is a sum over the rows: sum, matmul over them, einsum; also count_nonzero."""
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        if call.wide == call.dtype:
+            return call.run()
+        if "dtype" in parse(call.signature)[0]:
+            return call.run(dtype=call.wide)
+        return call.run(**{name: widen(value) for name, value in call.words.items()})
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        return total(parts[0]).to(call.dtype)
+
+
+class Mean(Reduction):
+    """A sum, and the number of terms."""
+
+    n_parts = 2
+    counts = frozenset((1,))
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x, dim = call.word("input"), call.word("dim")
+        if part == 1:
+            return count(n_reduced(x, dims(x, dim)))
+        return torch.sum(x, dims(x, dim), call.word("keepdim", False), dtype=call.wide)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        return ratio(parts, call.dtype)
+
+
+class NanMean(Reduction):
+    """The sum of what is a number, and how much of it is."""
+
+    n_parts = 2
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        x, keepdim = call.word("input"), call.word("keepdim", False)
+        over = dims(x, call.word("dim"))
+        if part == 1:
+            counted: torch.Tensor = x.isnan().logical_not().sum(over, keepdim)
+            return counted
+        return torch.nansum(x, over, keepdim, dtype=call.wide)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
+        return ratio(parts, call.dtype)
+
+
+class Var(Reduction):
+    """Number of terms, mean, and sum of squared distances from it, joined by Chan's formula."""
+
+    n_parts = 3
+
+    @staticmethod
+    def options(call: Call) -> tuple[Any, bool, float]:
+        """Return dim, keepdim and correction. `std(x, False)` means `unbiased`, not a dim."""
+        dim, unbiased = call.word("dim"), call.word("unbiased")
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        correction = call.word("correction")
+        if correction is None:
+            correction = 0 if unbiased is False else 1
+        return dim, call.word("keepdim", False), correction
+
+    def partial(self, part: int, call: Call) -> torch.Tensor:
+        return self.partials((part,), call)[0]
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        x: torch.Tensor = call.word("input")
+        dim, keepdim, _ = self.options(call)
+        over = dims(x, dim)
+        n = count(n_reduced(x, over))
+        x = widen(x)
+        mean = x.mean(over, keepdim=True)
+        # The squares add up to the least around the mean: no gradient goes to it that way.
+        squares = abs_squared(x - mean.detach()).sum(over, keepdim=keepdim)
+        mean = mean if keepdim else mean.squeeze(over) if over else mean
+        if self.has_mean(call) and mean.device.type == "cpu" and not mean.isfinite().all():
+            squares = _Instead.apply(squares, torch.where(mean.isinf(), mean.real, squares))
+            mean = _Instead.apply(mean, torch.var_mean(x, over, correction=0, keepdim=keepdim)[1])
+        made = n, mean, squares
+        return tuple(made[part] for part in parts)
+
+    @staticmethod
+    def has_mean(call: Call) -> bool:
+        return call.func.__name__.endswith(("_mean", "_moments"))
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        _, _, correction = self.options(call)
+        ns, means, squares = parts
+        n = total(ns)
+        if n <= correction:
+            raise NotInChunksError(f"{call.func.__name__}: {int(n)} terms leave no freedom")
+        mean = _RunningMean.apply(*ns, *means)
+        middle = mean.detach()
+        if not _is_known_finite([mean, *squares]):
+            means, squares, middle = _beside_infinities(ns, means, squares, mean)
+        deviations = [
+            abs_squared(m - middle) * one.to(s.dtype) + s
+            for one, m, s in zip(ns, means, squares, strict=True)
+        ]
+        var = total(deviations) / (n - correction).to(squares[0].dtype)
+        value = root(var) if call.func.__name__.startswith("std") else var
+        value = value.to(real_of(call.dtype))
+        return (value, mean.to(call_mean_dtype(call, mean))) if self.has_mean(call) else value
+
+
+def _is_known_finite(values: list[torch.Tensor]) -> bool:
+    """Whether no value is inf or nan; an accelerator is not waited for, and is never known."""
+    if values[0].device.type != "cpu":
+        return False
+    return bool(total([value.detach().real for value in values]).isfinite().all())
+
+
+def _beside_infinities(
+    ns: list[torch.Tensor],
+    means: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    mean: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Means and squared deviations of chunks, and what the means deviate from, where some are inf
+    or nan.
+
+    Beside inf the mean that torch gives is nan, and the one that its gradient is made of inf.
+    """
+    means = [
+        _Instead.apply(m, torch.where(m.isnan() & s.isinf(), s, m))
+        for m, s in zip(means, squares, strict=True)
+    ]
+    plain = total([m * (k / total(ns)).to(m.dtype) for k, m in zip(ns, means, strict=True)])
+    middle = torch.where(mean.isfinite(), mean, plain).detach()
+    squares = [
+        _Instead.apply(s, torch.where(m.isinf(), torch.nan, s))
+        for m, s in zip(means, squares, strict=True)
+    ]
+    # The difference of two equal infinities is nan.
+    means = [torch.where(m == middle, middle, m) for m in means]
+    return means, squares, middle
+
+
+class _Instead(engine.Function):
+    """Another value for a tensor, whose gradient goes to that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _RunningMean(engine.Function):
+    """The mean of all terms, found as torch finds it: chunk after chunk, so that means that are the
+    same stay what they are. First come the numbers of terms, then the means."""
+
+    @staticmethod
+    def forward(ctx: Any, *ns_and_means: torch.Tensor) -> torch.Tensor:
+        n_chunks = len(ns_and_means) // 2
+        ns, means = ns_and_means[:n_chunks], ns_and_means[n_chunks:]
+        mean, n = means[0].clone(), ns[0]
+        for one, m in zip(ns[1:], means[1:], strict=True):
+            n = n + one
+            mean += (m - mean) * (one / n).to(mean.dtype)
+        ctx.shares = [one / n for one in ns]
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent = (gradients[0] * share.to(gradients[0].dtype) for share in ctx.shares)
+        return *(None for _ in ctx.shares), *sent
+
+
+class Moments(Var):
+    """What a batch normalization is made of: put together in double, for it would show the
+    rounding."""
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        x: torch.Tensor = call.word("input")
+        mean, squares = norms.moments(x, call.memo)
+        made = count(x.numel() // x.shape[1]), mean, squares
+        return tuple(made[part] for part in parts)
+
+    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        return super().combine([[part.double() for part in of] for of in parts], call)
+
+
+def real_of(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def call_mean_dtype(call: Call, mean: torch.Tensor) -> torch.dtype:
+    return mean.dtype if mean.is_complex() else call.dtype
+
+
+def abs_squared(x: torch.Tensor) -> torch.Tensor:
+    return (x * x.conj()).real if x.is_complex() else x * x
+
+
+def root(x: torch.Tensor) -> torch.Tensor:
+    """Return the square root, with torch.std's gradient of 0 at 0."""
+    is_zero = x == 0
+    return torch.where(is_zero, x.detach(), torch.where(is_zero, 1.0, x).sqrt())

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A progress bar for what runs in chunks for more than three seconds: config(progress=True)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from koila.staged.schedule import Op, Step
+
+#: What is over sooner shows none.
+AFTER_SECONDS = 3.0
+
+
+def n_ticks(steps: Iterable[Step], n_chunks: int) -> int:
+    """How often a chunk goes through a part of a schedule, at most."""
+    return n_chunks * sum(step.op == Op.RUN for step in steps)
+
+
+class _Text:
+    """A line on stderr that is written over, where tqdm is not installed."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.n = total, 0
+
+    def update(self, n: int) -> None:
+        self.n += n
+        done = 100 * self.n // max(1, self.total)
+        print(f"\rkoila: {done} % of this step", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def _open(total: int) -> Any:
+    """A bar: tqdm's, which knows notebooks, or else a line."""
+    try:
+        module = importlib.import_module("tqdm.auto")
+    except ImportError:
+        return _Text(total)
+    return module.tqdm(total=total, desc="koila", unit="chunk", leave=False)
+
+
+class Bar:
+    """Counts the chunks of a program; it is shown when they take long."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._n, self._n_shown = total, 0, 0
+        self._begun = time.monotonic()
+        self._shown: Any = None
+
+    def tick(self) -> None:
+        """A chunk is about to go through a part of the program."""
+        if self._shown is None and time.monotonic() - self._begun >= AFTER_SECONDS:
+            self._shown = _open(self._total)
+        if self._shown is not None:
+            self._shown.update(self._n - self._n_shown)
+            self._n_shown = self._n
+        self._n = min(self._n + 1, self._total)
+
+    def close(self) -> None:
+        """The program has run, or failed."""
+        if self._shown is not None:
+            self._shown.close()
+            self._shown = None

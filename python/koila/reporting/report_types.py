@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What report() gives: how programs ran, as numbers and as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from koila.messages import cards
+from koila.messages.layer_table import Layer
+from koila.messages.layer_table import table as layers_table
+from koila.messages.words import count, size, sizes
+
+#: A step that never ends keeps its last programs.
+MOST_PROGRAMS = 1000
+_MOST_LISTED = 5
+_MOST_STAGES = 10
+_MOST_PRINTED = 12
+DUNDER = re.compile(r"^__(\w+)__$")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A call that made values of the whole batch at once.
+
+    Attributes:
+        call: its name.
+        line: where it was called, as "train.py:40".
+        why: why it does not run by chunks.
+        n_bytes: bytes of what was made whole, views not counted.
+        n_calls: calls that made it: this one, and those whole because of it. 0: they ran by chunks,
+            and what they made was collected for a call that is not recorded.
+        is_recorded: whether it is one of them; else it is a call that needs them whole.
+    """
+
+    call: str
+    line: str
+    why: str
+    n_bytes: int
+    n_calls: int = 1
+    is_recorded: bool = True
+
+    def __str__(self) -> str:
+        if self.n_calls == 0:
+            n_bytes = size(self.n_bytes)
+            return f"{self.call} ({self.line}) took {n_bytes} of the whole batch: {self.why}"
+        if not self.is_recorded:
+            made = f"{count(self.n_calls, 'call')} with {size(self.n_bytes)} of results"
+            return f"{self.call} ({self.line}) made {made} run whole: {self.why}"
+        return f"{self.made('made')}: {self.why}"
+
+    def made(self, verb: str) -> str:
+        """Which call made how much of the whole batch at once."""
+        others = f", with {count(self.n_calls - 1, 'other call')}," if self.n_calls > 1 else ""
+        return f"{self.call} ({self.line}){others} {verb} {size(self.n_bytes)} whole"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a program that ran in chunks, or between such parts on the whole batch.
+
+    Attributes:
+        number: in the order they run, from 1.
+        n_calls: recorded calls in it.
+        n_chunks: in how many chunks it ran; what needs the whole batch runs in 1.
+        n_rows: samples of the largest chunk; None for what needs the whole batch.
+        passes: how often it ran, in words.
+    """
+
+    number: int
+    n_calls: int
+    n_chunks: int
+    n_rows: int | None
+    passes: str
+
+    def __str__(self) -> str:
+        calls = f"part {self.number}: {count(self.n_calls, 'call')}"
+        if self.n_rows is None:
+            return f"{calls} on the whole batch"
+        chunks = f"{count(self.n_chunks, 'chunk')} of {count(self.n_rows, 'sample')}"
+        return f"{calls} in {chunks}, {self.passes}"
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """How one program was run: recorded calls that ran together, since something needed a number.
+
+    Attributes:
+        what: what made it run, as "backward()" or "item()".
+        line: where that was, as "train.py:40".
+        n_calls: recorded calls that ran; 0 where all it needs had run before.
+        n_bytes: bytes of the values that they make, for all samples.
+        n_chunks: in how many chunks; 1: whole, as it was written; 0: it failed.
+        n_rows: samples of the largest chunk; None where it ran whole.
+        n_tries: more than 1 where memory ran out and smaller chunks were tried.
+        bytes_predicted: what it was thought to need at its worst moment, beyond what was there.
+            None where that was not asked: it certainly fits, or config(chunks=) decided.
+        bytes_allowed: what it was allowed.
+        bytes_whole: what it was thought to need whole.
+        bytes_measured: what it took at its worst moment, beyond what was there: on a GPU of
+            tensors, on the CPU, under a limit, of the process's resident private memory. None where
+            that was not measured: on the CPU without a limit, or of what takes less than 1 MiB, and
+            on a GPU where the peak that its allocator remembers is an older one.
+        why: why it ran whole, or failed; empty for one in chunks.
+        stages: its parts, where it ran in chunks.
+        whole: the calls that made values of the whole batch, though they read samples of it.
+        way: what was done beside chunks for it to fit, and what that costs; empty: nothing.
+        layers: what its layers keep for backward, where it was planned to fit into memory.
+        least_limit: the least memory_limit, in bytes, that works; None where none was set.
+    """
+
+    what: str
+    line: str
+    n_calls: int = 0
+    n_bytes: int = 0
+    n_chunks: int = 1
+    n_rows: int | None = None
+    n_tries: int = 1
+    bytes_predicted: float | None = None
+    bytes_allowed: float | None = None
+    bytes_measured: int | None = None
+    why: str = ""
+    stages: tuple[Stage, ...] = ()
+    whole: tuple[Whole, ...] = ()
+    way: str = ""
+    bytes_whole: float | None = None
+    layers: tuple[Layer, ...] = ()
+    least_limit: float | None = None
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.what} at {self.line}: {self._summary()}"
+        if self.bytes_predicted is not None and self.bytes_allowed is not None:
+            yield f"    {self.memory()}"
+        yield from (f"    {stage}" for stage in self.stages[:_MOST_STAGES])
+        if len(self.stages) > _MOST_STAGES:
+            yield f"    and {count(len(self.stages) - _MOST_STAGES, 'more part')}"
+        yield from (f"    whole: {entry}" for entry in self.whole[:_MOST_LISTED])
+        if len(self.whole) > _MOST_LISTED:
+            yield f"    whole: {count(len(self.whole) - _MOST_LISTED, 'call')} more"
+
+    def memory(self) -> str:
+        """What it needed and had, in words; empty: that was not asked."""
+        if self.bytes_predicted is None or self.bytes_allowed is None:
+            return ""
+        measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
+        predicted, allowed = sizes(self.bytes_predicted, self.bytes_allowed)
+        whole = f"whole needs {size(self.bytes_whole)}; " if self.bytes_whole is not None else ""
+        text = f"{whole}predicted {predicted}, allowed {allowed}, measured: {measured}"
+        if self.least_limit is None:
+            return text
+        return f"{text}; least limit that works: {size(self.least_limit)}"
+
+    def _summary(self) -> str:
+        if self.n_chunks == 0:
+            return f"failed: {self.why}"
+        if self.n_calls == 0:
+            return self.why
+        results = f" with {size(self.n_bytes)} of results" if self.n_bytes else ""
+        calls = count(self.n_calls, "call") + results
+        if self.n_chunks == 1 and self.n_rows is None:
+            return f"{calls}, whole: {self.why}"
+        tries = f", at try {self.n_tries}" if self.n_tries > 1 else ""
+        samples = count(self.n_rows or 0, "sample")
+        way = f", {self.way}" if self.way else ""
+        return f"{calls}, in {count(self.n_chunks, 'chunk')} of {samples}{way}{tries}"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+
+#: What differentiates, as a program's report says it.
+_BACKWARDS = ("backward()", "autograd.grad()")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step ran. Printed, it says all of it.
+
+    Attributes:
+        programs: in the order they ran: reads, a teacher, backward(), a metric.
+        training: the last step before this one that had a backward; None: there was none.
+        evaluation: the last step before this one that had none; None: there was none.
+
+    The rest is of its main program, the one whose calls make most bytes; see ProgramReport. Where
+    nothing lazy was involved n_chunks is 0.
+    """
+
+    programs: tuple[ProgramReport, ...] = ()
+    training: Report | None = None
+    evaluation: Report | None = None
+
+    @property
+    def main(self) -> ProgramReport | None:
+        """The program whose calls make most bytes, the last of such; None: nothing lazy ran.
+
+        What ran without a graph for a read runs again in backward(), all but the calls of the read:
+        then it is the last program that makes half of that.
+        """
+        most = max(reversed(self.programs), key=lambda ran: ran.n_bytes, default=None)
+        if most is None or not most.stages:
+            return most
+        return next(ran for ran in reversed(self.programs) if 2 * ran.n_bytes >= most.n_bytes)
+
+    @property
+    def n_chunks(self) -> int:
+        return self.main.n_chunks if self.main is not None else 0
+
+    @property
+    def n_rows(self) -> int | None:
+        return self.main.n_rows if self.main is not None else None
+
+    @property
+    def n_tries(self) -> int:
+        return self.main.n_tries if self.main is not None else 0
+
+    @property
+    def bytes_predicted(self) -> float | None:
+        return self.main.bytes_predicted if self.main is not None else None
+
+    @property
+    def bytes_allowed(self) -> float | None:
+        return self.main.bytes_allowed if self.main is not None else None
+
+    @property
+    def bytes_measured(self) -> int | None:
+        return self.main.bytes_measured if self.main is not None else None
+
+    def __str__(self) -> str:
+        return "\n".join((*self.lines(), *layers_table(self.layers)))
+
+    __repr__ = __str__
+
+    def lines(self) -> list[str]:
+        """What ran, pass by pass, and what the last step of the other kind was."""
+        if not self.programs:
+            lines = ["nothing lazy ran in the last step"]
+        else:
+            lines = [f"the last step ran {count(len(self.programs), 'pass')}"]
+        if len(self.programs) > _MOST_PRINTED:
+            lines[0] += f"; the last {_MOST_PRINTED}:"
+        lines += map(str, self.programs[-_MOST_PRINTED:])
+        before = self.training.main if self.training is not None else None
+        if self.programs and not self.is_training and before is not None:
+            lines.append(f"the last training step before it: {before}")
+        return lines
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a backward ran in it."""
+        return any(ran.what in _BACKWARDS for ran in self.programs)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer keeps for backward, of the main program of the last training step."""
+        steps = (self, self.training)
+        mains = (one.main for one in steps if one is not None)
+        return next((one.layers for one in mains if one is not None and one.layers), ())
+
+    def _repr_html_(self) -> str:
+        return cards.html("koila.report", self.lines(), self.layers)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in chunks that meets the end of memory is undone, and tried again with more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from koila import _core
+from koila.basics.config import get
+from koila.memory import budget
+from koila.messages.errors import (
+    KoilaError,
+    MemoryLimitError,
+    NotInChunksError,
+    is_of_layout,
+    is_out_of_memory,
+    let_go,
+)
+from koila.planning import limits, planner, plans
+from koila.planning.explain import scheduled, told
+from koila.random import draws, generators
+from koila.reporting import reports
+from koila.running.stages import Stages
+from koila.staged import hooks
+from koila.staged.program import Program
+
+_Run = TypeVar("_Run", bound=Stages)
+
+
+def attempt(
+    program: Program,
+    planned: plans.Plan,
+    make: Callable[[Program, plans.Plan, hooks.Seen], _Run],
+    run: Callable[[_Run], Any],
+) -> tuple[_Run, Any, plans.Plan] | None:
+    """Run a program, in more chunks or shorter segments where memory runs out.
+
+    Args:
+        program: the staged program.
+        planned: in how many chunks, and which way, to begin with.
+        make: a replay of a plan; what hooks have seen is handed from one to the next.
+        run: what is done with it.
+
+    Returns:
+        The replay that came through, what `run` returned and the plan that it took; None: it has
+        to run whole.
+
+    Raises:
+        MemoryLimitError: not even one row at a time goes through.
+    """
+    n_tries = 1
+    hooked: hooks.Seen = {}
+    meter = budget.Meter()
+    while True:
+        replay = make(program, planned, hooked)
+        _core.set_busy(True)
+        try:
+            known = scheduled(program, planned.way, replay.schedule, replay.grid_of)
+            result = run(replay)
+            reports.note(told(program, planned, replay.grids, n_tries, meter.bytes(), known))
+            return replay, result, planned
+        except NotInChunksError as error:
+            replay.draws.roll_back()
+            reports.decide(reports.Decision(f"it cannot be cut: {error}"))
+            return None
+        except BaseException as error:
+            replay.draws.roll_back()
+            if is_of_layout(error):  # whole it is legal, or raises the same
+                reports.decide(reports.Decision(f"it cannot be cut: {error}"))
+                return None
+            is_fixed = bool(draws.pinned_grids()) or get("chunks") is not None
+            is_memory = is_out_of_memory(error)
+            if is_memory and replay.is_delivering:
+                _core.abandon()  # smaller chunks are no help, and hooks have been called
+                raise
+            tighter = None
+            if is_memory:
+                del replay  # what the run that failed has made makes room to plan another
+                let_go(error)
+                budget.defragment()
+                tighter = _tighter(program, planned, is_fixed)
+            if tighter is None:
+                if not is_memory:
+                    generators.move_on()  # what is drawn from now on comes after it, as in eager
+                is_calls = isinstance(error, Exception) and not isinstance(error, KoilaError)
+                if is_memory or not is_calls or not _core.failed(error):
+                    _core.abandon()  # else it is known which call raised
+                if is_memory and not is_fixed:
+                    raise _refusal(program, error) from None
+                raise
+        finally:
+            _core.set_busy(False)
+        program, planned = tighter
+        n_tries += 1
+
+
+def _tighter(
+    program: Program, planned: plans.Plan, is_fixed: bool
+) -> tuple[Program, plans.Plan] | None:
+    """What is tried next; None: nothing, or there was no memory left to plan it."""
+    try:
+        return planned.tighter(program, is_fixed)
+    except MemoryError:
+        return None
+
+
+def _refusal(program: Program, error: BaseException) -> MemoryLimitError:
+    """What is raised where memory ran out in the smallest chunks, by what error."""
+    said = str(error).partition("\n")[0]
+    try:
+        return limits.ran_out(program, said)
+    except MemoryError:
+        return planner.no_room_to_plan(program)

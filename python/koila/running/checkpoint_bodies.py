@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the function of a checkpoint writes and keeps: modules in its reach, and their buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import re
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from koila import _core
+from koila.running import recomputed
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes that a code object uses, and those of functions in it."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*map(names_in, inner))
+
+
+def _inside(obj: Any, names: set[str]) -> Iterator[Any]:
+    """What an object of none of torch's kinds holds, of which code with these names can call."""
+    if isinstance(obj, dict):
+        yield from obj.values()
+    elif isinstance(obj, list | tuple | set):
+        yield from obj
+    elif isinstance(obj, types.FunctionType):
+        yield from obj.__defaults__ or ()
+        yield from (obj.__kwdefaults__ or {}).values()
+        for cell in obj.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is still empty
+                yield cell.cell_contents
+        yield from (obj.__globals__[name] for name in names & obj.__globals__.keys())
+    elif isinstance(obj, types.MethodType):
+        yield from (obj.__func__, obj.__self__)
+    elif isinstance(obj, functools.partial):
+        yield from (obj.func, *obj.args, *obj.keywords.values())
+    else:
+        attributes = getattr(obj, "__dict__", {})
+        yield from (attributes[name] for name in names & attributes.keys())
+        if isinstance(call := getattr(type(obj), "__call__", None), types.FunctionType):  # noqa: B004
+            yield call
+
+
+def modules_in(
+    objs: Iterable[Any], names: set[str] | None = None, depth: int = 4
+) -> Iterator[nn.Module]:
+    """The modules that functions can call: given to them, or what they are bound to or captured."""
+    names = set() if names is None else names
+    for obj in objs:
+        if isinstance(obj, nn.Module):
+            yield from obj.modules()
+        elif depth > 0 and not isinstance(obj, Tensor | type | types.ModuleType | str):
+            is_function = isinstance(obj, types.FunctionType)
+            inner = names | names_in(obj.__code__) if is_function else names
+            if isinstance(obj, types.MethodType) and isinstance(obj.__func__, types.FunctionType):
+                inner = names | names_in(obj.__func__.__code__)
+            yield from modules_in(list(_inside(obj, inner)), inner, depth - 1)
+
+
+def updates(module: nn.Module) -> bool:
+    """Whether it is of torch, and updates what it has as it runs."""
+    if not module.training:
+        return False
+    hooks = module._forward_pre_hooks.values()
+    return (
+        (isinstance(module, _NormBase) and module.track_running_stats)
+        or isinstance(module, _SpectralNorm)
+        or any(isinstance(hook, SpectralNorm) for hook in hooks)
+    )
+
+
+def _is_torchs(name: str) -> bool:
+    return name.startswith("torch.nn.")
+
+
+_IN_PLACE = re.compile(r"[a-z0-9]_$")
+
+
+@functools.cache
+def _written_by(kind: type) -> frozenset[str]:
+    """The names beside which forward, or a method that it names, names what writes in place."""
+    names: set[str] = set()
+    seen, left = set(), ["forward"]
+    while left:
+        method = getattr(kind, left.pop(), None)
+        if not isinstance(method, types.FunctionType) or _is_torchs(method.__module__):
+            continue
+        if method not in seen:
+            seen.add(method)
+            named = names_in(method.__code__)
+            left.extend(named)
+            if any(map(_IN_PLACE.search, named)) or _STORES & set(method.__code__.co_code[::2]):
+                names |= named
+    return frozenset(names)
+
+
+#: The opcodes of `x[i] = y`, `x.y = z`, and of `x += y`, which is one among others.
+_STORES = {dis.opmap[name] for name in ("STORE_SUBSCR", "STORE_ATTR")}
+
+
+def seems_to_write(module: nn.Module) -> bool:
+    """Whether a method of its class names a buffer of its own, and writes something."""
+    is_torchs = isinstance(module, _BatchNorm) or _is_torchs(type(module).__module__)
+    if is_torchs or not module._buffers:
+        return False
+    kind: Any = type(module)
+    return not _written_by(kind).isdisjoint(module._buffers)
+
+
+def can_record(found: list[nn.Module]) -> bool:
+    """Whether what a body's modules update are batch normalizations that are trained: all of them
+    have a part in what torch makes again."""
+    return not any(map(seems_to_write, found)) and all(
+        isinstance(module, _BatchNorm)
+        and module.running_mean is not None
+        and module.weight is not None
+        and module.weight.requires_grad
+        for module in filter(updates, found)
+    )
+
+
+class Buffer(NamedTuple):
+    """A buffer as it was."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int | None
+
+    def is_written(self) -> bool:
+        now: Any = self.module._buffers.get(self.name)
+        return now is not self.tensor or version_of(self.tensor) != self.version
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often it was written; what a lazy is a version of."""
+    if type(tensor) is _core.LazyTensor:
+        return _core.id(tensor)
+    return recomputed.version_of(tensor)
+
+
+def buffers_of(found: list[nn.Module]) -> list[Buffer]:
+    """The buffers of modules, but for the counts of batches, which are moved once more; so are
+    statistics, which are written without a new version."""
+    return [
+        Buffer(module, name, tensor, version_of(tensor))
+        for module in dict.fromkeys(found)
+        for name, tensor in module._buffers.items()
+        if tensor is not None and not (isinstance(module, _BatchNorm) and tensor.dim() == 0)
+    ]

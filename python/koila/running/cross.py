@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A value that crosses from stage to stage: a detached alias on each side that reads it, so
+that its gradient gathers there, and is sent back when the stage that made it runs backward.
+
+A gradient that is put together lies in memory as its value does, which is how torch lays out what
+gathers in a leaf. It is not only a matter of speed: some of torch's own backwards (batch_norm's on
+the CPU) are wrong where the gradient's layout is another than the input's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from koila.basics import engine, rows
+from koila.basics.rows import Bounds, Place, alias_of
+from koila.memory import offload
+from koila.running.watched import GATHERED, Key
+from koila.staged.facts import Info
+
+if TYPE_CHECKING:
+    from koila.running.watched import Watch
+
+
+def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
+    """What is kept beyond its stage: a view of a larger memory would keep all of that.
+
+    Even a result can be one: torch's mse_loss gives one number in the memory of all its terms.
+    """
+    tensor = tensor.detach()
+    return tensor.clone() if _is_part(tensor) else tensor
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor keeps more memory than its own."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anything else holds the memory of a tensor; the question itself holds it twice."""
+    if tensor.layout != torch.strided:  # of an embedding with sparse=True; who holds it nobody says
+        return True
+    return not counts_holders() or n_holders(tensor) > 2
+
+
+def n_holders(tensor: torch.Tensor) -> int:
+    """How many hold the memory of a tensor, and the question itself."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@functools.cache
+def counts_holders() -> bool:
+    """Whether this torch counts who holds a storage as `is_shared` takes it to; else all are taken
+    to be shared, and copied."""
+    alone, shared = (torch.empty(2, dtype=torch.float32, device="cpu") for _ in range(2))
+    others = shared.detach(), shared[:1]
+    counts = n_holders(alone), n_holders(shared)
+    del others
+    return (*counts, n_holders(shared)) == (2, 4, 2)
+
+
+def owned(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient to add to in place: this one, or where others have its memory a copy."""
+    is_free = not (grad._is_zerotensor() or is_shared(grad) or _is_part(grad))
+    return grad if is_free else grad.clone()
+
+
+def has_way_back(tensor: torch.Tensor) -> bool:
+    """Whether a gradient goes through a tensor that requires one: a view that was taken without a
+    graph says so too, and none does."""
+    return tensor.grad_fn is not None or not tensor._is_view()
+
+
+def send_back(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    seeds: Sequence[torch.Tensor],
+    fresh: Fresh,
+) -> None:
+    """Send gradients back; leaves in `fresh` that got their first one own it."""
+    ways = [isinstance(output, GradientEdge) or has_way_back(output) for output in outputs]
+    outputs = list(itertools.compress(outputs, ways))
+    if not outputs:
+        return
+    engine.backward(outputs, list(itertools.compress(seeds, ways)))
+    own(fresh)
+
+
+def own(fresh: Fresh) -> None:
+    """Give each leaf in `fresh` that got its first gradient memory of its own.
+
+    torch lets a leaf keep a view of a gradient that others still read (a seed, another leaf's), and
+    then adds the next chunk's gradient to it in place. The last of several views is alone, and
+    would keep the memory of all. Nothing can be added to torch's zeros without memory (sgn()).
+    """
+    for i, (_, _, alias) in list(fresh.items()):
+        grad = alias.grad
+        if grad is None:
+            continue
+        del fresh[i]
+        alias.grad = owned(grad)
+
+
+def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients; None: there is none."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+class Cross:
+    """One value seen from outside the stage that made it.
+
+    It is there whole (a leaf, a joint's result), in chunks (made by rows in a body), of which each
+    may be a part of one tensor, or in parts (a reduction that has not been combined yet).
+    """
+
+    def __init__(
+        self,
+        info: Info,
+        needs_gradient: bool,
+        fresh: Fresh,
+        whole: torch.Tensor | None = None,
+        is_graph: bool = False,
+    ) -> None:
+        self.info = info
+        self.needs_gradient = needs_gradient
+        self.fresh = fresh
+        self.whole = whole
+        self.is_graph = is_graph
+        self.chunks: dict[int, torch.Tensor] = {}
+        self.parts: dict[int, dict[int, torch.Tensor]] = {}
+        self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
+        self.aliases: dict[Key, torch.Tensor] = {}
+        self.seeds: dict[Key, torch.Tensor | None] = {}
+        #: Gradients of what was read by rows, of all chunks that went back.
+        self.totals: dict[Place, torch.Tensor] = {}
+        self.bounds: Bounds | None = None  # of what is there whole, if that is only these rows
+        self.gathered: torch.Tensor | None = None  # the chunks, put together
+        self.is_put_together = False  # its chunks are, as they come
+        self.is_offloaded = False  # its chunks are kept beside its device
+        self.emptied: dict[int, int] = {}  # bytes of the chunks whose memory is gone
+        #: Its gradient is sent back already: what comes now is only looked at.
+        self.watch: Watch | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is there whole, or a chunk of it is."""
+        return self.whole is not None or self.gathered is not None or bool(self.chunks)
+
+    # -- what the making stage leaves -------------------------------------------------------------
+
+    def add_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:
+        place = self.info.place
+        if place is None:
+            self.whole = _to_keep(tensor)  # every chunk makes the same
+        elif self.is_offloaded:
+            self.chunks[chunk] = offload.put(tensor)
+        elif self.is_put_together and len(grid) > 1:
+            if self.gathered is None:
+                info = self.info
+                strides: Sequence[int] | None = info.strides
+                if strides is None:
+                    strides = rows.strides_of_chunk(tensor, place)
+                self.gathered = rows.empty(info.shape, strides, info.dtype, info.device)
+            n_rows = grid[-1][1]
+            rows.put(self.gathered, place, n_rows, grid[chunk], tensor.detach(), False)
+            if rows.is_cut_in_place(self.gathered, place):
+                self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
+        else:
+            self.chunks[chunk] = _to_keep(tensor)
+
+    def add_parts(
+        self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        parts = self.parts.setdefault(chunk, {})
+        for part, tensor in zip(part_ids, tensors, strict=True):
+            parts[part] = _to_keep(tensor)
+
+    # -- what is made again, a chunk at a time ----------------------------------------------------
+
+    def is_empty(self, chunk: int) -> bool:
+        """Whether a chunk was emptied."""
+        return chunk in self.emptied
+
+    def empty(self, chunk: int) -> None:
+        """Let the numbers of a chunk go, also where a graph or an alias has it: it is light."""
+        storage = self.chunks[chunk].untyped_storage()
+        self.emptied[chunk] = storage.nbytes()
+        storage.resize_(0)
+
+    def fill(self, chunk: int, tensor: torch.Tensor) -> None:
+        """Put the numbers of a chunk back where they were, for all that have it."""
+        of = self.chunks[chunk]
+        storage = of.untyped_storage()
+        storage.resize_(self.emptied.pop(chunk))
+        # To torch it is no write.
+        again = torch.empty(0, dtype=of.dtype, device=of.device)
+        again.set_(storage, 0, of.shape, of.stride()).copy_(tensor.detach())
+
+    # -- what a reading stage is given ------------------------------------------------------------
+
+    def _is_differentiated(self, tensor: torch.Tensor, is_graph: bool) -> bool:
+        if not (is_graph and self.needs_gradient):
+            return False
+        # On the CPU beside a GPU it is a number of terms: its gradient would have to be waited for.
+        is_count = tensor.device != self.info.device
+        is_continuous = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        return is_continuous and not is_count
+
+    def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
+        if not self._is_differentiated(tensor, is_graph):
+            return tensor.detach() if tensor.requires_grad else tensor
+        if key not in self.aliases:
+            self.aliases[key] = alias_of(tensor)
+        return self._given(key, self.aliases[key])
+
+    def _given(self, key: Key, alias: torch.Tensor) -> torch.Tensor:
+        if alias.grad is None:
+            self.fresh[id(alias)] = self, key, alias
+        return alias
+
+    def _alias_all(self, found: dict[Key, torch.Tensor], is_graph: bool) -> dict[Key, torch.Tensor]:
+        if self.watch is None:
+            return {key: self._alias(key, tensor, is_graph) for key, tensor in found.items()}
+        watch, on = self.watch, self._is_differentiated
+        keys = [key for key, t in found.items() if on(t, is_graph) and watch.is_on(key)]
+        watched = watch(keys, [found[key] for key in keys]) if keys else ()
+        return {**found, **dict(zip(keys, watched, strict=True))}
+
+    def read_whole(self, is_graph: bool) -> torch.Tensor:
+        if self.is_graph and self.whole is not None:
+            return self.whole
+        if self.whole is not None and self.watch is None:
+            return self._alias(("whole",), self.whole, is_graph)
+        if self.whole is not None:
+            return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
+        if self.gathered is not None:
+            return self._alias_all({GATHERED: self.gathered}, is_graph)[GATHERED]
+        assert self.info.place is not None
+        chunks: dict[Key, torch.Tensor] = {
+            ("chunk", c): self.chunks[c] for c in sorted(self.chunks)
+        }
+        parts = list(self._alias_all(chunks, is_graph).values())
+        with torch.set_grad_enabled(is_graph):
+            return rows.gather(parts, self.info.place, self.info.strides)
+
+    def gather(self, is_graph: bool) -> torch.Tensor:
+        """What a chunk of a later body is given where it reads all rows: put together once, and its
+        gradient is summed over the chunks that read it."""
+        if self.whole is not None:
+            return self.read_whole(is_graph)
+        if self.gathered is None:
+            assert self.info.place is not None
+            numbers, place = sorted(self.chunks), self.info.place
+            chunks = [self.chunks[c] for c in numbers]
+            self.gathered = rows.gather(chunks, place, self.info.strides)
+            if len(chunks) > 1 and rows.is_cut_in_place(self.gathered, place):
+                sizes = [chunk.shape[place[1]] for chunk in chunks]
+                self.chunks = dict(zip(numbers, self.gathered.split(sizes, place[1]), strict=True))
+        return self._alias(GATHERED, self.gathered, is_graph)
+
+    def read_rows(
+        self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
+    ) -> torch.Tensor:
+        if self.whole is None:
+            known = self.aliases.get(("chunk", chunk)) if is_graph else None
+            if known is not None:
+                return self._given(("chunk", chunk), known)
+            tensor = self.of_rows(grid, chunk)
+            if self.is_offloaded:
+                tensor = offload.get(tensor, self.info.device)
+            return self._alias(("chunk", chunk), tensor, is_graph)
+        key = ("rows", place, grid[chunk])
+        if is_graph and key in self.aliases:
+            return self._given(key, self.aliases[key])
+        part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
+        return self._alias(key, part, is_graph)
+
+    def of_rows(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor:
+        """A chunk of what a body left: a copy, where it was put together and no view is a chunk."""
+        if chunk in self.chunks:
+            return self.chunks[chunk]
+        assert self.gathered is not None and self.info.place is not None
+        return rows.cut(self.gathered, self.info.place, grid[-1][1], grid[chunk])
+
+    def _within(self, grid: Sequence[Bounds], chunk: int) -> tuple[int, Bounds]:
+        """The rows of what is there whole, and which of them are the chunk's."""
+        if self.bounds is None:
+            return grid[-1][1], grid[chunk]
+        first, last = self.bounds
+        start, stop = grid[chunk]
+        return last - first, (start - first, stop - first)
+
+    def of_chunk(self, tensor: torch.Tensor, bounds: Bounds) -> Cross:
+        """One chunk of it as a value that is there whole, which may be cut again."""
+        made = Cross(self.info, self.needs_gradient, self.fresh, tensor.detach())
+        made.bounds = bounds
+        return made
+
+    def cut_all(
+        self, place: Place, grid: Sequence[Bounds], is_graph: bool
+    ) -> Sequence[torch.Tensor] | None:
+        """All chunks of what is there whole, where they take no memory and no gradient; else
+        None."""
+        if self.whole is None or self._is_differentiated(self.whole, is_graph):
+            return None
+        if len(grid) == 1 or not rows.is_cut_in_place(self.whole, place):
+            return None
+        _, dim, _, inner = place
+        sizes = [(stop - start) * inner for start, stop in grid]
+        return torch.split(self.whole.detach(), sizes, dim)
+
+    def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
+        """parts[part][chunk]"""
+        chunks, n_parts = sorted(self.parts), len(self.parts[0])
+        keys = [[("part", c, p) for c in chunks] for p in range(n_parts)]
+        given = self._alias_all({k: self.parts[k[1]][k[2]] for of in keys for k in of}, is_graph)
+        return [[given[key] for key in of] for of in keys]
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
+        """The gradient of what a body left for one chunk."""
+        alias = self.aliases.get(("chunk", chunk))
+        known = self.seeds.get(("chunk", chunk))
+        grad = add(known, alias.grad if alias is not None else None)
+        gathered = self.aliases.get(GATHERED)
+        of_new = gathered.grad if gathered is not None else None
+        of_gathered = add(self.seeds.get(GATHERED), of_new)
+        for whole in (self.seeds.get(("whole",)), of_gathered):
+            if whole is not None and self.info.place is not None:
+                part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
+                grad = add(grad, part)
+        return grad
+
+    def drop_seeds(self, chunk: int, is_last: bool) -> None:
+        """A chunk has gone back; after the last one nobody asks for gradients any more."""
+        self.seeds.pop(("chunk", chunk), None)
+        if is_last:
+            self.seeds.pop(GATHERED, None)
+
+    def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
+        """A chunk has gone back: its gradient goes to its place in that of the whole value, if that
+        gathers; returns the alias of it."""
+        together = self.aliases.get(GATHERED)
+        is_cut = len(grid) > 1 and (self.whole is not None or together is not None)
+        key = ("rows", place, grid[chunk]) if self.whole is not None else ("chunk", chunk)
+        alias = self.aliases.pop(key, None) if is_cut else None
+        if alias is None:
+            return []
+        if alias.grad is not None:
+            total = self.totals.get(place) if together is None else together.grad
+            if total is None:
+                shape = self.info.shape if self.whole is None else self.whole.shape
+                total = rows.zeros(shape, self._strides(), alias.grad.dtype, alias.grad.device)
+                if together is None:
+                    self.totals[place] = total
+                else:
+                    together.grad = total
+            rows.put(total, place, *self._within(grid, chunk), alias.grad, True)
+            alias.grad = None  # a graph that waits may have it, through which more will come
+        return [alias]
+
+    def await_again(self, key: Key, alias: torch.Tensor) -> None:
+        """A graph goes back that was given this alias: its gradient counts, though that of others
+        was taken since."""
+        assert self.aliases.get(key, alias) is alias, f"value of {key} has two aliases"
+        self.aliases[key] = alias
+
+    def settle(self, chunk: int) -> list[torch.Tensor]:
+        """Keep only the gradient that came to a chunk that was read; returns the alias of it."""
+        alias = self.aliases.pop(("chunk", chunk), None)
+        if alias is None:
+            return []
+        self.seeds["chunk", chunk] = add(self.seeds.get(("chunk", chunk)), alias.grad)
+        return [alias]
+
+    def settle_all(self) -> None:
+        """All that reads the value has run for the last time: no gradient comes any more."""
+        for key, alias in self.aliases.items():
+            self.seeds[key] = add(self.seeds.get(key), alias.grad)
+        self.aliases.clear()
+
+    def let_go(self) -> None:
+        """Likewise, and keep only the gradients that came."""
+        self.settle_all()
+        self.whole = None  # a joint's result, or what parts were combined to
+        self.chunks.clear()
+        self.parts.clear()
+        self.gathered = None
+
+    def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
+        """Take the gradient of what a body left off its chunks, put together."""
+        grads = [self.seed(grid, chunk) for chunk in range(len(grid))]
+        for alias in self.aliases.values():
+            alias.grad = None
+        if self.info.place is None or all(grad is None for grad in grads):
+            return None
+        filled = [
+            torch.zeros_like(self.of_rows(grid, chunk)) if grad is None else grad
+            for chunk, grad in enumerate(grads)
+        ]
+        return rows.gather(filled, self.info.place, self._strides())
+
+    def part_seeds(
+        self, chunk: int, part_ids: Sequence[int], left: Sequence[Any]
+    ) -> list[tuple[Any, torch.Tensor | None]]:
+        """What a chunk left of a reduction, and the gradients that came for that."""
+        pairs = []
+        for part, of_part in zip(part_ids, left, strict=True):
+            key = ("part", chunk, part)
+            alias = self.aliases.get(key)
+            seed = add(self.seeds.get(key), alias.grad if alias is not None else None)
+            pairs.append((of_part, seed))
+        return pairs
+
+    def take_total_gradient(self) -> torch.Tensor | None:
+        """The gradient of a value that is there whole, and was let go: whole reads, and reads by
+        rows put together. It is not kept here."""
+        alias = self.aliases.get(("whole",))
+        total = alias.grad if alias is not None else None
+        if self.seeds.get(("whole",)) is not None:
+            total = add(total, self.seeds[("whole",)])
+        for key, alias in self.aliases.items():
+            if key[0] == "rows":  # of the only chunk
+                total = add(total, alias.grad)
+        for key, seed in self.seeds.items():
+            total = add(total, seed) if key[0] == "rows" else total
+        for of_rows in self.totals.values():
+            total = add(total, of_rows)
+        self.totals.clear()
+        return total
+
+    def _strides(self) -> Sequence[int] | None:
+        """How the whole value lies in memory; None: nobody knows."""
+        whole = self.gathered if self.whole is None else self.whole
+        if whole is not None or self.info.strides is not None or not self.chunks:
+            return self.info.strides if whole is None else whole.stride()
+        assert self.info.place is not None
+        return rows.strides_of_chunk(next(iter(self.chunks.values())), self.info.place)
+
+    # -- stand-ins for a linear tail --------------------------------------------------------------
+
+    def zero_whole(self) -> list[tuple[Cross, Key, torch.Tensor]]:
+        """Stand in for a value that will be gathered; returns the leaf whose gradient is the
+        seed."""
+        strides = self.info.strides
+        zeros = rows.zeros(self.info.shape, strides, self.info.dtype, self.info.device)
+        self.whole = zeros.requires_grad_() if self.needs_gradient else zeros
+        self.is_graph = True
+        return [(self, ("whole",), self.whole)]
+
+    def zero_parts(
+        self,
+        part_ids: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        grid: Sequence[Bounds],
+        early: dict[int, dict[int, torch.Tensor]],
+    ) -> list[tuple[Cross, Key, torch.Tensor]]:
+        """Stand in for the partials of all chunks, given those of the first.
+
+        A part that needs no gradient is a number of terms, which grows with the rows, or was there
+        before (`early`).
+        """
+        leaves = []
+        first = grid[0][1] - grid[0][0]
+        for chunk, (start, stop) in enumerate(grid):
+            parts = self.parts.setdefault(chunk, {})
+            parts.update(early.get(chunk, {}))
+            for part, tensor in zip(part_ids, tensors, strict=True):
+                if tensor.requires_grad:
+                    parts[part] = torch.zeros_like(tensor).requires_grad_()
+                    leaves.append((self, ("part", chunk, part), parts[part]))
+                else:
+                    parts[part] = tensor * ((stop - start) / first) if chunk else tensor
+        self.aliases = {
+            ("part", c, p): t for c, parts in self.parts.items() for p, t in parts.items()
+        }
+        return leaves
+
+
+#: What a graph was given and has no gradient so far: by ids, and whose aliases they are.
+Fresh = dict[int, tuple[Cross, Key, torch.Tensor]]

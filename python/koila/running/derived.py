@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.autograd.grad(..., create_graph=True)`, recorded: a gradient penalty, a derivative in a
+loss, an energy's forces.
+
+Where no sample of what is differentiated has to do with another, the gradient of a sample is a
+function of that sample and of the weights. It is recorded as one call, `gradient_of`, and autograd
+goes back through that call as through any other.
+
+On a chunk the outputs are there, on a graph that leads to the inputs, if all calls in between ran
+with the call: then torch differentiates them. Else, where a value is read and nothing has a graph,
+or these calls are of several parts of a program, they are made once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from koila import _core
+from koila.basics import engine, surroundings
+from koila.basics.rows import Place
+from koila.messages.errors import KoilaError
+from koila.planning import planner
+from koila.random import generators
+from koila.staged import hooks
+from koila.staged.facts import REDUCE, ROWS, Node, name_of_node, where_of_node
+from koila.staged.program import Program
+
+LazyTensor = _core.LazyTensor
+#: Recipes, by the number that a recorded call has; the tape of the call keeps them.
+_recipes: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class Recipe:
+    """The recorded calls between inputs and outputs, by numbers of their tape."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        read: Sequence[int],
+        place: Place,
+    ) -> None:
+        self.nodes = [node.id for node in nodes]
+        self.n_values = nodes[-1].outs.stop  # what a call reads was there before it
+        self.inputs = inputs
+        self.outputs = outputs
+        self.read = read  # values that the calls read and none of them makes
+        self.place = place  # of the rows of the first input
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        read: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """The gradients of `inputs`, on a graph where gradients are switched on."""
+        is_graph = torch.is_grad_enabled()
+        is_there = _state.beside is None or _state.beside.issuperset(self.nodes)
+        heads: Sequence[Tensor] = inputs
+        # A hook that is there now was registered after the derivative was asked for.
+        is_hooked = hooks.is_any() or any(map(_is_hooked, (*inputs, *outputs)))
+        has_graph = is_graph and all(one.requires_grad for one in (*inputs, *outputs))
+        if not (has_graph and is_there) or is_hooked:
+            heads, outputs = self.run_again(inputs, read)
+        found = engine.gradients_of(outputs, heads, gradients, is_graph)
+        return tuple(one for one in found if one is not None)
+
+    def run_again(
+        self, inputs: Sequence[Tensor], read: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Make the calls once more, on a graph: where that begins, and their outputs."""
+        _, dim, outer, inner = self.place
+        n_rows = inputs[0].shape[dim] // (outer * inner)
+        with torch.enable_grad(), beside(self.nodes):
+            heads = [
+                one.view_as(one) if one.requires_grad else one.detach().requires_grad_()
+                for one in inputs
+            ]
+            env: list[Any] = [None] * self.n_values
+            given = zip((*self.read, *self.inputs), (*read, *heads), strict=True)
+            for value, tensor in given:
+                env[value] = tensor
+            for i in self.nodes:
+                _core.run_alone(i, env, n_rows, False, generators.make_call)
+            return heads, [env[value] for value in self.outputs]
+
+
+class _State(threading.local):
+    """Which calls run on one graph now; None: all do."""
+
+    def __init__(self) -> None:
+        self.beside: frozenset[int] | None = None
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def beside(nodes: Iterable[int]) -> Iterator[None]:
+    """A block in which these calls, and no others, run on one graph."""
+    before, _state.beside = _state.beside, frozenset(nodes)
+    try:
+        yield
+    finally:
+        _state.beside = before
+
+
+def gradient_of(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    read: Sequence[Tensor],
+    recipe: int,
+    n_kept: int,
+    n_alone: int,
+) -> tuple[Tensor, ...]:
+    """The gradients of inputs, of their shapes, which can be differentiated again.
+
+    Args:
+        inputs: what it is differentiated by.
+        outputs: what is differentiated.
+        gradients: of the outputs.
+        read: all else that the calls in between read.
+        recipe: the number of these calls.
+        n_kept: bytes that autograd keeps for its backward, of all samples, beside those that it
+            keeps of the calls in between.
+        n_alone: bytes that there are while it runs where these calls are made once more.
+    """
+    return _recipes[recipe].run(inputs, outputs, gradients, read)
+
+
+class _Found(NamedTuple):
+    """What is between inputs and outputs."""
+
+    nodes: list[Node]
+    read: dict[int, Place | None]  # values that none of these makes, and the rows they are read by
+
+
+def record(
+    outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]
+) -> tuple[Tensor, ...] | str:
+    """Record the gradients of inputs. A text: why what is differentiated runs at once: it goes
+    across samples, draws, writes, or cannot be seen.
+
+    Args:
+        outputs: what is differentiated.
+        inputs: by what.
+        gradients: of the outputs; None: 1.
+    """
+    if planner.is_whole() or not torch.is_grad_enabled():
+        return "nothing goes by samples here"
+    if hooks.is_any():
+        return _HOOKED
+    if seen := surroundings.of_call() or surroundings.of_backward():
+        return seen
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on, and after its block autograd.grad goes by samples"
+    if any(type(one) is not LazyTensor for one in inputs):
+        return "it is differentiated by weights, or by what is not lazy"
+    are_lazy = all(type(one) is LazyTensor for one in outputs)
+    if not are_lazy or not all(one.requires_grad for one in (*outputs, *inputs)):
+        return "not all of it is lazy and requires a gradient"
+    if not all(map(_core.is_pending_here, outputs)) or len(gradients) != len(outputs):
+        return "what is differentiated was computed before"
+    program = Program(list(outputs))
+    ids = [one for one in map(_core.id, inputs) if one is not None]
+    places = [program.info(one).place for one in ids]
+    if any(map(_has_hooks, map(_core.real, inputs))):
+        return _HOOKED
+    if program.has_writes:
+        writing = (one for one in program.nodes.values() if one.writes or one.leaf_writes)
+        return next(map(_why_not, writing), "a tensor is written in place")
+    if len(ids) < len(inputs) or None in places or places[0] is None:
+        return "an input has no samples"
+    ends = [_end(program, *pair) for pair in zip(outputs, gradients, strict=True)]
+    if why := next((one for one in ends if isinstance(one, str)), ""):
+        return why
+    pairs = [one for one in ends if not isinstance(one, str)]
+    found = _between(program, ids, [value for value, _ in pairs], places[0][0])
+    if isinstance(found, str):
+        return found
+    read = {value: _given(program, value, at, inputs[0]) for value, at in found.read.items()}
+    if any(one is None for one in read.values()):
+        return _OTHERS
+    recipe = Recipe(found.nodes, ids, [value for value, _ in pairs], list(read), places[0])
+    n_bytes = _try(program, recipe, found)
+    if n_bytes is None:
+        return "some gradient has no graph, or torch has no derivative of it"
+    number = next(_numbers)
+    _recipes[number] = recipe
+    _core.memo().setdefault("recipes", []).append(recipe)
+    n_rows = program.info(ids[0]).rows
+    ends_of = tuple(map(_core.lazy_of, recipe.outputs)), tuple(gradient for _, gradient in pairs)
+    given = tuple(inputs), *ends_of, tuple(read.values())
+    lazies = (*inputs, *ends_of[0])
+    call: Any = handle_torch_function
+    made = call(gradient_of, lazies, *given, number, *(n_rows * one for one in n_bytes))
+    return (made,) if type(made) is LazyTensor else tuple(made)
+
+
+#: Why it runs at once, where no call can be named.
+_HOOKED = "a hook is called when a gradient is made, or a gradient is retained"
+_OTHERS = "a tensor is read by samples in another dim or for other samples"
+
+
+def _name_and_line(node: Node) -> str:
+    return f"{name_of_node(node)} ({where_of_node(node)})"
+
+
+def _why_not(node: Node) -> str:
+    """Why a call cannot be differentiated by samples."""
+    call = _name_and_line(node)
+    if node.is_random:
+        return f"{call} draws random numbers"
+    if node.region:
+        return f"{call} runs in a checkpoint"
+    if name_of_node(node).endswith("_"):
+        return f"{call} writes in place, and without that (inplace=False) it goes by samples"
+    return f"{call} has to do with other samples"
+
+
+def _is_hooked(real: Tensor) -> bool:
+    return bool(real._backward_hooks) or (real.retains_grad and not real.is_leaf)
+
+
+def _has_hooks(real: Tensor | None) -> bool:
+    """Whether hooks of an input may be called when its gradient is made: those of a graph that is
+    there cannot be seen."""
+    return real is not None and (not real.is_leaf or bool(real._backward_hooks))
+
+
+def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
+    """Where the gradient starts, and its gradient by samples: a sum or mean of all samples is gone
+    through. A text: why it cannot start there."""
+    value = _core.id(output)
+    assert value is not None
+    info, node = program.info(value), program.node_of(value)
+    if info.place is not None:
+        is_plain = isinstance(gradient, Tensor) and gradient.shape == info.shape
+        if is_plain and type(gradient) is not LazyTensor:
+            gradient = _core.like(gradient, output)
+        elif not is_plain or gradient.requires_grad:
+            return "grad_outputs is of another shape, or requires a gradient"
+        at = _core.id(gradient)
+        is_fit = at is None or _core.value(at)[3] == info.place
+        return (value, gradient) if is_fit else "grad_outputs is of other samples"
+    if node is None or node.mode != REDUCE or info.shape:
+        return "it starts from what is no sum() or mean() of the batch"
+    if gradient is not None:
+        return "a sum or mean is given grad_outputs, and without them it goes by samples"
+    name, terms = program.row_of(node), program.imports[node.imports[0]].value
+    of = program.info(terms)
+    # Ops by name: nansum() is split as sum() is, and its gradient is another one.
+    if name not in ("sum", "mean") or of.place is None or of.dtype != info.dtype:
+        start = _name_and_line(node)
+        return f"it starts from {start}, and only a sum() or mean() of samples goes by samples"
+    share = 1 / math.prod(of.shape) if name == "mean" else 1.0
+    each = torch.full((), share, dtype=of.dtype, device=of.device).expand(of.shape)
+    return terms, _core.like(each, _core.lazy_of(terms))
+
+
+def _between(
+    program: Program, inputs: Sequence[int], outputs: Sequence[int], axis: int
+) -> _Found | str:
+    """The calls through which gradients go from outputs to inputs; a text: why not all are by
+    samples of that batch."""
+    reached, made, needed = set(inputs), set[int](), set(outputs)
+    nodes = []
+    for _, node in sorted(program.nodes.items()):
+        reads = {program.imports[k].value for k in node.imports if k >= 0}
+        outs = [out for out in node.outs if program.info(out).requires_grad]
+        if outs and not reads.isdisjoint(reached):
+            reached.update(outs)
+            nodes.append(node)
+    found = []
+    for node in reversed(nodes):
+        if needed.isdisjoint(node.outs):
+            continue
+        is_other = node.mode != ROWS or node.axis != axis or node.is_random or node.region
+        if is_other or node.writes or node.leaf_writes:
+            return _why_not(node)
+        found.append(node)
+        made.update(node.outs)
+        needed.update(program.imports[k].value for k in node.imports if k >= 0)
+    if not needed.issuperset(inputs) or not made.issuperset(outputs):
+        return "not all that is differentiated is made of all inputs"
+    read: dict[int, Place | None] = {}
+    for node in found:
+        for one in (program.imports[k] for k in node.imports if k >= 0):
+            if one.value in made or one.value in inputs:
+                if one.is_range or one.place != program.info(one.value).place:
+                    return _OTHERS  # a sample reads what others make
+                continue
+            if one.is_range or read.setdefault(one.value, one.place) != one.place:
+                return _OTHERS
+    return _Found(found[::-1], read)
+
+
+def _given(program: Program, value: int, place: Place | None, like: Any) -> Any:
+    """A tensor that stands for a value which is read by these rows; None: there is none."""
+    info = program.info(value)
+    if info.place == place:
+        return info.real if place is None and info.real is not None else _core.lazy_of(value)
+    if info.place is not None or info.real is None:
+        return None
+    like_id = _core.id(like)
+    if like_id is not None and program.info(like_id).place == place:
+        return _core.like(info.real, like)
+    outs = (out for node in program.nodes.values() for out in node.outs)
+    other = next((out for out in outs if program.info(out).place == place), None)
+    return None if other is None else _core.like(info.real, _core.lazy_of(other))
+
+
+def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | None:
+    """Differentiate one sample of ones, for the bytes that autograd keeps of it, as `gradient_of`
+    is told them; None: torch cannot, or some gradient has no graph."""
+    saved: dict[int, int] = {}
+
+    def stand_in(value: int, place: Place | None) -> Tensor:
+        info = program.info(value)
+        if info.real is not None and place is None:
+            return info.real
+        made = generators.stand_in(value, place, 1)
+        return made.requires_grad_(info.requires_grad)
+
+    boxes: list[list[Tensor]] = []  # emptied afterwards: what a node made would hold the node
+
+    def pack(tensor: Tensor) -> list[Tensor]:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        boxes.append([tensor])
+        return boxes[-1]
+
+    read = [stand_in(value, place) for value, place in found.read.items()]
+    inputs = [stand_in(value, program.info(value).place) for value in recipe.inputs]
+    hooks_of = torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0])
+    try:
+        with surroundings.outside(), hooks_of:
+            heads, outputs = recipe.run_again(inputs, read)
+            before = set(saved)
+            gradients = [torch.ones_like(one) for one in outputs]
+            made = engine.gradients_of(outputs, heads, gradients, True)
+    except KoilaError:
+        raise  # a mistake of koila's own, and no word of torch's about the derivative
+    except (RuntimeError, IndexError):
+        return None
+    finally:
+        for box in boxes:
+            box.clear()
+    if not all(one is not None and one.requires_grad for one in made):
+        return None
+    weights = [one for one, at in zip(read, found.read.values(), strict=True) if at is None]
+    for one in weights:
+        saved.pop(one.untyped_storage().data_ptr(), None)
+    is_one_part = len({node.stage for node in found.nodes}) == 1
+    n_kept = sum(n for key, n in saved.items() if not is_one_part or key not in before)
+    return n_kept, sum(saved.values())

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the instructions of a schedule, one after the other: what each means, schedule.def says.
+
+The loops over chunks are instructions too, so nothing here decides what a chunk keeps, or when that
+is freed: the schedule was measured, and is done as it stands.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.autograd.graph import GradientEdge
+
+from koila.planning import across
+from koila.running import light, tail, waiting, watched
+from koila.running.cross import Cross, Fresh, add, own, send_back
+from koila.staged import hooks
+from koila.staged.facts import Run
+from koila.staged.schedule import Graph, Op, Schedule, Step
+
+if TYPE_CHECKING:
+    from koila.running.stages import Stages
+
+
+class _Loop:
+    """A loop that is open: the chunk it is at, and where the instructions of its body begin."""
+
+    __slots__ = ("begin", "chunk", "stop")
+
+    def __init__(self, begin: int, chunk: int, stop: int) -> None:
+        self.begin, self.chunk, self.stop = begin, chunk, stop
+
+
+class Interpreter:
+    """Goes through a schedule once."""
+
+    def __init__(self, stages: Stages, schedule: Schedule) -> None:
+        self.stages = stages
+        self.schedule = schedule
+        self.loops: list[_Loop] = []
+        self.chunk = 0  # which chunk, or piece of one, the innermost loop is at
+        self.open: dict[int, Any] = {}  # by run: what was made of the chunk, with its graph
+        self.joints: dict[int, tuple[dict[int, GradientEdge], Fresh]] = {}  # graphs, by stage
+        self.pieces: dict[int, Cross] = {}  # by value: a chunk of it, which pieces are cut of
+        self.parts: dict[int, Any] = {}  # what reductions left of the first chunk, by value
+        self.waiting: dict[int, waiting.Waiting] = {}  # graphs of chunks, by run
+        self.is_certain = False  # the gradients that the last body was sent
+        self.filled = light.Filled(stages, schedule.lights)
+
+    def go(self) -> None:
+        """Do all of it."""
+        steps, at = self.schedule.steps, 0
+        while at < len(steps):
+            step = steps[at]
+            if step.op == Op.LOOP:
+                self._open_loop(step, at + 1)
+            elif step.op == Op.END and self._is_next_chunk(step):
+                at = self.loops[-1].begin
+                continue
+            elif step.op != Op.END:
+                self._DO[step.op](self, step)
+            at += 1
+            if not self.loops:
+                self.stages.reads.clear()
+
+    # -- loops ------------------------------------------------------------------------------------
+
+    def _open_loop(self, step: Step, begin: int) -> None:
+        stages, grid = self.stages, self.stages.grid_of(step.runs[0])
+        first, stop = 0, len(grid)
+        if self.loops:
+            (body,) = (run for run in stages.program.runs if run.index in self.open)
+            bounds = stages.grid_of(body)[self.chunk]
+            first, stop = (bisect.bisect_left(grid, (row, 0)) for row in bounds)
+            for value in step.values:
+                made = self.open[body.index][value]
+                self.pieces[value] = stages.cross[value].of_chunk(made, bounds)
+        elif step.graph == Graph.WAIT:
+            for value in step.values:
+                stages.forget(stages.cross[value].aliases.values())
+                stages.cross[value].settle_all()
+        self.loops.append(_Loop(begin, first, stop))
+        self.chunk = first
+
+    def _is_next_chunk(self, step: Step) -> bool:
+        """Go on to the next chunk; after the last one the loop is over."""
+        loop = self.loops[-1]
+        loop.chunk += 1
+        if loop.chunk < loop.stop:
+            self.chunk = loop.chunk
+            return True
+        self.loops.pop()
+        if self.loops:
+            self.chunk = self.loops[-1].chunk
+            self._give_back_pieces()
+        elif step.graph == Graph.WAIT:
+            del self.waiting[step.runs[0].index]
+        return False
+
+    def _give_back_pieces(self) -> None:
+        """The gradients that pieces gave go to the chunk that they were cut of."""
+        key = "chunk", self.chunk
+        while self.pieces:
+            value, cross = self.pieces.popitem()
+            seeds = self.stages.cross[value].seeds
+            seeds[key] = add(seeds.get(key), cross.take_total_gradient())
+            self.stages.forget(cross.aliases.values())
+            del cross
+
+    # -- a chunk goes forward ---------------------------------------------------------------------
+
+    def _home(self, step: Step) -> None:
+        stages = self.stages
+        for value in (*step.values, *step.others):
+            info = stages.program.info(value)
+            cross = Cross(info, stages.program.needs_gradient(value), stages.fresh)
+            cross.is_offloaded = value in step.values
+            cross.is_put_together = not cross.is_offloaded
+            stages.cross[value] = cross
+
+    def _run(self, step: Step) -> None:
+        stages, (run,), chunk = self.stages, step.runs, self.chunk
+        if step.graph == Graph.WAIT:
+            if chunk == 0:
+                self.waiting[run.index] = waiting.Waiting(stages, run, step.others)
+            self.waiting[run.index].run(chunk)
+            return
+        if step.graph == Graph.ACROSS:
+            self.open[run.index] = self._record(run)
+            return
+        is_first = step.graph == Graph.FIRST and chunk == 0
+        env = stages.run_nodes(run, chunk, is_first or step.graph == Graph.NOW, self.pieces)
+        stages.collect(run, env, chunk, step.values)
+        if is_first:
+            self.parts.update(tail.parts_of(run, env))
+        elif step.graph == Graph.NOW:
+            self.open[run.index] = env
+
+    def _record(self, run: Run) -> across.Recorded:
+        """The last segment on a chunk, for pieces of a second axis."""
+        stages = self.stages
+        start, stop = stages.grid_of(run)[self.chunk]
+        imports = stages.given_to(run, self.chunk, True, self.pieces)
+        for value in run.exports:
+            stages.cross_left(value)  # what is sent back is found there
+        dim = stages.planned.way.across
+        return across.record(stages.program, run, imports, stop - start, start, dim)
+
+    def _tail(self, step: Step) -> None:
+        if any(loop.chunk for loop in self.loops):
+            return
+        *others, last = step.runs
+        for run in others:
+            if run.index in self.open:
+                self.parts.update(tail.parts_of(run, self.open[run.index]))
+        made = self.open[last.index]
+        left = made.shapes() if isinstance(made, across.Recorded) else made
+        self.parts.update((value, left[value]) for value in last.exports)
+        self.is_certain = tail.seed(self.stages, step.runs, self.parts, self.stages.gradients)
+        self.parts.clear()
+
+    # -- and back ---------------------------------------------------------------------------------
+
+    def _back(self, step: Step) -> None:
+        stages, (run,), chunk = self.stages, step.runs, self.chunk
+        if step.graph == Graph.WAIT:
+            self.waiting[run.index].send_back(chunk)
+        elif step.graph == Graph.ACROSS:
+            recorded = self.open.pop(run.index)
+            pairs = stages.seeds(run, recorded.left, chunk)
+            n_pieces = stages.planned.way.n_pieces
+            across.send_back([(out, seed) for out, seed in pairs if out.requires_grad], n_pieces)
+            own(stages.fresh)
+            stages.collect(run, recorded.numbers(), chunk, run.exports)
+        else:
+            self._send_back(run)
+        stages.settle_chunk(run, chunk)
+        for value in step.values:
+            stages.cross[value].seeds.pop(("chunk", chunk), None)
+
+    def _send_back(self, run: Run) -> None:
+        env = self.open.pop(run.index)
+        pairs = self.stages.seeds(run, env, self.chunk)
+        env.clear()  # what no gradient goes through, and autograd does not keep, goes now
+        pairs = [(out, seed) for out, seed in pairs if out.requires_grad]
+        send_back([out for out, _ in pairs], [seed for _, seed in pairs], self.stages.fresh)
+
+    def _take(self, step: Step) -> None:
+        stages, chunk = self.stages, self.chunk
+        gone = [stages.cross[value].aliases.pop(("chunk", chunk), None) for value in step.values]
+        stages.forget(alias for alias in gone if alias is not None)
+        for run in step.runs:
+            stages.take_rows_of(run, chunk, self.pieces)
+        for value in step.values:
+            stages.cross[value].seeds.pop(("chunk", chunk), None)
+        if len(self.loops) == 1:
+            is_last = chunk + 1 == self.loops[-1].stop
+            for value in stages.program.left_by(step.runs):
+                stages.cross[value].drop_seeds(chunk, is_last)
+
+    # -- what is freed and filled -----------------------------------------------------------------
+
+    def _free(self, step: Step) -> None:
+        stages = self.stages
+        for value in step.values:
+            cross = stages.cross[value]
+            if self.loops:
+                cross.chunks.pop(self.chunk, None)
+                stages.forget(cross.settle(self.chunk))
+            elif stages.is_forward:
+                del stages.cross[value]
+            else:
+                stages.forget(cross.aliases.values())
+                cross.let_go()
+
+    def _fill(self, step: Step) -> None:
+        self.filled.fill(step.values, self.chunk)
+
+    def _empty(self, step: Step) -> None:
+        if self.loops:
+            self.filled.empty(self.chunk)
+            return
+        for value in step.values:
+            cross = self.stages.cross[value]
+            for chunk in cross.chunks:
+                cross.empty(chunk)
+
+    def _remake(self, step: Step) -> None:
+        """The loop that follows puts its chunks where they were."""
+
+    # -- joints -----------------------------------------------------------------------------------
+
+    def _joint(self, step: Step) -> None:
+        (run,) = step.runs
+        if run.nodes or run.combined:
+            go = functools.partial(self.stages.run_joint, run, not self.stages.is_forward)
+            self.joints[run.stage] = self.stages.apart(go)
+
+    def _joint_back(self, step: Step) -> None:
+        stages, (run,) = self.stages, step.runs
+        graph, given = self.joints.pop(run.stage, ({}, {}))
+        stages.go_on(given)
+        outputs, seeds = [], []
+        for value, edge in graph.items():
+            seed = stages.cross[value].take_total_gradient()
+            if value in stages.roots:
+                seed = add(seed, stages.roots[value])
+            if seed is not None and stages.program.is_hooked(value):
+                seed = hooks.apply(value, seed, stages.hooked)
+            if seed is not None:
+                outputs.append(edge)
+                seeds.append(seed)
+        if outputs:
+            send_back(outputs, seeds, stages.fresh)
+
+    def _watch(self, step: Step) -> None:
+        stages = self.stages
+        for run in step.runs:
+            for value in set(run.exports).difference(run.inner):
+                cross = stages.cross[value]
+                if self.is_certain:
+                    cross.needs_gradient = False  # it is sent back already
+                else:
+                    cross.watch = watched.Watch(cross.seeds, stages.grid_of(run))
+                    stages.watched[value] = cross
+
+    def _check(self, step: Step) -> None:
+        tail.check(self.stages, self.stages.roots)
+
+    def _seed(self, step: Step) -> None:
+        stages = self.stages
+        for run in step.runs:
+            for value in run.exports:
+                cross = stages.cross.get(value)
+                if value in stages.roots and cross is not None:
+                    cross.seeds["whole",] = stages.roots[value]
+                node = stages.program.node_of(value)
+                is_parts = node is not None and node.id in run.parts
+                if not stages.program.is_hooked(value) or is_parts:
+                    continue
+                assert cross is not None
+                gradient = cross.gather_gradient(stages.grid_of(run))
+                if gradient is not None:
+                    cross.seeds["whole",] = hooks.apply(value, gradient, stages.hooked)
+
+    _DO: ClassVar[dict[Op, Callable[[Interpreter, Step], None]]] = {
+        Op.JOINT: _joint,
+        Op.HOME: _home,
+        Op.REMAKE: _remake,
+        Op.FILL: _fill,
+        Op.RUN: _run,
+        Op.TAIL: _tail,
+        Op.BACK: _back,
+        Op.TAKE: _take,
+        Op.FREE: _free,
+        Op.EMPTY: _empty,
+        Op.WATCH: _watch,
+        Op.CHECK: _check,
+        Op.JOINT_BACK: _joint_back,
+        Op.SEED: _seed,
+    }

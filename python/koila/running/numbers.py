@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that lazies are given when a program has run; those that share memory get such."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.basics.threads import in_turn
+from koila.running import views
+from koila.running.cross import Cross
+from koila.running.spent import outdated, spent
+from koila.staged import hooks
+from koila.staged.program import Program
+
+_data: Any = torch._C.TensorBase.data
+
+
+def as_new(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory as a call would have made it: a view of nothing, never written,
+    on no graph."""
+    made: torch.Tensor = _data.__get__(tensor)
+    return made
+
+
+class Numbers:
+    """What the lazies that the user can reach are given at the end of a run in chunks.
+
+    A write through one of them, which torch would do at once, has to show in all that share its
+    memory. So a view is not put together from chunks: it is taken of the whole storage again. What
+    may be a view or a copy stays on the tape, where a write runs live; after its backward it
+    cannot, and a write to it is refused.
+    """
+
+    def __init__(self, program: Program, cross: Mapping[int, Cross], is_spent: bool) -> None:
+        self.program = program
+        self.cross = cross
+        self.is_spent = is_spent
+        self.made: dict[int, torch.Tensor] = {}
+        groups: dict[int, list[int]] = defaultdict(list)
+        for value in program.wanted:
+            groups[program.info(value).storage].append(value)
+        #: (value, its number, whether it leaves the tape), to be delivered at the commit.
+        self.found: list[tuple[int, torch.Tensor, bool]] = []
+        for storage, group in groups.items():
+            # What stays can be written by a call that is recorded: then all that share it stay.
+            n_leaving = sum(map(self._is_leaving, group))
+            is_final = n_leaving >= program.n_sharing.get(storage, len(group))
+            if program.info(group[0]).is_uncertain:
+                is_final = any(map(self._is_spent, group))
+            self.found += [(value, self._number(value), is_final) for value in group]
+
+    def _is_spent(self, value: int) -> bool:
+        """Whether backward went through the call that made a value, by any of its results."""
+        if not self.is_spent or not self.program.info(value).requires_grad:
+            return False
+        node = self.program.node_of(value)
+        return any(map(self.program.needs_gradient, node.outs if node is not None else (value,)))
+
+    def _is_leaving(self, value: int) -> bool:
+        return self._is_spent(value) or not self.program.info(value).requires_grad
+
+    def _number(self, value: int) -> torch.Tensor:
+        if self.program.made(value).is_kept:
+            return self._of_kept(value)
+        result = self._of_storage(value)
+        is_new = self._is_spent(value) and not result.requires_grad
+        return spent(result, _core.behind(value)) if is_new else result
+
+    def _of_kept(self, value: int) -> torch.Tensor:
+        if value not in self.made:
+            known = self.program.info(value).result  # what was read stays what it was
+            # Put together without a graph it may be a view, which torch would not let be written.
+            result = known if known is not None else as_new(self.cross[value].read_whole(False))
+            is_spent = self._is_spent(value)
+            self.made[value] = spent(result, _core.behind(value)) if is_spent else result
+        return self.made[value]
+
+    def _of_storage(self, value: int) -> torch.Tensor:
+        """A value taken of the memory that its storage has now, as it was taken when recorded: a
+        write through it brings a graph to all that share the memory."""
+        base = self.program.info(value).base
+        real = self.program.info(base).real
+        memory = real if real is not None else self._of_kept(base)
+        is_spent = self._is_spent(value)
+        if memory.requires_grad and (real is not None or not is_spent):
+            memory = memory.detach()
+        return views.take(self.program, value, memory, -1, is_spent or not memory.requires_grad)
+
+    def deliver(self) -> None:
+        """Give each lazy its number."""
+        for value, result, is_final in self.found:
+            given = hooks.give(value, result) if self._is_spent(value) else result
+            _core.deliver(value, given, is_final)
+
+    def leave(self) -> None:
+        """What backward went through is a leaf from now on for the calls that still read it: the
+        tensor that the lazy left with, whose gradient may be asked for, and goes no further."""
+        for value, result, is_final in self.found:
+            if is_final and self._is_spent(value):
+                _core.cut(value, result)
+
+
+@in_turn
+def settle_outdated(is_over: bool = False) -> None:
+    """What has a number, and whose parameters have changed since, keeps it and loses its graph. So
+    does what was made of numbers that a backward left before the last step ended, where this one
+    `is_over`: a script that keeps such things would else keep their programs too."""
+    all_such, some = _core.outdated(is_over)
+    for value in (*all_such, *some):
+        result, requires_grad = _core.value(value)[6], _core.value(value)[2]
+        assert result is not None
+        if requires_grad:
+            result = hooks.give(value, outdated(result, _core.behind(value)))
+        if all_such:
+            _core.deliver(value, result, True)
+        else:
+            _core.cut(value, result)
+    if all_such or some:
+        _core.close()

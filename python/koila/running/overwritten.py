@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call kept for its backward, and a later call wrote in place: eager's backward refuses it.
+
+Chunks may well have what was kept, for a write of what another stage made writes a clone. The table
+of ops says which calls can be such, and torch itself, on tensors without memory, whether one is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from koila import _core
+from koila.messages.errors import StaleError
+from koila.planning import unsplit
+from koila.random import generators
+from koila.reductions import norms
+from koila.running import checkpoints, derived, recomputed
+from koila.staged import meta
+from koila.staged.facts import Node, is_data, name_of_call
+from koila.staged.program import Program
+
+_LAST = 2**32 - 2  # after all nodes
+_TEXT = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation"
+)
+_ELSEWHERE = "a call that is not recorded"
+
+
+def check(program: Program) -> None:
+    """Raise what eager's backward raises."""
+    for body in checkpoints.bodies(program):
+        for value in body.given:
+            written = _core.writer_from(body.nodes[0].id, value)  # in the program or not
+            if written is not None and not _is_uncounted(program, value):
+                _refuse(program, value, "the checkpoint", written[0])
+        for value in body.read:
+            _check_read_again(program, value, body)
+    before = _LAST
+    while (found := _core.overwritten(program.handle, before)) is not None:
+        before, values = found
+        node = program.node(before)
+        for value in dict.fromkeys(values):
+            # A call may write what it keeps itself.
+            writer, region = _core.writer_from(before + 1, value) or (before, node.region)
+            is_again = checkpoints.is_made_again(program, value, node.region, region)
+            if is_again or _is_uncounted(program, value):
+                continue
+            if _needs_as_before(program, node, value) and _is_gone_through(program, node):
+                _refuse(program, value, _call(node.id), writer, _is_hidden(node, region))
+
+
+def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> None:
+    """Raise where a call after a checkpoint writes what its function reads, and torch, which runs
+    that once more, does not see it: it reads other numbers then."""
+    info, regions = program.info(value), {node.region for node in body.nodes}
+    written = _core.writer_from(body.nodes[0].id, value) if info.base != value else None
+    while written is not None and written[1] in regions:
+        written = _core.writer_from(written[0] + 1, value)
+    if written is None or checkpoints.is_made_again(program, value, body.region, written[1]):
+        return
+    _core.abandon()
+    recomputed.refuse_written(info.shape, _reader(program, value, body.nodes))
+
+
+def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
+    """The first call of a checkpoint's function that reads a value."""
+    reads = (
+        n for n in body if any(i >= 0 and program.imports[i].value == value for i in n.imports)
+    )
+    return _call(next(reads).id)
+
+
+def _refuse(
+    program: Program, value: int, keeps: str, writer: int, is_hidden: bool = False
+) -> NoReturn:
+    generators.move_on()  # what is drawn from now on comes after it, as in eager
+    _core.abandon()
+    if is_hidden:
+        recomputed.refuse_written(program.info(value).shape, keeps)
+    _raise(program, value, keeps, _call(writer))
+
+
+def _raise(program: Program, value: int, keeps: str, writer: str) -> NoReturn:
+    info = program.info(value)
+    kind = torch.empty(0, dtype=info.dtype, device=info.device).type()
+    raise RuntimeError(
+        f"{_TEXT}: [{kind} {list(info.shape)}], which {keeps} keeps, was written by {writer}"
+    )
+
+
+def _is_hidden(node: Node, writing: int) -> bool:
+    """Whether a call is of a checkpoint's body, and torch does not see that what it keeps was
+    written by one of the region `writing`: but for a reentrant one, that is so of all calls of a
+    body."""
+    is_seen = node.region % 2 and node.region in checkpoints.around(writing)
+    return node.region != 0 and not is_seen
+
+
+def check_leaves(
+    program: Program, leaves: set[int], uncounted: Collection[int] = (), writing: int = 0
+) -> None:
+    """Raise what eager's backward raises where a call kept one of `leaves`, or of what was handed
+    out, which was written since by a call that is not in the program, in the region `writing` or
+    after it; a StaleError for those that torch did not see written: of these its gradients are of
+    the new numbers, and what else was kept of the old."""
+    for body in checkpoints.bodies(program):
+        for value in leaves.intersection(body.read):
+            if checkpoints.is_made_again(program, value, body.region, writing):
+                continue
+            if value in body.given and value not in uncounted:
+                _raise(program, value, "the checkpoint", _ELSEWHERE)
+            recomputed.refuse_written(
+                program.info(value).shape, _reader(program, value, body.nodes)
+            )
+    for node in program.nodes.values():
+        if not any(map(program.needs_gradient, node.outs)):
+            continue
+        read = {program.imports[i].value for i in node.imports if i >= 0}
+        for value in read.union(node.outs).intersection(leaves):
+            # What a normalization itself moved, it does not need; nor does torch count such writes.
+            is_moved = value in uncounted and value in _moved_by(program, node)
+            is_again = checkpoints.is_made_again(program, value, node.region, writing)
+            is_needed = not (is_moved or is_again) and _needs_as_before(program, node, value)
+            if is_needed and _is_gone_through(program, node):
+                info = program.info(value)
+                if value in uncounted:
+                    raise StaleError(
+                        f"{_call(node.id)} keeps a tensor of shape {list(info.shape)}, which was "
+                        "written through .data before its backward; write it after backward()"
+                    )
+                if node.region:
+                    recomputed.refuse_written(info.shape, _call(node.id))
+                _raise(program, value, _call(node.id), _ELSEWHERE)
+
+
+def _is_gone_through(program: Program, node: Node) -> bool:
+    """Whether torch's backward comes to a call: a derivative may have been given what it made."""
+    known = unsplit.gone_through(program) if "recipes" in _core.memo() else None
+    return known is None or node.id in known
+
+
+def _moved_by(program: Program, node: Node) -> set[int]:
+    """The running statistics that a call writes."""
+    return {
+        program.imports[import_id].value
+        for k, import_id in enumerate(node.imports)
+        if node.leaf_writes >> k & 1 and import_id >= 0
+    }
+
+
+def _is_uncounted(program: Program, value: int) -> bool:
+    """Whether x.data was taken of the memory of a value: torch does not see writes through it."""
+    storage = program.info(value).storage
+    with contextlib.suppress(IndexError):  # after the last call
+        for i in itertools.count():
+            func, *_, reads, _ = _core.node(i)
+            if is_data(func) and program.info(reads[0]).storage == storage:
+                return True
+    return False
+
+
+#: What torch said of calls, by all that is known of one; steps repeat.
+_asked: dict[Any, bool] = {}
+_N_ASKED = 1024
+
+
+def _needs_as_before(program: Program, node: Node, value: int) -> bool:
+    """As `_needs`, which is asked once for calls that are alike."""
+    func, row, *_, reads, saves = _core.node(node.id)
+    if row is None or row == "gradient_of":  # derivatives of other calls look alike
+        return _needs(program, node, value)
+    infos = (program.info(v) if v >= 0 else None for v in (*reads, *node.outs))
+    # What is cast under autocast has results of another dtype.
+    alike = tuple((i.dtype, i.shape, i.strides, i.requires_grad) if i else None for i in infos)
+    key = func, row, alike, tuple(v == value for v in (*reads, *node.outs)), saves
+    known = _asked.get(key)
+    if known is None:
+        known = _asked[key] = _needs(program, node, value)
+        if len(_asked) > _N_ASKED:
+            _asked.pop(next(iter(_asked)))
+    return known
+
+
+def _needs(program: Program, node: Node, value: int) -> bool:
+    """Whether torch's backward of a call misses one of its values, changed since."""
+    leaves: dict[int, torch.Tensor] = {}
+    given: dict[int, torch.Tensor] = {}
+    for v in (v for v in _core.node(node.id)[5] if v >= 0):
+        info, maker = program.info(v), program.node_of(v)
+        if maker is not None and maker.is_for_chunks:
+            continue  # whole it is torch's own call
+        leaves[v] = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
+        with torch.enable_grad():  # a leaf must not be written
+            given[v] = leaves[v].clone() if info.requires_grad else leaves[v]
+
+    def call(_: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*norms.without_again(args), **kwargs)
+
+    env: list[Any] = [given.get(value) for value in range(program.n_values)]
+    try:
+        with derived.beside(()):  # the stand-ins have no graph that a derivative could go through
+            _core.run_alone(node.id, env, -1, False, call)
+        torch.autograd.graph.increment_version(env[value])
+        made = [env[v] for v in node.outs if env[v].requires_grad]
+        ends = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        torch.autograd.grad(made, ends, [torch.empty_like(t) for t in made], allow_unused=True)
+    except Exception as error:  # of all of torch
+        if _TEXT in str(error):
+            return True
+        _, row, *_, reads, (kept, kept_outs, *_) = _core.node(node.id)
+        is_kept = any(v == value and kept >> k & 1 for k, v in enumerate(reads))
+        is_kept |= any(v == value and kept_outs >> k & 1 for k, v in enumerate(node.outs))
+        return row is not None and is_kept
+    return False
+
+
+def _call(i: int) -> str:
+    return f"{name_of_call(i)} ({_core.node(i)[3]})"

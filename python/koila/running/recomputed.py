@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of a checkpoint's body that run live, on the whole batch: autograd keeps none of what
+they save. As in torch's checkpoint, backward makes the calls once more when it first asks for that.
+
+A checkpoint inside of another one keeps what it reads of that as it keeps what calls save: when it
+is to be made again, the outer one is first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from koila import _core
+from koila.basics import lines, surroundings, switches
+from koila.messages.errors import KoilaError, let_go
+from koila.random import draws
+from koila.reductions import norms
+from koila.staged import meta, noise
+from koila.staged.facts import is_data
+
+_is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often it was written."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return None if tensor.is_inference() else tensor._version
+
+
+class _Kept:
+    """A tensor that was made outside of a checkpoint's body, as the body read it."""
+
+    __slots__ = ("__weakref__", "checksum", "name", "needs_gradient", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self.tensor = tensor.detach()  # counts the same writes, and holds no graph
+        self.needs_gradient = tensor.requires_grad
+        self.name = name  # of the call that read it first
+        self.version = version_of(self.tensor)
+        self.checksum: tuple[int, int] | None = None  # where x.data was taken of its memory
+        _kept.add(self)
+
+    def get(self) -> Tensor:
+        """It, to be read once more.
+
+        Raises:
+            KoilaError: it was written since.
+        """
+        is_written = version_of(self.tensor) != self.version or (
+            self.checksum is not None and meta.checksum(self.tensor) != self.checksum
+        )
+        if is_written:
+            refuse_written(self.tensor.shape, self.name)
+        return self.tensor.detach().requires_grad_(self.needs_gradient)
+
+
+_kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+
+
+def watch(tensor: Tensor) -> None:
+    """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
+    trace but the numbers."""
+    for kept in list(_kept):
+        if kept.checksum is None and _is_alias(kept.tensor, tensor):
+            kept.checksum = meta.checksum(kept.tensor)
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise: a checkpoint's function does what torch's second run of it would do again."""
+    raise KoilaError(
+        f"checkpoint: its function {what} ({lines.user_line()}). torch runs it once more in "
+        "backward, and that too; koila runs it once. Leave it out of the checkpoint, or run it "
+        "whole: koila.config(chunks=1)"
+    )
+
+
+def refuse_written(shape: Iterable[int], name: str) -> NoReturn:
+    """Raise: what a call of a checkpoint's body needs was written."""
+    raise KoilaError(
+        f"checkpoint: a tensor of shape {list(shape)} that {name} in its function keeps, or that "
+        "the function reads, was written before backward, where torch runs that once more; koila "
+        "runs it once. Write it after backward, or run it whole: koila.config(chunks=1)"
+    )
+
+
+class _Ref(NamedTuple):
+    """A tensor among the arguments of a call."""
+
+    key: int
+
+
+class _Setting(NamedTuple):
+    """What a call depends on besides its arguments."""
+
+    is_grad: bool
+    is_inference: bool
+    casts: tuple[tuple[str, bool, torch.dtype], ...]  # of autocast, by type of device
+    is_cache: bool
+    switches: switches.Setting
+
+    @classmethod
+    def now(cls, device: torch.device) -> _Setting:
+        types = dict.fromkeys(("cpu", device.type))
+        casts = (
+            (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in types
+        )
+        is_cache = torch.is_autocast_cache_enabled()
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(*modes, tuple(casts), is_cache, switches.now())
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """A block in which it is in force."""
+        before = switches.now()
+        with contextlib.ExitStack() as stack:
+            if self.switches != before:
+                stack.callback(switches.put_on, before)
+                switches.put_on(self.switches)
+            for name, is_on, dtype in self.casts:
+                now = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
+                if now != (is_on, dtype) and (is_on or now[0]):
+                    words: Any = {"enabled": is_on, "cache_enabled": self.is_cache}
+                    stack.enter_context(torch.autocast(name, dtype, **words))
+            if self.is_inference != torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.is_grad))
+            yield
+
+
+class _Call(NamedTuple):
+    """A call of a body, with references in place of tensors."""
+
+    region: int
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    setting: _Setting
+    outs: list[int | None]  # keys
+    again: norms.Again | None
+    generator: torch.Generator | None  # that it draws from
+    state: Any  # of that, before
+
+    def make(self, env: dict[int, Tensor]) -> None:
+        """Make it on the tensors of `env`, which gets its results."""
+
+        args, kwargs = _map((self.args, self.kwargs), _Ref, lambda ref: env[ref.key])
+        if self.again is not None:  # torch's second run moves the statistics too
+            args = (*args[:3], *self.again.running, args[5], self.again.next(), *args[7:])
+        if self.generator is not None:
+            noise.set_state(self.generator, self.state)
+        with self.setting.on():
+            made = self.func(*args, **kwargs)
+        if made is None:  # of __setitem__
+            made = args[0]
+        results = made if isinstance(made, tuple | list) else (made,)
+        for key, one in zip(self.outs, results, strict=False):
+            if key is not None:
+                env[key] = one
+
+
+def _leaves(obj: Any) -> Iterator[Any]:
+    """What arguments are made of."""
+    if isinstance(obj, dict | tuple | list):
+        for one in obj.values() if isinstance(obj, dict) else obj:
+            yield from _leaves(one)
+    else:
+        yield obj
+
+
+def _map(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Arguments with what is of some kind changed."""
+    if isinstance(obj, kind):
+        return change(obj)
+    if isinstance(obj, dict):
+        return {key: _map(one, kind, change) for key, one in obj.items()}
+    if isinstance(obj, tuple | list):
+        made = [_map(one, kind, change) for one in obj]
+        if hasattr(obj, "_fields"):
+            return type(obj)(*made)
+        return made if isinstance(obj, list) else type(obj)(made)
+    return obj
+
+
+_OTHER = (
+    "checkpoint: its calls saved something else when they were made once more in backward. Leave "
+    "them out of the checkpoint"
+)
+
+
+class _Handle:
+    """Stands for what a call of a body saved, or for what a body inside of it reads."""
+
+    __slots__ = ("__weakref__", "body", "is_pinned", "like", "needs_gradient", "tensor", "version")
+
+    def __init__(self, body: _Body, tensor: Tensor, needs_gradient: bool = False) -> None:
+        self.body = body
+        self.like = tensor.shape, tensor.dtype, tensor.device
+        self.needs_gradient = needs_gradient
+        self.tensor: Tensor | None = None
+        self.version: int | None = None
+        self.is_pinned = False  # it is kept, and not made once more
+
+    def set(self, tensor: Tensor) -> None:
+        if (tensor.shape, tensor.dtype, tensor.device) != self.like:
+            raise KoilaError(_OTHER)
+        self.tensor = tensor.detach()
+        self.version = version_of(tensor)
+        self.is_pinned = self.body.tree.is_settled
+
+    def get(self) -> Tensor:
+        """What it stands for, which it holds no longer."""
+        if self.tensor is None:
+            self.body.recompute()
+        tensor = self.tensor
+        if tensor is None:
+            raise KoilaError(_OTHER)
+        if self.is_pinned and version_of(tensor) != self.version:
+            refuse_written(tensor.shape, "a call")
+        self.tensor = tensor if self.is_pinned else None
+        return tensor.detach().requires_grad_(self.needs_gradient)
+
+
+def _fill(handles: Iterable[weakref.ref[_Handle]], tensor: Tensor) -> None:
+    for handle in handles:
+        if (one := handle()) is not None:
+            one.set(tensor)
+
+
+class _Tree:
+    """What the bodies of one checkpoint, and of those in it, have in common."""
+
+    def __init__(self) -> None:
+        self.bodies: weakref.WeakSet[_Body] = weakref.WeakSet()
+        self.outer: dict[int, int] = {}  # by region
+        self.keys: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id of a tensor
+        self.n_keys = 0
+        self.kept: dict[int, _Kept] = {}  # by key: what was made outside
+        self.makers: dict[int, int] = {}  # regions, by key
+        self.storages: set[int] = set()  # of what a body reads and did not make
+        self.is_settled = False  # something of that was written: what is saved is kept
+        self.has_norms = False  # that are to move their statistics once more
+
+    def key_of(self, tensor: Tensor) -> int | None:
+        known, key = self.keys.get(id(tensor), (None, -1))
+        return key if known is not None and known() is tensor else None
+
+    def new_key(self, tensor: Tensor) -> int:
+        self.n_keys += 1
+        self.keys[id(tensor)] = weakref.ref(tensor), self.n_keys
+        return self.n_keys
+
+    def settle(self) -> None:
+        """What bodies read is about to be written by one of them: what they saved is made now, and
+        kept."""
+        if not self.is_settled:
+            self.is_settled = True
+            for body in list(self.bodies):
+                body.recompute()
+
+
+class _StopError(Exception):
+    """All is there that is asked for."""
+
+
+class _Body:
+    """The calls of a checkpoint's function, with those of checkpoints in it."""
+
+    def __init__(self, region: int, outer: _Body | None) -> None:
+        self.region = region
+        self.outer = outer
+        self.tree: _Tree = outer.tree if outer is not None else _Tree()
+        self.tree.bodies.add(self)
+        self.tree.outer[region] = outer.region if outer is not None else 0
+        self.calls: list[_Call] = []
+        self.last: dict[int, int] = {}  # the last of these that reads, or makes, what has a key
+        self.entered: dict[int, _Kept | _Handle] = {}  # by key
+        self.saved: list[weakref.ref[_Handle]] = []
+        self.handed: dict[int, list[weakref.ref[_Handle]]] = {}  # by key, to bodies inside
+
+    def read(self, tensor: Tensor, name: str) -> _Ref:
+        """A call of the body is given a tensor."""
+        key = self.tree.key_of(tensor)
+        if key is None:
+            key = self.tree.new_key(tensor)
+            self.tree.kept[key] = _Kept(tensor, name)
+        self.need(key, tensor)
+        return _Ref(key)
+
+    def makes(self, key: int) -> bool:
+        """Whether a call of the body, or of one inside, made what has a key."""
+        maker = self.tree.makers.get(key, 0)
+        while maker not in (0, self.region):
+            maker = self.tree.outer[maker]
+        return maker == self.region
+
+    def need(self, key: int, tensor: Tensor) -> None:
+        """The body, or one inside of it, reads what has a key."""
+        if key in self.entered or self.makes(key):
+            return
+        self.tree.storages.add(tensor.untyped_storage()._cdata)
+        if self.outer is not None:
+            self.outer.need(key, tensor)
+        if key in self.tree.kept:
+            self.entered[key] = self.tree.kept[key]
+        elif self.outer is not None:
+            handle = self.entered[key] = _Handle(self.outer, tensor, tensor.requires_grad)
+            self.outer.handed.setdefault(key, []).append(weakref.ref(handle))
+
+    def add(self, call: _Call, reads: Iterable[int]) -> None:
+        keys = [*reads, *(key for key in call.outs if key is not None)]
+        body: _Body | None = self
+        while body is not None:
+            body.last.update(dict.fromkeys(keys, len(body.calls)))
+            body.calls.append(call)
+            body = body.outer
+
+    def save(self, tensor: Tensor) -> _Handle:
+        """Autograd saves a tensor of a call of the body."""
+        handle = _Handle(self, tensor)
+        self.saved.append(weakref.ref(handle))
+        if self.tree.is_settled:
+            handle.set(tensor)
+        return handle
+
+    def recompute(self) -> None:
+        """Make the calls once more, until there is all that they saved, and that bodies inside
+        read."""
+        env = {key: one.get() for key, one in self.entered.items()}
+        left = set(self.handed)
+        n_saved = 0
+
+        def give(keys: Iterable[int | None]) -> None:
+            for key in left.intersection(keys):
+                if key in env:
+                    _fill(self.handed[key], env[key])
+                    left.discard(key)
+            if not left and n_saved == len(self.saved):
+                raise _StopError
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal n_saved
+            _fill(self.saved[n_saved : n_saved + 1], tensor)
+            n_saved += 1
+            give(())
+
+        own, others = saved_tensors_hooks(pack, _unasked), saved_tensors_hooks(_drop, _unasked)
+        try:
+            with _making(self.calls):
+                give(list(env))
+                for i, call in enumerate(self.calls):
+                    with own if call.region == self.region else others:
+                        call.make(env)
+                    give(call.outs)
+                    for key in [key for key in env if self.last[key] <= i]:
+                        del env[key]
+        except _StopError as error:
+            let_go(error)
+        finally:
+            env.clear()  # hooks may be there as long as the exception that went through them
+
+
+def _drop(_: Tensor) -> None:
+    """A body inside keeps, and makes again, its own."""
+
+
+def _unasked(_: None) -> NoReturn:
+    raise AssertionError("nobody differentiates what is made again")
+
+
+@contextlib.contextmanager
+def _making(calls: list[_Call]) -> Iterator[None]:
+    """A block that makes calls once more: no mode or hook of the user sees them, and generators are
+    after it where they were before."""
+    generators = {call.generator for call in calls if call.generator is not None}
+    states = [(one, noise.get_state(one)) for one in generators]
+    was_busy = _core.is_busy()
+    _core.set_busy(True)
+    try:
+        with surroundings.outside(), torch.enable_grad():
+            yield
+    finally:
+        _core.set_busy(was_busy)
+        for generator, state in states:
+            noise.set_state(generator, state)
+
+
+# Live calls ---------------------------------------------------------------------------------------
+
+_bodies: weakref.WeakValueDictionary[int, _Body] = weakref.WeakValueDictionary()
+
+
+def _body_of(region: int) -> _Body:
+    body = _bodies.get(region)
+    if body is None:
+        around = _core.memo().get("around", {}).get(region, ())  # of those that began on this tape
+        outer = _body_of(around[-2]) if len(around) > 1 else None
+        body = _bodies[region] = _Body(region, outer)
+    _core.memo().setdefault("live", {})[region] = body  # as long as calls of it may follow
+    return body
+
+
+class _Live(NamedTuple):
+    """A call that is about to run live."""
+
+    node: int
+    outs: range
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_random: bool
+    writes: int  # bits of its inputs
+
+    @property
+    def again(self) -> norms.Again | None:
+        """The momentum of a normalization that moves its statistics once more."""
+        found = (one for one in self.args if isinstance(one, norms.Again))
+        return next(found, None)
+
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes; all that it is given, where it is not known which."""
+        tensors = [one for one in _leaves((self.args, self.kwargs)) if isinstance(one, Tensor)]
+        if len(tensors) != len(_core.node(self.node)[5]):
+            return tensors if self.writes else []
+        return [one for k, one in enumerate(tensors) if self.writes >> k & 1]
+
+    def start(self) -> tuple[torch.Generator | None, Any]:
+        """The generator that it draws from, and where that is when it does."""
+        if not self.is_random:
+            return None, None
+        return draws.start_of(self.node, self.outs[0])
+
+    @contextlib.contextmanager
+    def noted(self, body: _Body) -> Iterator[None]:
+        """A block in which it runs, as a call of a body."""
+        func, row, _, where, *_ = _core.node(self.node)
+        name = f"{row or getattr(func, '__name__', 'a call')} ({where})"
+        tree, again = body.tree, self.again
+        refs: list[_Ref] = []
+
+        def refer(tensor: Tensor) -> _Ref:
+            refs.append(body.read(tensor, name))
+            return refs[-1]
+
+        args, kwargs = _map((self.args, self.kwargs), Tensor, refer)
+        written = [] if again is not None else self.written()
+        if tree.storages.intersection(one.untyped_storage()._cdata for one in written):
+            tree.settle()
+        tree.has_norms = tree.has_norms or again is not None
+        if tree.has_norms and tree.is_settled:
+            refuse("writes what it did not make, and moves running statistics")
+        generator, state = self.start()
+        is_kept = self.is_random and (state is None or _has_generator(self.kwargs))
+        setting = _Setting.now(_core.value(self.outs[0])[10])
+        with contextlib.nullcontext() if is_kept else saved_tensors_hooks(body.save, _Handle.get):
+            yield
+        made = [_core.value(out)[5] for out in self.outs]
+        outs = [None if one is None else tree.key_of(one) for one in made]
+        for k, one in enumerate(made):
+            if one is not None and outs[k] is None:
+                key = outs[k] = tree.new_key(one)
+                tree.makers[key] = body.region
+                if is_kept:
+                    tree.kept[key] = _Kept(one, name)
+                    del tree.makers[key]
+        if not is_kept and any(key is not None for key in outs):
+            call = _Call(body.region, func, args, kwargs, setting, outs, again, generator, state)
+            body.add(call, (ref.key for ref in refs))
+
+
+def _has_generator(kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(one, torch.Generator) for one in kwargs.values())
+
+
+def keep(i: int, region: int, first_out: int, n_outs: int, call: Any, *words: Any) -> Any:
+    """A call runs live, until what this returns is left: as one of a checkpoint's body; what it is
+    given is watched where it takes x.data."""
+    func, args, kwargs = call
+    if is_data(func):
+        watch(args[0])
+    if not region:
+        return None
+    live = _Live(i, range(first_out, first_out + n_outs), func, args, kwargs, *words)
+    block = live.noted(_body_of(region))
+    block.__enter__()
+    return block

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a staged program in chunks: forward through the stages, back through them, one commit at
+the end.
+
+Until the commit nothing that the user can see has changed: gradients are summed in detached
+aliases, statistics are written on copies, the generator is put back if anything raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from koila import _core
+from koila.basics import config, engine, surroundings
+from koila.basics.threads import in_turn
+from koila.memory import estimates
+from koila.messages.errors import MemoryLimitError, StaleError
+from koila.planning import explain, planner, plans, steps, unsplit
+from koila.reporting import progress, reports
+from koila.running import checkpoints, deliver, interpret, overwritten, spent, unwritten
+from koila.running.attempt import attempt
+from koila.running.numbers import Numbers, settle_outdated
+from koila.running.stages import Stages, outside_inference
+from koila.running.tracked import without_version
+from koila.staged import hooks
+from koila.staged.program import Program
+
+_T = TypeVar("_T")
+
+
+class Replay(Stages):
+    """A step that runs as a whole, by its schedule, and is committed."""
+
+    # -- the whole step ---------------------------------------------------------------------------
+
+    def _go(self) -> None:
+        self.draws.prepare()
+        if config.get("progress"):
+            n_chunks = max(map(len, self.grids.values()), default=1)
+            self.bar = progress.Bar(progress.n_ticks(self.schedule.steps, n_chunks))
+        try:
+            interpret.Interpreter(self, self.schedule).go()
+        finally:
+            if self.bar is not None:
+                self.bar.close()
+            self.fresh.clear()  # whoever is in it has it too: they would keep each other
+
+    def differentiate(
+        self, gradients: list[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run everything forward and back; the gradients of the real tensors that entered."""
+        self.gradients = gradients
+        for root, given in zip(self.program.roots, gradients, strict=True):
+            self.roots[root] = self.roots[root] + given if root in self.roots else given
+        self._go()
+        if len(gradients) == 1:  # torch calls hooks of its only root wherever that leads
+            hooks.apply(self.program.roots[0], gradients[0], self.hooked)
+        found = []
+        for value, cross in self.cross.items():
+            info = cross.info
+            if not self.program.is_leaf(value) or not self.program.needs_gradient(value):
+                continue
+            gradient = cross.take_total_gradient()
+            if gradient is not None and info.real is not None:
+                found.append((value, info.real, gradient.to(info.real.dtype)))
+        if any(real._post_accumulate_grad_hooks or real._backward_hooks for _, real, _ in found):
+            order = self._order_of_leaves()
+            found.sort(key=lambda entry: order.get(entry[0], (0, 0)))
+        return [(real, gradient) for _, real, gradient in found]
+
+    def _order_of_leaves(self) -> dict[int, tuple[int, int]]:
+        """Where leaves are read first. torch's backward comes to them from the last call on, and to
+        those of one call in the order of its words; of a product with a bias to that first.
+        What is delivered last has its hooks called first."""
+        order: dict[int, tuple[int, int]] = {}
+        for i, node in sorted(self.program.nodes.items()):
+            step = 1 if _core.node(i)[1] == "linear" else -1
+            for k, import_id in enumerate(node.imports):
+                if import_id >= 0:
+                    order.setdefault(self.program.imports[import_id].value, (i, step * k))
+        return order
+
+    def compute(self) -> None:
+        """Run everything forward, without graphs."""
+        self._go()
+
+    # -- commit -----------------------------------------------------------------------------------
+
+    def settle(self, is_spent: bool) -> None:
+        """Find the numbers of the user's lazies; all else goes, before graphs outside go back."""
+        self.tracked.settle()
+        self.is_spent = is_spent
+        self.numbers = Numbers(self.program, self.cross, is_spent)
+        self.cross.clear()
+
+    def commit(self) -> None:
+        """Write statistics, leave the generator as eager would, give the user's lazies their
+        numbers."""
+        _core.set_busy(True)
+        try:
+            self._commit()
+        finally:
+            _core.set_busy(False)
+
+    def write_statistics(self) -> None:
+        """Write what the calls of the program write on the side; once."""
+        done: set[int] = _core.memo().setdefault("effects", set())
+        nodes = self.program.nodes.values() if self.program.has_effects else ()
+        fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
+        written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
+        unwritten.note_written({n.id for n in fresh})
+        self.tracked.write(done)
+        for value, (real, copy) in self.scratch.items():
+            if value in written:
+                with torch.no_grad():
+                    without_version(real).copy_(copy)
+                _core.refresh_leaf(value)
+        done.update(n.id for n in fresh)
+
+    def _commit(self) -> None:
+        self.write_statistics()
+        if not self.is_forward:
+            self.tracked.move_again()
+        self.draws.commit()
+        hooks.commit(self.hooked)
+        if self.is_spent:
+            _core.spend(self.program.handle, False)
+        self.numbers.deliver()
+        if self.is_forward and not self.program.is_known_only:
+            _core.forget_left()  # all that can be read goes on from what is known now
+        if not _core.close():
+            self.numbers.leave()
+
+
+@unwritten.reading()
+def _attempt(
+    program: Program, planned: plans.Plan, run: Callable[[Replay], Any]
+) -> tuple[Any] | None:
+    """Run a program and commit it, with twice the chunks where memory runs out.
+
+    Returns:
+        What `run` returned; None: the program has to run whole.
+    """
+
+    def go() -> tuple[Any] | None:
+        done = attempt(program, planned, Replay, run)
+        if done is None:
+            return None
+        replay, result, ran = done
+        replay.commit()
+        del replay, done  # what is left now is left for the next step
+        ran.keep(program)
+        return (result,)
+
+    with outside_inference():
+        return _core.drawing(go) if program.is_drawing else go()
+
+
+def _is_whole() -> bool:
+    """Whether that is known without staging, and why."""
+    if is_whole := planner.is_whole():
+        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
+    return is_whole
+
+
+@unwritten.reading()
+def _stage(
+    roots: list[torch.Tensor],
+    is_known_only: bool = False,
+    gets: Callable[[torch.Tensor], bool] | None = None,
+    unwanted: tuple[_core.LazyTensor, ...] = (),
+) -> tuple[Program, plans.Plan] | None:
+    """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
+    program = Program(roots, is_known_only, gets=gets, unwanted=unwanted)
+    if not program.n_nodes:
+        return program, plans.Plan(0)
+    if roots:
+        checkpoints.check(program, gets is not None)
+    explain.log_whole(program)
+    is_whole = program.unstageable is not None or not program.has_body
+    cause = explain.cause_of_whole(program) if is_whole else explain.FITS_LATER
+    try:
+        if is_whole:
+            needed = estimates.estimate(program, bool(roots)).whole
+            unsplit.check_whole(program, cause, needed)
+        is_live = program.unstageable is not None or (roots and is_whole)
+        if is_live:
+            steps.note_end(None)
+        if is_live or not roots:
+            planned = None if is_live else planner.plan_read(program, is_known_only)
+            if planned is None:
+                reports.decide(cause)
+            return (program, planned) if planned is not None else None
+        planned = planner.plan(program, True)
+        steps.note_end(planned.whole or None)
+    except MemoryLimitError:
+        _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
+        raise
+    if not planned.is_whole:
+        spent.check_program(program.handle)
+        overwritten.check(program)
+        return program.cut_for(planned.way), planned
+    found = explain.layers_of(program) if planned.predicted is not None else ()
+    decision = reports.Decision(
+        planned.why,
+        planned.predicted,
+        planned.allowed,
+        layers=found,
+        least_limit=planned.least_limit,
+    )
+    reports.decide(decision)
+    return None
+
+
+def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
+    """Give the pending values that the user can reach their numbers, in chunks.
+
+    Known only: leave those with a gradient in their history. False: it has to run whole.
+    """
+    with reports.Asking("a read" if caller is None else reports.call_of(caller)):
+        return read_all(is_known_only)
+
+
+@in_turn
+@surroundings.in_outside
+def read_all(is_known_only: bool) -> bool:
+    """As `read`, for who has said what asks."""
+    settle_outdated()
+    if _is_whole():
+        return False
+    _core.check_leaves()
+    staged = _stage([], is_known_only)
+    if staged is not None and staged[1].n_chunks == 0:
+        return True
+
+    def run(replay: Replay) -> None:
+        replay.compute()
+        replay.settle(False)
+
+    done = _attempt(*staged, run) if staged is not None else None
+    return done is not None
+
+
+def differentiate(
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    is_retained: bool,
+    inputs: Sequence[torch.Tensor] | None,
+    finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+) -> Any:
+    """Differentiate the roots in chunks and hand the gradients of the real tensors to `finish`,
+    which wants those of `inputs`; None: of all.
+
+    Returns:
+        NotImplemented where the program has to run whole; else what `finish` returns.
+    """
+
+    def take(found: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        return deliver.deliver(found, finish)
+
+    gets = engine.getters(inputs) if inputs else None
+    return _held(roots, gradients, is_retained, gets, take)
+
+
+def gradients_of(
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    is_retained: bool,
+    unwanted: tuple[_core.LazyTensor, ...],
+    gets: Callable[[torch.Tensor], bool] | None,
+) -> Any:
+    """Differentiate the roots in chunks.
+
+    Args:
+        roots: lazies of one tape.
+        gradients: of the roots.
+        is_retained: whether they can be differentiated again.
+        unwanted: lazies of that tape whose numbers nobody is to get.
+        gets: whether a real tensor is to get a gradient; None: all are.
+
+    Returns:
+        Pairs of a real tensor and its gradient; NotImplemented where the program has to run whole.
+    """
+    return _held(roots, gradients, is_retained, gets, list, unwanted)
+
+
+@surroundings.in_outside
+def _held(roots: list[torch.Tensor], *words: Any) -> Any:
+    """Another thread's program, and one that was cut off, is run as it would be there."""
+    return _core.held(roots[0] if roots else None, _differentiate, (roots, *words), {})
+
+
+def _differentiate(
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    is_retained: bool,
+    gets: Callable[[torch.Tensor], bool] | None,
+    take: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], Any],
+    unwanted: tuple[_core.LazyTensor, ...] = (),
+) -> Any:
+    lazies = [root for root in roots if type(root) is _core.LazyTensor]
+    if len(lazies) < len(roots):
+        return NotImplemented
+    if any(_core.real(root) is not None or not root.requires_grad for root in lazies):
+        return NotImplemented
+    settle_outdated()
+    if any(_core.real(root) is not None for root in lazies):
+        raise StaleError(
+            "backward: a tensor was changed in place after the value that is differentiated was "
+            "computed with it; change it after backward()"
+        )
+    if all(map(_core.is_pending_here, lazies)) and _is_whole():
+        _core.forget_left()
+        return NotImplemented
+    filled = []
+    for root, gradient in zip(roots, gradients, strict=True):
+        if gradient is None:
+            if root.numel() != 1:
+                return NotImplemented  # torch's own words are raised by the whole run
+            gradient = torch.ones(root.shape, dtype=root.dtype, device=root.device)
+        elif type(gradient) is _core.LazyTensor:
+            gradient = _core.read(gradient)
+        if not isinstance(gradient, torch.Tensor):
+            return NotImplemented  # likewise
+        if gradient.shape != root.shape:
+            return NotImplemented
+        filled.append(gradient)
+    if not all(_core.is_pending_here(root) for root in roots):
+        return NotImplemented
+    _core.check_leaves()
+    for root in roots:
+        _core.describe(root)  # what a tensor was changed for has no value: it says so
+    _core.forget_left()
+    staged = _stage(roots, False, gets, unwanted)
+    if staged is None:
+        return NotImplemented
+
+    def run(replay: Replay) -> tuple[bool, Any]:
+        found = replay.differentiate(filled)
+        replay.settle(not is_retained)
+        if deliver.goes_on(found):
+            return True, found
+        replay.is_delivering = True  # hooks of the user's are called: there is no other try
+        replay.write_statistics()
+        replay.draws.leave()
+        return False, take(found)
+
+    done = _attempt(*staged, run)
+    if done is None:
+        return NotImplemented
+    goes_on, result = done[0]
+    del done
+    if goes_on:  # what was cut off runs now, and this part is over, with all that it held
+        result = take(result)
+    _core.note_backward()
+    return result

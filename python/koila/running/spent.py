@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number of a value whose backward ran: it still says that it requires a gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from koila import _core
+from koila.basics import engine
+from koila.messages.errors import KoilaError, StaleError
+
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+
+
+@functools.cache
+def _second_time() -> str:
+    """What torch says to who differentiates a second time."""
+    with torch._C._InferenceMode(False), torch.enable_grad():
+        leaf = torch.ones((), device="cpu", requires_grad=True)
+        root = leaf.exp()
+        try:
+            for _ in range(2):
+                engine.gradients_of([root], [leaf], [torch.ones_like(root)])
+        except RuntimeError as error:
+            return str(error)
+    raise AssertionError("a graph that was used up can be used again")
+
+
+def used_up() -> KoilaError:
+    """The error for who differentiates again what a backward went through. Torch raises it only
+    where a call of that graph had saved something; koila keeps no graph in either case."""
+    return KoilaError(
+        f"{_second_time()} koila keeps no graph behind a value whose backward ran, also where the "
+        "calls saved nothing for it."
+    )
+
+
+class _Refusing(engine.Function):
+    """The node behind numbers through which no gradient goes back: `refuse` raises why. Its inputs
+    are the leaves that the numbers were made of, for those who ask for the gradients of some."""
+
+    is_left = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, dtype: torch.dtype, device: torch.device, *leaves: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.n = len(leaves)
+        ctx.set_materialize_grads(False)
+        return torch.ones((), dtype=dtype, device=device)
+
+    @classmethod
+    def backward(cls, ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Where no gradient comes there is nothing to refuse: the engine goes on through all inputs
+        of a node that stands for a part of a program."""
+        if any(gradient is not None for gradient in gradients):
+            cls.refuse()
+        return (None,) * (2 + ctx.n)
+
+    @staticmethod
+    def refuse() -> NoReturn:
+        raise NotImplementedError
+
+
+class _Spent(_Refusing):
+    """A number whose graph was used up."""
+
+    @staticmethod
+    def refuse() -> NoReturn:
+        raise used_up()
+
+
+class _Outdated(_Refusing):
+    """A number whose graph read what has changed since."""
+
+    @staticmethod
+    def refuse() -> NoReturn:
+        raise StaleError(
+            "backward: only the number of this value is left, since a tensor that it was computed "
+            "with was changed in place after it was read, or its step is over; call backward() "
+            "before that"
+        )
+
+
+def _hung_on(function: Any, number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
+    with torch._C._InferenceMode(False), torch.enable_grad():
+        inputs = list({id(leaf): leaf for leaf in leaves}.values())
+        if not inputs:
+            inputs.append(torch.ones((), device="cpu").requires_grad_())
+        with engine.as_recorded(inputs):
+            root = function.apply(number.dtype, number.device, *inputs)
+        hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
+            root.expand(number.shape), number.shape
+        )
+        _DATA.__set__(hung, number.detach())  # which is no view of the root to torch
+    return hung
+
+
+def spent(number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
+    """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
+    through it again. Whoever keeps that graph keeps none of the memory, as with eager's.
+
+    Args:
+        number: what is left.
+        leaves: the tensors that it was made of.
+
+    Example:
+        >>> import torch
+        >>> from koila.running.spent import spent
+        >>> spent(torch.ones(()), []).requires_grad
+        True
+    """
+    return _hung_on(_Spent, number, leaves)
+
+
+def outdated(number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Likewise, with a graph behind it that raises: what it was computed with is another now."""
+    return _hung_on(_Outdated, number, leaves)
+
+
+def check_program(program: object) -> None:
+    """Raise where a backward went through calls of a program (its handle), whose values no lazy
+    stands for, and kept nothing for another."""
+    if _core.spend(program, True) is not None:
+        _Spent.refuse()
+
+
+def check(roots: Iterable[Any], inputs: Iterable[Any]) -> None:
+    """Raise where the gradient of a value was asked for that may have led to a number of which only
+    that is left: to torch `roots` have nothing to do with such a value."""
+    missing = {(t.grad_fn, t.output_nr) for t in inputs if t is not None and t.grad_fn is not None}
+    wanted, seen = missing.copy(), set[Any]()
+    steps = [(t.grad_fn, t.output_nr) for t in roots if missing and t is not None]
+    refusing: Any = None
+    while steps:
+        node, _ = step = steps.pop()
+        missing.discard(step)
+        function = getattr(node, "_forward_cls", None)
+        if refusing is None and getattr(function, "is_left", False):
+            refusing = function
+        if step not in wanted and node is not None and node not in seen:
+            seen.add(node)
+            steps += node.next_functions
+    if missing and refusing is not None:
+        refusing.refuse()

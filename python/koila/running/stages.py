@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the stages of a program run on chunks: what they are given, what is kept of them, and the
+gradients that come for it.
+
+Nothing here decides in which order: a schedule does, which `interpret.py` goes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from koila import _core
+from koila.basics.rows import Bounds, Place, chunk_shape, cut, grid, without_memory
+from koila.messages.errors import NotInChunksError
+from koila.planning import plans
+from koila.random import draws
+from koila.reductions import calls, meets, norms
+from koila.reporting import progress
+from koila.running import accrue, derived, saved, views
+from koila.running.cross import Cross, Fresh, has_way_back
+from koila.running.tracked import Tracked
+from koila.staged import hooks
+from koila.staged.facts import ROWS, Node, Run
+from koila.staged.program import Program
+from koila.staged.schedule import DATA, Schedule
+
+_T = TypeVar("_T")
+
+
+class Reads:
+    """What the chunks of a body are given of tensors that entered the program: found once, and not
+    for each chunk."""
+
+    def __init__(self, stages: Stages, run: Run, is_graph: bool) -> None:
+        self.common: list[Any] = [None] * stages.program.n_imports
+        self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # by chunk
+        self.others: list[int] = []  # what the program made
+        grid = stages.grid_of(run)
+        for import_id in run.imports:
+            value, place, is_range = stages.program.imports[import_id]
+            cross = stages.cross_of(value)
+            cut = None
+            if stages.program.is_leaf(value) and not is_range:
+                if place is None:
+                    self.common[import_id] = cross.read_whole(is_graph)
+                    continue
+                cut = cross.cut_all(place, grid, is_graph)
+            if cut is None:
+                self.others.append(import_id)
+            else:
+                self.pieces.append((import_id, cut))
+
+
+class Stages:
+    """One step: a program, its chunks, and what crosses from stage to stage."""
+
+    def __init__(
+        self,
+        program: Program,
+        planned: plans.Plan,
+        hooked: hooks.Seen,
+    ) -> None:
+        self.program = program
+        self.planned = planned
+        self.grids: dict[int, list[Bounds]] = draws.pinned_grids()
+        for axis, rows in program.axes.items():
+            self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
+        self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
+        self.hooked = hooked
+        self.is_forward = not program.roots  # nothing is differentiated
+        self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
+        self.roots: dict[int, torch.Tensor] = {}  # by value
+        self.is_delivering = self.is_spent = False
+        self.cross: dict[int, Cross] = {}
+        self.fresh: Fresh = {}  # of the graphs that go back next
+        self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
+        self.reads: dict[tuple[int, bool], Reads] = {}  # of the runs of one step of the schedule
+        self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
+        self.scratch = self._copy_statistics()
+        self.tracked = Tracked(program)
+        self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # by call and chunk
+        self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
+        self.draws = draws.Draws(program, self.grids)
+        self.bar: progress.Bar | None = None
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """What is done, forward and back."""
+        n_chunks = max(map(len, self.grids.values()), default=1)
+        if not self.is_forward and not saved.are_hooks_allowed():
+            n_chunks = saved.NEVER
+        schedule = self.program.schedule(not self.is_forward, self.planned.way, n_chunks)
+        head = schedule.head()
+        if head is not None and not self.planned.way.n_across:
+            self._cut_in_pieces(head)
+        return schedule
+
+    def _cut_in_pieces(self, head: Run) -> None:
+        """Chunks are cut again for the head of a body, and for what counts its labels before, which
+        nobody reads by rows."""
+        found = [
+            (start + first, start + last)
+            for start, stop in self.grids[head.axis]
+            for first, last in grid(stop - start, self.planned.way.n_pieces)
+        ]
+        self.pieces[head.stage, head.axis, head.segment] = found
+        self.pieces[DATA, head.axis, 0] = found
+
+    def grid_of(self, run: Run) -> list[Bounds]:
+        """The chunks that a body, or a segment of one, runs on."""
+        found = self.pieces.get((run.stage, run.axis, run.segment)) if self.pieces else None
+        return found or self.grids[run.axis]
+
+    def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Leaves that a node writes on the side, each with the copy that it writes instead."""
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for node in self.program.nodes.values() if self.program.has_effects else ():
+            for k, import_id in enumerate(node.imports):
+                if node.leaf_writes >> k & 1 and import_id >= 0:
+                    value = self.program.imports[import_id].value
+                    real = self.program.info(value).real
+                    assert real is not None
+                    copies.setdefault(value, (real, real.detach().clone()))
+        return copies
+
+    # -- what a stage reads ------------------------------------------------------------------------
+
+    def cross_of(self, value: int) -> Cross:
+        """The value as other stages see it; leaves enter when first asked for."""
+        if value not in self.cross:
+            info = self.program.info(value)
+            tensor = info.real if info.real is not None else info.result
+            assert tensor is not None, f"value {value} has neither a tensor nor a number"
+            if value in self.scratch:
+                tensor = self.scratch[value][1]
+            self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh, tensor)
+        return self.cross[value]
+
+    def _given(
+        self,
+        import_id: int,
+        run: Run,
+        chunk: int,
+        is_graph: bool,
+        stand_ins: dict[int, Cross] | None,
+    ) -> torch.Tensor:
+        entry = self.program.imports[import_id]
+        cross = (stand_ins or {}).get(entry.value) or self.cross_of(entry.value)
+        if not run.is_body:
+            return cross.read_whole(is_graph)
+        start, stop = self.grid_of(run)[chunk]
+        if entry.is_range and entry.place is not None:
+            _, _, outer, inner = entry.place
+            return cross.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
+        place, grid = self._part_of(import_id, run)
+        if place is None:
+            return cross.gather(is_graph)
+        return cross.read_rows(place, grid, chunk, is_graph)
+
+    def _part_of(self, import_id: int, run: Run) -> tuple[Place | None, Sequence[Bounds]]:
+        """Where that of an import is which a chunk is given: its rows, or the entry made for it."""
+        value, place, _ = self.program.imports[import_id]
+        if value in self.by_chunk:
+            dim, n_chunks = self.by_chunk[value], len(self.grid_of(run))
+            return (run.axis, dim, 1, 1), [(chunk, chunk + 1) for chunk in range(n_chunks)]
+        return place, self.grid_of(run)
+
+    def _shadow(self, import_id: int, run: Run, chunk: int) -> torch.Tensor:
+        """A tensor with the sizes of a value that is not there yet."""
+        value, place, _ = self.program.imports[import_id]
+        shape, rows = self.program.info(value).shape, -1
+        if place is not None:
+            start, stop = self.grid_of(run)[chunk]
+            rows = stop - start
+        if (import_id, rows) not in self.zeros_of:
+            shape = shape if place is None else chunk_shape(shape, place, rows)
+            self.zeros_of[import_id, rows] = self.zeros(value, shape)
+        return self.zeros_of[import_id, rows]
+
+    def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Stand in for a value, with no memory to speak of."""
+        info = self.program.info(value)
+        return without_memory(shape, info.dtype, info.device)
+
+    def given_to(
+        self, run: Run, chunk: int, is_graph: bool, stand_ins: dict[int, Cross] | None
+    ) -> list[Any]:
+        """All that a stage reads from outside on one chunk, by number."""
+        numbers = run.imports
+        if run.is_body:
+            key = run.index, is_graph
+            if key not in self.reads:
+                self.reads[key] = Reads(self, run, is_graph)
+            reads = self.reads[key]
+            imports, numbers = reads.common.copy(), reads.others
+            for import_id, pieces in reads.pieces:
+                imports[import_id] = pieces[chunk]
+        else:
+            imports = [None] * self.program.n_imports
+        for import_id in numbers:
+            imports[import_id] = self._given(import_id, run, chunk, is_graph, stand_ins)
+        for import_id in run.shadows:
+            imports[import_id] = self._shadow(import_id, run, chunk)
+        return imports
+
+    # -- running one stage ------------------------------------------------------------------------
+
+    def run_nodes(
+        self,
+        run: Run,
+        chunk: int,
+        is_graph: bool,
+        stand_ins: dict[int, Cross] | None = None,
+        look: saved.Look | None = None,
+        again: Mapping[int, torch.Tensor | None] | None = None,
+    ) -> list[Any]:
+        """Run the nodes of a stage on one chunk (a joint: once); the values made, by number.
+
+        Args:
+            run: which nodes.
+            chunk: on which rows.
+            is_graph: whether gradients are to go back through it.
+            stand_ins: what is given for values of other stages.
+            look: who looks at what autograd saves of it.
+            again: run only what makes these values, of those that are there.
+        """
+        env: list[Any] = [None] * self.program.n_values
+        for value, tensor in (again or {}).items():
+            env[value] = tensor
+        imports = self.given_to(run, chunk, is_graph, stand_ins)
+        if self.bar is not None and run.is_body:
+            self.bar.tick()
+        if not run.is_body:
+            self._combine(run, env, is_graph, stand_ins)
+        bounds = self.grid_of(run)[chunk] if run.is_body else None
+        rows = bounds[1] - bounds[0] if bounds else -1
+
+        def run_other(
+            i: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            node = self.program.node(i)
+            if node.is_random:
+                return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
+            if (made := accrue.run(self.program, node, func, args, kwargs)) is not None:
+                return made
+            if i in run.parts and self._is_plain(node, run):
+                results = func(*args, **kwargs)
+                return tuple(results) if isinstance(results, tuple | list) else (results,)
+            if func is norms.batch_norm and isinstance(args[6], norms.Again):
+                args = self.tracked.note_again(node, args)
+            is_alone = run.is_body and self.is_forward and len(self.grid_of(run)) == 1
+            is_given = node.mode == ROWS and func in meets.N_OWN
+            if is_given and is_alone:  # one forward without a graph: torch's own call
+                return meets.run_alone(func, args, kwargs)
+            if is_given:
+                self.tracked.note(node, func, args)
+                return func(*args, **kwargs)
+            if node.mode == ROWS and func is torch.instance_norm and not is_alone:
+                return self.tracked.instance_norm(node, run.stage, chunk, args, kwargs)
+            if i in run.parts:
+                start = bounds[0] if bounds else 0
+                memo = self.memos.setdefault((i, chunk), {})
+                words = self.program, node, func, args, kwargs, start, memo
+                reduction, call = calls.parts_of(*words)
+                return reduction.partials(run.parts[i], call)
+            return self._settle_view(node, func(*args, **kwargs), args)
+
+        def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            # A write keeps the graph also under no_grad; what is written is no inference tensor.
+            with outside_inference(), torch.set_grad_enabled(is_graph):
+                storage = storage.clone()
+                return views.take(self.program, value, storage, rows, is_graph), storage
+
+        def cut_import(tensor: torch.Tensor, import_id: int) -> torch.Tensor:
+            entry = self.program.imports[import_id]
+            assert bounds is not None and entry.place is not None
+            return cut(tensor, entry.place, self.grid_of(run)[-1][1], bounds)
+
+        def settle(i: int) -> None:
+            assert look is not None
+            look.settle(self.program.node(i), env)
+
+        with contextlib.ExitStack() as block:
+            if self.program.is_derived:
+                nodes = run.nodes if is_graph and again is None else ()
+                block.enter_context(derived.beside(nodes))
+            if look is not None:
+                block.enter_context(look.hooks())
+            _core.run(
+                self.program.handle,
+                run.index,
+                env,
+                imports,
+                rows,
+                not is_graph,
+                run_other,
+                cut_import,
+                self.program.cloned,
+                clone,
+                None if look is None else look.pending,
+                settle,
+                None if again is None else tuple(again),
+                None,
+            )
+        return env
+
+    def _is_plain(self, node: Node, run: Run) -> bool:
+        """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
+        together from parts, its last bit could be another."""
+        is_one = self.is_forward and len(self.grid_of(run)) == 1 and node.stage == run.stage
+        return is_one and not calls.is_of_chunks(node)
+
+    def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
+        """What was recorded as a copy must be one, and what was recorded as a view too: a write
+        tells them apart."""
+        if not isinstance(result, torch.Tensor) or not args:
+            return result
+        source = self.program.info(self.program.imports[node.imports[0]].value)
+        is_view = self.program.info(node.first_out).storage == source.storage
+        is_shared = result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+        if is_view and not is_shared:
+            raise NotInChunksError(f"{_core.node(node.id)[3]}: a chunk is laid out otherwise")
+        return result.clone() if is_shared and not is_view else result
+
+    def _combine(
+        self, run: Run, env: list[Any], is_graph: bool, stand_ins: dict[int, Cross] | None
+    ) -> None:
+        """Reductions that ended in the body before: their partials become values here."""
+        with torch.set_grad_enabled(is_graph):
+            for node in run.combined:
+                value = node.first_out
+                cross = (stand_ins or {}).get(value) or self.cross[value]
+                combined = cross.results
+                if combined is None:
+                    parts = cross.read_parts(is_graph)
+                    combined = calls.combine(self.program, node, parts)
+                dim = calls.dim_of_chunks(self.program, node)
+                for out, tensor in zip(node.outs, combined, strict=True):
+                    first = tensor if dim is None else tensor.narrow(dim, 0, 1)
+                    _core.check_result(node.id, out, first)
+                    env[out] = tensor
+                if dim is not None:
+                    self.by_chunk[value] = dim
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def collect(
+        self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]
+    ) -> None:
+        """Keep what leaves the stage, without its graph."""
+        for value in values:
+            node = self.program.node_of(value)
+            assert node is not None
+            cross = self.cross_left(value)
+            if node.id in run.parts and self._is_plain(node, run):
+                cross.results = env[value]
+            elif node.id in run.parts:
+                cross.add_parts(chunk, run.parts[node.id], env[value])
+            else:
+                cross.add_chunk(chunk, env[value], self.grid_of(run))
+
+    def cross_left(self, value: int) -> Cross:
+        """What a body leaves as other stages see it."""
+        if value not in self.cross:
+            info = self.program.info(value)
+            self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
+        return self.cross[value]
+
+    def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
+        """Run a joint; returns where its graph is entered, by value: what is not kept for backward
+        can be let go before it."""
+        env = self.run_nodes(run, 0, is_graph)
+        graph: dict[int, GradientEdge] = {}
+        combined = [out for node in run.combined for out in node.outs]
+        for value in [*combined, *run.exports]:
+            tensor = env[value]
+            info = self.program.info(value)
+            parts = self.cross.get(value)
+            whole = Cross(info, self.program.needs_gradient(value), self.fresh, tensor.detach())
+            if parts is not None:
+                whole.parts, whole.aliases = parts.parts, parts.aliases
+            self.cross[value] = whole
+            if is_graph and tensor.requires_grad and has_way_back(tensor):
+                graph[value] = get_gradient_edge(tensor)
+        return graph
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def settle_chunk(self, run: Run, chunk: int) -> None:
+        """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
+        if self.planned.way.offload_every == 0:
+            return
+        for import_id in run.imports:
+            cross = self.cross.get(self.program.imports[import_id].value)
+            if cross is not None and cross.is_offloaded:
+                self.forget(cross.settle(chunk))
+
+    def seeds(
+        self, run: Run, left: Mapping[int, Any] | Sequence[Any], chunk: int
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """What a run on a chunk left, or where its graph is entered, and the gradient that came for
+        it; parts of a reduction one by one."""
+        pairs: list[tuple[Any, torch.Tensor | None]] = []
+        for value in run.exports:
+            node = self.program.node_of(value)
+            assert node is not None
+            if node.id in run.parts:
+                pairs += self.cross[value].part_seeds(chunk, run.parts[node.id], left[value])
+            else:
+                pairs.append((left[value], self.cross[value].seed(self.grid_of(run), chunk)))
+        return [(out, seed) for out, seed in pairs if out is not None and seed is not None]
+
+    def take_rows_of(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
+        """Gradients for rows of what is there whole go to their places."""
+        for import_id in run.imports:
+            value = self.program.imports[import_id].value
+            place, grid = self._part_of(import_id, run)
+            cross = stand_ins.get(value) or self.cross.get(value)
+            if cross is not None and place is not None:
+                self.forget(cross.take_rows(place, grid, chunk))
+
+    def forget(self, aliases: Iterable[torch.Tensor]) -> None:
+        """No gradient comes for them any more: those that got none must not keep their memory."""
+        for alias in aliases:
+            if alias.grad is None:
+                self.fresh.pop(id(alias), None)
+
+    def apart(self, run: Callable[[], _T]) -> tuple[_T, Fresh]:
+        """Run what has a graph that waits; also the aliases that it was given: gradients that go
+        back through it may be their first ones."""
+        before = self.fresh.copy()
+        self.fresh.clear()
+        try:
+            return run(), self.fresh.copy()
+        finally:
+            self.fresh.clear()
+            self.fresh.update(before)
+
+    def go_on(self, given: Fresh) -> None:
+        """What was given to a graph that waited, which goes back now."""
+        for i, (cross, key, alias) in given.items():
+            cross.await_again(key, alias)
+            if alias.grad is None:
+                self.fresh[i] = cross, key, alias
+
+
+@contextlib.contextmanager
+def outside_inference() -> Iterator[None]:
+    """Whoever reads in inference mode, what was recorded outside of it is not of that kind; calls
+    have their own mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch._C._InferenceMode(False), torch.set_grad_enabled(False):
+        yield

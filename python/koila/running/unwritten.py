@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that a recorded call is still to write: the running statistics of a normalization.
+
+Plain torch would read such a tensor as it was before the call. So from the record of the call to
+its write the tensor is of a class of ours, whose `__torch_function__` runs what waits, and then
+makes the call on the tensor as eager has it. It stays the same object, and has its own class again
+as soon as it is written. Other tensors of the same memory (a state dict that was kept) are watched
+with it.
+
+    net(koila.lazy(real))           # recorded: net.norm.running_mean is to be written
+    net(fake)                       # torch.batch_norm(fake, ...) reads that: the write comes first
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from koila import _core
+from koila.running import cross
+
+#: The key of a tape's memo under which its writes are, by node.
+_KEY = "unwritten"
+_writes: weakref.WeakSet[Write] = weakref.WeakSet()  # of all tapes
+_n_writes: dict[int, int] = {}  # by id of a tensor, how many are to write it
+_run: Callable[[str], None] | None = None  # what is pending on this thread
+#: Told of the watched tensors, by id, that a call asks for before they are written.
+on_read: Callable[[set[int]], None] | None = None
+#: Methods and attributes that are the same before a write and after it.
+_NO_NUMBERS = frozenset(
+    """device dim dtype element_size get_device grad grad_fn is_complex is_contiguous is_cpu is_cuda
+    is_floating_point is_leaf is_meta is_nested is_quantized is_sparse itemsize layout nbytes ndim
+    nelement numel requires_grad shape size stride __len__""".split()
+)
+_WHY = "plain torch, on a tensor that a recorded call is to write"
+
+
+def begin(run: Callable[[str], None]) -> None:
+    """From now on `run` runs what is pending, when a tensor is asked for that it is to write."""
+    global _run
+    _run = run
+
+
+def end() -> None:
+    """Give all tensors their own classes back, and watch none from now on."""
+    global _run
+    _run = None
+    for write in list(_writes):
+        write.end()
+
+
+# Classes ------------------------------------------------------------------------------------------
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Make a call of plain torch after what it could see has been written."""
+    if _core.LazyTensor in types:
+        return NotImplemented  # it is recorded: it comes after what was recorded before
+    words = kwargs or {}
+    if not (_asks_no_number(func) or _is_own()):
+        found = note_read((args, words))
+        _make([write for write in _writes if not found or write.writes(found)])
+        return func(*args, **words)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **words)
+
+
+def note_read(given: Any) -> set[int]:
+    """The ids of the watched tensors among the arguments of a call, which reads them."""
+    found = set(map(id, _among(given)))
+    if on_read is not None and found:
+        on_read(found)
+    return found
+
+
+class _Own(threading.local):
+    n_blocks = 0
+
+
+_own = _Own()
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """A block in which this thread sees the tensors as they are, to run what is to write them."""
+    _own.n_blocks += 1
+    try:
+        yield
+    finally:
+        _own.n_blocks -= 1
+
+
+def _is_own() -> bool:
+    return _own.n_blocks > 0 or _core.is_busy()
+
+
+def _asks_no_number(func: Any) -> bool:
+    """Whether a call asks for what is the same before a write and after it."""
+    if getattr(func, "__name__", "") == "__get__":
+        return getattr(func.__self__, "__name__", "") in _NO_NUMBERS
+    return getattr(func, "__name__", "") in _NO_NUMBERS
+
+
+@functools.cache
+def _watched(kind: type) -> type | None:
+    """The class of a watched tensor, whose own class is `kind`; None: that sees calls itself."""
+    own = kind.__dict__.get("__torch_function__", torch._C._disabled_torch_function_impl)
+    if kind is not torch.Tensor and own is not torch._C._disabled_torch_function_impl:
+        return None
+    members = {"__torch_function__": classmethod(_torch_function), "__module__": kind.__module__}
+    return type(kind)(kind.__name__, (kind,), {**members, "_koila_own_class": kind})
+
+
+def _is_watched(obj: Any) -> bool:
+    return id(obj) in _n_writes and hasattr(type(obj), "_koila_own_class")
+
+
+def _among(obj: Any) -> Iterator[torch.Tensor]:
+    """The watched tensors in the arguments of a call."""
+    if isinstance(obj, tuple | list):
+        for item in obj:
+            yield from _among(item)
+    elif isinstance(obj, dict):
+        yield from _among(list(obj.values()))
+    elif _is_watched(obj):
+        yield obj
+
+
+# Writes -------------------------------------------------------------------------------------------
+
+
+class Write:
+    """A call that is to write some tensors, kept by its tape until it has."""
+
+    def __init__(self, tape: object, tensors: list[torch.Tensor]) -> None:
+        self.tape = tape
+        self.tensors: list[torch.Tensor] = []
+        for tensor in tensors:
+            kind = _watched(getattr(type(tensor), "_koila_own_class", type(tensor)))
+            if kind is not None:
+                self.tensors.append(tensor)
+                _n_writes[id(tensor)] = _n_writes.get(id(tensor), 0) + 1
+                tensor.__class__ = kind
+        _writes.add(self)
+
+    def end(self) -> None:
+        """It was made, or never will be."""
+        while self.tensors:
+            tensor = self.tensors.pop()
+            _n_writes[id(tensor)] -= 1
+            if not _n_writes[id(tensor)]:
+                del _n_writes[id(tensor)]
+                tensor.__class__ = type(tensor)._koila_own_class  # type: ignore[attr-defined]
+
+    def writes(self, ids: set[int]) -> bool:
+        """Whether it is to write one of the tensors with these ids."""
+        return any(id(tensor) in ids for tensor in self.tensors)
+
+    def __del__(self) -> None:
+        self.end()
+
+
+def watch(tape: object, node: int, tensors: list[torch.Tensor]) -> None:
+    """A call that is recorded now on this thread's tape, as `node`, is to write some tensors."""
+    if _run is None:
+        return
+    writes: dict[int, Write] = _core.memo().setdefault(_KEY, {})
+    writes[node] = Write(tape, [*tensors, *_others_of(tensors)])
+
+
+def note_written(nodes: set[int] | None = None) -> None:
+    """Calls of this thread's tape have written what they were to (None: all of them)."""
+    writes: dict[int, Write] = _core.memo().get(_KEY, {})
+    for node in list(writes) if nodes is None else nodes & writes.keys():
+        writes.pop(node).end()
+
+
+def make(ids: set[int]) -> None:
+    """Run the programs that are to write tensors with these ids."""
+    if _run is not None:
+        _make([write for write in _writes if write.writes(ids)])
+
+
+def _make(writes: list[Write]) -> None:
+    """Run the programs of some writes."""
+    assert _run is not None
+    for tape in {id(write.tape): write.tape for write in writes if write.tensors}.values():
+        try:
+            with temporarily_clear_interpreter_stack():  # of a transform that the call is in
+                _core.held(tape, _run, (_WHY,), {})
+        finally:  # what could not run waits until somebody asks for it by name
+            _core.held(tape, note_written, (), {})
+
+
+# What torch does not hand to a tensor's class -----------------------------------------------------
+
+
+def unseen() -> Iterator[tuple[Any, str]]:
+    """Functions that look past the class of a tensor, and those that write other tensors before the
+    ones that are watched: whose they are, and their names."""
+    yield from ((torch, "tensor"), (torch, "asarray"), (torch.Tensor, "set_"))
+    yield from ((torch.utils.dlpack, "to_dlpack"), (torch._C, "_to_dlpack"), (torch.jit, "script"))
+    yield from ((torch.nn.Module, "load_state_dict"), (torch.nn.Module, "_apply"))
+    yield torch.nn.parallel.DistributedDataParallel, "_sync_buffers"
+    names = """all_gather all_reduce all_to_all broadcast gather isend irecv recv reduce scatter
+    send reduce_scatter all_gather_into_tensor reduce_scatter_tensor all_to_all_single
+    _broadcast_coalesced"""
+    for name in names.split():
+        if hasattr(torch.distributed, name):
+            yield torch.distributed, name
+
+
+#: Of those, the ones that are not given the tensors that they read.
+_READ_OTHERS = ("script", "load_state_dict", "_apply", "_sync_buffers")
+
+
+def written_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, before which the tensors that it reads or writes are written."""
+    reads_others = getattr(original, "__name__", "") in _READ_OTHERS
+    # torch.jit.script looks up the names of a class in the frame of its caller, so many frames up.
+    code = getattr(original, "__code__", None)
+    has_frames = code is not None and "_frames_up" in code.co_varnames
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if _n_writes and not _is_own():
+            found = set(map(id, _among((args, kwargs))))
+            _make([write for write in _writes if reads_others or write.writes(found)])
+        if has_frames:
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
+        return original(*args, **kwargs)
+
+    return patched
+
+
+# Other tensors of the same memory -----------------------------------------------------------------
+
+
+class _Others(NamedTuple):
+    """Tensors that have the memory of one, as a look at all objects found them."""
+
+    of: weakref.ref[torch.Tensor]
+    n_holders: int  # of the memory, then
+    found: list[weakref.ref[torch.Tensor]]
+
+    def are_all(self, of: torch.Tensor, n_holders: int) -> bool:
+        """Whether nobody else can have come since."""
+        is_same = self.of() is of and self.n_holders == n_holders
+        return is_same and all(ref() is not None for ref in self.found)
+
+
+_others: dict[int, _Others] = {}  # by id of the tensor
+_N_OTHERS = 4096
+
+
+def _others_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that have the memory of some others."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shared = [tensor for tensor in tensors if cross.is_shared(tensor)]
+        known = (_others.get(id(tensor)) for tensor in shared)
+        if not all(
+            others is not None and others.are_all(tensor, cross.n_holders(tensor))
+            for tensor, others in zip(shared, known, strict=True)
+        ):
+            _look_for(shared)
+    found = [ref() for tensor in shared for ref in _others[id(tensor)].found]
+    ids = set(map(id, tensors))
+    return [one for one in found if one is not None and id(one) not in ids]
+
+
+def _look_for(tensors: list[torch.Tensor]) -> None:
+    """Look at all objects there are for those that have the memory of some tensors."""
+    if len(_others) > _N_OTHERS:
+        _others.clear()
+    by_storage: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+    for tensor in tensors:
+        found = by_storage.setdefault(tensor.untyped_storage()._cdata, [])
+        _others[id(tensor)] = _Others(weakref.ref(tensor), cross.n_holders(tensor), found)
+    for one in gc.get_objects():
+        kind = type(one)  # and not its __class__, which may be a property that does something
+        if not issubclass(kind, torch.Tensor) or kind is _core.LazyTensor:
+            continue
+        try:
+            key = one.untyped_storage()._cdata
+        except (RuntimeError, NotImplementedError):
+            continue  # sparse, opaque, or fake: it has none
+        if key in by_storage:
+            by_storage[key].append(weakref.ref(one))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views, taken again: by the calls that took them first, of other memory."""
+
+from __future__ import annotations
+
+import torch
+
+from koila import _core
+from koila.basics.rows import chunk_shape, without_memory
+from koila.messages.errors import NotInChunksError
+from koila.random import generators
+from koila.staged.program import Program
+
+
+def take(
+    program: Program,
+    value: int,
+    memory: torch.Tensor,
+    n_rows: int,
+    is_graph: bool,
+    taken: dict[int, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """What `value` is of `memory`, which stands for its whole storage.
+
+    Args:
+        program: the staged program.
+        value: number of the value.
+        memory: the storage as a chunk of `n_rows` rows sees it; -1: whole.
+        n_rows: rows of the chunk.
+        is_graph: whether the views are differentiated.
+        taken: the views that were taken before, by value, of which others are taken; it is told of
+            this one.
+    """
+    if taken is not None and value in taken:
+        return taken[value]
+    view = program.info(value).view
+    if view is None:
+        return memory
+    node, out, source = view
+    given = {source: take(program, source, memory, n_rows, is_graph, taken)}
+    for other in _core.node(node)[5]:
+        if other >= 0 and other != source:  # view_as() looks at its sizes
+            info = program.info(other)
+            shape = info.shape
+            if n_rows >= 0 and info.place is not None:
+                shape = chunk_shape(shape, info.place, n_rows)
+            given[other] = without_memory(shape, info.dtype, info.device)
+    env = generators.run_alone(node, n_rows, given, program.n_values, not is_graph)
+    result: torch.Tensor = env[out]
+    if result.untyped_storage()._cdata != memory.untyped_storage()._cdata:
+        raise NotInChunksError(f"{_core.node(node)[3]}: the memory is laid out otherwise")
+    if taken is not None:
+        taken[value] = result
+    return result

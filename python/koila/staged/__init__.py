@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded program as the core staged it: calls, values, schedules."""

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layer of the model each recorded call belongs to, and how much of it backward keeps.
+
+Recording notes nothing of modules. A call that reads a parameter belongs to the module that owns
+it. One that reads none belongs to the call before it if both come from one line of the script, or
+else to the module around its neighbours whose forward() that line is in, or to the innermost module
+that both neighbours are in.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from koila import _core
+from koila.basics import lines
+from koila.messages.layer_table import Layer
+from koila.staged.facts import Node, name_of_node, where_of_node
+from koila.staged.program import Program
+
+
+class _Owner(NamedTuple):
+    """A module by its path from a root."""
+
+    root: int  # which of the roots
+    path: str
+
+
+class _Modules:
+    """The modules that are alive and own parameters of a program, by their paths."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        wanted = {id(parameter) for parameter in parameters}
+        found = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+        children = {id(child) for m in found for child in m.__dict__.get("_modules", {}).values()}
+        self.roots: list[nn.Module] = []
+        #: By parameter: the modules that own it, several where it is shared.
+        self.owners: dict[int, list[_Owner]] = {}
+        self.modules: dict[_Owner, nn.Module] = {}
+        for root in found:
+            if id(root) in children or "_parameters" not in root.__dict__:
+                continue
+            self._add(root, wanted)
+
+    def _add(self, root: nn.Module, wanted: set[int]) -> None:
+        """Add a root of which the program reads parameters that no other root has."""
+        number, paths = len(self.roots), dict[_Owner, nn.Module]()
+        owners: dict[int, list[_Owner]] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            paths[_Owner(number, path)] = module
+            for parameter in module.__dict__["_parameters"].values():
+                if id(parameter) in wanted and id(parameter) not in self.owners:
+                    owners.setdefault(id(parameter), []).append(_Owner(number, path))
+        if owners:
+            self.roots.append(root)
+            self.owners.update(owners)
+            self.modules.update(paths)
+
+    def owner(self, parameter: torch.Tensor, row: str) -> _Owner | None:
+        """The module that reads a parameter: of a shared one, that which makes such calls."""
+        owners = self.owners.get(id(parameter), [])
+        for owner in owners:
+            if isinstance(self.modules[owner], nn.Embedding) == (row == "embedding"):
+                return owner
+        return owners[0] if owners else None
+
+    def around(self, owner: _Owner) -> Iterator[_Owner]:
+        """A module, and those that it is in, from the inside."""
+        path = owner.path
+        while True:
+            yield _Owner(owner.root, path)
+            if not path:
+                return
+            path = path.rpartition(".")[0]
+
+    def name(self, owner: _Owner) -> str:
+        """Its path, below the class of its root where there are several roots."""
+        parts = [type(self.roots[owner.root]).__name__] if len(self.roots) > 1 else []
+        parts += [owner.path] if owner.path else []
+        return ".".join(parts) or type(self.roots[owner.root]).__name__
+
+    def kind(self, owner: _Owner) -> str:
+        return type(self.modules[owner]).__name__
+
+
+def _is_in(where: str, module: nn.Module) -> bool:
+    """Whether a line, as "model.py:40", is in the forward() of a module."""
+    forward = getattr(type(module), "forward", None)
+    code = getattr(inspect.unwrap(forward) if forward is not None else None, "__code__", None)
+    if not isinstance(code, CodeType) or code.co_filename.startswith(lines.INSIDE):
+        return False
+    file, _, line = where.rpartition(":")
+    if file != lines.name_of_file(code.co_filename) or not line.isdigit():
+        return False
+    last = max((last for _, _, last in code.co_lines() if last), default=0)
+    return code.co_firstlineno <= int(line) <= last
+
+
+def _is_derivative(program: Program, node: Node) -> bool:
+    """Whether a call differentiates others (`derived.py`): it is in no module."""
+    return program.row_of(node) == "gradient_of"
+
+
+def _parameters(program: Program, node: Node) -> Iterator[torch.Tensor]:
+    """The parameters that a call reads itself; a derivative is given those of many calls."""
+    for import_id in () if _is_derivative(program, node) else node.imports:
+        if import_id >= 0:
+            real = program.info(program.imports[import_id].value).real
+            if isinstance(real, nn.Parameter):
+                yield real
+
+
+class _Place(NamedTuple):
+    """Where a call is: its line, and the module that owns what it reads."""
+
+    node: Node
+    where: str
+    owner: _Owner | None
+
+
+def _places(program: Program) -> tuple[_Modules, list[_Place]]:
+    """The modules of a program, and for each of its calls where it is."""
+    nodes = [node for _, node in sorted(program.nodes.items())]
+    modules = _Modules(tensor for node in nodes for tensor in _parameters(program, node))
+    found: list[_Place] = []
+    for node in nodes:
+        owners = (modules.owner(p, program.row_of(node)) for p in _parameters(program, node))
+        owner = next((owner for owner in owners if owner is not None), None)
+        found.append(_Place(node, where_of_node(node), owner))
+    following: list[_Owner | None] = []
+    for place in reversed(found):
+        last = following[-1] if following else None
+        following.append(place.owner if place.owner is not None else last)
+    following.reverse()
+    previous: _Place | None = None
+    for i, place in enumerate(found):
+        if place.owner is None and not _is_derivative(program, place.node):
+            found[i] = place = place._replace(
+                owner=_owner_of(modules, place, previous, following[i])
+            )
+        previous = place
+    return modules, found
+
+
+def _owner_of(
+    modules: _Modules, place: _Place, previous: _Place | None, following: _Owner | None
+) -> _Owner | None:
+    """The module of a call that reads no parameter."""
+    if place.node.is_for_chunks and following is not None:
+        return following  # it is a part of the call after it
+    before = previous.owner if previous is not None else None
+    if previous is not None and before is not None and previous.where == place.where:
+        return before
+    for near in (before, following):
+        for owner in modules.around(near) if near is not None else ():
+            if _is_in(place.where, modules.modules[owner]):
+                return owner
+    return _around_both(before, following)
+
+
+def _around_both(before: _Owner | None, following: _Owner | None) -> _Owner | None:
+    """The innermost module that two are in, below the root: its forward() calls functions of other
+    files, as an activation's."""
+    if before is None or following is None or before.root != following.root:
+        return None
+    pairs = zip(before.path.split("."), following.path.split("."), strict=False)
+    common = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    path = ".".join(common)
+    return _Owner(before.root, path) if path else None
+
+
+def _source(program: Program, value: int) -> int:
+    """The value whose memory a view shows; any other value itself."""
+    while (view := program.info(value).view) is not None:
+        value = view[2]
+    return value
+
+
+def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
+    """What autograd keeps for backward of a whole run, but for what was there before it.
+
+    Returns:
+        By the call that made it: bytes, and whether they grow with the samples.
+    """
+    kept: dict[int, list[tuple[int, bool]]] = {}
+    seen: set[int] = set()
+
+    def keep(value: int) -> None:
+        source = _source(program, value)
+        info, maker = program.info(source), program.node_of(source)
+        if maker is not None and info.storage not in seen:
+            seen.add(info.storage)
+            n_bytes = program.bytes_of(source)
+            kept.setdefault(maker.id, []).append((n_bytes, info.place is not None))
+
+    for node in program.nodes.values():
+        if node.is_for_chunks or not node.is_kept:
+            continue
+        inputs, saves = _core.node(node.id)[5:7]
+        in_bits, out_bits, extra, is_extra_rows, fixed, *_ = saves
+        read = (value for k, value in enumerate(inputs) if k >= 64 or in_bits >> k & 1)
+        made = (value for k, value in enumerate(node.outs) if k >= 64 or out_bits >> k & 1)
+        for value in (*read, *made):
+            if value >= 0:
+                keep(value)
+        kept.setdefault(node.id, []).extend([(extra, is_extra_rows), (fixed, False)])
+    return kept
+
+
+def largest_kept(program: Program, most: int) -> list[tuple[int, int, bool]]:
+    """What autograd keeps for backward that takes most, at most so many.
+
+    Returns:
+        The call that made it, bytes of the whole batch, and whether they grow with the samples; the
+        largest first.
+    """
+    found = (
+        (node, n_bytes, is_rows)
+        for node, amounts in _kept(program).items()
+        for n_bytes, is_rows in amounts
+        if n_bytes > 0
+    )
+    return heapq.nlargest(most, found, key=lambda one: one[1])
+
+
+def rows_of(program: Program) -> int:
+    """The samples of its batch."""
+    return max(program.axes.values(), default=1)
+
+
+def of(program: Program) -> tuple[Layer, ...]:
+    """The layers of a program, in the order of their first calls."""
+    modules, places = _places(program)
+    kept = _kept(program)
+    rows = rows_of(program)
+    calls: dict[_Owner | str, list[Node]] = {}
+    for node, where, owner in places:
+        calls.setdefault(where if owner is None else owner, []).append(node)
+    found = []
+    for key, nodes in calls.items():
+        name, kind = (key, "") if isinstance(key, str) else (modules.name(key), modules.kind(key))
+        amounts = [amount for node in nodes for amount in kept.get(node.id, [])]
+        n_bytes = sum(n for n, _ in amounts)
+        per_sample = sum(n for n, is_rows in amounts if is_rows) / rows
+        is_whole = any(map(program.joins_rows, nodes))
+        found.append(Layer(name, kind, len(nodes), n_bytes, per_sample, is_whole))
+    return tuple(found)
+
+
+class Names:
+    """The layers of a program's calls by name, for a message that names several."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        modules, places = _places(program)
+        owners = {place.node.id: place.owner for place in places}
+        self._names = {i: modules.name(o) for i, o in owners.items() if o is not None}
+
+    def of_call(self, node_id: int) -> str:
+        """The layer that a call belongs to; empty: it is in no module."""
+        return self._names.get(node_id, "")
+
+    def of_value(self, value: int) -> str:
+        """A value by what made it: "the output of layer 'encoder.0' (conv2d, model.py:40)"."""
+        node = self._program.node_of(_source(self._program, value))
+        if node is None:
+            return "an input"
+        layer = self.of_call(node.id)
+        made = f"the output of layer {layer!r}" if layer else "the result"
+        return f"{made} ({name_of_node(node)}, {where_of_node(node)})"
+
+
+def name_of_parameter(parameter: torch.Tensor) -> str:
+    """The path of a parameter, as "fc.weight"; its shape where no module owns it."""
+    modules = _Modules([parameter])
+    for owner in modules.owners.get(id(parameter), []):
+        for name, one in modules.modules[owner].named_parameters(recurse=False):
+            if one is parameter:
+                return repr(f"{owner.path}.{name}" if owner.path else name)
+    what = "a parameter" if isinstance(parameter, nn.Parameter) else "a tensor that you made"
+    return f"{what} of shape {list(parameter.shape)}"
