@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -194,3 +195,28 @@ def test_in_training_and_in_evaluation(is_training_first: bool, chunks: int) -> 
     if is_training_first and chunks == 7:
         assert all(ran.n_chunks == chunks for ran in koila.report().programs)
         assert took <= 0.75 * peak, f"{took} bytes, eager {peak}"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.4, 0.3])
+def test_gradients_that_are_added_are_predicted(share: float) -> None:
+    """What a norm is given gets a gradient from what follows it, and one from its statistics: where
+    these are added both are there, and the sum."""
+    x, y = torch.randn(8192, 8), torch.randint(3, (8192,))
+
+    def peak(lazy: Lazy) -> int:
+        made = nn.Linear(8, 128, bias=False), nn.BatchNorm1d(128), nn.Tanh(), nn.Linear(128, 3)
+        net, memory = nn.Sequential(*made), Allocations()
+        with memory:
+            loss = nn.functional.cross_entropy(net(lazy(x)), lazy(y))
+        with memory:
+            loss.backward()
+        return memory.peak
+
+    limit = int(share * peak(lambda tensor: tensor))
+    gc.collect()
+    with koila.config(memory_limit=int(there()) + limit):
+        took = peak(koila.lazy)
+    (ran,) = koila.report().programs
+    assert ran.way, "nothing is offloaded"
+    assert ran.bytes_predicted is not None
+    assert took <= min(limit, 1.02 * ran.bytes_predicted)

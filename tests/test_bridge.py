@@ -479,7 +479,7 @@ def test_distributed(words: dict[str, bool], chunks: int) -> None:
 def test_a_write_through_data_is_noticed(is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves no version behind: what a part read, and reads again, is another number. Where a
     copy was kept, it is what autograd needs, and has new in eager."""
-    monkeypatch.setattr(koila.bridge, "_SMALL", 2**18 if is_kept else 0)
+    monkeypatch.setattr(koila.recording.bridge, "_SMALL", 2**18 if is_kept else 0)
     m, (x, y) = model(), batch(koila.lazy)
     table = torch.randn(8, 8, dtype=DOUBLE)
     with koila.config(chunks=3):

@@ -128,7 +128,8 @@ def test_limits_of_the_process(
 
 LIMIT_SET_LATE = """
 import resource, sys
-from koila import budget, machine, storages
+from koila.basics import machine
+from koila.memory import budget, storages
 
 limit, field = getattr(resource, sys.argv[1]), sys.argv[2]
 assert budget.is_ample(200 * 2**20), budget.free_on_cpu()
@@ -143,7 +144,8 @@ FITS = """
 import resource
 import torch
 import koila
-from koila import budget, machine, storages
+from koila.basics import machine
+from koila.memory import budget, storages
 
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(256, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 8))
@@ -176,7 +178,8 @@ import resource, sys
 import torch
 from torch import nn
 import koila
-from koila import budget, machine, storages
+from koila.basics import machine
+from koila.memory import budget, storages
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -381,9 +381,8 @@ def test_statistics_that_several_calls_share(run: Any, chunks: int | None) -> No
         norm = parts[0]
         return loss, gradients(*parts), norm.running_mean, norm.running_var, parts[2][1].running_var
 
-    partly = "what reads statistics that a call before writes, or will, runs at once"
-    is_mixed = run.__name__.startswith("evaluated")
-    assert_same_story(story, chunks, partly=partly if is_mixed else "")
+    partly = "torch's backward reads statistics that are moved meanwhile"
+    assert_same_story(story, chunks, partly=partly if run is evaluated_before else "")
 
 
 @each_split

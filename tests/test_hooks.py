@@ -213,8 +213,8 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("injected")
         original(*args, **kwargs)
 
-    monkeypatch.setattr(koila.engine, "backward", fail_once)
-    monkeypatch.setattr(koila.planner, "is_whole", lambda: False)
+    monkeypatch.setattr(koila.basics.engine, "backward", fail_once)
+    monkeypatch.setattr(koila.planning.planner, "is_whole", lambda: False)
     planned = koila.planning.planner.plan
 
     def in_two(program: Any, is_graph: bool) -> Any:
@@ -225,7 +225,7 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
     h = layers["body"](lazy_x)
     h.register_hook(lambda gradient: calls.append(tuple(gradient.shape)))
     loss = F.cross_entropy(layers["head"](h), lazy_y)
-    monkeypatch.setattr(koila.planner, "plan", in_two)
+    monkeypatch.setattr(koila.planning.planner, "plan", in_two)
     loss.backward()
     assert calls == [(N_ROWS, 8)]
     assert failed

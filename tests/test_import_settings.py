@@ -22,7 +22,8 @@ torch.set_default_dtype(getattr(torch, dtype))
 torch.set_default_device(device)
 with getattr(torch, mode)():
     import koila
-from koila import _core, budget
+from koila import _core
+from koila.memory import budget
 from torch.nn import functional as F
 
 works = {

@@ -152,7 +152,7 @@ def test_split_is_told_from_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="a backward"), split(3):
         step()
         whole_step()
-    monkeypatch.setattr(koila.planner, "is_whole", lambda: True)
+    monkeypatch.setattr(koila.planning.planner, "is_whole", lambda: True)
     with pytest.raises(AssertionError, match="nothing was cut"), split(3):
         step()
 
@@ -173,7 +173,7 @@ def test_the_number_of_chunks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer chunks than were asked for, and one that is left out."""
     with split(100):
         step()  # of fewer rows
-    grid = koila.running.replay.grid
-    monkeypatch.setattr(koila.replay, "grid", lambda rows, n, unit: grid(rows, n - 1, unit))
+    grid = koila.running.stages.grid
+    monkeypatch.setattr(koila.running.stages, "grid", lambda rows, n, unit: grid(rows, n - 1, unit))
     with pytest.raises(AssertionError, match="asked for 3 chunks: 11 rows ran as"), split(3):
         step()

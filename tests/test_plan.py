@@ -66,7 +66,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plans.Plan
     """The plan for a program of `rows` rows, of which `most` fit at once."""
     bytes_per_row = 1000.0
     estimate = made_up(rows, 500.0, bytes_per_row)
-    monkeypatch.setattr(planner.memory, "estimate", lambda program, is_graph: estimate)
+    monkeypatch.setattr(planner.estimates, "estimate", lambda program, is_graph: estimate)
     allowed = (500.0 + bytes_per_row * (most + 0.5)) / ways.CHUNK_SHARE
     monkeypatch.setattr(limits, "allowed_for", lambda program, **how: allowed)
     x = koila.lazy(torch.ones(rows, 2))
@@ -479,7 +479,7 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
     monkeypatch.setattr(planner, "_ASKED_SHARE", share)
     monkeypatch.setattr(ways, "recomputing_cheap", lambda program: iter(options[1:5]))
     monkeypatch.setattr(ways, "recomputing", lambda program: iter(options[5:]))
-    monkeypatch.setattr(planner.memory, "estimate", lambda *_: Needs(Way()))
+    monkeypatch.setattr(planner.estimates, "estimate", lambda *_: Needs(Way()))
     assert planner._find_way_in(4, program) == wanted
 
 

@@ -30,7 +30,7 @@ def test_another_is_told(version: str, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_it_is_told_at_import() -> None:
-    code = "import torch; torch.__version__ = '2.99.0'; import koila; import koila.reporting.versions"
+    code = "import torch; torch.__version__ = '2.99.0'; import koila; koila.reporting.versions"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr.count("2.99.0") == 1
 

@@ -222,8 +222,7 @@ value_of(PyObject *pairs, Py_ssize_t i)
     return (KlValueId)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(PyList_GET_ITEM(pairs, i), 0));
 }
 
-/* New lazies for the values of `pairs`; those of the user, if there are, are kept in `before`. NULL: all is
- * as it was. */
+/* New lazies for the values of `pairs`; the user's, if there are, are kept in `before`. NULL: nothing changed. */
 static PyObject *
 stand_ins_for(Tape *tape, PyObject *pairs, Value **before /* [n_pairs] */)
 {

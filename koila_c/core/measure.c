@@ -281,8 +281,7 @@ run_joint(Step *step, const KlStep *of)
     step->held += step->live[i];
 }
 
-/* Bytes of a row that a chunk brings back from where they are offloaded. Also begin to follow the results of the
- * segments. */
+/* Bytes of a row that a chunk brings back from where they are offloaded; begins to follow results of segments. */
 static double
 find_given(Step *step, const KlStep *of)
 {

@@ -19,8 +19,7 @@ parts(int64_t n, int64_t size)
     return (n + size - 1) / size;
 }
 
-/* The most rows of a chunk at a moment, where those of the longest axis have `rows`: every axis is cut into as
- * many chunks. */
+/* The most rows of a chunk at a moment, where the longest axis has `rows` in each: all are cut into as many. */
 static int64_t
 rows_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows)
 {

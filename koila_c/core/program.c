@@ -114,8 +114,7 @@ gathers(const Build *build, KlNodeId id, KlValueId value)
     return is_gathered;
 }
 
-/* Whether something beside the run reads a value, or beside all segments of its body; light work on data is
- * run again. */
+/* Whether something reads a value outside of the run, or of all segments of its body; light work on data runs again. */
 static bool
 is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is_beside_body)
 {

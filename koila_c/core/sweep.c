@@ -24,8 +24,8 @@ struct KlSweepValue {
     uint32_t n_coming; /* from outside: gradients that are still to come */
     bool is_inside;    /* made here */
     bool is_second;    /* its gradient was there when another came */
-    bool
-        is_expanded; /* its gradient takes no memory that counts: a smaller one, expanded, or a seed */
+    bool is_left;      /* others send a gradient for it, to which those of its readers are added */
+    bool is_expanded;  /* its gradient takes no memory that counts: expanded, or sent by others */
     bool is_broadcast; /* its gradient is a smaller one, expanded, or a view of such */
 };
 
@@ -710,6 +710,9 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
     bool is_part = parts_of(sweep, node) != NULL;
     bool is_expanded =
         state->is_inside && held != NULL && (is_part ? held->expands_part : held->expands);
+    if (state->is_left && state->buffer == KL_ID_NONE) {
+        kl_sweep_seed(sweep, value);
+    }
     state->is_second = state->buffer != KL_ID_NONE;
     if (!state->is_second) {
         state->is_expanded = is_expanded;
@@ -745,6 +748,7 @@ add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
             continue;
         }
         take(sweep, value);
+        state->n_users *= !state->is_left; /* others have what they sent, and not the sum */
         state->is_expanded = state->is_broadcast = false;
         (void)put(sweep, value, KL_ID_NONE);
     }
@@ -877,7 +881,9 @@ let_go(KlSweep *sweep)
         storage_of(sweep, node_at(sweep, at)->first_out)->is_held = false;
     }
     for (uint32_t i = 0; i < span->n_exports; i++) {
-        storage_of(sweep, span->exports[i])->is_held |= !sweep->sizes[span->exports[i]].is_let_go;
+        bool is_left = !sweep->sizes[span->exports[i]].is_let_go;
+        storage_of(sweep, span->exports[i])->is_held |= is_left;
+        state_of(sweep, span->exports[i])->is_left = is_left;
     }
     for (uint32_t at = 0; at < span->n_nodes; at++) {
         KlSweepStorage *storage = storage_of(sweep, node_at(sweep, at)->first_out);

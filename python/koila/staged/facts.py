@@ -50,7 +50,7 @@ def is_data(func: Callable[..., Any]) -> bool:
 
 
 #: What users know by another name than that of its row.
-_KNOWN_AS = {"gradient_of": "autograd.grad"}
+_KNOWN_AS = {"gradient_of": "autograd.grad", "batch_moments": "batch_norm"}
 
 
 def name_of_node(node: Node) -> str:
@@ -61,8 +61,9 @@ def name_of_node(node: Node) -> str:
 def name_of_call(i: int) -> str:
     """The same, of the call of this number."""
     func, row, *_ = _core.node(i)
-    name = str(row or getattr(func, "__name__", "call"))
-    return _KNOWN_AS.get(name, name)
+    own = str(getattr(func, "__name__", "call"))
+    name = str(row or own)
+    return _KNOWN_AS.get(own) or _KNOWN_AS.get(name, name)
 
 
 def where_of_node(node: Node) -> str:
