@@ -130,10 +130,11 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def step(
-    name: str, is_reentrant: bool, lazy: Lazy, is_read: bool = False
+def measured(
+    name: str, is_reentrant: bool, lazy: Lazy, go: Callable[[nn.Module, Tensor], list[Tensor]]
 ) -> tuple[int, list[Tensor]]:
-    """The bytes of a step at its peak, and all that it leaves."""
+    """The bytes of a step at its peak, and all that it leaves; `go` is given model and batch, and
+    returns what is compared beside gradients and buffers."""
     torch.manual_seed(0)
     model = PROGRAMS[name]().double()
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64).requires_grad_(is_reentrant)
@@ -142,11 +143,23 @@ def step(
     with memory:
         batch = lazy(x)
     with memory:
+        told = go(model, batch)
+    grads = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+    return memory.peak, [*grads, *model.buffers(), *told]
+
+
+def step(
+    name: str, is_reentrant: bool, lazy: Lazy, is_read: bool = False
+) -> tuple[int, list[Tensor]]:
+    """As `measured`: backward, the loss read before it or only after."""
+
+    def go(model: nn.Module, batch: Tensor) -> list[Tensor]:
         loss = model(batch, is_reentrant).pow(2).mean()
         told = loss.item() if is_read else 0.0
         loss.backward()
-    grads = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
-    return memory.peak, [*grads, *model.buffers(), torch.tensor([loss.item(), told])]
+        return [torch.tensor([loss.item(), told])]
+
+    return measured(name, is_reentrant, lazy, go)
 
 
 def check(got: tuple[int, list[Tensor]], want: tuple[int, list[Tensor]]) -> None:

@@ -19,7 +19,7 @@ from allocations import Allocations
 from koila.running import recomputed
 from oracle import Lazy, assert_seen, eager, tell
 from stories import rows
-from test_checkpoints import KINDS, PROGRAMS, ROWS, WIDTH, check
+from test_checkpoints import KINDS, PROGRAMS, ROWS, WIDTH, check, measured
 
 Force = Callable[[Any, Any], Any]
 #: What makes a program run at once, with its graph; given the last activations, and the loss.
@@ -32,23 +32,17 @@ FORCED: dict[str, Force] = {
 
 def step(name: str, is_reentrant: bool, lazy: Lazy, force: str) -> tuple[int, list[Tensor]]:
     """The bytes of a step at its peak, and all that it leaves."""
-    torch.manual_seed(0)
-    model = PROGRAMS[name]().double()
-    x = torch.randn(ROWS, WIDTH, dtype=torch.float64).requires_grad_(is_reentrant)
-    memory = Allocations()
-    memory.count(x, list(model.parameters()), list(model.buffers()))
-    with memory:
-        batch = lazy(x)
-    with memory:
+
+    def go(model: nn.Module, batch: Tensor) -> list[Tensor]:
         with koila.config(chunks=3):
             out = model(batch, is_reentrant)
             loss = out.pow(2).mean()
         with koila.config(chunks=3 if force == "a transform" else 1):
             FORCED[force](out, loss)
             loss.backward()
-    grads = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
-    left = torch.get_rng_state().double()
-    return memory.peak, [*grads, *model.buffers(), torch.tensor(loss.item()), left]
+        return [torch.tensor(loss.item()), torch.get_rng_state().double()]
+
+    return measured(name, is_reentrant, lazy, go)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

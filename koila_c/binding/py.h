@@ -167,18 +167,18 @@ typedef struct KlPyState {
     PyObject *empty_tuple, *empty_dict, *zero;
     PyObject *requires_grad, *out; /* str */
     PyObject *koila_error, *stale_error;
-    PyObject *meta_infer;                 /* meta.infer */
-    PyObject *refuse;                     /* meta.refuse */
-    PyObject *is_row_range;               /* meta.is_row_range */
-    PyObject *thawed;                     /* engine.py: a frozen leaf as it was recorded */
-    PyObject *note_draw, *check_draws;    /* draws.py: the generator at record, and before a run */
-    PyObject *move_on;                    /* draws.py: what waits draws now */
-    PyObject *run_again;                  /* draws.py: a live run of what drew in chunks */
-    PyObject *bind_hooks;                 /* hooks.bind */
-    PyObject *bridge;                     /* bridge.py: a call that cannot be recorded */
+    PyObject *meta_infer;              /* meta.infer */
+    PyObject *refuse;                  /* meta.refuse */
+    PyObject *is_row_range;            /* meta.is_row_range */
+    PyObject *thawed;                  /* engine.py: a frozen leaf as it was recorded */
+    PyObject *note_draw, *check_draws; /* generators.py: where it stands at record, before a run */
+    PyObject *move_on;                 /* generators.move_on: calls that wait draw now */
+    PyObject *run_again;               /* draws.run_again: run a call live that drew in chunks */
+    PyObject *bind_hooks;              /* hooks.bind */
+    PyObject *bridge;                  /* bridge.py: a call that cannot be recorded */
     PyObject *before_write, *after_write; /* bridge.py: what parts read stays what it was */
     PyObject *note_ran;                   /* reports.note_whole: what ran whole, and for whom */
-    PyObject *keep;             /* checkpoints.py: what a live call of a checkpoint saves */
+    PyObject *keep;             /* recomputed.keep: what a live call of a checkpoint saves */
     PyObject *device_of;        /* devices.py: which device a name without index means */
     PyObject *wait_for_copy;    /* devices.py: wait for a copy to the CPU */
     PyObject *choose_switches;  /* switches.py: put a setting of torch's switches in force */

@@ -656,7 +656,7 @@ go_back_chunk(Step *step, const KlStep *of)
     } else if (step->open != of->run) {
         sweep_again(step, run);
     }
-    sweep_back(step); /* it counts the gradients of what the segment reads until its end */
+    sweep_back(step); /* which counts the gradients of the segment's inputs meanwhile */
     come_to_handed(step, run);
     go_from_handed(step, run);
     set_there(step, run, false);
@@ -675,7 +675,7 @@ do_nothing(Step *KL_UNUSED(step), const KlStep *KL_UNUSED(of))
 /* -- loops -------------------------------------------------------------------------------------------- */
 
 /* The head of a body goes through a chunk in pieces. Meanwhile the graph of the rest of the body is kept, and so are
- * the gradients of what the head reads of it, from the first piece on. */
+ * the gradients of the head's inputs, from the first piece on. */
 static void
 open_pieces(Step *step, const KlStep *of)
 {
@@ -695,8 +695,8 @@ close_pieces(Step *step)
     step->held_per_row -= step->waiting.per_row;
 }
 
-/* Each chunk frees its results and their gradients, and makes gradients of what it read. The two are never there at
- * full size together, so only what is more than the other is added, at the first chunk or at the end. */
+/* The backward of each chunk frees its results and their gradients, and makes the gradients of its inputs. The two
+ * never reach their full size together, so only what is more than the other is added, at the first chunk or at the end. */
 static void
 open_exchange(Step *step, const KlStep *of)
 {

@@ -34,7 +34,7 @@ typedef struct KlStandIns {
     double values, seeds, parts, tail;
 } KlStandIns;
 
-/* A loop that goes back frees results of a body and their gradients, and makes gradients of what the body read. */
+/* The backward of a body frees its results and their gradients, and makes the gradients of its inputs. */
 typedef struct KlExchange {
     double freed, freed_gradients; /* all that it frees; the gradients among that */
     double reused,

@@ -748,7 +748,7 @@ add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
             continue;
         }
         take(sweep, value);
-        state->n_users *= !state->is_left; /* others have what they sent, and not the sum */
+        state->n_users = state->is_left ? 0 : state->n_users; /* senders keep theirs, not the sum */
         state->is_expanded = state->is_broadcast = false;
         (void)put(sweep, value, KL_ID_NONE);
     }

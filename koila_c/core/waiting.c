@@ -91,7 +91,7 @@ writes_its_own(const KlWaiting *waiting, const KlNode *node)
                                  (waiting->known[written] & (IS_MADE | IS_HOME)) == IS_MADE);
 }
 
-/* Note what a node makes; false: no chunk with it can wait, nor can it be made again by itself. */
+/* Note the results of a node. False: its graph cannot wait for the backward, and it cannot be recomputed alone. */
 static bool
 note_made(const KlWaiting *waiting, const KlNode *node)
 {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes of what calls make, on meta tensors too, while it is there."""
+"""Counts the bytes of tensors that calls make, from when each is made until it is freed: of real
+tensors, and of meta tensors as if they had memory."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Counter(TorchDispatchMode):
-    """A block in which the bytes of what calls make are counted while it is there."""
+    """A block that counts the bytes of the tensors made in it, now and at most."""
 
     sees_koila = True  # it changes no number
 

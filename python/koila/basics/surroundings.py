@@ -141,6 +141,19 @@ def outside() -> Iterator[None]:
             left.__exit__()
 
 
+@contextlib.contextmanager
+def making_calls() -> Iterator[None]:
+    """A block in which koila makes recorded calls for itself, with graphs: none of the user's hooks
+    and modes sees them, and no random call that waits draws before them."""
+    was_busy = _core.is_busy()
+    _core.set_busy(True)
+    try:
+        with outside(), torch.enable_grad():
+            yield
+    finally:
+        _core.set_busy(was_busy)
+
+
 def in_outside(func: Callable[P, R]) -> Callable[P, R]:
     """`func`, run outside."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory plan of a program, made of what the core measures."""
+"""Makes the memory plan of a program from the moments that the core measured (`measure.c`)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def of(
     estimate = estimates.estimate(cut, is_graph, way, is_live)
     rows = max(1, largest(estimate.rows, n_chunks, unit))
     course = estimate.course(rows)
-    # After the last step gradients, and the numbers of what the script holds, are delivered.
+    # After the last step koila hands gradients to parameters, and results to the script.
     n_forward = math.inf if is_live or not is_graph else cut.schedule(True, way).n_forward
     is_backward = [at.is_back or at.step >= n_forward for at in course]
     names = layers.Names(program)  # it looks for modules among all objects

@@ -43,7 +43,7 @@ def allowed_for(program: Program, is_alone: bool = False, needed: float = math.i
 
 
 def _outside(program: Program) -> float:
-    """Bytes that other tensors take of what the program could have."""
+    """Bytes of tensors that are not the program's, but in the memory that it may use."""
     held = _held(program)
     return float(max(budget.outside(device, held) for device in devices_of(program)))
 
@@ -68,9 +68,9 @@ def limit_in_words(program: Program) -> str:
 FEW_CHUNKS = 16
 
 
-def _in_few_chunks(estimates: list[estimates.Estimate]) -> float:
+def _in_few_chunks(found: list[estimates.Estimate]) -> float:
     """The least bytes that a program needs in so many chunks at most."""
-    return min(one.peak(-(-one.rows // FEW_CHUNKS))[0] for one in estimates)
+    return min(one.peak(-(-one.rows // FEW_CHUNKS))[0] for one in found)
 
 
 def as_limit(program: Program, needed: float) -> float:
@@ -265,7 +265,7 @@ def ran_out(program: Program, said: str) -> MemoryLimitError:
 
 
 def _large(program: Program, names: layers.Names) -> str:
-    """The largest of what smaller chunks do not make less, by its name: a call that needs the whole
+    """The name of the largest thing that smaller chunks do not shrink: a call that needs the whole
     batch, what one pass over the chunks leaves for another, a parameter and its gradient, or the
     state of an optimizer."""
     whole = [one for one in whole_calls.made_whole(program) if one.n_bytes > 0]

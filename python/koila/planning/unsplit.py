@@ -166,24 +166,11 @@ def _through(graphs: Sequence[Tensor], of: Derivative) -> float:
     return _TWICE * outside.total(graphs) if of.is_deep else outside.peak(graphs)
 
 
-@contextlib.contextmanager
-def _on_meta_tensors() -> Iterator[None]:
-    """A block that makes recorded calls on meta tensors, with graphs: no mode or hook of the user
-    sees them, and what waits draws no number for them."""
-    was_busy = _core.is_busy()
-    _core.set_busy(True)
-    try:
-        with surroundings.outside(), torch.enable_grad():
-            yield
-    finally:
-        _core.set_busy(was_busy)
-
-
 def _of_derivative(program: Program, of: Derivative) -> float | None:
     """Bytes that a derivative takes at most: with the calls that wait and, where it is deep, the
     backward through its own graph to all leaves. None: meta tensors cannot tell."""
     try:
-        with _on_meta_tensors(), Counter() as counter:
+        with surroundings.making_calls(), Counter() as counter:
             _differentiate(_Trace(program), of)
     except Exception:  # of all of torch
         return None
@@ -204,7 +191,7 @@ def reached_by_gradients(
         names: of what is looked for: of leaves, and of gradients of outputs, -1 for the first.
     """
     try:
-        with _on_meta_tensors():
+        with surroundings.making_calls():
             trace = _Trace(program)
             heads = [trace.env[value] for value in outputs]
             leaves = {v: leaf for v, leaf in trace.leaves.items() if leaf.requires_grad}
@@ -234,7 +221,7 @@ def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[in
     """The leaves, by id, that torch's graphs of values lead to: a derivative is given calls' values
     and weights of which it need not be made. None: meta tensors cannot tell."""
     try:
-        with _on_meta_tensors():
+        with surroundings.making_calls():
             trace = _Trace(program, values)
     except Exception:  # of all of torch
         return None
@@ -254,7 +241,7 @@ def gone_through(program: Program) -> set[int] | None:
     that take no part in it. None: meta tensors cannot tell."""
     calls_of: dict[Any, int] = {}
     try:
-        with _on_meta_tensors():
+        with surroundings.making_calls():
             trace = _Trace(program, calls_of=calls_of)
     except Exception:  # of all of torch
         return None

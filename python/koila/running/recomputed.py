@@ -165,15 +165,6 @@ class _Call(NamedTuple):
                 env[key] = one
 
 
-def _leaves(obj: Any) -> Iterator[Any]:
-    """What arguments are made of."""
-    if isinstance(obj, dict | tuple | list):
-        for one in obj.values() if isinstance(obj, dict) else obj:
-            yield from _leaves(one)
-    else:
-        yield obj
-
-
 def _map(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Arguments with what is of some kind changed."""
     if isinstance(obj, kind):
@@ -376,17 +367,13 @@ def _unasked(_: None) -> NoReturn:
 
 @contextlib.contextmanager
 def _making(calls: list[_Call]) -> Iterator[None]:
-    """A block that makes calls once more: no mode or hook of the user sees them, and generators are
-    after it where they were before."""
+    """A block that makes calls once more, and leaves generators where they were before it."""
     generators = {call.generator for call in calls if call.generator is not None}
     states = [(one, noise.get_state(one)) for one in generators]
-    was_busy = _core.is_busy()
-    _core.set_busy(True)
     try:
-        with surroundings.outside(), torch.enable_grad():
+        with surroundings.making_calls():
             yield
     finally:
-        _core.set_busy(was_busy)
         for generator, state in states:
             noise.set_state(generator, state)
 
@@ -425,7 +412,7 @@ class _Live(NamedTuple):
 
     def written(self) -> list[Tensor]:
         """The tensors that it writes; all that it is given, where it is not known which."""
-        tensors = [one for one in _leaves((self.args, self.kwargs)) if isinstance(one, Tensor)]
+        tensors = [one for one in meta.leaves((self.args, self.kwargs)) if isinstance(one, Tensor)]
         if len(tensors) != len(_core.node(self.node)[5]):
             return tensors if self.writes else []
         return [one for k, one in enumerate(tensors) if self.writes >> k & 1]

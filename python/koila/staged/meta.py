@@ -101,14 +101,14 @@ def _stand_in(argument: Any, met: list[torch.Tensor]) -> Any:
     return argument
 
 
-def _leaves(argument: Any) -> Iterator[Any]:
+def leaves(argument: Any) -> Iterator[Any]:
     """What is no tuple, list or dict in an argument. (A nested function that calls itself, as in
     `_pytree`, is a cycle, which would wait for the collector with all that it has met.)"""
     if isinstance(argument, dict):
         argument = list(argument.values())
     if isinstance(argument, tuple | list):
         for item in argument:
-            yield from _leaves(item)
+            yield from leaves(item)
     else:
         yield argument
 
@@ -117,7 +117,7 @@ def _device_of(args: Any) -> int | None:
     """The one device of all tensors with dims, as a number of the core; None where they differ."""
     devices: set[int] = set()
     scalars: set[int] = set()
-    for leaf in _leaves(args):
+    for leaf in leaves(args):
         if isinstance(leaf, torch.Tensor):
             _, shape, _, _, device = _describe(leaf)
             (devices if shape else scalars).add(device)
@@ -170,7 +170,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if asked_in is not None:
         result = result.to(given)
     inputs = {tensor.untyped_storage()._cdata for tensor in met}
-    tensors = (leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     are_given = all(_describe(tensor)[2] is not None for tensor in tensors)
     is_known = are_given and _are_strides_known(getattr(func, "__name__", ""), met, device)
     if isinstance(result, torch.Tensor):

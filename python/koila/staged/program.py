@@ -43,6 +43,10 @@ def _node(handle: object, i: int) -> Node:
     return Node._make(_core.staged(handle, i))
 
 
+def _row(i: int) -> str:
+    return str(_core.node(i)[1] or "")
+
+
 class Program:
     """What the thread's tape holds now, staged for a goal: a handle, of which the core is asked for
     what is needed."""
@@ -92,7 +96,7 @@ class Program:
         self.info = _Asked(_info).__getitem__
         self.made = _Asked(functools.partial(_made, self.handle)).__getitem__
         self.node = _Asked(functools.partial(_node, self.handle)).__getitem__
-        self._rows: dict[int, str] = {}
+        self._rows = _Asked(_row)
         #: Of reductions, as far as they were asked for: the row's, and the rows of all chunks.
         self.signatures: dict[int, tuple[str, int]] = {}
 
@@ -151,8 +155,6 @@ class Program:
 
     def row_of(self, node: Node) -> str:
         """The row of a call; "": it has none."""
-        if node.id not in self._rows:
-            self._rows[node.id] = str(_core.node(node.id)[1] or "")
         return self._rows[node.id]
 
     def node_of(self, value: int) -> Node | None:
