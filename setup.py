@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sysconfig
+import tempfile
 from glob import glob
 
 from setuptools import Extension, setup
@@ -18,22 +19,33 @@ compile_args = ["-std=c11", "-fvisibility=hidden", "-O3"]
 link_args: list[str] = []
 
 
-def is_gcc() -> bool:
-    """Whether the compiler is gcc itself, which can always link what it compiled with -flto."""
+def can_link_with_flto() -> bool:
+    """Whether the compiler links what it compiles with -flto: some installations of gcc lack the
+    program for it, and clang needs a linker that fits it. Tried on a function of one line.
+    """
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
-    command = [*shlex.split(compiler), "--version"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    return "Free Software Foundation" in said
+    with tempfile.TemporaryDirectory() as folder:
+        source, compiled = os.path.join(folder, "one.c"), os.path.join(folder, "one.o")
+        with open(source, "w") as file:
+            file.write("int one(void);\nint one(void) { return 1; }\n")
+        position = ["-fPIC", "-flto"]
+        commands = [
+            [*shlex.split(compiler), *position, "-c", source, "-o", compiled],
+            [*shlex.split(compiler), *position, "-shared", compiled, "-o", compiled + ".so"],
+        ]
+        try:
+            for command in commands:
+                subprocess.run(command, capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return False
+    return True
 
 
 # A call is recorded by many small functions in several files: together they cost a tenth less.
 is_instrumented = "1" in (os.environ.get("KOILA_SANITIZE"), os.environ.get("KOILA_COVERAGE"))
-if is_gcc() and not is_instrumented:
+if not is_instrumented and can_link_with_flto():
     compile_args += ["-flto"]
-    link_args += ["-flto=auto", "-O3"]
+    link_args += ["-flto", "-O3"]
 
 if os.environ.get("KOILA_DEV") == "1":
     compile_args += [

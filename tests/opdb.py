@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every op of torch's own `op_db`, through torch and through koila: the same, bit for bit.
 
-An op is run on each of its CPU samples as function, method, operator and in-place variants; in
+An op is run on each of its samples as function, method, operator and in-place variants; in
 float64, or in its first dtype where it has none. Each tensor of a sample enters by a `lazy` call
-of its own.
+of its own. KOILA_TEST_DEVICE=cuda makes the samples on a GPU.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import types
 import warnings
@@ -24,6 +25,8 @@ from torch.utils import _pytree as pytree
 
 import koila
 from outcome import SEED, Enter, How, Outcome, Program, assert_same, copy_fresh, observe
+
+DEVICE = os.environ.get("KOILA_TEST_DEVICE", "cpu")
 
 MEANINGLESS = "its values are whatever was in memory"
 ROUNDED = "its last bits depend on where its memory lies"
@@ -98,8 +101,8 @@ class Report:
 
 
 def dtype_of(op: OpInfo) -> torch.dtype | None:
-    """Return the dtype an op is tried in; None if it has none on the CPU."""
-    supported = op.supported_dtypes("cpu")
+    """Return the dtype an op is tried in; None if it has none there."""
+    supported = op.supported_dtypes(DEVICE)
     if torch.float64 in supported:
         return torch.float64
     return next((dtype for dtype in DTYPES if dtype in supported), None)
@@ -113,15 +116,17 @@ def full_name(op: OpInfo) -> str:
 def _seed() -> None:
     # torch.manual_seed formats the stack for each kind of device that is not there
     torch.default_generator.manual_seed(SEED)
+    if DEVICE != "cpu":
+        torch.cuda.manual_seed_all(SEED)
     random.seed(SEED)
     np.random.seed(SEED)
 
 
 def samples_of(op: OpInfo, dtype: torch.dtype) -> list[SampleInput]:
     """Return the op's samples, the same at each call; they require grad where the op allows."""
-    is_differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    is_differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes(DEVICE)
     _seed()
-    return list(op.sample_inputs_func(op, "cpu", dtype, is_differentiable))
+    return list(op.sample_inputs_func(op, DEVICE, dtype, is_differentiable))
 
 
 def unseeded(call: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -165,7 +170,7 @@ def error_cases_of(op: OpInfo) -> Iterator[Case]:
     if op.error_inputs_func is None:
         return
     _seed()
-    for number, wrong in enumerate(op.error_inputs_func(op, "cpu")):
+    for number, wrong in enumerate(op.error_inputs_func(op, DEVICE)):
         name = f"{full_name(op)}[error {number}] function"
         yield Case(name, op.op, wrong.sample_input, False, number)
 

@@ -657,3 +657,19 @@ def test_half_of_the_memory() -> None:
     eager = peak(lambda: step(None)) - n_parameters
     with split(4, rows=["conv2d", "batch_norm"]):
         assert peak(lambda: step(4)) - n_parameters < 0.6 * eager
+
+
+def test_kernels_of_cuda_are_given_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They refuse None for the statistics that a batch saved, where the CPU's do not read them."""
+    given, real = list[tuple[Any, ...]](), norms._backward
+
+    def noted(*args: Any) -> Any:
+        given.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(norms, "_backward", noted)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with split(2):
+        model(koila.lazy(torch.randn(6, 4))).square().sum().backward()
+    assert given
+    assert all(isinstance(each, Tensor) for args in given for each in args[3:7])

@@ -269,7 +269,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return float(asked.bytes)
 
     monkeypatch.setattr(budget, "_free_anywhere", look)
-    monkeypatch.setattr(budget, "_quick", (0.0, -1.0, (0, 0)))
+    monkeypatch.setattr(budget, "_quick", (0.0, -1.0, ()))
     monkeypatch.setattr(budget, "_limits", lambda: (1, 2))
     monkeypatch.setattr(budget.time, "monotonic", lambda: asked.now)
     return asked
@@ -536,6 +536,14 @@ def test_quick_look_at_gpus_in_use(gpu: Gpu, system: Path) -> None:
     assert gpu.asked == [0]
     gpu.stats[1] = {"reserved_bytes.all.current": 1, "active_bytes.all.current": 1}
     assert budget._free_anywhere() == GIB - budget.CUDA_SLACK
+
+
+def test_a_share_of_a_gpu_that_was_set_a_moment_ago(gpu: Gpu, system: Path) -> None:
+    """What was free half a second ago is not believed under another share."""
+    gpu.hold(reserved=GIB, active=GIB)
+    assert budget.is_ample(MIB)
+    gpu.fraction = 0.0625
+    assert not budget.is_ample(MIB)
 
 
 def test_caches_of_gpus_are_emptied(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,30 @@ def test_it_is_told_at_import() -> None:
     assert ran.stderr.count("2.99.0") == 1
 
 
+OLDER = """
+import torch
+import torch.nn.functional as F
+names = "_skip_one_hop_torch_function _get_cudnn_depthwise_kernel _set_cudnn_depthwise_kernel"
+for name in names.split():
+    delattr(torch._C, name)
+import koila
+x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+def run(x):
+    y = F.max_pool1d((1 - x)[:, None], 2) + F.max_pool1d(x[:, None], 2, return_indices=True)[0]
+    return y.sum((1, 2)), torch.unique((x > 0).all(1)), 2 ** x
+with koila.config(chunks=3):
+    got = [one.clone() for one in run(koila.lazy(x))]
+    assert koila.report().n_chunks == 3
+assert all(map(torch.equal, got, run(x)))
+"""
+
+
+def test_torch_before_2_13_enters_functions_in_another_way() -> None:
+    """Those that ask twice whether to dispatch, and those that close over themselves."""
+    ran = subprocess.run([sys.executable, "-c", OLDER], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 # Names of torch that may be gone in another -------------------------------------------------------
 
 GONE = [

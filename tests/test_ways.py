@@ -8,6 +8,8 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ import koila
 from allocations import Allocations
 from koila import _core
 from koila.memory import estimates, offload
+from koila.planning import ways
 from koila.staged.program import Program
+from koila.staged.schedule import Way
 from limits import there
 from oracle import assert_close
 
@@ -264,3 +268,22 @@ def test_a_full_disk_is_memory_that_ran_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(MemoryError, match=r"no file of 24 bytes in .*No space left.*TMPDIR"):
         offload.put(torch.ones(6))
+
+
+def test_an_accelerator_recomputes_before_it_offloads() -> None:
+    """Its bus is slow beside its calls; the CPU's copy to mapped pages is fast beside its own."""
+
+    def costs(device: str) -> tuple[float, float]:
+        amounts = SimpleNamespace(made=2**34, given=0)
+        program: Any = SimpleNamespace(
+            amounts=amounts, devices=[torch.device(device)], has_checkpoints=False
+        )
+        rows: Any = SimpleNamespace(rows=8)
+        found = (ways.Option(way, rows, 10) for way in (Way(keep_every=2), Way(1, 1, 1)))
+        recomputed, offloaded = (ways.cost(program, option, 4) for option in found)
+        return recomputed, offloaded
+
+    recomputed, offloaded = costs("cuda")
+    assert recomputed < offloaded / 2
+    recomputed, offloaded = costs("cpu")
+    assert offloaded < recomputed

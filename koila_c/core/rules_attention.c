@@ -75,16 +75,16 @@ check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
     return status == KL_OK && !is_typed ? KL_DECLINED : status;
 }
 
-/* The fused kernel takes four dims of one batch and one feature size, densely stored features, a
- * mask of two or four dims that needs no gradient, and no dropout. */
+/* Whether a fused kernel may be taken: of four dims of one batch and one feature size, densely stored features, a mask
+ * of two or four dims that needs no gradient, and no dropout. Those of other devices than the CPU have no float64. */
 static bool
 is_fused(const KlCall *call, double dropout, bool is_grouped)
 {
     const KlMeta *query = call->inputs[QUERY];
     const KlMeta *mask = kl_rules_input(call, MASK);
-    bool is_fit = (call->is_flash_allowed || query->device != 0) && query->n_dims == 4 &&
-                  dropout == 0.0 &&
-                  (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
+    bool is_fit = query->device == 0 ? call->is_flash_allowed : query->dtype != KL_DTYPE_FLOAT64;
+    is_fit = is_fit && query->n_dims == 4 && dropout == 0.0 &&
+             (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
     for (uint32_t arg = QUERY; arg <= VALUE && is_fit; arg++) {
         const KlMeta *meta = call->inputs[arg];
         is_fit = meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
@@ -121,9 +121,10 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
     out.shape[out.n_dims++] = value->shape[value->n_dims - 1];
     status = kl_rules_out(result, &out, error);
     result->is_random = dropout > 0.0 && dropout < 1.0; /* of all or none nothing is drawn */
-    if (status == KL_OK && is_fused(call, dropout, is_grouped)) {
+    bool may_be_fused = status == KL_OK && is_fused(call, dropout, is_grouped);
+    if (may_be_fused && query->device == 0) {
         kl_rules_preserve(&result->outs[0], query); /* laid out as the query */
-    } else if (status == KL_OK && kl_rules_is_plain(query)) {
+    } else if (status == KL_OK && !may_be_fused && kl_rules_is_plain(query)) {
         kl_meta_set_contiguous(&result->outs[0]);
     }
     return status;

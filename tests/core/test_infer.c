@@ -90,6 +90,29 @@ test_devices(void)
     CHECK(INFER("relu", &x) == KL_OK && result.outs[0].device == 0);
 }
 
+static const KlMeta *
+attend(const KlMeta *x)
+{
+    CHECK(INFER("scaled_dot_product_attention", x, x, x) == KL_OK);
+    return &result.outs[0];
+}
+
+/* Only on the CPU is it known that attention lays out its result as its query: elsewhere the kernel is chosen when the
+ * call runs, and that for float64 makes one matrix after the other. */
+static void
+test_layout_of_attention(void)
+{
+    KlMeta x = TENSOR(FLOAT32, 2, 3, 8, 4);
+    memcpy(x.strides, SIZES(96, 4, 12, 1), 4 * sizeof(int64_t));
+    x.is_strided = true;
+    for (int i = 0; i < 2; i++) {
+        KlMeta there = x;
+        there.device = 1;
+        there.dtype = i == 0 ? KL_DTYPE_FLOAT32 : KL_DTYPE_FLOAT64;
+        CHECK(!attend(&there)->is_strided);
+    }
+}
+
 static void
 test_illegal_calls_name_the_op(void)
 {
@@ -275,6 +298,7 @@ main(void)
     test_outputs_are_zeroed_whole_and_grow();
     test_what_is_declined();
     test_devices();
+    test_layout_of_attention();
     test_illegal_calls_name_the_op();
     test_inplace_results_must_fit();
     test_who_requires_grad();

@@ -6,8 +6,11 @@ Import this before any of them.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -28,6 +31,10 @@ warnings.simplefilter("ignore")
 
 # torchvision's own extension does not load beside another build of torch, and its Python then fails
 # to describe two operators that are not there. Nothing here calls them.
+_FOUND = importlib.util.find_spec("torchvision")
+for _path in Path(_FOUND.origin).parent.glob("_C*.so") if _FOUND and _FOUND.origin else ():
+    with contextlib.suppress(OSError):
+        torch.ops.load_library(_path)
 _VISION = torch.library.Library("torchvision", "FRAGMENT")
 for _name in ("nms", "qnms"):
     if not hasattr(torch.ops.torchvision, _name):

@@ -4,6 +4,7 @@
     make zoo                                    all of it: an hour and more on two cores
     make zoo ARGS="--only timm/ --jobs 2"       what has this in its name
     make zoo ARGS="--only script/"              the scripts, with a table of their own
+    make zoo ARGS="--device cuda"               models of libraries on a GPU
     make zoo ARGS="--date 2026-11-24"           twelve models, four loops and three scripts of a day
 
 What is in the file of results already is not run again: a run that was stopped goes on.
@@ -58,6 +59,10 @@ def choose(date: datetime.date, entries: dict[str, Entry]) -> list[str]:
     ]
 
 
+#: A process that asked for GPUs in another way cannot be forked.
+_OF_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
 class Server:
     """A process that forks one for each entry, so that libraries are imported once."""
 
@@ -68,7 +73,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | _OF_CUDA,
         )
 
     def run(self, name: str, seconds: float) -> dict[str, Any]:
@@ -192,6 +197,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], help="what a name must have in it")
     parser.add_argument("--date", type=datetime.date.fromisoformat, help="this day's selection")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="where models of libraries run")
     parser.add_argument("--seconds", type=float, default=300.0, help="for one entry")
     parser.add_argument("--results", type=Path, default=Path("build/zoo.jsonl"))
     parser.add_argument("--again", action="store_true", help="forget the results there are")
@@ -201,6 +207,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     entries = all_entries()
+    if args.device != "cpu":
+        os.environ["KOILA_ZOO_DEVICE"] = args.device
+        entries = {name: entry for name, entry in entries.items() if entry.build is not None}
     names = choose(args.date, entries) if args.date else list(entries)
     if args.only:
         names = [name for name in names if any(part in name for part in args.only)]

@@ -9,12 +9,16 @@ are plain torch's bit for bit. In chunks they are compared in float64, each tens
 largest number of its kind. "Peak" is the most bytes that torch's allocator hands out beyond what
 was there before the step. The limit is what the model, its gradients and the batch take, and
 `SHARE` of the most that plain torch's forward takes beside.
+
+KOILA_ZOO_DEVICE=cuda puts models and batches on a GPU. There each chunk draws numbers of its own:
+nothing is dropped where numbers in chunks are compared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -35,6 +39,7 @@ from zoo import libraries  # noqa: E402  isort: skip: before any of the librarie
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
@@ -46,6 +51,54 @@ from zoo.entries import ROWS, Entry, Step, all_entries  # noqa: E402
 
 SHARE = 0.4
 CHUNKS = 6
+DEVICE = torch.device(os.environ.get("KOILA_ZOO_DEVICE", "cpu"))
+
+
+class GpuAllocations:
+    """As `Allocations`, of what torch's allocator has handed out on the GPU."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._before: int | None = None
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        if self._before is None:
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize()
+        assert self._before is not None
+        self.peak = torch.cuda.max_memory_allocated() - self._before
+
+
+def allocations() -> Allocations | GpuAllocations:
+    """What notes the memory of a step, entered for each of its two halves."""
+    return Allocations() if DEVICE.type == "cpu" else GpuAllocations()
+
+
+def _moved(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), value)
+
+
+def _drop_nothing() -> None:
+    """Let dropout and attention keep everything from now on."""
+
+    def keep(x: Tensor, *_: object, **__: object) -> Tensor:
+        return x
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
+        setattr(F, name, keep)
+    attend = F.scaled_dot_product_attention
+
+    def attend_to_all(*args: Any, **words: Any) -> Tensor:
+        if len(args) > 4:
+            args = *args[:4], 0.0, *args[5:]
+        return attend(*args, **{**words, "dropout_p": 0.0} if "dropout_p" in words else words)
+
+    F.scaled_dot_product_attention = attend_to_all  # type: ignore[assignment]
 
 
 def _same(value: Any) -> Any:
@@ -95,7 +148,9 @@ class Runner:
     def __init__(self, step: Step, is_double: bool) -> None:
         self.step = step
         torch.manual_seed(1)
-        self.batch = step.batch(ROWS)
+        self.batch = _moved(step.batch(ROWS))
+        for module in step.modules:
+            module.to(DEVICE)
         if is_double:
             self.batch = _double(self.batch)
             for module in step.modules:
@@ -113,7 +168,9 @@ class Runner:
         torch.manual_seed(2)
         np.random.seed(2)  # some libraries draw masks with it
 
-    def run(self, lazy: Callable[..., Any], memory: Allocations | None = None) -> Outcome:
+    def run(
+        self, lazy: Callable[..., Any], memory: Allocations | GpuAllocations | None = None
+    ) -> Outcome:
         """Run the step once."""
         self.reset()
         start = time.perf_counter()
@@ -121,6 +178,8 @@ class Runner:
             loss = self.step.loss(**lazy(self.batch))
         with memory or contextlib.nullcontext():
             loss.backward()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         numbers = {"loss": torch.tensor(loss.detach().item(), dtype=loss.dtype)}
         for i, module in enumerate(self.step.modules):
@@ -134,7 +193,7 @@ class Runner:
     def measure(self, lazy: Callable[..., Any]) -> Outcome:
         """Run the step twice: for its time, and for its memory, which the profiler slows."""
         timed = self.run(lazy)
-        memory = Allocations()
+        memory = allocations()
         outcome = self.run(lazy, memory)
         outcome.peak = memory.peak
         outcome.seconds = timed.seconds
@@ -143,7 +202,7 @@ class Runner:
     def forward_peak(self) -> int:
         """The most bytes that the plain forward takes."""
         self.reset()
-        memory = Allocations()
+        memory = allocations()
         with memory:
             loss = self.step.loss(**self.batch)
         with memory:
@@ -238,6 +297,8 @@ def _in_one_chunk(entry: Entry, result: dict[str, Any]) -> None:
 
 def _in_chunks(entry: Entry, result: dict[str, Any]) -> None:
     assert entry.build is not None
+    if DEVICE.type == "cuda":
+        _drop_nothing()
     torch.manual_seed(0)
     runner = Runner(entry.build(), is_double=True)
     try:
@@ -278,7 +339,7 @@ def _in_chunks(entry: Entry, result: dict[str, Any]) -> None:
     def under_limit() -> None:
         runner.reset()
         storages.look_again(True)
-        there = budget.taken(torch.device("cpu"), [])
+        there = budget.taken(DEVICE, [])
         allowed = gradients + int(SHARE * forward)
         limited["allowed"] = allowed
         with koila.config(memory_limit=there + allowed):
@@ -354,7 +415,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for library in libraries.SHARED:
-        with contextlib.suppress(ModuleNotFoundError):  # scripts of torch alone need none of them
+        with contextlib.suppress(Exception):  # an entry that needs it says what is wrong
             importlib.import_module(library)
     entries = all_entries()
     for line in sys.stdin:
@@ -368,6 +429,8 @@ def serve() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if DEVICE.type == "cuda":  # two plain runs are equal, where torch has kernels for that
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if sys.argv[1] == "--serve":
         serve()
     else:

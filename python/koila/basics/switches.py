@@ -68,7 +68,11 @@ def _determinism() -> tuple[bool, bool]:
 
 def _make() -> tuple[Switch, ...]:
     """All that this torch has, as they are before koila patches them."""
-    made = [_pair(f"_set_{name}", f"_get_{name}", f"_set_{name}") for name in _PAIRS]
+    made = [
+        _pair(f"_set_{name}", f"_get_{name}", f"_set_{name}")
+        for name in _PAIRS
+        if hasattr(_C, f"_set_{name}")
+    ]
     made += [
         _pair(f"_set_sdp_use_{kernel}", f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}")
         for kernel in _KERNELS

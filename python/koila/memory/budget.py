@@ -310,7 +310,13 @@ def free_bytes(
 
 
 _QUICK_SECONDS = 0.5
-_quick: tuple[float, float, tuple[int, int]] = (0.0, -1.0, (0, 0))
+_quick: tuple[float, float, tuple[float, ...]] = (0.0, -1.0, ())
+
+
+def _bounds() -> tuple[float, ...]:
+    """What bounds this process now: its own limits, and its shares of the GPUs."""
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return *_limits(), *map(_fraction, range(n_gpus))
 
 
 def _free_anywhere() -> float:
@@ -329,10 +335,10 @@ def _is_plenty(n_bytes: float) -> bool:
     that is not so small runs for longer than it takes to ask again.
     """
     global _quick
-    now, limits = time.monotonic(), _limits()
-    is_recent = _quick[1] >= 0 and now - _quick[1] <= _QUICK_SECONDS and limits == _quick[2]
+    now, bounds = time.monotonic(), _bounds()
+    is_recent = _quick[1] >= 0 and now - _quick[1] <= _QUICK_SECONDS and bounds == _quick[2]
     if not is_recent or 64 * n_bytes > _quick[0]:
-        _quick = (_free_anywhere(), now, limits)
+        _quick = (_free_anywhere(), now, bounds)
     return 64 * n_bytes <= _quick[0]
 
 

@@ -52,7 +52,9 @@ def put(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         there = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-        return there.copy_(tensor)
+        # Nobody waits for the copy: whatever frees or reads either memory later comes after it, on
+        # the same stream; and only `get` reads it.
+        return there.copy_(tensor, non_blocking=True)
     strides = rows.strides_like(tensor.shape, tensor.stride())
     n_bytes = max(1, tensor.numel() * tensor.element_size())
     try:

@@ -27,6 +27,9 @@ DEAR = 1.1  # a cost from which on other ways are looked for
 # calls. Measured on a CPU; an accelerator makes a hundred times as many in that time.
 _CALL = 2**16
 _CALL_ON_ACCELERATOR = 2**23
+# What it takes to offload all that crosses and to fetch it, as a share of the step's time. On a CPU
+# it is a copy to mapped pages. An accelerator makes bytes three times as fast as its bus moves them.
+_OFFLOADED, _OFFLOADED_FROM_ACCELERATOR = 0.2, 3.0
 # What is given whole is read by each chunk, and its gradient added up: so much of its bytes.
 _GIVEN = 1 / 8
 
@@ -55,10 +58,11 @@ def cost(program: Program, option: Option, rows: int) -> float:
     of_chunk = option.n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
     n_chunks = -(-option.estimate.rows // rows)
     is_again = way.n_segments > 1 or (way.n_segments == 1 and program.has_checkpoints)
+    of_offload = _OFFLOADED if is_cpu else _OFFLOADED_FROM_ACCELERATOR
     more = (
         0.35 * (way.keep_every > 1)
         + 0.35 * is_again
-        + (0.2 / way.offload_every if way.offload_every else 0)
+        + (of_offload / way.offload_every if way.offload_every else 0)
     )
     more += 0.05 * (way.n_light > 0) + 0.02 * way.n_light
     return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))

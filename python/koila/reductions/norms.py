@@ -113,8 +113,9 @@ class _Normalized(engine.Function):
         needs = ctx.needs_input_grad
         if gradient.stride() != x.stride():  # torch's kernels for the CPU take them to be alike
             gradient = torch.empty_like(x).copy_(gradient)
+        unsaved = mean.new_empty(0)  # of no batch's own statistics; CUDA's kernels ask for a tensor
         of_x, of_weight, of_bias = _backward(
-            gradient, x, scale, mean, var, None, None, False, ctx.eps, [needs[0], True, True]
+            gradient, x, scale, mean, var, unsaved, unsaved, False, ctx.eps, [needs[0], True, True]
         )
         factor = -scale * torch.rsqrt(var + ctx.eps)
         of_mean = factor * of_bias
