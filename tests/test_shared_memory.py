@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oracle import Lazy, assert_same_story, gradients
+import koila
+from oracle import Lazy, assert_same_story, eager, gradients
 from stories import N_ROWS, assert_cut, each_split, make, rows
 
 DOUBLE = torch.float64
@@ -292,3 +295,49 @@ def test_statistics_of_a_program_read_and_then_run_at_once(chunks: int | None, b
         return mean, loss, gradients(model), list(model.buffers())
 
     assert_same_story(story, chunks, partly="the backward runs at once")
+
+
+# Read, differentiated, and written after the step -------------------------------------------------
+
+TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "select": lambda h: h.select(0, -1),
+    "transpose": lambda h: h.transpose(0, 1)[:, -1],
+    "permute": lambda h: h.permute(1, 2, 0)[..., -1],
+    "flatten": lambda h: h[-1].flatten(),
+    "chunk": lambda h: h.chunk(5, 0)[-1][0],  # of several, of which torch tells no history then
+    "unbind": lambda h: h.unbind(0)[2],
+    "detach": lambda h: h.detach()[-1],
+}
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["the base is gone", "the base is held"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_view_that_was_read_keeps_its_memory(name: str, dim: int, is_held: bool) -> None:
+    """What backward leaves of it, and of its base, is where the number was that was read."""
+
+    def step(lazy: Lazy, read: str, written: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 4).double()
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        x = lazy(torch.randn(5, 6, 6).double(), batch=dim)
+        base = layer(x).tanh()
+        view = TAKEN[name](base)
+        held = {"view": view, "detached": view.detach()} | ({"base": base} if is_held else {})
+        del base
+        if read in held:
+            held[read].abs().sum().item()
+        (view if view.requires_grad else layer(x)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            held[written].detach().mul_(0.5)
+        gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+        return [*(one.detach() * 1 for one in held.values()), *gradients]
+
+    names = ["view", "detached", *["base"] * is_held]
+    for read, written in itertools.product([*names, ""], names):
+        want = step(eager, read, written)
+        for chunks in (1, 2, 3):
+            with koila.config(chunks=chunks):
+                got = step(koila.lazy, read, written)
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12, msg=f"{read} {written}")

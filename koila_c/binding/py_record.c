@@ -25,16 +25,14 @@ is_settled(const Value *value)
     if (value->tape != NULL || value->is_input || value->is_lost || value->real == NULL) {
         return false;
     }
-    PyObject *requires_grad = PyObject_GetAttrString(value->real, "requires_grad");
-    bool is_plain = requires_grad == Py_False;
-    Py_XDECREF(requires_grad);
+    bool is_plain = kl_meta_requires_grad(value->real) == 0;
     if (is_plain || value->epoch == kl_py.n_backwards) {
         return is_plain;
     }
     PyObject *is_leaf = PyObject_GetAttrString(value->real, "is_leaf");
-    bool is_spent = is_leaf == Py_False; /* a leaf never is */
     Py_XDECREF(is_leaf);
-    return is_spent;
+    PyErr_Clear(); /* of one of several views, whose base was written, torch does not say: it is no leaf */
+    return is_leaf != Py_True; /* a leaf never is spent */
 }
 
 static bool

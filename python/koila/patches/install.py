@@ -33,11 +33,16 @@ from koila.running import checkpoints, numbers, recomputed, unwritten
 
 
 def _patch_function_apply() -> None:
-    base: Any = torch.autograd.function._SingleLevelFunction
+    # Before torch 2.14 Function.apply is Python's: without transforms it calls that of its base.
+    function: Any = torch.autograd.Function
+    is_compiled = not isinstance(vars(function)["apply"], classmethod)
+    base: Any = function if is_compiled else torch.autograd.function._SingleLevelFunction
     inherited = base.apply.__func__ if hasattr(base.apply, "__func__") else None
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(base, cls).apply if inherited is None else inherited.__get__(cls)
+        if torch._C._are_functorch_transforms_active():
+            return original(*args, **kwargs)
         if patching.holds_lazy(args) or patching.holds_lazy(kwargs):
             if checkpoints.is_transparent(cls, args) and not surroundings.of_call():
                 return checkpoints.run(args[0], args[2:])
@@ -51,8 +56,10 @@ def _patch_function_apply() -> None:
 
 def _patch_checkpoint() -> None:
     module: Any = torch.utils.checkpoint
-    name = "_checkpoint_without_reentrant_generator"
-    patching.replace(module, name, checkpoints.patched(getattr(module, name), patching.holds_lazy))
+    name, patch = "_checkpoint_without_reentrant_generator_impl", checkpoints.patched
+    if not hasattr(module, name):
+        name, patch = name.removesuffix("_impl"), checkpoints.patched_before_2_14
+    patching.replace(module, name, patch(getattr(module, name), patching.holds_lazy))
 
 
 def _patch_factories() -> None:

@@ -28,7 +28,7 @@ DEAR = 1.1  # a cost from which on other ways are looked for
 _CALL = 2**16
 _CALL_ON_ACCELERATOR = 2**23
 # What it takes to offload all that crosses and to fetch it, as a share of the step's time. On a CPU
-# it is a copy to mapped pages. An accelerator makes bytes three times as fast as its bus moves them.
+# it is a copy to mapped pages. An accelerator makes bytes thrice as fast as its bus moves them.
 _OFFLOADED, _OFFLOADED_FROM_ACCELERATOR = 0.2, 3.0
 # What is given whole is read by each chunk, and its gradient added up: so much of its bytes.
 _GIVEN = 1 / 8

@@ -359,12 +359,16 @@ def is_made_again(program: Program, value: int, reading: int, writing: int) -> b
     return not {*made_in}.intersection(again).issubset(around(writing))
 
 
+#: What goes up to its body, and on when that has returned.
+Generator = Callable[..., Iterator[None]]
+
+
 def checkpoint(args: Any, kwargs: Any) -> Any:
     """The arguments of a checkpoint that is left to torch, which saves them as C++ has them."""
     return args, kwargs
 
 
-def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> Callable[..., Any]:
+def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator:
     """The generator that torch puts around the body of a checkpoint that is not reentrant.
 
     Where the body is left to torch, its calls run at once, since torch's hooks on saved tensors are
@@ -373,7 +377,13 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
 
     @functools.wraps(original)
     def generator(
-        body: Callable[..., Any], preserve: bool, context_fn: Any, *args: Any, **kwargs: Any
+        body: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        preserve_rng_state: bool = True,
+        context_fn: Any = torch.utils.checkpoint.noop_context_fn,
+        **words: Any,
     ) -> Iterator[None]:
         is_ours = holds_lazy(args) or holds_lazy(kwargs)
         is_recorded = is_ours and not planner.is_whole() and not surroundings.of_call()
@@ -384,17 +394,35 @@ def patched(original: Callable[..., Any], holds_lazy: Callable[[Any], bool]) -> 
         )
         # Without preserve_rng_state what torch runs again draws other numbers, and moves on the
         # generator: the gradient is of those.
-        if is_again and not (preserve and checkpoint_bodies.can_record(found)):
+        if is_again and not (preserve_rng_state and checkpoint_bodies.can_record(found)):
             explain.log_live(torch.utils.checkpoint.checkpoint)
             is_recorded = is_again = False
         if not is_recorded:
             if is_ours and torch.is_grad_enabled():
                 args, kwargs = _core.live_with_all(checkpoint, (args, kwargs), {}, True)
-            yield from original(body, preserve, context_fn, *args, **kwargs)
+            words |= {"preserve_rng_state": preserve_rng_state, "context_fn": context_fn}
+            yield from original(body, args, kwargs, **words)
             return
         # What it makes of plain tensors at once keeps what it saves: to have that again torch would
         # run all of the body, in the midst of a backward.
         with _recording(found, False, args) if is_again else _region(False):
             yield
+
+    return generator
+
+
+def patched_before_2_14(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator:
+    """As `patched`, where torch hands on the arguments of the body one by one, behind its own."""
+    names = "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"
+
+    def flat(body: Any, args: Any, kwargs: Any, **words: Any) -> Iterator[None]:
+        return original(body, *(words[name] for name in names), *args, **kwargs)
+
+    around_body = patched(flat, holds_lazy)
+
+    @functools.wraps(original)
+    def generator(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        own, given = args[: len(names)], args[len(names) :]
+        return around_body(body, given, kwargs, **dict(zip(names, own, strict=True)))
 
     return generator

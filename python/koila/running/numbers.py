@@ -27,6 +27,16 @@ def as_new(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out as `made` in the memory of `number`, a view of what was made there before;
+    `made` itself where that has less memory."""
+    memory = number.untyped_storage()
+    if memory.nbytes() < made.untyped_storage().nbytes():
+        return made
+    layout = made.storage_offset(), made.shape, made.stride()
+    return torch.empty(0, dtype=made.dtype, device=made.device).set_(memory, *layout)
+
+
 class Numbers:
     """What the lazies that the user can reach are given at the end of a run in chunks.
 
@@ -44,6 +54,13 @@ class Numbers:
         groups: dict[int, list[int]] = defaultdict(list)
         for value in program.wanted:
             groups[program.info(value).storage].append(value)
+        #: By storage, a value that somebody has read: what shares its memory is found there again.
+        self.read = {
+            storage: value
+            for storage, group in groups.items()
+            for value in group
+            if program.info(value).result is not None and not program.info(value).is_uncertain
+        }
         #: (value, its number, whether it leaves the tape), to be delivered at the commit.
         self.found: list[tuple[int, torch.Tensor, bool]] = []
         for storage, group in groups.items():
@@ -73,9 +90,14 @@ class Numbers:
 
     def _of_kept(self, value: int) -> torch.Tensor:
         if value not in self.made:
-            known = self.program.info(value).result  # what was read stays what it was
-            # Put together without a graph it may be a view, which torch would not let be written.
-            result = known if known is not None else as_new(self.cross[value].read_whole(False))
+            result = self.program.info(value).result  # what was read stays what it was
+            if result is None:
+                # Put together without a graph it may be a view, which torch would not let be
+                # written.
+                result = as_new(self.cross[value].read_whole(False))
+                view = self.read.get(self.program.info(value).storage)
+                known = self.program.info(view).result if view is not None else None
+                result = result if known is None else _in_memory_of(known, result)
             is_spent = self._is_spent(value)
             self.made[value] = spent(result, _core.behind(value)) if is_spent else result
         return self.made[value]
