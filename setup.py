@@ -28,7 +28,7 @@ def can_link_with_flto() -> bool:
         source, compiled = os.path.join(folder, "one.c"), os.path.join(folder, "one.o")
         with open(source, "w") as file:
             file.write("int one(void);\nint one(void) { return 1; }\n")
-        position = ["-fPIC", "-flto"]
+        position = ["-fPIC", "-flto=auto"]
         commands = [
             [*shlex.split(compiler), *position, "-c", source, "-o", compiled],
             [*shlex.split(compiler), *position, "-shared", compiled, "-o", compiled + ".so"],
@@ -44,8 +44,8 @@ def can_link_with_flto() -> bool:
 # A call is recorded by many small functions in several files: together they cost a tenth less.
 is_instrumented = "1" in (os.environ.get("KOILA_SANITIZE"), os.environ.get("KOILA_COVERAGE"))
 if not is_instrumented and can_link_with_flto():
-    compile_args += ["-flto"]
-    link_args += ["-flto", "-O3"]
+    compile_args += ["-flto=auto"]
+    link_args += ["-flto=auto", "-O3"]
 
 if os.environ.get("KOILA_DEV") == "1":
     compile_args += [

@@ -417,6 +417,7 @@ bool kl_meta_may_alias(PyObject *left, PyObject *right);
 bool kl_meta_by_handle(void);
 /* Whether a real tensor requires a gradient, or -1. */
 int kl_meta_requires_grad(PyObject *tensor);
+PyObject *kl_meta_ints(const int64_t *ints, int32_t n); /* a tuple */
 /* Index of a torch.device or its name, or -1 for one that is not there. */
 int kl_meta_device_from(PyObject *device);
 /* 0: the CPU. Other devices get the next number the first time they are met. 0, or -1. */

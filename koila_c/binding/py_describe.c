@@ -2,6 +2,8 @@
 /* py_describe.c - what inference found, as Python objects. For infer() and its tests. */
 #include "py_describe.h"
 
+#include "py.h"
+
 static PyObject *
 place_object(const KlPlace *place)
 {
@@ -13,27 +15,12 @@ place_object(const KlPlace *place)
 }
 
 static PyObject *
-ints_object(const int64_t *ints, int32_t n)
-{
-    PyObject *tuple = PyTuple_New(n);
-    for (int32_t i = 0; tuple != NULL && i < n; i++) {
-        PyObject *item = PyLong_FromLongLong(ints[i]);
-        if (item == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, i, item);
-    }
-    return tuple;
-}
-
-static PyObject *
 out_object(const KlMeta *out)
 {
     PyObject *strides =
-        out->is_strided ? ints_object(out->strides, out->n_dims) : Py_NewRef(Py_None);
+        out->is_strided ? kl_meta_ints(out->strides, out->n_dims) : Py_NewRef(Py_None);
     return Py_BuildValue("(sNNNN)", kl_meta_dtype_name(out->dtype),
-                         ints_object(out->shape, out->n_dims), strides,
+                         kl_meta_ints(out->shape, out->n_dims), strides,
                          PyBool_FromLong(out->requires_grad), place_object(&out->place));
 }
 

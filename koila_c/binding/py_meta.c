@@ -140,9 +140,10 @@ read_ints(PyObject *tuple, int64_t *out, int32_t n)
 }
 
 static int
-read_sizes_by_attribute(PyObject *tensor, KlMeta *meta)
+read_by_attribute(PyObject *tensor, KlMeta *meta)
 {
-    PyObject *shape = PyObject_GetAttrString(tensor, "shape");
+    PyObject *dtype = PyObject_GetAttrString(tensor, "dtype");
+    PyObject *shape = dtype != NULL ? PyObject_GetAttrString(tensor, "shape") : NULL;
     PyObject *strides = NULL;
     int result = -1;
     if (shape == NULL) {
@@ -152,6 +153,7 @@ read_sizes_by_attribute(PyObject *tensor, KlMeta *meta)
         result = 1;
         goto error;
     }
+    meta->dtype = kl_meta_dtype_from(dtype);
     meta->n_dims = (int32_t)PyTuple_GET_SIZE(shape);
     strides = PyObject_CallMethod(tensor, "stride", NULL);
     if (strides == NULL || read_ints(shape, meta->shape, meta->n_dims) < 0 ||
@@ -163,19 +165,8 @@ read_sizes_by_attribute(PyObject *tensor, KlMeta *meta)
 error:
     Py_XDECREF(strides);
     Py_XDECREF(shape);
+    Py_XDECREF(dtype);
     return result;
-}
-
-static int
-read_by_attribute(PyObject *tensor, KlMeta *meta)
-{
-    PyObject *dtype = PyObject_GetAttrString(tensor, "dtype");
-    if (dtype == NULL) {
-        return -1;
-    }
-    meta->dtype = kl_meta_dtype_from(dtype);
-    Py_DECREF(dtype);
-    return read_sizes_by_attribute(tensor, meta);
 }
 
 static int
@@ -202,6 +193,13 @@ read_by_handle(PyObject *tensor, KlMeta *meta)
     meta->is_strided = true;
     meta->dtype = dtype_of_code(code);
     return 0;
+}
+
+/* Dtype, shape and strides. Returns 0; 1: there are too many dims; -1: an error is set. */
+static int
+read_layout(PyObject *tensor, KlMeta *meta)
+{
+    return abi.handle_works ? read_by_handle(tensor, meta) : read_by_attribute(tensor, meta);
 }
 
 int
@@ -244,7 +242,7 @@ kl_meta_read(PyObject *tensor, KlMeta *meta)
     if (is_strided <= 0) {
         return is_strided < 0 ? -1 : 1;
     }
-    int result = abi.handle_works ? read_by_handle(tensor, meta) : read_by_attribute(tensor, meta);
+    int result = read_layout(tensor, meta);
     if (result != 0) {
         return result;
     }
@@ -260,48 +258,30 @@ int
 kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t size)
 {
     KlMeta read;
-    const int64_t *sizes = read.shape;
     int is_strided = is_strided_layout(tensor);
     if (is_strided <= 0) {
         return is_strided;
     }
-    if (abi.handle_works) {
-        int64_t n_dims = 0;
-        int64_t *found = NULL;
-        int32_t code = -1;
-        void *handle = handle_of(tensor);
-        if (abi.dim(handle, &n_dims) != 0 || abi.dtype(handle, &code) != 0 ||
-            n_dims != meta->n_dims || (n_dims > 0 && abi.sizes(handle, &found) != 0)) {
-            return 0;
-        }
-        read.dtype = meta->dtype < KL_N_DTYPES && abi.codes[meta->dtype] == code ? meta->dtype
-                                                                                 : KL_DTYPE_OTHER;
-        sizes = found;
-    } else {
-        int result = read_by_attribute(tensor, &read);
-        if (result != 0 || read.n_dims != meta->n_dims) {
-            return result < 0 ? -1 : 0;
-        }
+    int result = read_layout(tensor, &read);
+    if (result != 0 || read.n_dims != meta->n_dims) {
+        return result < 0 ? -1 : 0;
     }
     bool is_same = read.dtype == meta->dtype;
     for (int32_t i = 0; is_same && i < meta->n_dims; i++) {
-        is_same = sizes[i] == (i == dim ? size : meta->shape[i]);
+        is_same = read.shape[i] == (i == dim ? size : meta->shape[i]);
     }
     return is_same;
 }
 
-static PyObject *
-ints_tuple(const int64_t *ints, int32_t n)
+PyObject *
+kl_meta_ints(const int64_t *ints, int32_t n)
 {
     PyObject *tuple = PyTuple_New(n);
-    if (tuple == NULL) {
-        return NULL;
-    }
-    for (int32_t i = 0; i < n; i++) {
+    for (int32_t i = 0; tuple != NULL && i < n; i++) {
         PyObject *item = PyLong_FromLongLong(ints[i]);
         if (item == NULL) {
-            Py_DECREF(tuple);
-            return NULL;
+            Py_CLEAR(tuple);
+            break;
         }
         PyTuple_SET_ITEM(tuple, i, item);
     }
@@ -321,7 +301,7 @@ kl_meta_may_alias(PyObject *left, PyObject *right)
 PyObject *
 kl_meta_size(const KlMeta *meta)
 {
-    PyObject *tuple = ints_tuple(meta->shape, meta->n_dims);
+    PyObject *tuple = kl_meta_ints(meta->shape, meta->n_dims);
     if (tuple == NULL) {
         return NULL;
     }
@@ -333,7 +313,7 @@ kl_meta_size(const KlMeta *meta)
 PyObject *
 kl_meta_strides(const KlMeta *meta)
 {
-    return ints_tuple(meta->strides, meta->n_dims);
+    return kl_meta_ints(meta->strides, meta->n_dims);
 }
 
 /* Compare what a handle says of one tensor with what its attributes say. */

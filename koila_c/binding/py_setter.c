@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_setter.c - attributes of tensors that are set to a lazy (`p.grad = lazy`). torch asks the class of the
- * tensor, never that of the value, and would take the placeholder. So the function that sets the attribute is
- * replaced, in the structure that CPython keeps for it: to get the attribute costs what it did, and for all
- * who ask the descriptor is the same. */
+/* py_setter.c - attributes of tensors that are set to a lazy (`p.grad = lazy`), and calls of custom functions
+ * (`Function.apply`). torch asks the class of the tensor, never that of the value, or no class at all, and would take
+ * the placeholder. So the C function is replaced, in the structure that CPython keeps for it: to get the attribute
+ * costs what it did, for all who ask the descriptor is the same, and so is a method that was taken before. */
 #include "py.h"
 
 typedef struct Setter {
@@ -21,8 +21,7 @@ set_attribute(PyObject *tensor, PyObject *value, void *closure)
     if (value == NULL || !kl_lazy_check(value)) {
         return entry->original(tensor, value, NULL);
     }
-    PyObject *done = PyObject_CallFunctionObjArgs(entry->put, tensor, value, NULL);
-    return kl_py_done(done);
+    return kl_py_done(PyObject_CallFunctionObjArgs(entry->put, tensor, value, NULL));
 }
 
 /* set_attribute_by(descriptor, put): from now on put(tensor, lazy) sets the attribute to a lazy; None gives
@@ -50,8 +49,42 @@ core_set_attribute_by(PyObject *Py_UNUSED(module), PyObject *args)
     Py_XSETREF(entry->put, put == Py_None ? NULL : Py_NewRef(put));
     def->set = put == Py_None ? entry->original : set_attribute;
     def->closure = put == Py_None ? NULL : entry;
-    if (put == Py_None) {
-        entry->def = NULL;
-    }
+    entry->def = put == Py_None ? NULL : def;
     return Py_NewRef(Py_True);
+}
+
+static PyMethodDef called;       /* the class method as torch made it */
+static PyObject *called_instead; /* called_instead(class, args, kwargs) */
+
+static PyObject *
+call_with_words(PyObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *words = kwargs != NULL ? kwargs : Py_None;
+    return PyObject_CallFunctionObjArgs(called_instead, type, args, words, NULL);
+}
+
+static PyObject *
+call_without_words(PyObject *type, PyObject *args)
+{
+    return call_with_words(type, args, NULL);
+}
+
+/* call_class_method_by(descriptor, instead): from now on instead(class, args, kwargs or None) is called for that class
+ * method, of which there is one; None gives torch its own back. Returns a descriptor of torch's own. */
+PyObject *
+core_call_class_method_by(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *descriptor = NULL, *instead = NULL;
+    if (!PyArg_ParseTuple(args, "O!O:call_class_method_by", &PyClassMethodDescr_Type, &descriptor,
+                          &instead)) {
+        return NULL;
+    }
+    PyMethodDef *def = ((PyMethodDescrObject *)descriptor)->d_method;
+    called = called.ml_meth == NULL ? *def : called;
+    Py_XSETREF(called_instead, Py_NewRef(instead));
+    PyCFunctionWithKeywords with_words = call_with_words;
+    PyCFunction own = def->ml_flags & METH_KEYWORDS ? (PyCFunction)(void (*)(void))with_words
+                                                    : call_without_words;
+    def->ml_meth = instead == Py_None ? called.ml_meth : own;
+    return PyDescr_NewClassMethod(PyDescr_TYPE(descriptor), &called);
 }

@@ -485,9 +485,8 @@ test_others(PyObject *locals)
     PyObject *grad = evaluate("torch.ones(2, dtype=torch.float32, device='cpu')", locals);
     PyObject *meta = evaluate("torch.empty(2, dtype=torch.float32, device='meta')", locals);
     PyObject *buffer = evaluate("torch.frombuffer(bytearray(8), dtype=torch.uint8)", locals);
-    PyObject *sparse =
-        evaluate("torch.empty((2, 2), dtype=torch.float32, device='cpu', layout=torch.sparse_coo)",
-                 locals);
+    PyObject *sparse = evaluate(
+        "torch.empty((2, 2), dtype=torch.float32, device='cpu', layout=torch.sparse_coo)", locals);
     int result = -1;
     if (leaf == NULL || grad == NULL || meta == NULL || buffer == NULL || sparse == NULL) {
         goto error;

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from koila import _core
+from koila.patches import install
 
 pytestmark = pytest.mark.sanitize
 
@@ -62,3 +63,31 @@ def test_only_what_can_be_set() -> None:
     with pytest.raises(TypeError):
         _core.set_attribute_by(torch.Tensor.add, None)  # type: ignore[arg-type]
     assert not _core.set_attribute_by(vars(torch._C.TensorBase)["shape"], print)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 3
+
+
+taken = Tripled.apply
+
+
+def test_a_class_method_that_was_taken_is_replaced_too() -> None:
+    descriptor = vars(torch._C._FunctionBase)["apply"]
+    x, seen = torch.ones(3, requires_grad=True), list[Any]()
+    install.uninstall()
+    try:
+        own = _core.call_class_method_by(descriptor, lambda *given: seen.append(given))
+        assert taken(x) is None and Tripled.apply(x) is None
+        assert [given[:2] for given in seen] == [(Tripled, (x,))] * 2
+        assert own.__get__(None, Tripled)(x).grad_fn is not None
+        _core.call_class_method_by(descriptor, None)
+        assert taken(x).equal(x * 3) and len(seen) == 2
+    finally:
+        install.install()

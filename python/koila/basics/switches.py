@@ -36,7 +36,7 @@ class Switch(NamedTuple):
 
 Setting = tuple[Any, ...]
 
-_KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
+_KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3", "fa4")
 #: Switches X of torch._C with a function _get_X and one _set_X.
 _PAIRS = (
     "float32_matmul_precision cublas_allow_tf32 cudnn_allow_tf32 onednn_allow_tf32 "
@@ -45,7 +45,7 @@ _PAIRS = (
     "math_sdp_allow_fp16_bf16_reduction cudnn_enabled cudnn_benchmark cudnn_deterministic "
     "cudnn_depthwise_kernel mkldnn_enabled mkldnn_deterministic nnpack_enabled miopen_immediate "
     "deterministic_fill_uninitialized_memory blas_preferred_backend linalg_preferred_backend "
-    "rocm_fa_preferred_backend sm_carveout_experimental qengine"
+    "rocm_fa_preferred_backend sm_carveout_experimental qengine cublaslt_prefer_grouped_gemm"
 ).split()
 #: Where float32 may be computed with less: a backend, and what it computes.
 _PRECISIONS = (

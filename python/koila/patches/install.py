@@ -31,16 +31,15 @@ from koila.recording import apart, bridge, flush, handlers, replicated, sharded
 from koila.reporting import reports
 from koila.running import checkpoints, numbers, recomputed, unwritten
 
+_OF_FUNCTIONS: Any = vars(torch._C._FunctionBase)["apply"]
+
 
 def _patch_function_apply() -> None:
-    # Before torch 2.14 Function.apply is Python's: without transforms it calls that of its base.
-    function: Any = torch.autograd.Function
-    is_compiled = not isinstance(vars(function)["apply"], classmethod)
-    base: Any = function if is_compiled else torch.autograd.function._SingleLevelFunction
-    inherited = base.apply.__func__ if hasattr(base.apply, "__func__") else None
+    """Custom functions: torch calls their C code without asking any class. A script may have taken
+    `f = MyFunction.apply` before koila was imported: that must be replaced too."""
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        original = super(base, cls).apply if inherited is None else inherited.__get__(cls)
+    def apply(cls: Any, args: tuple[Any, ...], words: dict[str, Any] | None) -> Any:
+        original, kwargs = own.__get__(None, cls), words or {}
         if torch._C._are_functorch_transforms_active():
             return original(*args, **kwargs)
         if patching.holds_lazy(args) or patching.holds_lazy(kwargs):
@@ -51,7 +50,7 @@ def _patch_function_apply() -> None:
             return _core.live_with_all(original, args, kwargs, False)
         return original(*args, **kwargs)
 
-    patching.replace(base, "apply", classmethod(apply))
+    own = _core.call_class_method_by(_OF_FUNCTIONS, apply)
 
 
 def _patch_checkpoint() -> None:
@@ -479,6 +478,7 @@ def uninstall() -> None:
             patching.assign(owner, name, original)
         else:
             delattr(owner, name)
+    _core.call_class_method_by(_OF_FUNCTIONS, None)
     while patching.descriptors:
         _core.set_attribute_by(patching.descriptors.pop(), None)
     while patching.hooks:
