@@ -82,6 +82,26 @@ HOOKS, MODE, DUAL = "hooks on saved tensors", "a dispatch mode", "forward-mode A
 # Hooks on saved tensors
 
 
+if hasattr(torch.autograd.graph, "node_creation_hook"):  # torch from 2.14 on
+
+    @story("a dispatch mode is on (NodeHooks)")
+    def a_hook_on_nodes(model: Model, x: Tensor, y: Tensor) -> Any:
+        """It doubles gradients on their way, of each product that is made inside."""
+        names = list[str]()
+
+        def double(node: Any) -> None:
+            names.append(node.name())
+            if "Addmm" in node.name():
+                node.register_prehook(lambda gradients: tuple(2 * g for g in gradients))
+
+        with torch.autograd.graph.node_creation_hook(double):  # type: ignore[attr-defined]
+            out = model(x)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        assert any("Addmm" in name for name in names)
+        return loss, names
+
+
 @story(HOOKS)
 def packs_with_less_precision(model: Model, x: Tensor, y: Tensor) -> Any:
     packed = []

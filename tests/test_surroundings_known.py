@@ -54,11 +54,13 @@ AT_ONCE = """
 torch.autograd.forward_ad._set_fwd_grad_enabled torch.autograd.forward_ad.dual_level
 torch.autograd.graph._CloneArgBeforeMutateMode torch.autograd.graph._swap_with_cloned
 torch.autograd.graph.allow_mutation_on_saved_tensors torch.autograd.graph.save_on_cpu
+torch.autograd.graph.node_creation_hook torch.utils.checkpoint._checkpoint_internal_hook
 torch.autograd.graph.saved_tensors_hooks torch.utils._python_dispatch.BaseTorchDispatchMode
 torch.utils._python_dispatch.TorchDispatchMode torch.utils.checkpoint._CachedTorchDispatchMode
 torch.utils.checkpoint._CachingTorchDispatchMode torch.utils.checkpoint._checkpoint_hook
 torch.utils.checkpoint._recomputation_hook
 torch.utils.checkpoint._checkpoint_without_reentrant_generator
+torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl
 torch.testing._internal.logging_tensor.LoggingTensorMode
 """
 # Torch asks it when a call is made, and koila's runs are outside of it: the same.
@@ -90,6 +92,8 @@ torch.autograd.grad_mode.enforce_grad_layout_policy
 torch.autograd.grad_mode.set_multithreading_enabled torch.autograd.graph._MultiHandle
 torch.autograd.graph.set_override_stale_capture_stream
 torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch
+torch.autograd.profiler._set_active_cupti_profiler_observer
+torch.autograd.profiler._set_active_cuspy_profiler_observer
 torch.autograd.profiler._set_is_profiler_enabled torch.autograd.profiler.emit_itt
 torch.autograd.profiler.emit_nvtx torch.autograd.profiler.profile
 torch.autograd.profiler.record_function torch.backends.mha.set_fastpath_enabled
@@ -120,8 +124,9 @@ check_sparse_tensor_invariants conj default_mobile_cpu_allocator dispatch_mode
 dtensor_allow_implicit_replication fwd_grad_enabled generator_metaclass grad_enabled
 grad_layout_enforcement_enabled graph_exec_group graph_executor_optimize
 meta_in_tls_dispatch_include multithreading_enabled neg only_lift_cpu_tensors
-override_stale_capture_stream print_stack_traces_on_fatal_signal
-should_use_format_with_string_table skip_next_torch_function tensor_metadata thread_name
+override_stale_capture_stream fake_constant print_stack_traces_on_fatal_signal
+should_use_format_with_string_table skip_next_torch_function storage_access_error_msg
+storage_data_ptr_access_error_msg tensor_metadata thread_name
 throw_on_mutable_data_ptr torch_function_state tracing_state value_trace view_replay_enabled
 warnAlways warn_deprecated_on_mutable_data_ptr warn_on_accumulate_grad_stream_mismatch
 worker_pids worker_signal_handlers

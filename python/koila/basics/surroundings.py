@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from koila import _core
 
@@ -55,6 +55,16 @@ def of_call() -> str:
     return of_backward() or ("hooks on saved tensors are on" if has_hooks else "")
 
 
+class NodeHooks(TorchDispatchMode):
+    """Is on while a hook on the creation of autograd's nodes is (torch from 2.14 on): calls inside
+    run where they stand, and make the nodes that it is told of."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **kwargs or {})
+
+
 class _Left:
     """The hooks and modes that were on, taken off until `__exit__`."""
 
@@ -72,6 +82,8 @@ class _Left:
         while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None:
             self._hooks.append(top)
             _hooks._pop_saved_tensors_default_hooks()
+        for _ in _state.node_hooks:
+            _pop_node_hook()
         while _C._len_torch_function_stack() > 0:
             self._functions.append(_C._pop_torch_function_stack())
         for mode in filter(_is_observer, reversed(self._functions)):
@@ -85,6 +97,8 @@ class _Left:
 
     def _come_back(self) -> None:
         self._stack.close()
+        for hook, _ in _state.node_hooks:
+            _push_node_hook(hook)
         while self._functions:
             _C._push_on_torch_function_stack(self._functions.pop())
         while self._hooks:
@@ -109,6 +123,7 @@ class _Left:
 class _State(threading.local):
     def __init__(self) -> None:
         self.left: list[_Left] = []  # by this thread, the outermost first
+        self.node_hooks: list[tuple[Any, Any]] = []  # likewise, with the mode that is on
 
 
 _state = _State()
@@ -172,6 +187,29 @@ def inside() -> Iterator[None]:
         for left in _state.left:
             stack.enter_context(left.back())
         yield
+
+
+def _none(*_: Any) -> None:
+    """Torch before 2.14 has no hooks on nodes."""
+
+
+_push_node_hook: Callable[[Any], None] = getattr(_hooks, "_push_node_creation_hook", _none)
+_pop_node_hook: Callable[[], None] = getattr(_hooks, "_pop_node_creation_hook", _none)
+
+
+def push_node_hook(hook: Any) -> None:
+    """Instead of torch's own: a mode that sees each call is put around the hook."""
+    make_mode: Any = NodeHooks  # torch does not say what it takes
+    mode = make_mode()
+    mode.__enter__()
+    _state.node_hooks.append((hook, mode))
+    _push_node_hook(hook)
+
+
+def pop_node_hook() -> None:
+    """Instead of torch's own."""
+    _pop_node_hook()
+    _state.node_hooks.pop()[1].__exit__(None, None, None)
 
 
 def count_duals(original: Callable[..., Any], step: int) -> Callable[..., Any]:

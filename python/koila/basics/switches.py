@@ -45,7 +45,8 @@ _PAIRS = (
     "math_sdp_allow_fp16_bf16_reduction cudnn_enabled cudnn_benchmark cudnn_deterministic "
     "cudnn_depthwise_kernel mkldnn_enabled mkldnn_deterministic nnpack_enabled miopen_immediate "
     "deterministic_fill_uninitialized_memory blas_preferred_backend linalg_preferred_backend "
-    "rocm_fa_preferred_backend sm_carveout_experimental qengine cublaslt_prefer_grouped_gemm"
+    "rocm_fa_preferred_backend sm_carveout_experimental qengine cublaslt_prefer_grouped_gemm "
+    "native_aot_enabled native_aot_unconditional_masked"
 ).split()
 #: Where float32 may be computed with less: a backend, and what it computes.
 _PRECISIONS = (
@@ -78,6 +79,9 @@ def _make() -> tuple[Switch, ...]:
         for kernel in _KERNELS
         if hasattr(_C, f"_set_sdp_use_{kernel}")
     ]
+    if hasattr(_C, "_cuda_set_cudnn_benchmark_limit"):  # a torch for GPUs
+        names = (f"_cuda_{verb}_cudnn_benchmark_limit" for verb in ("set", "get", "set"))
+        made.append(_pair(*names))
     order, determine = _C._set_sdp_priority_order, _C._set_deterministic_algorithms
     default, precise = _C._set_default_dtype, _C._set_fp32_precision_setter
     made += [

@@ -53,6 +53,13 @@ def _patch_function_apply() -> None:
     own = _core.call_class_method_by(_OF_FUNCTIONS, apply)
 
 
+def _patch_node_hooks() -> None:
+    graph: Any = torch._C._autograd
+    if hasattr(graph, "_push_node_creation_hook"):
+        patching.replace(graph, "_push_node_creation_hook", surroundings.push_node_hook)
+        patching.replace(graph, "_pop_node_creation_hook", surroundings.pop_node_hook)
+
+
 def _patch_checkpoint() -> None:
     module: Any = torch.utils.checkpoint
     name, patch = "_checkpoint_without_reentrant_generator_impl", checkpoints.patched
@@ -448,6 +455,7 @@ def _install() -> None:
     unwritten.begin(flush.flush)
     _patch_function_apply()
     _patch_checkpoint()
+    _patch_node_hooks()
     _patch_factories()
     _patch_functorch()
     _patch_transforms()
