@@ -11,6 +11,7 @@
 #   make zoo         models and training loops of public libraries, plain and lazy: an hour and more;
 #                    ARGS="--only timm/" chooses by name, and a run that was stopped goes on
 #   make zoo-sample  twelve models and four loops of them, chosen by the date
+#   make other-torch the suite with another torch: TORCH=2.15.0 chooses (not part of make test)
 #   make mutants     mistakes put into a copy of the tree, one at a time: do the tests see them?
 #                    (minutes; not part of make test; ARGS="..." chooses some by name)
 #   make demo        train a model whose batch does not fit; ARGS="..." is passed on
@@ -29,6 +30,8 @@ READY := $(VENV)/ready
 ZOO_VENV := .venv-zoo
 ZOO_READY := $(ZOO_VENV)/ready
 ZOO := PYTHONPATH=python $(ZOO_VENV)/bin/python tests/zoo/run.py --jobs $(JOBS)
+TORCH ?= 2.15.0
+OTHER_VENV = .venv-torch-$(TORCH)
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/ready
 WHEEL_VENV := .venv-wheel
@@ -49,7 +52,7 @@ PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: test lint format build suite core-test sanitize zoo zoo-sample mutants demo wheel docs clean
+.PHONY: test lint format build suite other-torch core-test sanitize zoo zoo-sample mutants demo wheel docs clean
 
 # core-test is part of the suite, where it does not keep a core waiting.
 test: lint build suite sanitize zoo-sample
@@ -83,6 +86,13 @@ $(BUILT): $(SOURCES) $(READY)
 
 suite: build
 	$(PYTEST)
+
+# The extension is the same for every torch: of it only Python and its headers are needed to build.
+other-torch: build
+	$(PYTHON3) -m venv $(OTHER_VENV)
+	$(OTHER_VENV)/bin/python -m pip install --quiet torch==$(TORCH) \
+	    $$(grep -v '^#\|^torch==' requirements-dev.txt)
+	OMP_NUM_THREADS=1 $(OTHER_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 core-test: $(READY)
 	$(PYTHON) -m pytest tests/test_core_c.py
@@ -165,4 +175,4 @@ docs: $(DOCS_READY)
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(ZOO_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache
+	rm -rf $(VENV) .venv-torch-* $(ZOO_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist python/*.egg-info python/koila/_core*.so .*_cache
