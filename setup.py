@@ -28,10 +28,10 @@ def can_link_with_flto() -> bool:
         source, compiled = os.path.join(folder, "one.c"), os.path.join(folder, "one.o")
         with open(source, "w") as file:
             file.write("int one(void);\nint one(void) { return 1; }\n")
-        position = ["-fPIC", "-flto=auto"]
+        flags = ["-fPIC", "-flto=auto"]
         commands = [
-            [*shlex.split(compiler), *position, "-c", source, "-o", compiled],
-            [*shlex.split(compiler), *position, "-shared", compiled, "-o", compiled + ".so"],
+            [*shlex.split(compiler), *flags, "-c", source, "-o", compiled],
+            [*shlex.split(compiler), *flags, "-shared", compiled, "-o", compiled + ".so"],
         ]
         try:
             for command in commands:

@@ -6,9 +6,8 @@
 A language model of GPT-2's size under bfloat16 autocast, a convolutional network with batch
 normalization, and a contrastive loss over pairs. "Peak" is what the allocator hands out at most
 beyond what was there before, gradients included; "gradient" the largest difference from the plain
-step's over the largest entry, beside how far the plain step is from itself at half of its speed
-tricks: float32 sums in another order. Under a limit koila chooses the chunks. At the end batches
-that the plain step cannot hold: times are of one row.
+step's over the largest entry; of the plain step itself, from one run to the next. Under a limit
+koila chooses the chunks. At the end batches that the plain step cannot hold: times are of one row.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def allocated(args: argparse.Namespace) -> int:
 
 
 def peak_of(work: Callable[[], None], program: Program, args: argparse.Namespace) -> int:
-    """Bytes beyond what was there before; 0 on the CPU, where this is only tried."""
+    """Bytes beyond what was there before; 1 on the CPU, where this script is only tried out."""
     program.model.zero_grad(set_to_none=True)
     if args.device == "cpu":
         work()

@@ -55,7 +55,8 @@ DEVICE = torch.device(os.environ.get("KOILA_ZOO_DEVICE", "cpu"))
 
 
 class GpuAllocations:
-    """As `Allocations`, of what torch's allocator has handed out on the GPU."""
+    """Measure on a GPU what `Allocations` measures on the CPU: the most bytes that torch's
+    allocator hands out during a step, beyond those before it. Enter it for each half of a step."""
 
     def __init__(self) -> None:
         self.peak = 0

@@ -56,8 +56,9 @@ def of_call() -> str:
 
 
 class NodeHooks(TorchDispatchMode):
-    """Is on while a hook on the creation of autograd's nodes is (torch from 2.14 on): calls inside
-    run where they stand, and make the nodes that it is told of."""
+    """koila enters this mode while a user's node_creation_hook is on (torch from 2.14 on). Under a
+    dispatch mode koila records no call: each runs at once, so that autograd creates its nodes, and
+    calls the user's hook with them, when eager torch would."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -198,7 +199,7 @@ _pop_node_hook: Callable[[], None] = getattr(_hooks, "_pop_node_creation_hook", 
 
 
 def push_node_hook(hook: Any) -> None:
-    """Instead of torch's own: a mode that sees each call is put around the hook."""
+    """Replace torch's _push_node_creation_hook: enter a `NodeHooks`, then push the user's hook."""
     make_mode: Any = NodeHooks  # torch does not say what it takes
     mode = make_mode()
     mode.__enter__()
@@ -207,7 +208,7 @@ def push_node_hook(hook: Any) -> None:
 
 
 def pop_node_hook() -> None:
-    """Instead of torch's own."""
+    """Replace torch's _pop_node_creation_hook: pop the user's hook, then leave its `NodeHooks`."""
     _pop_node_hook()
     _state.node_hooks.pop()[1].__exit__(None, None, None)
 

@@ -28,8 +28,9 @@ def as_new(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """A tensor laid out as `made` in the memory of `number`, a view of what was made there before;
-    `made` itself where that has less memory."""
+    """Return a tensor with the shape and strides of `made` in the memory of `number`, which a user
+    has read and which an earlier run took as a view of that memory. Return `made` itself where the
+    memory is too small for it."""
     memory = number.untyped_storage()
     if memory.nbytes() < made.untyped_storage().nbytes():
         return made
@@ -54,9 +55,9 @@ class Numbers:
         groups: dict[int, list[int]] = defaultdict(list)
         for value in program.wanted:
             groups[program.info(value).storage].append(value)
-        #: By storage, a value that somebody has read: what shares its memory is found there again.
+        #: By storage, a number that the user has read: what shares its memory is put there again.
         self.read = {
-            storage: value
+            storage: program.info(value).result
             for storage, group in groups.items()
             for value in group
             if program.info(value).result is not None and not program.info(value).is_uncertain
@@ -95,8 +96,7 @@ class Numbers:
                 # Put together without a graph it may be a view, which torch would not let be
                 # written.
                 result = as_new(self.cross[value].read_whole(False))
-                view = self.read.get(self.program.info(value).storage)
-                known = self.program.info(view).result if view is not None else None
+                known = self.read.get(self.program.info(value).storage)
                 result = result if known is None else _in_memory_of(known, result)
             is_spent = self._is_spent(value)
             self.made[value] = spent(result, _core.behind(value)) if is_spent else result
