@@ -277,7 +277,7 @@ MUTANTS = [
     ),
     Mutant(
         "bridge: a checkpoint moves statistics again before calls that wait",
-        "python/koila/recording/bridge.py",
+        "python/koila/recording/cut.py",
         "        checkpoints.write_what_is_moved()\n",
         "        checkpoints.recording()\n",
         "tests/test_statistics_in_order.py",
@@ -459,7 +459,7 @@ MUTANTS = [
     ),
     Mutant(
         "bridge: what a call writes is read again as it is",
-        "python/koila/recording/bridge.py",
+        "python/koila/recording/cut.py",
         "_core.replace_leaf(roots[0], leaf, numbers)",
         "self.early.pop(leaf, numbers)",
         BRIDGE,
@@ -473,7 +473,7 @@ MUTANTS = [
     ),
     Mutant(
         "bridge: eager's error about what was written is not raised",
-        "python/koila/recording/bridge.py",
+        "python/koila/recording/cut.py",
         "        if self.written or any(root.how_written() for root in self.alive()):\n",
         "        if self.written is None:\n",
         BRIDGE,
@@ -494,21 +494,21 @@ MUTANTS = [
     ),
     Mutant(
         "bridge: second derivatives go only to what the first were asked for",
-        "python/koila/recording/bridge.py",
+        "python/koila/recording/cut.py",
         "return self._on_a_graph(roots, gradients, leaves, behind)",
         "return self._on_a_graph(roots, gradients, leaves, leaves)",
         "tests/test_bridge_twice.py",
     ),
     Mutant(
         "bridge: a gradient leads to all that a part reads",
-        "python/koila/recording/bridge.py",
+        "python/koila/recording/cut.py",
         "gone = watched.difference(reached)",
         "gone = set()",
         "tests/test_bridge_twice.py",
     ),
     Mutant(
         "bridge: a hook is given a part of a gradient",
-        "python/koila/recording/bridge.py",
+        "python/koila/recording/cut.py",
         "return frozenset(program.imports[k].value for k in reads if k >= 0)",
         "return frozenset(program.imports[k].value for k in reads if k > 10**6)",
         "tests/test_written_behind_a_cut.py",
@@ -543,7 +543,7 @@ MUTANTS = [
     ),
     Mutant(
         "bridge: a second gradient goes through the first's graph",
-        "python/koila/recording/bridge.py",
+        "python/koila/recording/cut.py",
         "given = [gradient.detach().requires_grad_() for gradient in gradients]",
         "given = [gradient * 1 for gradient in gradients]",
         "tests/test_bridge_twice.py",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
-from koila.recording import bridge
+from koila.recording import bridge, cut
 from oracle import eager, plain
 from test_bridge import Square
 
@@ -235,7 +235,7 @@ def test_copies_go_with_the_part() -> None:
     import weakref
 
     kept: list[Any] = []
-    before = bridge._Cut.copy_what_it_reads
+    before = cut.Cut.copy_what_it_reads
 
     def copy(part: Any, *words: Any) -> Any:
         copies = before(part, *words)
@@ -243,7 +243,7 @@ def test_copies_go_with_the_part() -> None:
         return copies
 
     with pytest.MonkeyPatch.context() as patch, koila.config(chunks=3):
-        patch.setattr(bridge._Cut, "copy_what_it_reads", copy)
+        patch.setattr(cut.Cut, "copy_what_it_reads", copy)
         for run in itertools.islice(RUNS.values(), 3):
             story(run, koila.lazy, square)
     gc.collect()

@@ -20,7 +20,7 @@ from koila.memory import storages
 _HANDS_ON = frozenset(
     "AddBackward0 AliasBackward0 DetachBackward0 PermuteBackward0 ReshapeAliasBackward0 "
     "SqueezeBackward0 SqueezeBackward1 TBackward0 TransposeBackward0 UnsafeViewBackward0 "
-    "UnsqueezeBackward0 ViewBackward0 _HandedOutBackward "
+    "UnsqueezeBackward0 ViewBackward0 HandedOutBackward "
     "RegisterPostBackwardFunctionBackward".split()
 )
 #: While a module has parameters gathered that are let go of (`sharded.py`), until their gradients

@@ -27,7 +27,7 @@ from koila.memory import budget
 from koila.patches import patching
 from koila.planning import unsplit
 from koila.random import generators, plain
-from koila.recording import apart, bridge, flush, handlers, replicated, sharded
+from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
 from koila.running import checkpoints, numbers, recomputed, unwritten
 
@@ -371,7 +371,7 @@ def _patch_nodes() -> None:
 
     @functools.wraps(original)
     def register(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        bridge.refuse_inner(tensors, "register_multi_grad_hook")
+        handed_out.refuse_inner(tensors, "register_multi_grad_hook")
         return original(tensors, *args, **kwargs)
 
     patching.replace(graph, original.__name__, patching.live_if_lazy(register, True))

@@ -11,7 +11,7 @@ import torch
 from koila import _core
 from koila.basics import engine, surroundings
 from koila.planning import unsplit
-from koila.recording import bridge, replicated, sharded
+from koila.recording import handed_out, replicated, sharded
 from koila.reporting import reports
 from koila.running import derived, replay, spent
 
@@ -43,7 +43,7 @@ _HAD_RUN = "all calls had run before, and left autograd's graph"
 def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     """NotImplemented where the program has to run whole."""
     inputs = words.get("inputs")
-    bridge.refuse_inner(() if inputs is None else _listed(inputs), "backward")
+    handed_out.refuse_inner(() if inputs is None else _listed(inputs), "backward")
     is_other = words.get("create_graph") or words.get("grad_variables") is not None
     if is_other or surroundings.of_backward():
         return NotImplemented
@@ -212,7 +212,7 @@ def _autograd_grad(
     words: dict[str, Any],
     cause: str,
 ) -> Any:
-    bridge.refuse_inner(_listed(words["inputs"]), "grad")
+    handed_out.refuse_inner(_listed(words["inputs"]), "grad")
     found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found

@@ -14,7 +14,7 @@ from koila import _core
 from koila.basics import devices, enter
 from koila.planning import unsplit
 from koila.random import generators
-from koila.recording import bridge, composed, inplace_views, masks, packed
+from koila.recording import composed, handed_out, inplace_views, masks, packed
 from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
 from koila.reductions import meets, norms, scans
 from koila.reporting import reports
@@ -172,16 +172,16 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """Tensor.register_hook; of what was handed out at a cut the whole gradient is found in what was
     cut off, where the hook is called."""
     real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
-    whole = bridge.whole_gradient_of(real) if real is not None else None
+    whole = handed_out.whole_gradient_of(real) if real is not None else None
     if whole is None:
-        bridge.refuse_inner(args[:1], "register_hook")  # the part has no value for all of it
+        handed_out.refuse_inner(args[:1], "register_hook")  # the part has no value for all of it
         return hooks.register(func, args, kwargs)
     return _core.held(whole, hooks.register, (func, (whole, *args[1:]), kwargs), {})
 
 
 def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensor.retain_grad."""
-    bridge.refuse_inner(args[:1], "retain_grad")
+    handed_out.refuse_inner(args[:1], "retain_grad")
     hooks.retain(func, args, kwargs)
 
 

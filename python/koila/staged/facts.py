@@ -116,6 +116,11 @@ class Info(NamedTuple):
     strides: tuple[int, ...] | None  # None: they are not known
     is_uncertain: bool  # other memory may be the same
 
+    @classmethod
+    def of(cls, value: int) -> Info:
+        """Of the value of this number on the thread's tape."""
+        return cls(*_core.value(value))
+
 
 @dataclass
 class Run:

@@ -102,10 +102,6 @@ def _like(shape: Sequence[int], strides: Sequence[int] | None) -> tuple[int, ...
     return _contiguous(shape) if strides is None else rows.strides_like(shape, strides)
 
 
-def _info(value: int) -> Info:
-    return Info(*_core.value(value))
-
-
 def _dropout(call: _Drawn, follows: bool) -> list[Noise]:
     """Of entries, or of features of all entries."""
     (source, *_), shape = call.inputs, call.inputs[0].shape
@@ -246,9 +242,9 @@ def of(i: int, first_out: int) -> list[Noise] | None:
     if row is None or row["draws"] is None:
         return None
     _, args, kwargs = _core.call(i)
-    inputs = [_info(value) for value in _core.node(i)[5] if value >= 0]
+    inputs = [Info.of(value) for value in _core.node(i)[5] if value >= 0]
     kwargs = {word: given for word, given in kwargs.items() if word != "generator"}
-    return OF_CELLS[row["draws"]](_Drawn(row["name"], args, kwargs, inputs, _info(first_out)))
+    return OF_CELLS[row["draws"]](_Drawn(row["name"], args, kwargs, inputs, Info.of(first_out)))
 
 
 def drawn_by(func: Any) -> str | None:

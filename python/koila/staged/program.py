@@ -30,10 +30,6 @@ class _Asked(dict[int, _T]):
         return found
 
 
-def _info(value: int) -> Info:
-    return Info(*_core.value(value))
-
-
 def _made(handle: object, value: int) -> Made:
     node, *traits = _core.maker(handle, value)
     return Made(None if node is None else Node._make(node), *traits)
@@ -93,7 +89,7 @@ class Program:
         self._cuts = n_segments, is_headed
         self._cloned: set[int] = set()
         #: Of a value or a call by number, asked for once.
-        self.info = _Asked(_info).__getitem__
+        self.info = _Asked(Info.of).__getitem__
         self.made = _Asked(functools.partial(_made, self.handle)).__getitem__
         self.node = _Asked(functools.partial(_node, self.handle)).__getitem__
         self._rows = _Asked(_row)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that a part which was cut off hands out (`cut.py`), and the nodes of their graph:
+autograd's engine goes through these to the leaves that each tensor was made of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from koila import _core
+from koila.basics.rows import without_memory
+from koila.messages.errors import KoilaError
+from koila.running.numbers import as_new
+from koila.staged import meta
+
+_data: Any = torch._C.TensorBase.data  # as torch has it
+#: The number of the pass of autograd's engine that is under way.
+task: Callable[[], int] = torch._C._current_graph_task_id
+#: Under which the node of a view names what was handed out, and the number of the view's value.
+_VIEW = "koila: a view of what was handed out"
+
+
+class Part(Protocol):
+    """What these nodes ask of the part that they stand for (`cut.py`)."""
+
+    handed: list[weakref.ref[Root]]
+    passes: dict[int, Pass]
+
+    @property
+    def inner(self) -> frozenset[int]:
+        """The values that calls of the part read."""
+
+    def go_back(self, group: Group) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the leaves of a group."""
+
+    def go_back_twice(
+        self,
+        roots: Sequence[Root],
+        leaves: Sequence[torch.Tensor],
+        behind: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        seconds: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of `gradients` and of the leaves `behind` them."""
+
+
+class Root:
+    """A value that was handed out."""
+
+    def __init__(self, cut: Part, value: int, number: torch.Tensor | None) -> None:
+        self.cut = cut
+        self.value = value
+        self.number = number
+        self.lazy: Any = None  # what stands for it, until it went back
+        self.memory: StorageWeakRef | None = None
+        #: It counts the writes to that memory, as all its tensors do, and holds none.
+        self.counter, self.n_writes = torch.empty(0), 0
+        #: Where x.data was taken of it: its memory, and what it was then.
+        self.watched: tuple[torch.Tensor, tuple[int, int]] | None = None
+        cut.handed.append(weakref.ref(self))
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """It was handed out as this tensor."""
+        self.memory = StorageWeakRef(tensor.untyped_storage())
+        self.counter = tensor.detach()
+        _data.__set__(self.counter, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+        self.n_writes = self.counter._version
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Its memory, which this tensor is of, is handed out behind autograd's back."""
+        if self.watched is None:
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            whole.set_(tensor.untyped_storage())
+            self.watched = whole, meta.checksum(whole)
+
+    def how_written(self) -> str:
+        """Whether its memory was written since, and whether torch counted that."""
+        if self.counter._version != self.n_writes:
+            return "counted"
+        is_same = self.watched is None or meta.checksum(self.watched[0]) == self.watched[1]
+        return "" if is_same else "uncounted"
+
+    def is_inner(self, value: int) -> bool:
+        """Whether what else was handed out, and can still be differentiated or asked about, was
+        made of this, or of a view of it: what comes through that is no part of the gradient of the
+        tensor."""
+        others = (handed() for handed in self.cut.handed)
+        return any(one not in (None, self) for one in others) and value in self.cut.inner
+
+
+class Group:
+    """Leaves that gradients of the same values go to. Autograd's engine goes on through all leaves
+    of a node, also where no gradient comes: hooks there are called, and a graph that is used up
+    raises. So no value leads to a leaf that it was not made of."""
+
+    def __init__(self, values: Iterable[int], leaves: Sequence[torch.Tensor]) -> None:
+        self.values = frozenset(values)
+        self.leaves = leaves
+        self.n_leaves = len(leaves)
+        self.node: Callable[[], Any] = lambda: None
+
+    def is_reached(self) -> bool:
+        """Whether the engine, which goes through a graph, comes to the leaves."""
+        node = self.node()
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+
+
+class Pass:
+    """What one pass of autograd's engine has brought to values of a cut, and made of that."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Root, torch.Tensor]] = []
+        self.found: dict[Group, list[torch.Tensor | None]] = {}
+
+    def add(self, group: Group, gradients: list[torch.Tensor | None]) -> None:
+        """Note gradients of the leaves of a group."""
+        known = self.found.get(group, [None] * len(gradients))
+        self.found[group] = [
+            one if other is None else other if one is None else one + other
+            for one, other in zip(known, gradients, strict=True)
+        ]
+
+
+def apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+class Same(torch.autograd.Function):
+    """Numbers that may be written in place, and whose gradient is that of a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        return as_new(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient
+
+
+class Gradient(torch.autograd.Function):
+    """The gradients of leaves, which can be differentiated by what they were made of: gradients of
+    roots, and the leaves `behind` these. What is in `gone` they were not made of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        cut: Part,
+        roots: Sequence[Root],
+        leaves: Sequence[torch.Tensor],
+        found: Sequence[torch.Tensor | None],
+        behind: Sequence[torch.Tensor],
+        gone: set[int],
+        *tensors: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        ctx.cut, ctx.roots, ctx.leaves, ctx.behind, ctx.gone = cut, roots, leaves, behind, gone
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[: len(roots)])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
+        given, behind = ctx.saved_tensors, ctx.behind
+        found = ctx.cut.go_back_twice(ctx.roots, ctx.leaves, behind, given, seconds)
+        names = [*range(-1, -1 - len(given), -1), *map(id, behind)]
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None and name in ctx.gone:
+                raise KoilaError(
+                    f"a second derivative, of shape {list(gradient.shape)}, is of a tensor that "
+                    "the first was not made of: a mistake of koila's, please report it"
+                )
+        return (None,) * 6 + tuple(found)
+
+
+class OfLeaves(torch.autograd.Function):
+    """The node before the leaves of a group: it gives a stand-in for each value made of them."""
+
+    runs_program = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, cut: Part, group: Group, like: Sequence[torch.Tensor], *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.cut, ctx.group, group.node = cut, group, weakref.ref(ctx)
+        ctx.set_materialize_grads(False)
+        return tuple(without_memory(one.shape, one.dtype, one.device) for one in like)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, *ctx.cut.go_back(ctx.group)
+
+
+class HandedOut(torch.autograd.Function):
+    """The node of a value that was handed out, which takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Root, *stand_ins: torch.Tensor) -> torch.Tensor:
+        ctx.root, ctx.n = root, len(stand_ins)
+        ctx.set_materialize_grads(False)
+        number, root.number = root.number, None
+        assert number is not None
+        return as_new(number)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        if gradient is not None:
+            passes = ctx.root.cut.passes
+            passes.setdefault(task(), Pass()).given.append((ctx.root, gradient))
+        return None, *[gradient] * ctx.n
+
+
+def _refuse_hook(node: Any, hook: Any) -> None:
+    """A hook of a node that stands for the graph of a part."""
+    raise KoilaError(
+        f"{hook!r} cannot be registered on this grad_fn: the program was cut after the call that "
+        "made the tensor, and the node stands for all calls before; register it on the tensor "
+        "(Tensor.register_hook), or run it whole: koila.config(chunks=1)"
+    )
+
+
+for _name in ("register_hook", "register_prehook"):
+    for _function in (HandedOut, OfLeaves):
+        setattr(_function._backward_cls, _name, _refuse_hook)
+
+
+def _root_of(tensor: torch.Tensor) -> Root | None:
+    """What a tensor stands for, where it is one that was handed out."""
+    root = getattr(tensor.grad_fn, "root", None)
+    return root if isinstance(root, Root) else None
+
+
+def whole_gradient_of(tensor: torch.Tensor) -> Any:
+    """The lazy of a part whose gradient is that of a tensor; None: it is the tensor's own, or there
+    is none."""
+    root = _root_of(tensor)
+    return root.lazy if root is not None and _is_inner(tensor) else None
+
+
+def note_view(tensor: torch.Tensor, root: Root, value: int) -> None:
+    """A view of a value was taken again when the memory of that was handed out."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[_VIEW] = root, value
+
+
+def _is_inner(tensor: torch.Tensor) -> bool:
+    root = _root_of(tensor)
+    if root is not None:
+        return root.is_inner(root.value)
+    node: Any = tensor.grad_fn
+    root, value = node.metadata.get(_VIEW, (None, -1)) if node is not None else (None, -1)
+    return root is not None and root.is_inner(value)
+
+
+def refuse_inner(tensors: Iterable[Any], what: str) -> None:
+    """Raise where the gradient of one of these is asked for, and is in a part that was cut off."""
+    for tensor in tensors:
+        real = _core.real(tensor) if type(tensor) is _core.LazyTensor else tensor
+        if isinstance(real, torch.Tensor) and _is_inner(real):
+            raise KoilaError(
+                f"{what}: the program was cut after this value was made and used, for a call that "
+                "cannot be recorded, and only a part of its gradient comes here; run it whole: "
+                "koila.config(chunks=1)"
+            )
