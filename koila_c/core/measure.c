@@ -368,8 +368,9 @@ find_stand_ins(Step *step, const KlStep *of)
                 continue;
             }
             bool is_read = step->values[value].is_read_by_tail;
+            bool is_sent = (is_read || step->values[value].is_root) && needs_gradient(step, value);
             found.values += is_read ? whole(step, value) : 0;
-            found.seeds += is_read && needs_gradient(step, value) ? whole(step, value) : 0;
+            found.seeds += is_sent ? whole(step, value) : 0;
         }
     }
     found.tail = sweep_tail(step);
@@ -454,7 +455,8 @@ hold_left(Step *step, const KlStep *of)
     }
     for (uint32_t k = 0; k < of->others.n; k++) {
         KlValueId value = step->schedule.values.ids[of->others.first + k];
-        bool is_awaited = !is_fused || step->values[value].is_read_by_tail;
+        const KlMeasureValue *known = &step->values[value];
+        bool is_awaited = !is_fused || known->is_read_by_tail || known->is_root;
         step->sweep.sizes[value].is_put_together = true;
         step->values[value].is_one_gradient =
             needs_gradient(step, value) && step->values[value].is_read_whole;
@@ -463,9 +465,11 @@ hold_left(Step *step, const KlStep *of)
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            const KlMeasureValue *value = &step->values[export_of(step, run, i)];
-            if (!value->is_inner && !value->is_offloaded) {
-                hold(step, export_of(step, run, i));
+            KlValueId value = export_of(step, run, i);
+            bool is_gone =
+                step->program->is_unread[value] && is_fused && step->homes->n_across == 0;
+            if (!step->values[value].is_inner && !step->values[value].is_offloaded && !is_gone) {
+                hold(step, value);
             }
         }
     }
@@ -827,7 +831,7 @@ static void
 look_up(Step *step, KlMeasured *measured)
 {
     for (size_t i = 0; i < step->program->roots.n; i++) {
-        step->values[step->program->roots.ids[i]].is_read_by_tail = true;
+        step->values[step->program->roots.ids[i]].is_root = true;
     }
     for (size_t i = 0; i < step->program->n_staged; i++) {
         const KlRun *run = &step->program->runs[i];

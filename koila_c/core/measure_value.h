@@ -9,7 +9,7 @@ typedef struct KlMeasureValue {
     uint32_t body;     /* the first segment, plus one, of the body whose segment made it last */
     bool is_gathering; /* its gradient gathers */
     bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
-    bool is_read_by_tail, is_read_whole;
+    bool is_read_by_tail, is_read_whole, is_root;
     bool is_for_segments; /* a later segment of the body that makes it reads it */
     bool is_one_gradient; /* what reads it whole and by rows adds to one gradient of all rows */
     bool is_whole;        /* its chunks are put together, for bodies */
@@ -72,10 +72,12 @@ typedef struct Step {
     KlValueId *met;             /* [n_storages] the last value met of it */
 } Step;
 
+/* Bytes of all rows of a value. */
 static inline double
 whole(const Step *step, KlValueId value)
 {
-    return kl_sweep_whole(&step->sweep, value);
+    const KlSize *size = &step->sweep.sizes[value];
+    return (double)(size->n_elements * size->itemsize);
 }
 
 static inline bool

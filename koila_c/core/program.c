@@ -119,7 +119,7 @@ static bool
 is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is_beside_body)
 {
     const KlProgram *program = build->program;
-    if (program->is_kept[value] || build->is_root[value]) {
+    if (program->is_kept[value] || kl_tape_is_looked_at(build->tape, value)) {
         return true;
     }
     KlNodeId maker = maker_of(build, value);
@@ -291,9 +291,10 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
         }
         bool is_read =
             is_body ? is_read_elsewhere(build, out, run, false) : is_read_beyond(build, out, run);
-        bool is_leaving = parts != 0 ? k == 0 : is_home && is_read;
-        bool is_inner =
-            is_leaving && is_body && parts == 0 && !is_read_elsewhere(build, out, run, true);
+        bool is_leaving = parts != 0 ? k == 0 : is_home && (is_read || build->is_root[out]);
+        bool is_inner = is_leaving && is_body && parts == 0 && !build->is_root[out] &&
+                        !is_read_elsewhere(build, out, run, true);
+        program->is_unread[out] = is_leaving && parts == 0 && !is_read;
         if (is_leaving) {
             push(build, &build->program->exports, out);
         }
@@ -495,7 +496,8 @@ is_sink(const Build *build, KlNodeId id, const KlRun *run)
     const KlNode *node = &build->tape->nodes[id];
     bool is_needed = !build->program->stages.is_data[id];
     for (uint32_t k = 0; k < node->n_outs && !is_needed; k++) {
-        is_needed = is_read_elsewhere(build, node->first_out + k, run, false);
+        KlValueId out = node->first_out + k;
+        is_needed = build->is_root[out] || is_read_elsewhere(build, out, run, false);
     }
     return is_needed;
 }
@@ -719,7 +721,8 @@ allocate(Build *build)
     build->given_in = kl_alloc_scratch(scratch, stages->n_imports, sizeof(uint32_t));
     build->taken_in = kl_alloc_scratch(scratch, tape->n_nodes, sizeof(uint32_t));
     build->written_in = kl_alloc_scratch(scratch, tape->n_storages, sizeof(uint32_t));
-    build->program->is_kept = kl_alloc_zeroed(tape->n_values, sizeof(bool));
+    build->program->is_kept = kl_alloc_zeroed(2 * tape->n_values, sizeof(bool));
+    build->program->is_unread = build->program->is_kept + tape->n_values;
     if (scratch->is_short || build->program->is_kept == NULL) {
         build->status = kl_error_set(build->error, KL_ERROR_MEMORY, "no memory to plan %zu calls",
                                      tape->n_nodes);

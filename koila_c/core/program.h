@@ -48,6 +48,7 @@ typedef struct KlProgram {
     KlIds imports, exports, inner, combined, shadows;
     bool is_checkpointed; /* bodies of checkpoints are made again, as the user says */
     bool *is_kept;        /* [n_values] it must be there whole at the end */
+    bool *is_unread;      /* [n_values] behind these: only its gradient is wanted */
     KlIds reached;        /* values made here whose numbers the user gets */
     KlIds roots;          /* values to be differentiated */
 } KlProgram;

@@ -162,18 +162,6 @@ kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_decide
     }
 }
 
-KlStatus
-kl_rules_uniform(const KlCall *call, KlDtype *dtype)
-{
-    *dtype = call->inputs[0]->dtype;
-    for (uint32_t i = 1; i < call->n_inputs; i++) {
-        if (call->inputs[i]->dtype != *dtype) {
-            return KL_DECLINED; /* refused by torch, or mended by autocast */
-        }
-    }
-    return *dtype == KL_DTYPE_BOOL ? KL_DECLINED : KL_OK;
-}
-
 void
 kl_rules_save(const KlCall *call, KlSaves *saves, uint32_t arg)
 {
@@ -210,13 +198,18 @@ kl_rules_is_foldable(const KlMeta *meta)
     return meta->is_strided && kl_rules_view_strides(meta, &folded);
 }
 
+/* Every tensor of the call has the dtype of the first, which is no bool. */
 KlStatus
 dtype_uniform(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    KlDtype dtype = KL_DTYPE_OTHER;
-    KlStatus status = kl_rules_uniform(call, &dtype);
+    KlDtype dtype = call->inputs[0]->dtype;
+    for (uint32_t i = 1; i < call->n_inputs; i++) {
+        if (call->inputs[i]->dtype != dtype) {
+            return KL_DECLINED; /* refused by torch, or mended by autocast */
+        }
+    }
     kl_rules_set_dtypes(result, dtype);
-    return status;
+    return dtype == KL_DTYPE_BOOL ? KL_DECLINED : KL_OK;
 }
 
 KlStatus

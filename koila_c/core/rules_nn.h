@@ -42,8 +42,6 @@ KlStatus kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta
  * `n_deciders` inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as
  * kl_rules_settle_plain. */
 void kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders);
-/* Every tensor of the call has the dtype of the first, which is no bool. */
-KlStatus kl_rules_uniform(const KlCall *call, KlDtype *dtype);
 /* Input of args[arg] as bit of KlSaves.inputs; nothing where it is no tensor. */
 void kl_rules_save(const KlCall *call, KlSaves *saves, uint32_t arg);
 /* The tensor args[arg] requires grad. */

@@ -76,6 +76,12 @@ is_inner(const KlBuild *build, KlValueId value)
 }
 
 static bool
+is_read(const KlBuild *build, KlValueId value)
+{
+    return !build->program->is_unread[value];
+}
+
+static bool
 is_handed(const KlBuild *build, KlValueId value)
 {
     return build->facts[value].is_handed;
@@ -190,7 +196,7 @@ static void
 add_last(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = build->homes->n_across > 0 ? KL_GRAPH_ACROSS : KL_GRAPH_NOW;
-    add(build, KL_STEP_RUN, graph, last_of(unit), left_of(build, last_of(unit), NULL));
+    add(build, KL_STEP_RUN, graph, last_of(unit), left_of(build, last_of(unit), is_read));
     add(build, KL_STEP_TAIL, graph, unit->runs, NONE);
     add(build, KL_STEP_BACK, graph, last_of(unit), NONE);
 }
@@ -200,7 +206,7 @@ static void
 add_at_once(KlBuild *build, const KlUnit *unit)
 {
     for (uint32_t r = unit->runs.first; r < last_of(unit).first; r++) {
-        add(build, KL_STEP_RUN, KL_GRAPH_FIRST, one(r), left_of(build, one(r), NULL));
+        add(build, KL_STEP_RUN, KL_GRAPH_FIRST, one(r), left_of(build, one(r), is_read));
     }
     add_last(build, unit);
     add_others_back(build, unit);
@@ -213,7 +219,7 @@ static void
 add_in_pieces(KlBuild *build, const KlUnit *unit)
 {
     KlSlice body = one(unit->runs.first), head = last_of(unit);
-    add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, left_of(build, body, NULL));
+    add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, left_of(build, body, is_read));
     KlSlice handed = left_of(build, body, is_handed);
     add(build, KL_STEP_LOOP, KL_GRAPH_NOW, head, handed);
     add_last(build, unit);

@@ -141,12 +141,4 @@ void kl_sweep_let_go(KlSweep *sweep, KlValueId value);
 /* The same of going back through the graph that forward left. */
 KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);
 
-/* Bytes of all rows of a value. */
-static inline double
-kl_sweep_whole(const KlSweep *sweep, KlValueId value)
-{
-    const KlSize *size = &sweep->sizes[value];
-    return (double)(size->n_elements * size->itemsize);
-}
-
 #endif

@@ -156,8 +156,7 @@ KlStatus kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlErro
 /* What a call needs to become a node. */
 typedef struct KlRecord {
     const KlRow *row;
-    const KlValueId
-        *inputs; /* [n_inputs] current values (see kl_tape_current), KL_ID_NONE for None */
+    const KlValueId *inputs; /* [n_inputs] current values, KL_ID_NONE for None */
     uint32_t n_inputs;
     const KlInferred *inferred;
     KlSaves saves;

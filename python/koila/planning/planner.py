@@ -171,6 +171,7 @@ def _way_in(chunks: int, program: Program) -> Way | None:
         return AS_IT_IS
     sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
     key = chunks, *sizes, *program.axes.values(), *program.amounts
+    key = *key, len(program.roots), program.is_part, bool(_pinned_grids(program))
     if key not in _ways_in:
         remember(_ways_in, key, _find_way_in(chunks, program))
     return _ways_in[key]

@@ -446,11 +446,14 @@ class Cross:
 
     # -- stand-ins for a linear tail --------------------------------------------------------------
 
-    def zero_whole(self) -> list[tuple[Cross, Key, torch.Tensor]]:
+    def zero_whole(self, is_read: bool) -> list[tuple[Cross, Key, torch.Tensor]]:
         """Stand in for a value that will be gathered; returns the leaf whose gradient is the
-        seed."""
-        strides = self.info.strides
-        zeros = rows.zeros(self.info.shape, strides, self.info.dtype, self.info.device)
+        seed. What no call reads lies in no memory."""
+        info = self.info
+        if is_read:
+            zeros = rows.zeros(info.shape, info.strides, info.dtype, info.device)
+        else:
+            zeros = rows.without_memory(info.shape, info.dtype, info.device)
         self.whole = zeros.requires_grad_() if self.needs_gradient else zeros
         self.is_graph = True
         return [(self, ("whole",), self.whole)]

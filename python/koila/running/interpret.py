@@ -134,6 +134,8 @@ class Interpreter:
         is_first = step.graph == Graph.FIRST and chunk == 0
         env = stages.run_nodes(run, chunk, is_first or step.graph == Graph.NOW, self.pieces)
         stages.collect(run, env, chunk, step.values)
+        for value in run.exports:
+            stages.cross_left(value)  # what is sent back is found there, also of what nobody reads
         if is_first:
             self.parts.update(tail.parts_of(run, env))
         elif step.graph == Graph.NOW:

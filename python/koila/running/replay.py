@@ -352,7 +352,8 @@ def _differentiate(
     if done is None:
         return NotImplemented
     goes_on, result = done[0]
-    del done
+    del done, staged
+    filled.clear()
     if goes_on:  # what was cut off runs now, and this part is over, with all that it held
         result = take(result)
     _core.note_backward()

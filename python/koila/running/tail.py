@@ -93,7 +93,7 @@ def seed(
     leaves: list[tuple[Cross, Any, torch.Tensor]] = []
     parts = {i: (numbers, run) for run in runs for i, numbers in run.parts.items()}
     read = _read_by_tail(program)
-    for value in filter(read.__contains__, program.left_by(runs)):
+    for value in filter(read.union(program.roots).__contains__, program.left_by(runs)):
         node = program.node_of(value)
         assert node is not None
         cross = Cross(program.info(value), program.needs_gradient(value), stages.fresh)
@@ -102,7 +102,7 @@ def seed(
             numbers, run = parts[node.id]
             leaves += cross.zero_parts(numbers, left[value], stages.grid_of(run), early)
         else:
-            leaves += cross.zero_whole()
+            leaves += cross.zero_whole(value in read)
         stand_ins[value] = cross
     with reduction.counting(_counts(program, stages, stand_ins)) as counts:
         kept = _Kept(lambda: _storages(stages, counts.values()))
@@ -135,8 +135,8 @@ def _tail(program: Program) -> Iterator[Run]:
 
 
 def _read_by_tail(program: Program) -> set[int]:
-    """What the joints after the last body read, and what is differentiated."""
-    read = set(program.roots)
+    """What the joints after the last body read."""
+    read: set[int] = set()
     for run in _tail(program):
         read.update(program.imports[import_id].value for import_id in run.imports)
         read.update(node.first_out for node in run.combined)
