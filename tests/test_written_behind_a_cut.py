@@ -445,3 +445,68 @@ def test_what_was_written_is_kept_by_a_call_that_no_gradient_goes_through(chunks
         got = run(koila.lazy)
     for value, wanted in zip(got, run(eager), strict=True):
         torch.testing.assert_close(plain(value), wanted, rtol=1e-10, atol=1e-13)
+
+
+# A gradient of some leaves alone ------------------------------------------------------------------
+
+
+def read_between(h: Tensor) -> Tensor:
+    float(h.detach().sum())
+    return h * 1
+
+
+def moved_by_the_batch(x: Tensor, leaf: Tensor) -> None:
+    with torch.no_grad():
+        leaf.add_(x.detach().mean())
+
+
+#: What is written between forward and gradient, and the leaves whose gradients eager has then.
+LEFT: dict[str, tuple[str, ...]] = {
+    "x": ("scale", "second", "last"),
+    "scale": ("second", "last"),
+    "second": ("last",),
+}
+HOW: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
+    "grad": torch.autograd.grad,
+    "one by one": lambda loss, leaves: [
+        torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves
+    ],
+    "with a graph": lambda loss, leaves: torch.autograd.grad(loss, leaves, create_graph=True),
+    "backward": lambda loss, leaves: loss.backward(inputs=leaves) or [leaf.grad for leaf in leaves],
+}
+
+
+@each_count
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("written", LEFT)
+@pytest.mark.parametrize("block", [square, read_between])
+def test_what_was_written_is_kept_for_a_leaf_that_is_not_asked_for(
+    block: Block, written: str, how: str, chunks: int
+) -> None:
+    """A part made the gradients of all leaves that its node leads to, if one was asked for: it
+    refused what eager's backward does not come to."""
+
+    def run(lazy: Any, asked: tuple[str, ...]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = {"first": (3, 4), "scale": (4,), "second": (4, 4), "last": (4, 2)}
+        leaves = {
+            name: torch.randn(size, generator=generator, dtype=D).requires_grad_()
+            for name, size in sizes.items()
+        }
+        x = lazy(torch.randn(N_ROWS, 3, generator=generator, dtype=D))
+        loss = (x @ leaves["first"] * leaves["scale"]) @ leaves["second"] @ leaves["last"]
+        loss = block(loss).mean()
+        moved_by_the_batch(x, {**leaves, "x": x}[written])
+        found = HOW[how](loss, [leaves[name] for name in asked])
+        others = [leaf for name, leaf in leaves.items() if name not in asked]
+        assert how != "backward" or all(leaf.grad is None for leaf in others)
+        return [plain(one) for one in (*found, loss)]
+
+    with koila.config(chunks=chunks):
+        got = run(koila.lazy, LEFT[written])
+    for value, wanted in zip(got, run(eager, LEFT[written]), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-13)
+    kept = {"x": "first", "scale": "first", "second": "scale"}[written]
+    for lazy, n in (eager, 1), (koila.lazy, chunks):
+        with koila.config(chunks=n), pytest.raises(RuntimeError, match="modified by an inplace"):
+            run(lazy, (kept,))

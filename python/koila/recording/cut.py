@@ -132,11 +132,13 @@ class Cut:
             given, current.given = current.given, []
             values = {root.value for root, _ in given}
             ways = [one for one in self.groups if not values.isdisjoint(one.values)]
-            groups = [one for one in ways if one.is_reached()]
-            leaves, behind = ([leaf for g in some for leaf in g.leaves] for some in (groups, ways))
+            asked = {one: one.asked_for() for one in ways}
+            behind = [leaf for one in ways for leaf in one.leaves]
+            is_asked = itertools.chain.from_iterable(asked.values())
+            leaves = list(itertools.compress(behind, is_asked))
             found = iter(self._sent_to(leaves, given, behind))
-            for one in groups:
-                current.add(one, list(itertools.islice(found, one.n_leaves)))
+            for one in filter(lambda one: any(asked[one]), ways):
+                current.add(one, [next(found) if is_one else None for is_one in asked[one]])
         none = [None] * group.n_leaves
         if current is None:
             return none

@@ -103,10 +103,19 @@ class Group:
         self.n_leaves = len(leaves)
         self.node: Callable[[], Any] = lambda: None
 
-    def is_reached(self) -> bool:
-        """Whether the engine, which goes through a graph, comes to the leaves."""
-        node = self.node()
-        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    def asked_for(self) -> list[bool]:
+        """Of each leaf, whether the engine, which goes through a graph, comes to it."""
+        node: Any = self.node()
+        if node is None:
+            return [False] * self.n_leaves
+        return [_is_executed(following) for following, _ in node.next_functions]
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch finds it among those that autograd.grad() was asked for
+        return True
 
 
 class Pass:
