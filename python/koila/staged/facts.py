@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the calls and values of a staged program, and of the runs that it is made of."""
+"""Records that describe a staged program: its calls (Node), values (Info) and runs (Run)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from koila.basics.rows import Place
 
 ROWS, REDUCE, ONCE = range(3)
 _DATA = vars(torch._C.TensorBase)["data"]
-#: In the order of KlReduce: reductions.def.
+#: The names of the reductions, in the order of KlReduce (reductions.def).
 REDUCTION_NAMES = [name for name, *_ in _core.parts_table() if name]
 
 
 class Node(NamedTuple):
-    """One recorded call, as the core staged it."""
+    """One recorded call and its place in the staged program."""
 
     id: int
     stage: int
-    late_stage: int | None
-    mode: int
-    reduce: int
+    late_stage: int | None  # the stage of the second part of a reduction that has two
+    mode: int  # ROWS, REDUCE or ONCE
+    reduce: int  # which reduction it is: an index into REDUCTION_NAMES
     axis: int
     first_out: int
     n_outs: int
     is_random: bool
     writes: int
     leaf_writes: int
-    is_data: bool
-    is_open: bool  # made by sizes alone: of its inputs no number is read
-    is_for_chunks: bool  # only chunks run it: live, the call after it does that itself
-    region: int  # the body of a checkpoint that it is a call of; 0: of none
-    is_kept: bool  # backward goes through it, and reads what it saves
+    is_data: bool  # cheap, of inputs alone, without a gradient: any body may run it again
+    is_open: bool  # it reads only the sizes of its inputs
+    is_for_chunks: bool  # only a run in chunks needs it; in a live run the next call does its work
+    region: int  # the number of the checkpoint whose body made this call; 0: no checkpoint
+    is_kept: bool  # backward goes through it and reads the tensors that it saves
     imports: tuple[int, ...]
 
     @property
@@ -45,21 +45,21 @@ class Node(NamedTuple):
 
 
 def is_data(func: Callable[..., Any]) -> bool:
-    """Whether a recorded function is x.data."""
+    """Tell whether a recorded function is the getter of `x.data`."""
     return getattr(func, "__self__", None) is _DATA
 
 
-#: What users know by another name than that of its row.
+#: Functions whose name in messages is neither that of their row nor their own.
 _KNOWN_AS = {"gradient_of": "autograd.grad", "batch_moments": "batch_norm"}
 
 
 def name_of_node(node: Node) -> str:
-    """What a call is called in messages: its row, or torch's name."""
+    """Return the name of a call for messages: that of its row, or else torch's."""
     return name_of_call(node.id)
 
 
 def name_of_call(i: int) -> str:
-    """The same, of the call of this number."""
+    """Return the same for the call with id `i`."""
     func, row, *_ = _core.node(i)
     own = str(getattr(func, "__name__", "call"))
     name = str(row or own)
@@ -67,76 +67,79 @@ def name_of_call(i: int) -> str:
 
 
 def where_of_node(node: Node) -> str:
-    """The line that recorded a call: "model.py:40"."""
+    """Return the line of the user's script that made a call, such as "model.py:40"."""
     call, _, line = _core.node(node.id)[3].partition(", ")
     return str(line or call)
 
 
 class Import(NamedTuple):
-    """A value as something reads it: whole, or by rows at a place."""
+    """A value that a run reads and that was made outside it."""
 
     value: int
-    place: Place | None
-    is_range: bool
+    place: Place | None  # where its rows are; None: each chunk reads the whole value
+    is_range: bool  # each chunk reads its first entries, as many as the chunk has rows
 
 
 class Made(NamedTuple):
-    """What a program has to do with a value."""
+    """The role of a value in a program."""
 
-    node: Node | None  # that makes it; None for a leaf
+    node: Node | None  # the call that makes it; None: it is a leaf
     is_leaf: bool
     needs_gradient: bool
-    is_kept: bool  # it must be there whole at the end, for the wanted ones to be had from it
+    is_kept: bool  # it must exist whole at the end: it is wanted, or wanted values are views of it
 
 
 class Amounts(NamedTuple):
-    """Bytes of a program, for all rows; views share theirs."""
+    """Bytes of a program's values for the whole batch; views do not count."""
 
-    made: int  # by its calls
-    once: int  # of these, by calls that run once
-    entered: int  # of rows that enter it
-    given: int  # of what enters it whole
-    n_once: int
+    made: int  # results of its calls
+    once: int  # of these, results of calls that run once
+    entered: int  # inputs with rows
+    given: int  # inputs without rows, such as parameters
+    n_once: int  # how many calls run once
 
 
 class Info(NamedTuple):
-    """What is known of a value."""
+    """The metadata of a value on the tape, and its tensors if it has any."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
     place: Place | None
     rows: int
-    real: torch.Tensor | None
-    result: torch.Tensor | None
+    real: torch.Tensor | None  # the tensor of a leaf
+    result: torch.Tensor | None  # its number, once computed
     storage: int
-    base: int  # the value of the whole storage, after all writes
-    view: tuple[int, int, int] | None  # the node that took it, its output, what it views
+    base: int  # the value that is the whole storage after all writes
+    view: tuple[int, int, int] | None  # of a view: the call, which output, the value it views
     device: torch.device
-    strides: tuple[int, ...] | None  # None: they are not known
-    is_uncertain: bool  # other memory may be the same
+    strides: tuple[int, ...] | None  # None: not known
+    is_uncertain: bool  # another value may or may not share its memory
 
     @classmethod
     def of(cls, value: int) -> Info:
-        """Of the value of this number on the thread's tape."""
+        """Return the metadata of value `value` of the current thread's tape."""
         return cls(*_core.value(value))
 
 
 @dataclass
 class Run:
-    """The nodes of one stage and axis in the order they run."""
+    """Calls that run together: a joint, or one segment of a body over one axis.
 
-    index: int  # the core's
+    A body (odd stage) runs once for each chunk, a joint (even stage) once.
+    """
+
+    index: int  # its number in the core's program
     stage: int
     axis: int
-    segment: int = 0  # of its body
-    nodes: list[int] = field(default_factory=list)
-    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of reductions
-    imports: list[int] = field(default_factory=list)  # what is read from outside
-    exports: list[int] = field(default_factory=list)  # values that leave it
-    inner: list[int] = field(default_factory=list)  # of these, for other segments of its body alone
-    combined: list[Node] = field(default_factory=list)  # their partials become values here
-    shadows: list[int] = field(default_factory=list)  # imports of which only sizes are read
+    segment: int = 0  # which segment of its body it is
+    nodes: list[int] = field(default_factory=list)  # in the order they run
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by reduction: its parts here
+    imports: list[int] = field(default_factory=list)  # numbers of the imports that it reads
+    exports: list[int] = field(default_factory=list)  # values that other runs or the user read
+    inner: list[int] = field(default_factory=list)  # exports that only segments of its body read
+    combined: list[Node] = field(default_factory=list)  # reductions that it combines from partials
+    shadows: list[int] = field(default_factory=list)  # imports of which it reads only the sizes
     has_gradient: bool = False
     is_body: bool = field(init=False)
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on lazy values: each is called once a backward, with the gradient of all rows.
+"""Hooks on lazy tensors: each is called once a backward pass, with the gradient of the whole batch.
 
-A hook belongs to the value that it was registered on, and to its graph; a gradient that is to be
-kept to the tensor, which has another graph after a write in place.
-A value with a hook is a joint of the backward: what reads it runs in a later stage, its gradient is
-put together from all chunks before the hook sees it, and what the hook makes of it is cut again.
+A hook belongs to the value, one version of a tensor, that it was registered on. `retain_grad`
+belongs to the tensor, whose value changes with each write in place.
+A value with a hook splits the backward pass: the calls that read it run in a later stage, so the
+gradients of all chunks are put together before the hook is called. The gradient that the hook
+returns is then cut into chunks again.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from koila.basics import surroundings
 from koila.basics.threads import in_turn
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
-#: What the hooks of each value made of its gradient, in this backward.
+#: By value: the gradient that its hooks returned in this backward pass.
 Seen = dict[int, torch.Tensor]
 
 
 def _of(value: int) -> OrderedDict[Any, Any] | None:
+    """Return the hooks of a value, by the ids of their handles; None if it never had one."""
     hooks: OrderedDict[Any, Any] | None = _core.memo().get("hooks", {}).get(value)
     return hooks
 
 
 def _made_for(value: int) -> OrderedDict[Any, Any]:
+    """Return the hooks of a value, an empty dictionary if it has none yet."""
     made: OrderedDict[Any, Any] = (
         _core.memo().setdefault("hooks", {}).setdefault(value, OrderedDict())
     )
@@ -39,9 +42,12 @@ def _made_for(value: int) -> OrderedDict[Any, Any]:
 
 
 def _on_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of an input, and of what has run, autograd calls the hooks itself; what needs no gradient is
-    refused, in torch's own words, and nothing runs for that. For what else there is all that waits
-    runs whole, and is logged."""
+    """Call a method that registers a hook on the real tensor of a lazy one.
+
+    An input and a computed lazy have a real tensor, whose hooks autograd calls. If the lazy needs
+    no gradient, torch raises its own error, and nothing runs for that. Otherwise the pending
+    program runs whole, which is logged.
+    """
     real = _core.real(args[0])
     if real is None and not args[0].requires_grad:
         real = torch.empty(0)
@@ -52,14 +58,16 @@ def _on_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _renew_node(real: torch.Tensor) -> None:
-    """Let torch renew the node of a view whose memory was written, as reading `grad_fn` does: where
-    the node is out of date, `register_hook` of torch 2.13 crashes the process."""
+    """Read `grad_fn`, so that torch updates the node of a view whose base was written in place.
+
+    With an outdated node, `register_hook` of torch 2.13 crashes the process.
+    """
     _ = real.grad_fn
 
 
 @in_turn
 def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensor.register_hook."""
+    """Replace Tensor.register_hook for a lazy tensor."""
     value = _core.hook(args[0])
     if value is None or len(args) != 2 or kwargs:
         return _on_tensor(func, args, kwargs)
@@ -70,7 +78,7 @@ def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def register_live(lazy: Any, hook: Hook) -> None:
-    """Register a hook that is called only where the value runs live, as it does in a whole run."""
+    """Register a hook that is called only if the value is computed by a live run, not in chunks."""
     value = _core.hook(lazy, False, True)
     if value is not None:
         _core.memo().setdefault("live hooks", {}).setdefault(value, []).append(hook)
@@ -80,7 +88,7 @@ def register_live(lazy: Any, hook: Hook) -> None:
 
 @in_turn
 def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tensor.retain_grad."""
+    """Replace Tensor.retain_grad for a lazy tensor."""
     value = _core.hook(args[0], True)
     if value is None:
         _on_tensor(func, args, kwargs)
@@ -89,8 +97,11 @@ def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class PendingNode:
-    """The `grad_fn` of a lazy that has still to run: whoever asks for more than whether it is there
-    is answered by the node of the whole batch, since its hooks are to see what eager's see."""
+    """The `grad_fn` of a lazy tensor that is pending.
+
+    Any attribute is read from the real node, for which the whole batch runs: hooks on the node must
+    be called with what they are called with in eager mode.
+    """
 
     def __init__(self, lazy: Any, node_of: Callable[[Any], Any]) -> None:
         self._lazy, self._node_of = lazy, node_of
@@ -106,8 +117,13 @@ torch.autograd.graph.Node.register(PendingNode)
 
 
 def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
-    """Hand over to the tensor that stands for a value from now on its hooks, and the gradient that
-    is kept of it, or by the lazy that stands for it."""
+    """Move the hooks and the retained gradient of a value to the real tensor that replaces it.
+
+    Args:
+        value: the value.
+        real: its tensor.
+        is_of_lazy: ask whether the lazy tensor retains its gradient, not whether the value does.
+    """
     hooks = _of(value)
     if hooks is not None:
         _renew_node(real)
@@ -122,6 +138,7 @@ def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
 
 
 def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
+    """Call hooks in order, each with the gradient that the one before returned."""
     for hook in list(hooks.values()):
         with surroundings.inside():
             made = hook(gradient)
@@ -130,12 +147,13 @@ def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
 
 
 def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
-    """What the hooks of a value make of its whole gradient.
+    """Call the hooks of a value with its gradient, and return the gradient that they make of it.
 
     Args:
-        value: number of the value.
+        value: the value.
         gradient: its gradient, of all rows.
-        seen: what was made before; a step that is run again in smaller chunks calls no hook twice.
+        seen: the results so far. A step that is run again in smaller chunks takes them from here,
+            so that no hook is called twice.
     """
     if not is_on(value):
         return gradient
@@ -152,17 +170,17 @@ def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
 
 
 def is_on(value: int) -> bool:
-    """Whether a value has hooks, or is to keep its gradient."""
+    """Tell whether a value has hooks or retains its gradient."""
     return bool(_of(value)) or _core.retained(value) is not None
 
 
 def is_any() -> bool:
-    """Whether any value has or had a hook, or is to keep its gradient."""
+    """Tell whether any value has or had a hook, or retains its gradient."""
     return "hooks" in _core.memo()
 
 
 def commit(seen: Seen) -> None:
-    """Keep the gradients that were asked for: retained ones add up from backward to backward."""
+    """Add the gradients of this backward pass to those that values retain."""
     kept: dict[int, torch.Tensor] = _core.memo().setdefault("retained", {})
     for value, gradient in seen.items():
         name = _core.retained(value)
@@ -171,12 +189,13 @@ def commit(seen: Seen) -> None:
 
 
 def _retained_as(name: int | None) -> torch.Tensor | None:
+    """Return the gradient retained under a number of `_core.retained`; None: none so far."""
     kept: dict[int | None, torch.Tensor] = _core.memo().get("retained", {})
     return kept.get(name)
 
 
 def give(value: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with which a lazy that stands for a value leaves the tape."""
+    """Return the real tensor of a lazy that leaves the tape, with the hooks of its value."""
     if is_any():
         bind(value, tensor, True)
     return tensor
@@ -184,6 +203,6 @@ def give(value: int, tensor: torch.Tensor) -> torch.Tensor:
 
 @in_turn
 def retained(lazy: Any) -> torch.Tensor | None:
-    """The gradient that a lazy retained, while it has no tensor of its own."""
+    """Return the gradient that a pending lazy tensor retained; None: none so far."""
     value = _core.id(lazy)
     return _retained_as(_core.retained(value, True)) if value is not None else None

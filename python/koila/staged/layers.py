@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layer of the model each recorded call belongs to, and how much of it backward keeps.
+"""Find the layer that each recorded call belongs to, and the bytes that layers keep for backward.
 
-Recording notes nothing of modules. A call that reads a parameter belongs to the module that owns
-it. One that reads none belongs to the call before it if both come from one line of the script, or
-else to the module around its neighbours whose forward() that line is in, or to the innermost module
-that both neighbours are in.
+Recording does not note modules, so they are inferred. A call that reads a parameter belongs to the
+module that owns the parameter. Any other call belongs to the layer of the call before it, if both
+come from one line of the script; else to a module around one of its neighbours, if the line is in
+the forward() of that module; else to the innermost module that contains both neighbours.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from koila.staged.program import Program
 
 
 class _Owner(NamedTuple):
-    """A module by its path from a root."""
+    """A module, named by its path from a root module."""
 
-    root: int  # which of the roots
+    root: int  # the index of the root
     path: str
 
 
 class _Modules:
-    """The modules that are alive and own parameters of a program, by their paths."""
+    """All living modules below roots that own parameters of a program, by their paths."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         wanted = {id(parameter) for parameter in parameters}
         found = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
         children = {id(child) for m in found for child in m.__dict__.get("_modules", {}).values()}
         self.roots: list[nn.Module] = []
-        #: By parameter: the modules that own it, several where it is shared.
+        #: By the id of a parameter: the modules that own it; several if it is shared.
         self.owners: dict[int, list[_Owner]] = {}
         self.modules: dict[_Owner, nn.Module] = {}
         for root in found:
@@ -51,7 +51,7 @@ class _Modules:
             self._add(root, wanted)
 
     def _add(self, root: nn.Module, wanted: set[int]) -> None:
-        """Add a root of which the program reads parameters that no other root has."""
+        """Add a root and its modules, if it owns a wanted parameter that no root before it owns."""
         number, paths = len(self.roots), dict[_Owner, nn.Module]()
         owners: dict[int, list[_Owner]] = {}
         for path, module in root.named_modules(remove_duplicate=False):
@@ -65,7 +65,11 @@ class _Modules:
             self.modules.update(paths)
 
     def owner(self, parameter: torch.Tensor, row: str) -> _Owner | None:
-        """The module that reads a parameter: of a shared one, that which makes such calls."""
+        """Return the module that reads a parameter in a call with this row; None: no module.
+
+        Of several owners it is the embedding if the row is "embedding", else one that is none: a
+        table shared by an embedding and the last linear layer is common.
+        """
         owners = self.owners.get(id(parameter), [])
         for owner in owners:
             if isinstance(self.modules[owner], nn.Embedding) == (row == "embedding"):
@@ -73,7 +77,7 @@ class _Modules:
         return owners[0] if owners else None
 
     def around(self, owner: _Owner) -> Iterator[_Owner]:
-        """A module, and those that it is in, from the inside."""
+        """Yield a module, then the modules that contain it, the innermost first."""
         path = owner.path
         while True:
             yield _Owner(owner.root, path)
@@ -82,7 +86,7 @@ class _Modules:
             path = path.rpartition(".")[0]
 
     def name(self, owner: _Owner) -> str:
-        """Its path, below the class of its root where there are several roots."""
+        """Return the path of a module, preceded by the class of its root if there are several."""
         parts = [type(self.roots[owner.root]).__name__] if len(self.roots) > 1 else []
         parts += [owner.path] if owner.path else []
         return ".".join(parts) or type(self.roots[owner.root]).__name__
@@ -92,7 +96,7 @@ class _Modules:
 
 
 def _is_in(where: str, module: nn.Module) -> bool:
-    """Whether a line, as "model.py:40", is in the forward() of a module."""
+    """Tell whether a line, such as "model.py:40", is in the forward() of a module."""
     forward = getattr(type(module), "forward", None)
     code = getattr(inspect.unwrap(forward) if forward is not None else None, "__code__", None)
     if not isinstance(code, CodeType) or code.co_filename.startswith(lines.INSIDE):
@@ -105,12 +109,12 @@ def _is_in(where: str, module: nn.Module) -> bool:
 
 
 def _is_derivative(program: Program, node: Node) -> bool:
-    """Whether a call differentiates others (`derived.py`): it is in no module."""
+    """Tell whether a call is a recorded `autograd.grad` (`derived.py`), which is in no module."""
     return program.row_of(node) == "gradient_of"
 
 
 def _parameters(program: Program, node: Node) -> Iterator[torch.Tensor]:
-    """The parameters that a call reads itself; a derivative is given those of many calls."""
+    """Yield the parameters that a call reads; none for a derivative, which reads many calls'."""
     for import_id in () if _is_derivative(program, node) else node.imports:
         if import_id >= 0:
             real = program.info(program.imports[import_id].value).real
@@ -119,7 +123,7 @@ def _parameters(program: Program, node: Node) -> Iterator[torch.Tensor]:
 
 
 class _Place(NamedTuple):
-    """Where a call is: its line, and the module that owns what it reads."""
+    """A call with the line that made it and the module that it belongs to, if that is known."""
 
     node: Node
     where: str
@@ -127,7 +131,7 @@ class _Place(NamedTuple):
 
 
 def _places(program: Program) -> tuple[_Modules, list[_Place]]:
-    """The modules of a program, and for each of its calls where it is."""
+    """Return the modules of a program, and the place of each of its calls, in order."""
     nodes = [node for _, node in sorted(program.nodes.items())]
     modules = _Modules(tensor for node in nodes for tensor in _parameters(program, node))
     found: list[_Place] = []
@@ -153,9 +157,16 @@ def _places(program: Program) -> tuple[_Modules, list[_Place]]:
 def _owner_of(
     modules: _Modules, place: _Place, previous: _Place | None, following: _Owner | None
 ) -> _Owner | None:
-    """The module of a call that reads no parameter."""
+    """Return the module of a call that reads no parameter; None: not known.
+
+    Args:
+        modules: the modules of the program.
+        place: the call.
+        previous: the call before it.
+        following: the module of the next call that reads a parameter.
+    """
     if place.node.is_for_chunks and following is not None:
-        return following  # it is a part of the call after it
+        return following  # it computes a part of the next call
     before = previous.owner if previous is not None else None
     if previous is not None and before is not None and previous.where == place.where:
         return before
@@ -167,8 +178,10 @@ def _owner_of(
 
 
 def _around_both(before: _Owner | None, following: _Owner | None) -> _Owner | None:
-    """The innermost module that two are in, below the root: its forward() calls functions of other
-    files, as an activation's."""
+    """Return the innermost module, below the root, that contains both modules; None: there is none.
+
+    It serves calls made by functions in other files, such as activations.
+    """
     if before is None or following is None or before.root != following.root:
         return None
     pairs = zip(before.path.split("."), following.path.split("."), strict=False)
@@ -178,17 +191,17 @@ def _around_both(before: _Owner | None, following: _Owner | None) -> _Owner | No
 
 
 def _source(program: Program, value: int) -> int:
-    """The value whose memory a view shows; any other value itself."""
+    """Return the value that a view is a view of, through views of views; else the value itself."""
     while (view := program.info(value).view) is not None:
         value = view[2]
     return value
 
 
 def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
-    """What autograd keeps for backward of a whole run, but for what was there before it.
+    """Return the bytes that autograd saves for backward in a whole run, without the leaves.
 
     Returns:
-        By the call that made it: bytes, and whether they grow with the samples.
+        By the id of the call that made them: pairs of bytes and whether they grow with the samples.
     """
     kept: dict[int, list[tuple[int, bool]]] = {}
     seen: set[int] = set()
@@ -216,11 +229,11 @@ def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
 
 
 def largest_kept(program: Program, most: int) -> list[tuple[int, int, bool]]:
-    """What autograd keeps for backward that takes most, at most so many.
+    """Return the `most` largest tensors that autograd saves for backward.
 
     Returns:
-        The call that made it, bytes of the whole batch, and whether they grow with the samples; the
-        largest first.
+        Of each the id of the call that made it, its bytes for the whole batch, and whether they
+        grow with the samples; the largest first.
     """
     found = (
         (node, n_bytes, is_rows)
@@ -232,12 +245,12 @@ def largest_kept(program: Program, most: int) -> list[tuple[int, int, bool]]:
 
 
 def rows_of(program: Program) -> int:
-    """The samples of its batch."""
+    """Return the number of samples of the program's batch; of several batches, of the largest."""
     return max(program.axes.values(), default=1)
 
 
 def of(program: Program) -> tuple[Layer, ...]:
-    """The layers of a program, in the order of their first calls."""
+    """Return the layers of a program, in the order of their first calls."""
     modules, places = _places(program)
     kept = _kept(program)
     rows = rows_of(program)
@@ -256,7 +269,7 @@ def of(program: Program) -> tuple[Layer, ...]:
 
 
 class Names:
-    """The layers of a program's calls by name, for a message that names several."""
+    """The names of the layers of a program's calls, found once for a message with several names."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -265,11 +278,12 @@ class Names:
         self._names = {i: modules.name(o) for i, o in owners.items() if o is not None}
 
     def of_call(self, node_id: int) -> str:
-        """The layer that a call belongs to; empty: it is in no module."""
+        """Return the name of the layer that a call belongs to; empty if it is in no module."""
         return self._names.get(node_id, "")
 
     def of_value(self, value: int) -> str:
-        """A value by what made it: "the output of layer 'encoder.0' (conv2d, model.py:40)"."""
+        """Describe a value by the call that made it, such as "the output of layer 'encoder.0'
+        (conv2d, model.py:40)"."""
         node = self._program.node_of(_source(self._program, value))
         if node is None:
             return "an input"
@@ -279,7 +293,7 @@ class Names:
 
 
 def name_of_parameter(parameter: torch.Tensor) -> str:
-    """The path of a parameter, as "fc.weight"; its shape where no module owns it."""
+    """Return the path of a parameter, such as "fc.weight"; its shape if no module owns it."""
     modules = _Modules([parameter])
     for owner in modules.owners.get(id(parameter), []):
         for name, one in modules.modules[owner].named_parameters(recurse=False):

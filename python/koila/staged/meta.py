@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask torch itself, on meta tensors, for the shapes and dtypes of a call that has no row."""
+"""Infer the results of a call that has no row in the op table by running it on meta tensors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _DTYPES = frozenset(
     | {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
 
-#: What the meta kernel knows in one dtype; the call takes others, and gives what it is given.
+#: Functions whose meta kernel accepts this dtype alone, while the real kernel accepts others and
+#: returns its input's dtype. `_ask` casts the inputs to this dtype, and the result back.
 _ASKED_IN = {"_grouped_mm": torch.bfloat16}
 
-#: How their results lie meta kernels say otherwise than those that run, also where all that they
-#: are given is row-major.
+#: Functions whose meta kernels report other strides than the real kernels return, even if all
+#: inputs are row-major.
 LAID_OUT_OTHERWISE = frozenset(
     "fft_hfft2 fft_hfftn fft_rfft2 fft_rfftn linalg_eig linalg_svd nonzero_static svd".split()
 )
@@ -40,7 +41,7 @@ _CACHE_MAX = 65536
 
 
 class _UnknownError(Exception):
-    """The call cannot be asked of meta tensors."""
+    """The call cannot be run on meta tensors."""
 
 
 def _describe(tensor: torch.Tensor) -> _Description:
@@ -76,7 +77,7 @@ def stand_in(
     strides: tuple[int, ...] | None,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """A tensor without memory; dense where the strides are not known."""
+    """Return a meta tensor of this description; a dense one if `strides` is None."""
     if strides is None:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
     return torch.empty_strided(
@@ -84,26 +85,30 @@ def stand_in(
     )
 
 
-def _stand_in(argument: Any, met: list[torch.Tensor]) -> Any:
+def _stand_in(argument: Any, metas: list[torch.Tensor]) -> Any:
+    """Return the argument with a meta tensor for each tensor, and append these to `metas`."""
     if isinstance(argument, torch.Tensor):
         dtype, shape, strides, requires_grad, _ = _describe(argument)
         meta = stand_in(dtype, shape, strides, requires_grad)
-        met.append(meta)
+        metas.append(meta)
         return meta
     if isinstance(argument, torch.Size):
         return argument
     if isinstance(argument, tuple | list):
-        return type(argument)([_stand_in(item, met) for item in argument])
+        return type(argument)([_stand_in(item, metas) for item in argument])
     if isinstance(argument, dict):
-        return {name: _stand_in(item, met) for name, item in argument.items()}
+        return {name: _stand_in(item, metas) for name, item in argument.items()}
     if isinstance(argument, torch.device):
         return torch.device("meta")
     return argument
 
 
 def leaves(argument: Any) -> Iterator[Any]:
-    """What is no tuple, list or dict in an argument. (A nested function that calls itself, as in
-    `_pytree`, is a cycle, which would wait for the collector with all that it has met.)"""
+    """Yield the items of an argument that are not tuples, lists or dicts.
+
+    `_pytree` is not used: its nested recursive functions are reference cycles, which keep the
+    tensors that they visited alive until the garbage collector runs.
+    """
     if isinstance(argument, dict):
         argument = list(argument.values())
     if isinstance(argument, tuple | list):
@@ -114,7 +119,13 @@ def leaves(argument: Any) -> Iterator[Any]:
 
 
 def _device_of(args: Any) -> int | None:
-    """The one device of all tensors with dims, as a number of the core; None where they differ."""
+    """Return the core's number of the one device of all tensors with dims; None if they differ.
+
+    Tensors without dims may be on another device, and count only if there are no others.
+
+    Raises:
+        _UnknownError: an argument names a device.
+    """
     devices: set[int] = set()
     scalars: set[int] = set()
     for leaf in leaves(args):
@@ -127,20 +138,24 @@ def _device_of(args: Any) -> int | None:
     return devices.pop() if len(devices) == 1 else None
 
 
-def _are_strides_known(name: str, met: list[torch.Tensor], device: int) -> bool:
-    """Whether meta kernels say how the results of a call lie: so a test has found of the CPU's, of
-    what is row-major. Of other inputs some go another way, or do so for some sizes."""
-    is_plain = device == 0 and all(tensor.is_contiguous() for tensor in met)
+def _are_strides_known(name: str, metas: list[torch.Tensor], device: int) -> bool:
+    """Tell whether the real kernel returns the strides that the meta kernel reports.
+
+    A test compares both on the CPU for row-major inputs. For other inputs some kernels choose other
+    strides than their meta kernels, or do so for some sizes.
+    """
+    is_plain = device == 0 and all(tensor.is_contiguous() for tensor in metas)
     return is_plain and name not in LAID_OUT_OTHERWISE
 
 
 def _read_out(tensor: Any, inputs: set[int], device: int, are_strides_known: bool) -> _Out:
+    """Describe a result; `inputs` are the storages of the meta tensors that the call read."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         raise _UnknownError
     if tensor.is_conj() or tensor.is_neg() or tensor.dim() > 8:
         raise _UnknownError
     if tensor.untyped_storage()._cdata in inputs:
-        raise _UnknownError  # it aliases an input: only the real call knows how
+        raise _UnknownError  # the result is a view of an input
     if tensor.dtype not in _DTYPES:
         raise _UnknownError
     strides = tensor.stride() if are_strides_known or tensor.dim() == 0 else None
@@ -151,28 +166,28 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     device = _device_of((args, kwargs))
     if device is None:
         raise _UnknownError
-    met: list[torch.Tensor] = []
-    meta_args = _stand_in(args, met)
-    meta_kwargs = _stand_in(kwargs, met)
-    given = met[0].dtype if met else None
+    metas: list[torch.Tensor] = []
+    meta_args = _stand_in(args, metas)
+    meta_kwargs = _stand_in(kwargs, metas)
+    dtype = metas[0].dtype if metas else None
     asked_in = _ASKED_IN.get(getattr(func, "__name__", ""))
     if asked_in is not None:
         if any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values())):
             raise _UnknownError
         meta_args, meta_kwargs = _pytree.tree_map_only(
             torch.Tensor,
-            lambda one: one.to(asked_in) if one.dtype == given else one,
+            lambda one: one.to(asked_in) if one.dtype == dtype else one,
             (meta_args, meta_kwargs),
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result, held = counting.held(lambda: func(*meta_args, **meta_kwargs), met)
+        result, held = counting.held(lambda: func(*meta_args, **meta_kwargs), metas)
     if asked_in is not None:
-        result = result.to(given)
-    inputs = {tensor.untyped_storage()._cdata for tensor in met}
+        result = result.to(dtype)
+    inputs = {tensor.untyped_storage()._cdata for tensor in metas}
     tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    are_given = all(_describe(tensor)[2] is not None for tensor in tensors)
-    is_known = are_given and _are_strides_known(getattr(func, "__name__", ""), met, device)
+    have_strides = all(_describe(tensor)[2] is not None for tensor in tensors)
+    is_known = have_strides and _are_strides_known(getattr(func, "__name__", ""), metas, device)
     if isinstance(result, torch.Tensor):
         return None, (_read_out(result, inputs, device, is_known),), held
     if not isinstance(result, tuple | list) or not result:
@@ -184,12 +199,13 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def infer(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> _Answer | None:
-    """Infer the results of a call from its arguments' metadata; nothing is computed.
+    """Infer the results of a call from its arguments' metadata, and cache the answer.
 
     Returns:
-        None where torch cannot tell (the call is then run at once); else the container's type
-        (None for a single tensor), for each tensor its dtype, shape, strides where they are known,
-        requires_grad and device number, and what the call and its backward take besides.
+        None if meta tensors cannot tell: the caller then runs the call at once. Else the type of
+        the container that the call returns (None: a single tensor); of each result its dtype,
+        shape, strides (None: unknown), requires_grad and device number; and the bytes that the
+        call and its backward hold beside operands and results.
     """
     kwargs = kwargs or {}
     if kwargs.get("out") is not None:
@@ -204,7 +220,7 @@ def infer(
     try:
         answer = _ask(func, args, kwargs)
     except Exception:
-        answer = None  # an illegal call or one meta cannot do: the real call says which
+        answer = None  # either the call is illegal or it has no meta kernel: the real call tells
     if len(_cache) >= _CACHE_MAX:
         _cache.clear()
     _cache[key] = answer
@@ -214,30 +230,38 @@ def infer(
 def refuse(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, is_illegal: bool
 ) -> None:
-    """Raise what torch raises of a call that sizes and dtypes make illegal: nothing runs for it.
+    """Raise the error that torch raises for a call whose sizes or dtypes are illegal.
 
-    Where it is not known that they do, meta kernels say. They have words of their own: torch's are
-    those of tensors of the same sizes, whose numbers nobody has looked at when they are refused.
+    The error is raised while the call is recorded, before any pending call has run. It is the real
+    kernel's: a meta kernel's text may differ. So the call runs on real tensors of the same sizes
+    and dtypes, once filled with 0 and once with 1. If the two errors differ, or only one is raised,
+    the cause is in the numbers, and nothing is raised here.
+
+    Args:
+        func: the call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        is_illegal: inference has found the call illegal; else it is first run on meta tensors.
     """
     kwargs = kwargs or {}
     if not is_illegal and (_writes(func) or not _is_refused(func, args, kwargs)):
         return
     of_zeros, of_ones = (_error_of(func, args, kwargs, number) for number in (0, 1))
-    # What torch says of some numbers alone is not of sizes and dtypes.
     if of_zeros is not None and of_ones is not None and str(of_zeros) == str(of_ones):
         try:
             raise of_zeros
         finally:
-            del of_zeros  # its traceback holds this frame
+            del of_zeros  # its traceback refers to this frame: a cycle
 
 
 def _error_of(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int
 ) -> Exception | None:
-    """What torch says of sizes and dtypes, where each lazy has one number everywhere."""
+    """Return the error that torch raises if all elements of each lazy tensor are `number`."""
     args, kwargs = _filled(args, number), _filled(kwargs, number)
     was_enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # a block of torch.no_grad() runs what waits at its end
+    # The exit of a torch.no_grad() block would run the pending program.
+    torch._C._set_grad_enabled(False)
     try:
         func(*args, **kwargs)
     except Exception as error:
@@ -248,7 +272,7 @@ def _error_of(
 
 
 def _filled(argument: Any, number: int) -> Any:
-    """An argument with tensors of one number for its lazies."""
+    """Return an argument with each lazy tensor replaced by a real one filled with `number`."""
     if isinstance(argument, _core.LazyTensor):
         full = torch.full((), number, dtype=argument.dtype, device=argument.device)
         return full.expand(argument.shape)
@@ -260,17 +284,18 @@ def _filled(argument: Any, number: int) -> Any:
 
 
 def _writes(func: Callable[..., Any]) -> bool:
-    """Whether a call writes an operand: here one number stands for all, and torch would refuse."""
+    """Tell whether a call writes an operand: torch refuses to write the expanded tensors of
+    `_filled`, so such a call cannot be checked."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-#: Of what torch raises, the types of what it says of sizes and dtypes, not of numbers.
+#: The types of errors that torch raises for illegal sizes and dtypes.
 _OF_SIZES = frozenset({RuntimeError, IndexError, ValueError, TypeError})
 
 
 def _is_refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch refuses a call on meta tensors."""
+    """Tell whether a call raises on meta tensors."""
     if infer(func, args, kwargs) is not None:
         return False
     try:
@@ -283,21 +308,22 @@ def _is_refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def is_row_range(index: torch.Tensor) -> bool:
-    """Tell whether an index tensor counts 0, 1, 2, ... along its first dim, the others being 1."""
+    """Tell whether an index tensor is 0, 1, 2, ... along its first dim, others having size 1."""
     if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != index.shape[0]:
         return False
     flat = index.reshape(-1)
     n = flat.numel()
-    if n > 0 and int(flat[-1]) != n - 1:  # before another is made that is as large
+    if n > 0 and int(flat[-1]) != n - 1:  # answers most calls without the tensor made below
         return False
     return torch.equal(flat, torch.arange(n, device=flat.device))
 
 
 def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw now for randn_like(lazy) and its kin: the tensor is read for its sizes only.
+    """Run randn_like(lazy) or a function like it at once: it reads only the sizes of the tensor.
 
     Returns:
-        NotImplemented where the strides, and with them the order of the draws, are not known.
+        A lazy tensor of the numbers drawn; or NotImplemented if the strides of `lazy`, and so the
+        order in which numbers fill the result, are not known.
     """
     lazy, *rest = args if args else (kwargs.get("input"),)
     if type(lazy) is not _core.LazyTensor or not args:
@@ -313,17 +339,20 @@ def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 _AS_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHECKED_AT_ONCE = 2**20  # elements: a large table shall not be there three times more
+_CHECKED_AT_ONCE = 2**20  # elements; in blocks, since the copies made of each are large
 
 
 def checksum(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two numbers that a write to a tensor changes: the sum of its bits read as integers, and that
-    sum weighted by position. Both overflow, alike each time, and know no NaN. What is gathered of
-    shards has those of this process's shard."""
+    """Return two numbers that change if a tensor is written.
+
+    They are the sum of its elements' bits read as integers, and the same sum weighted by position.
+    Integer overflow is harmless, since it is deterministic, and NaNs compare equal this way. For a
+    parameter that was gathered from shards, both are computed from this process's shard.
+    """
     plain = getattr(tensor, "_koila_gathered_of", tensor).detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
-    # The end of torch.no_grad runs what waits, which asks for checksums.
+    # The exit of a torch.no_grad() block would run the pending program, which calls this function.
     with torch.set_grad_enabled(False):
         bits = plain.reshape(-1).view(_AS_INTS[plain.element_size()])
         sums = torch.zeros(2, dtype=torch.int64, device=bits.device)

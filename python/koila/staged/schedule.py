@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule as Python has it: its instructions, and the ways to schedule a step."""
+"""The schedule of a step: its instructions, and the options by which the core builds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from koila.staged.facts import Run
 
 
 class Op(enum.IntEnum):
-    """What an instruction of a schedule does: schedule.def, in whose order they are."""
+    """The kinds of instructions, in the order of schedule.def, which explains each."""
 
     JOINT = 0
     HOME = 1
@@ -31,7 +31,7 @@ class Op(enum.IntEnum):
 
 
 class Graph(enum.IntEnum):
-    """The graph of what is run on a chunk: KlGraph, in whose order they are."""
+    """How long the autograd graph of a chunk lives, in the order of KlGraph (schedule.h)."""
 
     NONE = 0
     NOW = 1
@@ -44,17 +44,25 @@ Homes = tuple[bool, int, int, int, int, int, bool, int]
 
 
 class Way(NamedTuple):
-    """How a step is scheduled beside its chunks.
+    """What a step trades for memory, beside its number of chunks.
 
-    Bodies are cut into `n_segments`, of which one at a time has its graph; where they have the
-    user's checkpoints, there and into no fewer, but that 0 keeps what these would make again. Of
-    what crosses from body to body every `keep_every`th is kept, and the rest is made again going
-    back; or what every `offload_every`th body leaves is off its device meanwhile (1: all of it,
-    0: none). Or the last body alone is cut, before its head (a model's scores and their loss),
-    which runs in `n_pieces` of each chunk while the graph of the rest waits. Pieces are rows; or
-    parts of a second axis, the dim `across` of what the head is handed, of `n_across` entries a
-    row, and what is before the head may then be cut into segments too. Or what light calls make of
-    what crosses is emptied, in chains of `n_light` such values.
+    Attributes:
+        n_segments: the segments that each body is cut into; one segment of a chunk has its graph at
+            a time, the others are recomputed in backward. If the script checkpoints parts of a
+            body, the body is cut at least at these; 0 ignores the checkpoints and keeps what they
+            cover.
+        keep_every: of the activations that one body leaves for another, each `keep_every`th is kept
+            until backward, and the others are recomputed.
+        offload_every: the results of each `offload_every`th body are offloaded until they are read
+            (1: those of all bodies, 0: none).
+        n_pieces: if above 1, the last body is cut before its head (a model's scores and their
+            loss). The head then runs forward and backward in this many pieces of each chunk, while
+            the graph of the calls before it is kept.
+        n_light: activations that bodies leave for each other are freed if cheap calls can recompute
+            them; this is the longest chain of such values (0: none is freed).
+        n_across: pieces are parts of a second axis, with this many entries a row; the calls before
+            the head may then be cut into segments too. 0: pieces are rows.
+        across: the dim of that axis, in the largest tensor that the head reads.
     """
 
     n_segments: int = 1
@@ -66,28 +74,32 @@ class Way(NamedTuple):
     across: int = 0
 
     def homes(self, is_graph: bool, is_live: bool = False, n_chunks: int = 0) -> Homes:
-        """As the core is told it: KlHomes."""
-        kept = self.keep_every, self.offload_every
-        return is_graph, *kept, self.n_pieces, self.n_light, self.n_across, is_live, n_chunks
+        """Return the fields of the core's KlHomes.
+
+        Args:
+            is_graph: the roots are differentiated.
+            is_live: for measuring a run of the whole batch, in the order of the calls.
+            n_chunks: how many chunks there will be; 0: not known.
+        """
+        every = self.keep_every, self.offload_every
+        return is_graph, *every, self.n_pieces, self.n_light, self.n_across, is_live, n_chunks
 
     @property
     def cuts(self) -> tuple[int, bool]:
-        """The segments of bodies, and whether the last is cut before its head."""
+        """The number of segments of each body, and whether the last body is cut before its head."""
         return self.n_segments, self.n_pieces > 1
 
 
 AS_IT_IS = Way()
 
-
 WITHOUT_CHECKPOINTS = Way(n_segments=0)
 
-
-#: The stage of light work on inputs alone.
+#: The number of the body that holds cheap calls on inputs alone, without gradients: masks, counts.
 DATA = 1
 
 
 class Step(NamedTuple):
-    """One instruction of a schedule. What `values` and `others` are, schedule.def says."""
+    """One instruction; schedule.def says for each kind what `values` and `others` mean."""
 
     op: Op
     graph: Graph
@@ -97,25 +109,25 @@ class Step(NamedTuple):
 
 
 class Light(NamedTuple):
-    """How a value is made again, a chunk at a time, that crosses and is emptied."""
+    """How cheap calls recompute a value, chunk by chunk, after its storage was freed."""
 
-    run: int
-    needs: tuple[int, ...]  # such values, which are made before
+    run: int  # the index of the run whose calls make it
+    needs: tuple[int, ...]  # freed values that it is made of: they are recomputed first
 
 
 class Schedule(NamedTuple):
-    """A step as data."""
+    """A step as a list of instructions."""
 
     steps: list[Step]
-    n_forward: int  # the steps from here on go back
-    lights: dict[int, Light]  # how values are made again that are emptied meanwhile
+    n_forward: int  # how many of them are the forward pass; the others are the backward pass
+    lights: dict[int, Light]  # by value: how it is recomputed after EMPTY freed its storage
 
     def values_of(self, *ops: Op) -> set[int]:
-        """The values of all its instructions of some kinds."""
+        """Return the union of `values` over all instructions of these kinds."""
         return {value for step in self.steps if step.op in ops for value in step.values}
 
     def head(self) -> Run | None:
-        """What runs in pieces of a chunk, in a loop inside of a loop."""
+        """Return the segment that runs in pieces of a chunk: the run of the inner of two loops."""
         depth = 0
         for step in self.steps:
             depth += (step.op == Op.LOOP) - (step.op == Op.END)
