@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What random calls draw on the CPU: with which kernel, on what tensor, in which order of memory.
+"""Describe the random numbers that recorded calls draw on the CPU: kernel, tensor, memory layout.
 
-Such a kernel goes through a tensor in the order of its memory and takes number after number from
-the generator. So rows that are outermost in memory can be drawn chunk by chunk, each from where the
-one before left the generator; others are drawn for the whole batch, once, and cut. normal_() takes
-numbers in blocks of sixteen where there are as many: a chunk that ends within one is drawn whole
-too. Where torch was built to let a library draw, all depends on one seed: that is found out.
+Torch's CPU kernels fill a tensor in the order of its memory, taking number after number from the
+generator. So if the rows of a tensor are outermost in memory, it can be filled chunk by chunk, each
+chunk with the generator in the state that the one before left. Any other tensor is filled whole,
+once, and then cut into chunks. A tensor of sixteen or more numbers is filled by normal_() in blocks
+of sixteen, so it is filled whole too if a chunk would end within a block. In some builds of torch a
+library fills a tensor from one seed, not in order: `is_serial` finds that out.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from koila import _core
 from koila.basics import rows, table
 from koila.staged.facts import Info
 
-# As they were before koila patched them: for all others what was recorded draws before they answer.
+# Taken before koila patches these methods: the patched ones first let pending random calls draw.
 get_state: Any = torch._C.Generator.get_state
 set_state: Any = torch._C.Generator.set_state
 
-SIXTEEN = 16  # normal_() draws so many at once
+SIXTEEN = 16  # the numbers in a block of normal_()
 
 
 class Noise(NamedTuple):
-    """One tensor of random numbers that a call fills."""
+    """A tensor of random numbers that a call fills, such as the mask of a dropout."""
 
     method: str  # the method of torch.Tensor that fills it
-    words: dict[str, Any]
-    values: tuple[Any, ...]
+    words: dict[str, Any]  # its keyword arguments
+    values: tuple[Any, ...]  # its positional arguments
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     place: rows.Place | None  # where its rows are; None: all rows share it
-    follows: bool  # on a chunk it is laid out as the first argument is
-    is_known: bool = True  # how it is laid out; else it is taken to lie row by row
+    follows: bool  # on a chunk its layout is that of the call's first argument
+    is_known: bool = True  # its layout is known; else `strides` are those of a row-major tensor
 
     @property
     def n_elements(self) -> int:
@@ -53,7 +54,7 @@ class Noise(NamedTuple):
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype it is kept in: yes and no need one byte."""
+        """The dtype to store it in; zeros and ones need only a byte each."""
         return torch.bool if self.method == "bernoulli_" and is_serial(self) else self.dtype
 
     @property
@@ -61,7 +62,7 @@ class Noise(NamedTuple):
         return self.n_elements * self.stored.itemsize
 
     def fill(self, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        # In torch.Tensor a wrapper may stand there, for the draws of plain calls.
+        # Not from torch.Tensor, whose method koila may have replaced by a wrapper.
         method = getattr(torch._C.TensorBase, self.method)
         filled: torch.Tensor = method(tensor, *self.values, **self.words, generator=generator)
         return filled
@@ -69,7 +70,8 @@ class Noise(NamedTuple):
     def draw(
         self, generator: torch.Generator, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """All of it, or a chunk of a shape, laid out as all of it is."""
+        """Draw the whole tensor, or a chunk of shape `shape` with its dims in the same order in
+        memory."""
         strides = self.strides if shape is None else _dense(shape, self.strides)
         return self.fill(
             torch.empty_strided(shape or self.shape, strides, dtype=self.stored, device="cpu"),
@@ -85,7 +87,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, of dims that lie in memory as `order`, other strides, says."""
+    """Return strides without gaps for `shape`, whose dims lie in memory as strides `order` say."""
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (order[d], -d)):
         strides[dim] = step
@@ -98,12 +100,12 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _like(shape: Sequence[int], strides: Sequence[int] | None) -> tuple[int, ...]:
-    """The strides of empty_like()."""
+    """Return the strides of empty_like() of a tensor of this shape; None: they are not known."""
     return _contiguous(shape) if strides is None else rows.strides_like(shape, strides)
 
 
-def _dropout(call: _Drawn, follows: bool) -> list[Noise]:
-    """Of entries, or of features of all entries."""
+def _dropout(call: _Draw, follows: bool) -> list[Noise]:
+    """Describe the mask of a dropout: an element for each element (`follows`), or each feature."""
     (source, *_), shape = call.inputs, call.inputs[0].shape
     if not follows:
         shape = (*shape[:2], *(1 for _ in shape[2:]))
@@ -114,21 +116,22 @@ def _dropout(call: _Drawn, follows: bool) -> list[Noise]:
 
 
 def _fill(method: str, out: Info, values: tuple[Any, ...], words: dict[str, Any]) -> Noise:
+    """Describe a call that fills its output."""
     is_known = out.strides is not None
     strides = out.strides or _contiguous(out.shape)
     return Noise(method, words, values, out.shape, strides, out.dtype, out.place, True, is_known)
 
 
-def _by_chance(source: Info, out: Info, is_in_place: bool) -> Noise:
-    """bernoulli() of a tensor: what is compared with its chances, number by number."""
+def _bernoulli_of_tensor(source: Info, out: Info, is_in_place: bool) -> Noise:
+    """Describe bernoulli() with a tensor of probabilities, compared with uniform numbers."""
     dtype = torch.float64 if source.dtype == torch.float64 else torch.float32
     strides = _like(out.shape, out.strides)
     is_known = out.strides is not None
     return Noise("uniform_", {}, (), out.shape, strides, dtype, out.place, is_in_place, is_known)
 
 
-def _multiple(source: Info, out: Info, is_replaced: bool) -> Noise:
-    """multinomial(): a number for each sample, or for each of what is drawn from."""
+def _multinomial(source: Info, out: Info, is_replaced: bool) -> Noise:
+    """Describe multinomial(): a number for each sample, or without replacement for each weight."""
     if is_replaced:
         strides = _contiguous(out.shape)
         return Noise("uniform_", {}, (), out.shape, strides, torch.float64, out.place, False)
@@ -140,8 +143,10 @@ def _multiple(source: Info, out: Info, is_replaced: bool) -> Noise:
 
 
 def _attention(out: Info, query: Info, key: Info, p: float) -> Noise:
-    """The weights of attention: a row for each of the queries, a new tensor. Batches that only the
-    values have share them."""
+    """Describe the dropout mask of attention, a new tensor of the shape of its weights.
+
+    If only the values have a batch dim, the entries of that dim share the mask: it has no rows.
+    """
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     shape = (*batch, query.shape[-2], key.shape[-2])
     place = out.place
@@ -153,7 +158,8 @@ def _attention(out: Info, query: Info, key: Info, p: float) -> Noise:
 
 
 def _recurrent(source: Info, hidden: Info, args: tuple[Any, ...]) -> list[Noise]:
-    """What each layer but the last gives: time-major, of all directions."""
+    """Describe the dropout masks of a recurrent net: one for the output of each layer but the last,
+    time-major, with all directions."""
     n_layers, p, _, is_both, is_batch_first = args[4:9]
     time, batch = (1, 0) if is_batch_first else (0, 1)
     n_features = hidden.shape[-1] * (2 if is_both else 1)
@@ -164,8 +170,8 @@ def _recurrent(source: Info, hidden: Info, args: tuple[Any, ...]) -> list[Noise]
     return [noise] * (n_layers - 1)
 
 
-class _Drawn(NamedTuple):
-    """A call that draws."""
+class _Draw(NamedTuple):
+    """A recorded call that draws, with its arguments."""
 
     row: str
     args: tuple[Any, ...]
@@ -174,53 +180,54 @@ class _Drawn(NamedTuple):
     out: Info
 
     def word(self, name: str, fallback: Any = None) -> Any:
+        """Return the argument of this name."""
         return table.bind(table.ROWS[self.row]["call"], self.args, self.kwargs).get(name, fallback)
 
 
-def _of_fill(call: _Drawn) -> list[Noise]:
-    is_by_chance = call.row == "bernoulli_" and None in (*call.args[1:2], *call.kwargs.values())
-    if is_by_chance:
-        return [_by_chance(call.inputs[1], call.out, True)]
+def _of_fill(call: _Draw) -> list[Noise]:
+    has_tensor = call.row == "bernoulli_" and None in (*call.args[1:2], *call.kwargs.values())
+    if has_tensor:
+        return [_bernoulli_of_tensor(call.inputs[1], call.out, True)]
     return [_fill(call.row, call.out, call.args[1:], call.kwargs)]
 
 
-def _of_like(method: str) -> Callable[[_Drawn], list[Noise]]:
-    def of_like(call: _Drawn) -> list[Noise]:
+def _of_like(method: str) -> Callable[[_Draw], list[Noise]]:
+    def of_like(call: _Draw) -> list[Noise]:
         ends = (call.word("low"), call.word("high"))
         return [_fill(method, call.out, tuple(end for end in ends if end is not None), {})]
 
     return of_like
 
 
-def _of_shifted(call: _Drawn) -> list[Noise]:
+def _of_shifted(call: _Draw) -> list[Noise]:
     std, out = call.word("std", 1.0), call.out
     values = (0.0, std if len(call.inputs) == 1 and std is not None else 1.0)
     strides = _contiguous(out.shape)
     return [Noise("normal_", {}, values, out.shape, strides, out.dtype, out.place, False)]
 
 
-def _of_chances(call: _Drawn) -> list[Noise]:
+def _of_chances(call: _Draw) -> list[Noise]:
     p = call.word("p")
     if p is None:
-        return [_by_chance(call.inputs[0], call.out, False)]
+        return [_bernoulli_of_tensor(call.inputs[0], call.out, False)]
     return [_fill("bernoulli_", call.out, (p,), {})._replace(follows=False)]
 
 
-def _of_samples(call: _Drawn) -> list[Noise]:
+def _of_samples(call: _Draw) -> list[Noise]:
     is_replaced = bool(call.word("replacement", False)) and call.word("num_samples") > 1
-    return [_multiple(call.inputs[0], call.out, is_replaced)]
+    return [_multinomial(call.inputs[0], call.out, is_replaced)]
 
 
-def _of_weights(call: _Drawn) -> list[Noise]:
+def _of_weights(call: _Draw) -> list[Noise]:
     return [_attention(call.out, call.inputs[0], call.inputs[1], call.word("dropout_p"))]
 
 
-def _of_layers(call: _Drawn) -> list[Noise] | None:
+def _of_layers(call: _Draw) -> list[Noise] | None:
     return None if call.kwargs else _recurrent(call.inputs[0], call.inputs[1], call.args)
 
 
-#: By what the cell of a row says.
-OF_CELLS: dict[str, Callable[[_Drawn], list[Noise] | None]] = {
+#: By the word in the `draws` cell of a row: a function that describes what a call draws.
+OF_CELLS: dict[str, Callable[[_Draw], list[Noise] | None]] = {
     "FILL": _of_fill,
     "UNIFORM": _of_like("uniform_"),
     "NORMAL": _of_like("normal_"),
@@ -237,18 +244,18 @@ OF_CELLS: dict[str, Callable[[_Drawn], list[Noise] | None]] = {
 
 
 def of(i: int, first_out: int) -> list[Noise] | None:
-    """What one call draws, in this order; None: only the call itself can say."""
+    """Return the tensors that call `i` draws, in order; None: not known before the call has run."""
     row = table.ROWS.get(str(_core.node(i)[1]))
     if row is None or row["draws"] is None:
         return None
     _, args, kwargs = _core.call(i)
     inputs = [Info.of(value) for value in _core.node(i)[5] if value >= 0]
-    kwargs = {word: given for word, given in kwargs.items() if word != "generator"}
-    return OF_CELLS[row["draws"]](_Drawn(row["name"], args, kwargs, inputs, Info.of(first_out)))
+    kwargs = {word: argument for word, argument in kwargs.items() if word != "generator"}
+    return OF_CELLS[row["draws"]](_Draw(row["name"], args, kwargs, inputs, Info.of(first_out)))
 
 
 def drawn_by(func: Any) -> str | None:
-    """What the row of a function says that it draws; None: nothing, or there is no row."""
+    """Return the `draws` cell of a function's row; None: it draws nothing, or has no row."""
     row = table.ROWS.get(getattr(func, "__name__", ""))
     return row["draws"] if row is not None else None
 
@@ -259,8 +266,11 @@ _serial: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def is_serial(noise: Noise) -> bool:
-    """Whether the kernel takes number after number from the generator, alike for each dtype that
-    noise is kept in; else a library draws all from one seed."""
+    """Tell whether the kernel takes number after number from the generator, the same ones for the
+    dtype that is stored as for that of the call; otherwise a library fills all from one seed.
+
+    The answer is found by drawing once as a whole and once in two parts, and is cached.
+    """
     key = noise.method, noise.dtype
     if key not in _serial:
         kept = torch.bool if noise.method == "bernoulli_" else noise.dtype
@@ -276,18 +286,20 @@ def is_serial(noise: Noise) -> bool:
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Return the dims of more than one entry, the outermost in memory first."""
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     return sorted(dims, key=lambda dim: -strides[dim])
 
 
 def _is_outermost(noise: Noise) -> bool:
+    """Tell whether its rows are outermost in memory."""
     assert noise.place is not None
     _, dim, outer, _ = noise.place
     return outer == 1 and all(d == dim for d in _order(noise.shape, noise.strides)[:1])
 
 
 def is_in_order(noise: Noise, sizes: Sequence[int]) -> bool:
-    """Whether chunks of so many rows, drawn one after another, have the numbers of the whole."""
+    """Tell whether chunks of these sizes, drawn one after another, get the numbers of the whole."""
     if noise.place is None:
         return True
     if not is_serial(noise) or not _is_outermost(noise):
@@ -295,44 +307,47 @@ def is_in_order(noise: Noise, sizes: Sequence[int]) -> bool:
     if noise.method != "normal_" or noise.n_elements < SIXTEEN:
         return True
     if not is_contiguous(noise.shape, noise.strides):
-        return False  # then it draws one by one
+        return False  # with gaps in memory, normal_() does not draw in blocks
     per_row = noise.n_elements // noise.n_rows
     ends_within = any(size * per_row % SIXTEEN for size in sizes[:-1])
     return not ends_within and sizes[-1] * per_row >= SIXTEEN
 
 
 def is_eagers(noise: Noise) -> bool:
-    """Whether it is known that a chunk has eager's numbers; else its rows lie inside other dims,
-    and in which order is not known."""
+    """Tell whether a chunk certainly gets the numbers that eager mode gives its rows.
+
+    It may get others if the layout is not known and the rows are not outermost in memory.
+    """
     return noise.is_known or noise.place is None or _is_outermost(noise)
 
 
 def is_counted(noise: Noise) -> bool:
-    """Whether it is known how many numbers it draws: normal_() draws others where memory has
-    gaps."""
+    """Tell whether it is known how many numbers are drawn: for normal_() that depends on whether
+    memory has gaps, and so on the layout."""
     return noise.is_known or noise.method != "normal_" or noise.n_elements < SIXTEEN
 
 
 def fits(noise: Noise, args: Sequence[Any]) -> bool:
-    """Whether a call on a chunk draws in the order in which it draws on the whole."""
+    """Tell whether a call with arguments `args`, of a chunk, fills memory in the order in which the
+    call on the whole batch does."""
     if not noise.follows or not noise.is_known:
         return True
-    given: torch.Tensor = args[0]
-    if given.is_contiguous() and is_contiguous(noise.shape, noise.strides):
+    source: torch.Tensor = args[0]
+    if source.is_contiguous() and is_contiguous(noise.shape, noise.strides):
         return True
-    strides = _like(given.shape, given.stride())
-    is_alike = _order(given.shape, strides) == _order(given.shape, noise.strides)
+    strides = _like(source.shape, source.stride())
+    is_alike = _order(source.shape, strides) == _order(source.shape, noise.strides)
     return is_alike and noise.method != "normal_"
 
 
 def is_uncounted(i: int, first_out: int) -> bool:
-    """Whether it is not known how many numbers a call draws before it is made."""
+    """Tell whether the number of random numbers that a call draws is unknown before it runs."""
     noises = noises_of(i, first_out)
     return noises is not None and not all(map(is_counted, noises))
 
 
 def noises_of(i: int, first_out: int) -> list[Noise] | None:
-    """What a call draws, on the CPU; None: that is not known."""
+    """Return the tensors that call `i` draws, cached; None: not known, or not on the CPU."""
     known: dict[int, list[Noise] | None] = _core.memo().setdefault("noises", {})
     if i not in known:
         is_cpu = _core.value(first_out)[10].type == "cpu"

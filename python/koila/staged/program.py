@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A staged program: which nodes run in which stage, what they read from outside, what leaves it."""
+"""A staged program: its calls by stage, its runs, and the values that pass between them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 _T = TypeVar("_T")
 
 
-class _Asked(dict[int, _T]):
-    """What was asked for, by number: found once, and had without a call from then on."""
+class _Cache(dict[int, _T]):
+    """Answers of a function by its argument; a subscript is faster than a call of a cache."""
 
     def __init__(self, find: Callable[[int], _T]) -> None:
         self._find = find
@@ -44,8 +44,19 @@ def _row(i: int) -> str:
 
 
 class Program:
-    """What the thread's tape holds now, staged for a goal: a handle, of which the core is asked for
-    what is needed."""
+    """The pending calls of the thread's tape, staged to compute values and differentiate roots.
+
+    The core holds the program; this object is a handle that reads from it on demand.
+
+    Args:
+        roots: what is differentiated: lazy tensors, or numbers of values.
+        is_known_only: compute only values without a gradient in their history; else all that the
+            user can reach.
+        n_segments: the segments that bodies are cut into at most; see `Way`.
+        is_headed: the last body is cut before its head; see `Way`.
+        gets: tells whether a tensor gets a gradient; None: all get one.
+        unwanted: lazy tensors whose numbers are not delivered.
+    """
 
     def __init__(
         self,
@@ -61,48 +72,49 @@ class Program:
             staged = _core.stage(list(roots), is_known_only, n_segments, is_headed, gets)
         finally:
             _core.set_wanted(unwanted, True)
-        self.gets = gets  # whether a tensor is to get a gradient; None: all are
-        self._unwanted = unwanted  # lazies whose numbers nobody is to get
+        self.gets = gets
+        self._unwanted = unwanted
         self.handle: object = staged[0]
         self.roots: list[int] = staged[1]
-        self._reached: list[int] = staged[2]
-        self.n_sharing: dict[int, int] = dict(staged[3])  # lazies of a storage, if several
-        #: Rows of each axis that a body runs over.
+        self._reached: list[int] = staged[2]  # the values that the user can reach
+        #: By storage: how many lazy tensors of the user share it, if several do.
+        self.n_sharing: dict[int, int] = dict(staged[3])
+        #: By axis that a body runs over: its number of rows.
         self.axes: dict[int, int] = staged[4]
-        self.entered: list[torch.Tensor] = staged[5]
-        self.devices: set[torch.device] = staged[6]  # where its values are made
+        self.entered: list[torch.Tensor] = staged[5]  # the real tensors that it reads
+        self.devices: set[torch.device] = staged[6]  # the devices that it computes on
         self.n_nodes, self.n_values, self.n_imports, self.n_stages = staged[7:11]
         self.last_body: int | None = staged[11]
         self.is_tail_linear: bool = staged[12]
         self.tail_node: int | None = staged[13]
-        self.is_all: bool = staged[14]  # every call that waits is in it
+        self.is_all: bool = staged[14]  # it contains every pending call
         self.has_writes: bool = staged[15]
-        self.has_effects: bool = staged[16]  # it writes statistics
-        self.is_drawing: bool = staged[17]
+        self.has_effects: bool = staged[16]  # it writes running statistics
+        self.is_drawing: bool = staged[17]  # it draws random numbers
         self.amounts = Amounts(*staged[18])
-        #: A gradient goes through bodies of the user's checkpoints.
+        #: Whether a gradient goes through calls that the script checkpoints.
         self.has_checkpoints: bool = staged[19]
-        self._hidden: int | None = staged[20]
-        #: Its tape has calls that differentiate others (`derived.py`).
+        self._data_write: int | None = staged[20]  # a call that writes memory through x.data
+        #: Whether calls of its tape differentiate others (`derived.py`).
         self.is_derived = "recipes" in _core.memo()
         self.is_known_only = is_known_only
         self._cuts = n_segments, is_headed
         self._cloned: set[int] = set()
-        #: Of a value or a call by number, asked for once.
-        self.info = _Asked(Info.of).__getitem__
-        self.made = _Asked(functools.partial(_made, self.handle)).__getitem__
-        self.node = _Asked(functools.partial(_node, self.handle)).__getitem__
-        self._rows = _Asked(_row)
-        #: Of reductions, as far as they were asked for: the row's, and the rows of all chunks.
+        #: Cached functions of the number of a value (info, made) or the id of a call (node).
+        self.info = _Cache(Info.of).__getitem__
+        self.made = _Cache(functools.partial(_made, self.handle)).__getitem__
+        self.node = _Cache(functools.partial(_node, self.handle)).__getitem__
+        self._rows = _Cache(_row)
+        #: A cache of `reductions/calls.py`: by reduction, its signature and the rows of all chunks.
         self.signatures: dict[int, tuple[str, int]] = {}
 
     @functools.cached_property
     def nodes(self) -> dict[int, Node]:
-        """All its calls; `node` is one of them."""
+        """All calls, by id. `node` reads a single one."""
         return {node.id: node for node in map(Node._make, _core.told(self.handle, "nodes"))}
 
     def once(self) -> list[Node]:
-        """Its calls that run once."""
+        """Return the calls that run once, on whole values."""
         return [Node._make(entry) for entry in _core.told(self.handle, "once")]
 
     @functools.cached_property
@@ -115,17 +127,17 @@ class Program:
 
     @functools.cached_property
     def wanted(self) -> list[int]:
-        """The values whose numbers the user gets."""
+        """The values computed here whose numbers are delivered to the user."""
         return [value for value in self._reached if self.node_of(value) is not None]
 
     @functools.cached_property
     def unstageable(self) -> tuple[Node, str] | None:
-        """A call that cannot run by stages, and why: the program runs whole."""
+        """A call that cannot run in stages, and why (the program must run whole); or None."""
         return self._find_unstageable()
 
     @property
     def cloned(self) -> set[int]:
-        """Writes that are run on a clone."""
+        """The in-place calls that write a clone instead; see `_find_unstageable_write`."""
         _ = self.unstageable
         return self._cloned
 
@@ -144,17 +156,17 @@ class Program:
         shadows: list[int],
         has_gradient: bool,
     ) -> Run:
-        made = [self.node(i) for i in combined]
+        reductions = [self.node(i) for i in combined]
         numbers = {i: tuple(p for p in range(32) if bits >> p & 1) for i, bits in parts.items()}
-        lists = nodes, numbers, imports, exports, inner, made, shadows
+        lists = nodes, numbers, imports, exports, inner, reductions, shadows
         return Run(index, stage, axis, segment, *lists, has_gradient)
 
     def row_of(self, node: Node) -> str:
-        """The row of a call; "": it has none."""
+        """Return the name of a call's row in the op table; empty if it has no row."""
         return self._rows[node.id]
 
     def node_of(self, value: int) -> Node | None:
-        """The node that makes a value in this program; None for a leaf."""
+        """Return the call that makes a value in this program; None for a leaf."""
         return self.made(value).node
 
     def is_leaf(self, value: int) -> bool:
@@ -164,32 +176,34 @@ class Program:
         return self.made(value).needs_gradient and self.info(value).requires_grad
 
     def joins_rows(self, node: Node) -> bool:
-        """Whether a call runs once although it reads rows of a batch."""
+        """Tell whether a call runs once although it reads rows of a batch."""
         reads = (self.imports[import_id].value for import_id in node.imports if import_id >= 0)
         infos = [self.info(v) for v in reads] if node.mode == ONCE else []
         return any(info.place is not None and 0 not in info.shape for info in infos)
 
     def takes_rows(self, node: Node) -> bool:
-        """Whether all that a call makes is views by rows: what follows is cut again."""
+        """Tell whether all outputs of a call are views with rows, so that calls on them run by
+        chunks."""
         infos = [self.info(v) for v in node.outs]
         return all(info.view is not None and info.place is not None for info in infos)
 
     def bytes_of(self, value: int) -> int:
-        """Bytes of a value for all rows."""
+        """Return the bytes of a value for the whole batch."""
         info = self.info(value)
         return math.prod(info.shape) * info.dtype.itemsize
 
     def bytes_made(self, node: Node) -> int:
-        """Bytes of a call's results for all rows; views share theirs."""
+        """Return the bytes of a call's results for the whole batch, without views."""
         return sum(self.bytes_of(v) for v in node.outs if self.info(v).view is None)
 
     def is_hooked(self, value: int) -> bool:
-        """Whether something looks at the whole gradient of a value."""
+        """Tell whether a value gets a gradient that a hook reads or that is retained."""
         return self.needs_gradient(value) and hooks.is_on(value)
 
     @property
     def is_part(self) -> bool:
-        """Whether it was cut off, and what it handed out is held by others (`bridge.py`)."""
+        """Whether the program is a part that the bridge cut off, whose results others already hold
+        (`bridge.py`)."""
         return bool(self._unwanted)
 
     @property
@@ -197,10 +211,10 @@ class Program:
         return bool(self.axes)
 
     def ends(self) -> list[int]:
-        """The values a backward may start from: wanted, and nothing that is wanted goes on from
-        them."""
+        """Return the values that a backward may start from: wanted values with a gradient, of which
+        no other wanted value is made."""
         wanted = {value for value in self.wanted if self.info(value).requires_grad}
-        leads = set(wanted)  # to what is wanted, through calls that need a gradient
+        leads = set(wanted)  # wanted values, and the values that they are made of
         inner: set[int] = set()
         for _, node in sorted(self.nodes.items(), reverse=True):
             if any(v in leads and self.info(v).requires_grad for v in node.outs):
@@ -210,30 +224,39 @@ class Program:
         return [value for value in self.wanted if value in wanted and value not in inner]
 
     def cut_for(self, way: Way) -> Program:
-        """The same program with its bodies cut as that way says, but that nothing is cut between
-        what is differentiated and its gradient in the program."""
+        """Return the program with its bodies cut into the segments of a way.
+
+        A program that contains derivatives is returned as it is: no cut may come between a value
+        and the recorded call that computes a gradient of it.
+        """
         if way.cuts == self._cuts or self.is_derived:
             return self
         return Program(self.roots, self.is_known_only, *way.cuts, self.gets, self._unwanted)
 
     def n_calls(self, way: Way) -> int:
-        """Of each chunk: those of the head are made for each piece."""
+        """Return the calls made for each chunk; those of a head are made for each piece of it."""
         if way.n_pieces == 1:
             return self.n_nodes
         return self.n_nodes + (way.n_pieces - 1) * len(self.last_segment.nodes)
 
     @property
     def last_segment(self) -> Run:
-        """Of the last body: its head, where it is cut before that."""
+        """The last segment of the last body: its head, if the body is cut before it."""
         return next(run for run in reversed(self.runs) if run.is_body)
 
     @property
     def n_cut(self) -> int:
-        """The segments of all bodies."""
+        """The number of segments of all bodies together."""
         return sum(run.is_body for run in self.runs)
 
     def schedule(self, is_graph: bool, way: Way = AS_IT_IS, n_chunks: int = 0) -> Schedule:
-        """What is done, forward and back, in so many chunks (0: it is not known yet)."""
+        """Return the schedule of the program.
+
+        Args:
+            is_graph: the roots are differentiated.
+            way: how memory is saved beside chunks.
+            n_chunks: the number of chunks; 0: not known yet.
+        """
         homes = way.homes(is_graph, n_chunks=n_chunks)
         steps, n_forward, lights = _core.schedule(self.handle, homes)
         return Schedule(
@@ -247,13 +270,13 @@ class Program:
 
     @staticmethod
     def left_by(runs: Sequence[Run]) -> list[int]:
-        """What a body with these segments leaves for others."""
+        """Return the values that a body with these segments leaves for other runs or the user."""
         return [value for run in runs for value in run.exports if value not in run.inner]
 
     def _find_unstageable(self) -> tuple[Node, str] | None:
-        if self.roots and self._hidden is not None:
+        if self.roots and self._data_write is not None:
             why = "its memory is written through .data, which changes what is kept for backward"
-            return self.node(self._hidden), why
+            return self.node(self._data_write), why
         node = self._find_unstageable_write() if self.has_writes else None
         if node is not None:
             return node, "memory that several parts use is written where no part can"
@@ -263,51 +286,53 @@ class Program:
         return None
 
     def _find_unstageable_write(self) -> Node | None:
-        """A write that cannot run by stages; or None, and `_cloned` are those that write a clone.
+        """Return a write that cannot run in stages, or None; and fill `_cloned`.
 
-        A run may write what it made, and nothing else: what other stages made, or read as it was
-        before, stays as it is, and the calls that come after read the clone.
+        A run may write in place only tensors that it made itself and that no other run reads as
+        they were before the write. Any other write goes to a clone, which the later calls read.
         """
         for run in self.runs:
             writes = [i for i in run.nodes if self.nodes[i].writes]
             if not writes:
                 continue
-            made = {v: i for i in run.nodes if i not in run.parts for v in self.nodes[i].outs}
-            kept = {v: self.info(v).storage for v in run.exports if v in made}
-            since: dict[int, int] = {}  # storage -> the last clone that was made of it
+            maker = {v: i for i in run.nodes if i not in run.parts for v in self.nodes[i].outs}
+            exported = {v: self.info(v).storage for v in run.exports if v in maker}
+            cloned_by: dict[int, int] = {}  # by storage: the last write that goes to a clone of it
             for i in writes:
                 node = self.nodes[i]
                 storage = self.info(node.first_out).storage
                 before = [
                     v
-                    for v, of in kept.items()
-                    if of == storage and since.get(storage, -1) <= made[v] < i
+                    for v, of in exported.items()
+                    if of == storage and cloned_by.get(storage, -1) <= maker[v] < i
                 ]
-                # What a checkpoint's body keeps is made once more before its backward, as it was.
+                # The body of a checkpoint is recomputed before its backward, and must then find
+                # what it reads unchanged: so it may write only what it made itself.
                 is_own = all(
-                    v in made and self.nodes[made[v]].region == node.region
+                    v in maker and self.nodes[maker[v]].region == node.region
                     for v in self._written(node, storage)
                 )
                 if is_own and not before:
                     continue
-                if run.is_body and self._is_across(node):
+                if run.is_body and self._writes_other_rows(node):
                     return node
                 self._cloned.add(i)
-                since[storage] = i
+                cloned_by[storage] = i
         return None
 
-    def _is_across(self, node: Node) -> bool:
-        """Whether a call writes a view that no chunk can take again: it is of other rows."""
+    def _writes_other_rows(self, node: Node) -> bool:
+        """Tell whether a call writes a view that cannot be taken of a chunk of its base: the view
+        mixes rows, as `x.diagonal()` does."""
         view = self.info(self.imports[node.imports[0]].value).view
         while view is not None:
-            if _core.node(view[0])[4] == 0:  # not by rows
+            if _core.node(view[0])[4] == 0:  # the call that took the view does not run by rows
                 return True
             view = self.info(view[2]).view
         return False
 
     def _written(self, node: Node, storage: int) -> list[int]:
-        """What a call writes, and where that is a view all that it is a view of, to the whole
-        storage: a run that had one of these from elsewhere would write a part of that."""
+        """Return the value that a call writes and all values that it is a view of, up to the one
+        that is the whole storage. If another run made one of them, the write would change it."""
         written, last = (self.imports[k].value for k in (node.imports[0], node.imports[-1]))
         values = [written]
         while (view := self.info(values[-1]).view) is not None:
@@ -315,7 +340,13 @@ class Program:
         return values + [last] * (self.info(last).storage == storage)
 
     def gradient_part(self, run: Run, made: Iterable[int]) -> Run:
-        """The part of a joint that gradients go through, after the combined reductions `made`."""
+        """Return, as a run, the calls of a joint that gradients go through.
+
+        Args:
+            run: the joint.
+            made: the values that exist already. Of the reductions that the joint combines, the new
+                run has those whose first result is among these.
+        """
         found = _core.gradient_part(self.handle, run.index, list(made))
         index, nodes, imports, exports, combined = found
         part = Run(index, run.stage, run.axis, nodes=nodes, imports=imports, exports=exports)
