@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in chunks that meets the end of memory is undone, and tried again with more of them."""
+"""Run a program in chunks; where memory runs out, undo the run and try again in smaller chunks."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def attempt(
     make: Callable[[Program, plans.Plan, hooks.Seen], _Run],
     run: Callable[[_Run], Any],
 ) -> tuple[_Run, Any, plans.Plan] | None:
-    """Run a program, in more chunks or shorter segments where memory runs out.
+    """Run a program; each time memory runs out, try again in more chunks or shorter segments.
 
     Args:
         program: the staged program.
-        planned: in how many chunks, and which way, to begin with.
-        make: a replay of a plan; what hooks have seen is handed from one to the next.
-        run: what is done with it.
+        planned: the chunks and the way of the first try.
+        make: makes a replay of a plan. All tries share what the user's hooks have seen.
+        run: called with the replay of each try.
 
     Returns:
-        The replay that came through, what `run` returned and the plan that it took; None: it has
-        to run whole.
+        The replay that succeeded, what `run` returned, and the plan of this try. None if the
+        program has to run whole.
 
     Raises:
-        MemoryLimitError: not even one row at a time goes through.
+        MemoryLimitError: not even one row at a time fits.
     """
     n_tries = 1
     hooked: hooks.Seen = {}
@@ -66,26 +66,26 @@ def attempt(
             return None
         except BaseException as error:
             replay.draws.roll_back()
-            if is_of_layout(error):  # whole it is legal, or raises the same
+            if is_of_layout(error):  # on the whole batch it is legal, or raises the same
                 reports.decide(reports.Decision(f"it cannot be cut: {error}"))
                 return None
             is_fixed = bool(draws.pinned_grids()) or get("chunks") is not None
             is_memory = is_out_of_memory(error)
             if is_memory and replay.is_delivering:
-                _core.abandon()  # smaller chunks are no help, and hooks have been called
+                _core.abandon()  # smaller chunks do not help, and the user's hooks have run
                 raise
             tighter = None
             if is_memory:
-                del replay  # what the run that failed has made makes room to plan another
+                del replay  # free what the failed try made: planning the next one takes memory
                 let_go(error)
                 budget.defragment()
                 tighter = _tighter(program, planned, is_fixed)
             if tighter is None:
                 if not is_memory:
-                    generators.move_on()  # what is drawn from now on comes after it, as in eager
+                    generators.move_on()  # later draws come after the program's, as in eager
                 is_calls = isinstance(error, Exception) and not isinstance(error, KoilaError)
                 if is_memory or not is_calls or not _core.failed(error):
-                    _core.abandon()  # else it is known which call raised
+                    _core.abandon()  # otherwise the core has noted which call raised
                 if is_memory and not is_fixed:
                     raise _refusal(program, error) from None
                 raise
@@ -98,7 +98,7 @@ def attempt(
 def _tighter(
     program: Program, planned: plans.Plan, is_fixed: bool
 ) -> tuple[Program, plans.Plan] | None:
-    """What is tried next; None: nothing, or there was no memory left to plan it."""
+    """Return the program and plan to try next; None if there is none, or no memory to plan it."""
     try:
         return planned.tighter(program, is_fixed)
     except MemoryError:
@@ -106,7 +106,7 @@ def _tighter(
 
 
 def _refusal(program: Program, error: BaseException) -> MemoryLimitError:
-    """What is raised where memory ran out in the smallest chunks, by what error."""
+    """Return the error to raise where memory ran out (`error`) in the smallest chunks."""
     said = str(error).partition("\n")[0]
     try:
         return limits.ran_out(program, said)

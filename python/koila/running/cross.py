@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A value that crosses from stage to stage: a detached alias on each side that reads it, so
-that its gradient gathers there, and is sent back when the stage that made it runs backward.
+"""A value that one stage makes and others read.
 
-A gradient that is put together lies in memory as its value does, which is how torch lays out what
-gathers in a leaf. It is not only a matter of speed: some of torch's own backwards (batch_norm's on
-the CPU) are wrong where the gradient's layout is another than the input's.
+A stage that reads it gets a detached alias, whose `.grad` accumulates the gradient. These gradients
+are sent back when the stage that made the value runs backward.
+
+A gathered gradient has the strides of its value, as torch gives them to the `.grad` of a leaf: some
+of torch's backwards (batch_norm's on the CPU) are wrong where gradient and input differ in strides.
 """
 
 from __future__ import annotations
@@ -28,35 +29,36 @@ if TYPE_CHECKING:
 
 
 def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
-    """What is kept beyond its stage: a view of a larger memory would keep all of that.
+    """Return a tensor to keep after its stage: a copy where it is part of a larger storage.
 
-    Even a result can be one: torch's mse_loss gives one number in the memory of all its terms.
+    Even a result can be one: torch's mse_loss returns one number in the storage of all its terms.
     """
     tensor = tensor.detach()
     return tensor.clone() if _is_part(tensor) else tensor
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor keeps more memory than its own."""
+    """Return whether a tensor's storage is larger than the tensor."""
     return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether anything else holds the memory of a tensor; the question itself holds it twice."""
-    if tensor.layout != torch.strided:  # of an embedding with sparse=True; who holds it nobody says
+    """Return whether something else holds the storage of a tensor: more than the two references
+    that the tensor and the query itself hold."""
+    if tensor.layout != torch.strided:  # a sparse gradient has no storage to ask
         return True
     return not counts_holders() or n_holders(tensor) > 2
 
 
 def n_holders(tensor: torch.Tensor) -> int:
-    """How many hold the memory of a tensor, and the question itself."""
+    """Return the reference count of a tensor's storage, with that of the query itself."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 @functools.cache
 def counts_holders() -> bool:
-    """Whether this torch counts who holds a storage as `is_shared` takes it to; else all are taken
-    to be shared, and copied."""
+    """Return whether this torch counts references to a storage as `is_shared` expects. If not,
+    every gradient is taken to be shared, and copied."""
     alone, shared = (torch.empty(2, dtype=torch.float32, device="cpu") for _ in range(2))
     others = shared.detach(), shared[:1]
     counts = n_holders(alone), n_holders(shared)
@@ -65,14 +67,14 @@ def counts_holders() -> bool:
 
 
 def owned(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient to add to in place: this one, or where others have its memory a copy."""
+    """Return a gradient that may be added to in place: a copy of `grad` if its memory is shared."""
     is_free = not (grad._is_zerotensor() or is_shared(grad) or _is_part(grad))
     return grad if is_free else grad.clone()
 
 
 def has_way_back(tensor: torch.Tensor) -> bool:
-    """Whether a gradient goes through a tensor that requires one: a view that was taken without a
-    graph says so too, and none does."""
+    """Return whether a tensor that requires a gradient can send one back. A view that was taken
+    without a graph cannot, though its `requires_grad` is True."""
     return tensor.grad_fn is not None or not tensor._is_view()
 
 
@@ -81,7 +83,7 @@ def send_back(
     seeds: Sequence[torch.Tensor],
     fresh: Fresh,
 ) -> None:
-    """Send gradients back; leaves in `fresh` that got their first one own it."""
+    """Run the engine from `outputs` with gradients `seeds`, then call `own` for `fresh`."""
     ways = [isinstance(output, GradientEdge) or has_way_back(output) for output in outputs]
     outputs = list(itertools.compress(outputs, ways))
     if not outputs:
@@ -91,11 +93,11 @@ def send_back(
 
 
 def own(fresh: Fresh) -> None:
-    """Give each leaf in `fresh` that got its first gradient memory of its own.
+    """Make sure that each alias in `fresh` that got its first gradient owns the memory of it.
 
-    torch lets a leaf keep a view of a gradient that others still read (a seed, another leaf's), and
-    then adds the next chunk's gradient to it in place. The last of several views is alone, and
-    would keep the memory of all. Nothing can be added to torch's zeros without memory (sgn()).
+    torch may let a leaf keep a view of a gradient that others still read (a seed, another leaf's
+    gradient), and then adds the next chunk's gradient to it in place. A view of a larger storage
+    would keep all of it alive. torch's zero tensors without memory (sgn()) cannot be added to.
     """
     for i, (_, _, alias) in list(fresh.items()):
         grad = alias.grad
@@ -106,17 +108,19 @@ def own(fresh: Fresh) -> None:
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of two gradients; None: there is none."""
+    """Return the sum of two gradients, of which None is zero."""
     if left is None or right is None:
         return right if left is None else left
     return left + right
 
 
 class Cross:
-    """One value seen from outside the stage that made it.
+    """A value that crosses from the stage that made it to other stages, and its gradients.
 
-    It is there whole (a leaf, a joint's result), in chunks (made by rows in a body), of which each
-    may be a part of one tensor, or in parts (a reduction that has not been combined yet).
+    It is `whole` (a leaf, a result of a joint), in `chunks` (of a body; they may be views of one
+    tensor, `gathered`), or in `parts` (partials of a reduction, not yet combined). `aliases` and
+    `seeds` have its gradients, by what was read: ("whole",), GATHERED, ("chunk", chunk), ("rows",
+    place, bounds) or ("part", chunk, part).
     """
 
     def __init__(
@@ -134,30 +138,30 @@ class Cross:
         self.is_graph = is_graph
         self.chunks: dict[int, torch.Tensor] = {}
         self.parts: dict[int, dict[int, torch.Tensor]] = {}
-        self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction that had one chunk
-        self.aliases: dict[Key, torch.Tensor] = {}
-        self.seeds: dict[Key, torch.Tensor | None] = {}
-        #: Gradients of what was read by rows, of all chunks that went back.
+        self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction over one chunk
+        self.aliases: dict[Key, torch.Tensor] = {}  # leaves that accumulate gradients
+        self.seeds: dict[Key, torch.Tensor | None] = {}  # gradients without an alias
+        #: By place: the gradient of the whole value, added up from the rows that chunks read.
         self.totals: dict[Place, torch.Tensor] = {}
-        self.bounds: Bounds | None = None  # of what is there whole, if that is only these rows
-        self.gathered: torch.Tensor | None = None  # the chunks, put together
-        self.is_put_together = False  # its chunks are, as they come
-        self.is_offloaded = False  # its chunks are kept beside its device
-        self.emptied: dict[int, int] = {}  # bytes of the chunks whose memory is gone
-        #: Its gradient is sent back already: what comes now is only looked at.
-        self.watch: Watch | None = None
+        self.bounds: Bounds | None = None  # the rows that `whole` has, if not all
+        self.gathered: torch.Tensor | None = None  # all chunks in one tensor
+        self.is_put_together = False  # chunks are copied into `gathered` as they are made
+        self.is_offloaded = False  # chunks are kept off its device
+        self.emptied: dict[int, int] = {}  # chunk -> bytes of its storage, which was freed
+        self.watch: Watch | None = None  # of a gradient that was sent back before it was known
 
     @property
     def is_there(self) -> bool:
-        """Whether it is there whole, or a chunk of it is."""
+        """Whether the value, or a chunk of it, is available."""
         return self.whole is not None or self.gathered is not None or bool(self.chunks)
 
-    # -- what the making stage leaves -------------------------------------------------------------
+    # -- outputs of the stage that makes it -------------------------------------------------------
 
     def add_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:
+        """Keep what a body computed for a chunk, where this value's chunks are kept."""
         place = self.info.place
         if place is None:
-            self.whole = _to_keep(tensor)  # every chunk makes the same
+            self.whole = _to_keep(tensor)  # without rows: every chunk computes the same
         elif self.is_offloaded:
             self.chunks[chunk] = offload.put(tensor)
         elif self.is_put_together and len(grid) > 1:
@@ -177,37 +181,38 @@ class Cross:
     def add_parts(
         self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> None:
+        """Keep the partials of a reduction on a chunk."""
         parts = self.parts.setdefault(chunk, {})
         for part, tensor in zip(part_ids, tensors, strict=True):
             parts[part] = _to_keep(tensor)
 
-    # -- what is made again, a chunk at a time ----------------------------------------------------
+    # -- recomputing chunks -----------------------------------------------------------------------
 
     def is_empty(self, chunk: int) -> bool:
-        """Whether a chunk was emptied."""
+        """Return whether the storage of a chunk was freed by `empty`."""
         return chunk in self.emptied
 
     def empty(self, chunk: int) -> None:
-        """Let the numbers of a chunk go, also where a graph or an alias has it: it is light."""
+        """Free the storage of a chunk, also if graphs refer to it: cheap calls recompute it."""
         storage = self.chunks[chunk].untyped_storage()
         self.emptied[chunk] = storage.nbytes()
         storage.resize_(0)
 
     def fill(self, chunk: int, tensor: torch.Tensor) -> None:
-        """Put the numbers of a chunk back where they were, for all that have it."""
+        """Allocate the freed storage of a chunk again and copy `tensor` to it."""
         of = self.chunks[chunk]
         storage = of.untyped_storage()
         storage.resize_(self.emptied.pop(chunk))
-        # To torch it is no write.
+        # Write through another tensor: a new version would make the graphs that saved it raise.
         again = torch.empty(0, dtype=of.dtype, device=of.device)
         again.set_(storage, 0, of.shape, of.stride()).copy_(tensor.detach())
 
-    # -- what a reading stage is given ------------------------------------------------------------
+    # -- inputs of the stages that read it --------------------------------------------------------
 
     def _is_differentiated(self, tensor: torch.Tensor, is_graph: bool) -> bool:
         if not (is_graph and self.needs_gradient):
             return False
-        # On the CPU beside a GPU it is a number of terms: its gradient would have to be waited for.
+        # A partial on the CPU of a value on a GPU is a number of terms, which has no gradient.
         is_count = tensor.device != self.info.device
         is_continuous = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         return is_continuous and not is_count
@@ -233,6 +238,7 @@ class Cross:
         return {**found, **dict(zip(keys, watched, strict=True))}
 
     def read_whole(self, is_graph: bool) -> torch.Tensor:
+        """Return all rows for a joint: an alias of the value, or of each chunk, gathered."""
         if self.is_graph and self.whole is not None:
             return self.whole
         if self.whole is not None and self.watch is None:
@@ -250,8 +256,8 @@ class Cross:
             return rows.gather(parts, self.info.place, self.info.strides)
 
     def gather(self, is_graph: bool) -> torch.Tensor:
-        """What a chunk of a later body is given where it reads all rows: put together once, and its
-        gradient is summed over the chunks that read it."""
+        """Return all rows, gathered once, for a chunk of a later body. The alias accumulates the
+        gradients of all chunks that read it."""
         if self.whole is not None:
             return self.read_whole(is_graph)
         if self.gathered is None:
@@ -267,6 +273,7 @@ class Cross:
     def read_rows(
         self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
     ) -> torch.Tensor:
+        """Return the rows of a chunk."""
         if self.whole is None:
             known = self.aliases.get(("chunk", chunk)) if is_graph else None
             if known is not None:
@@ -282,14 +289,14 @@ class Cross:
         return self._alias(key, part, is_graph)
 
     def of_rows(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor:
-        """A chunk of what a body left: a copy, where it was put together and no view is a chunk."""
+        """Return a chunk of a body's output: a copy, where it is cut of `gathered` and no view."""
         if chunk in self.chunks:
             return self.chunks[chunk]
         assert self.gathered is not None and self.info.place is not None
         return rows.cut(self.gathered, self.info.place, grid[-1][1], grid[chunk])
 
     def _within(self, grid: Sequence[Bounds], chunk: int) -> tuple[int, Bounds]:
-        """The rows of what is there whole, and which of them are the chunk's."""
+        """Return the number of rows of `whole`, and which of them are the chunk's."""
         if self.bounds is None:
             return grid[-1][1], grid[chunk]
         first, last = self.bounds
@@ -297,7 +304,7 @@ class Cross:
         return last - first, (start - first, stop - first)
 
     def of_chunk(self, tensor: torch.Tensor, bounds: Bounds) -> Cross:
-        """One chunk of it as a value that is there whole, which may be cut again."""
+        """Return a chunk as a `Cross` that is whole, to cut it into pieces."""
         made = Cross(self.info, self.needs_gradient, self.fresh, tensor.detach())
         made.bounds = bounds
         return made
@@ -305,8 +312,7 @@ class Cross:
     def cut_all(
         self, place: Place, grid: Sequence[Bounds], is_graph: bool
     ) -> Sequence[torch.Tensor] | None:
-        """All chunks of what is there whole, where they take no memory and no gradient; else
-        None."""
+        """Return all chunks of a whole value, if they are views without a gradient; else None."""
         if self.whole is None or self._is_differentiated(self.whole, is_graph):
             return None
         if len(grid) == 1 or not rows.is_cut_in_place(self.whole, place):
@@ -316,7 +322,7 @@ class Cross:
         return torch.split(self.whole.detach(), sizes, dim)
 
     def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
-        """parts[part][chunk]"""
+        """Return aliases of the partials of a reduction, as parts[part][chunk]."""
         chunks, n_parts = sorted(self.parts), len(self.parts[0])
         keys = [[("part", c, p) for c in chunks] for p in range(n_parts)]
         given = self._alias_all({k: self.parts[k[1]][k[2]] for of in keys for k in of}, is_graph)
@@ -325,7 +331,7 @@ class Cross:
     # -- gradients --------------------------------------------------------------------------------
 
     def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
-        """The gradient of what a body left for one chunk."""
+        """Return the gradient of one chunk of a body's output: the sum over all that read it."""
         alias = self.aliases.get(("chunk", chunk))
         known = self.seeds.get(("chunk", chunk))
         grad = add(known, alias.grad if alias is not None else None)
@@ -339,14 +345,14 @@ class Cross:
         return grad
 
     def drop_seeds(self, chunk: int, is_last: bool) -> None:
-        """A chunk has gone back; after the last one nobody asks for gradients any more."""
+        """Free the gradient of a chunk after its backward; after the last one, the gathered one."""
         self.seeds.pop(("chunk", chunk), None)
         if is_last:
             self.seeds.pop(GATHERED, None)
 
     def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
-        """A chunk has gone back: its gradient goes to its place in that of the whole value, if that
-        gathers; returns the alias of it."""
+        """After a chunk's backward, add the gradient of the rows that it read to the gradient of
+        the whole value, if there is one. Return the alias of the rows, as a list."""
         together = self.aliases.get(GATHERED)
         is_cut = len(grid) > 1 and (self.whole is not None or together is not None)
         key = ("rows", place, grid[chunk]) if self.whole is not None else ("chunk", chunk)
@@ -363,17 +369,17 @@ class Cross:
                 else:
                     together.grad = total
             rows.put(total, place, *self._within(grid, chunk), alias.grad, True)
-            alias.grad = None  # a graph that waits may have it, through which more will come
+            alias.grad = None  # a retained graph may refer to the alias, and add to it later
         return [alias]
 
     def await_again(self, key: Key, alias: torch.Tensor) -> None:
-        """A graph goes back that was given this alias: its gradient counts, though that of others
-        was taken since."""
+        """Put an alias back that a retained graph read, before the graph sends it a gradient. Its
+        stage may have dropped it since."""
         assert self.aliases.get(key, alias) is alias, f"value of {key} has two aliases"
         self.aliases[key] = alias
 
     def settle(self, chunk: int) -> list[torch.Tensor]:
-        """Keep only the gradient that came to a chunk that was read; returns the alias of it."""
+        """Drop the alias of a chunk and keep its gradient. Return the alias, as a list."""
         alias = self.aliases.pop(("chunk", chunk), None)
         if alias is None:
             return []
@@ -381,21 +387,21 @@ class Cross:
         return [alias]
 
     def settle_all(self) -> None:
-        """All that reads the value has run for the last time: no gradient comes any more."""
+        """Drop all aliases and keep their gradients, when no gradient arrives any more."""
         for key, alias in self.aliases.items():
             self.seeds[key] = add(self.seeds.get(key), alias.grad)
         self.aliases.clear()
 
     def let_go(self) -> None:
-        """Likewise, and keep only the gradients that came."""
+        """Free the value and keep only its gradients."""
         self.settle_all()
-        self.whole = None  # a joint's result, or what parts were combined to
+        self.whole = None  # the result of a joint, or of a reduction
         self.chunks.clear()
         self.parts.clear()
         self.gathered = None
 
     def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
-        """Take the gradient of what a body left off its chunks, put together."""
+        """Return the gradient of all rows of a body's output, and take it from the chunks."""
         grads = [self.seed(grid, chunk) for chunk in range(len(grid))]
         for alias in self.aliases.values():
             alias.grad = None
@@ -410,7 +416,7 @@ class Cross:
     def part_seeds(
         self, chunk: int, part_ids: Sequence[int], left: Sequence[Any]
     ) -> list[tuple[Any, torch.Tensor | None]]:
-        """What a chunk left of a reduction, and the gradients that came for that."""
+        """Return pairs of a partial of a reduction on a chunk (`left`) and its gradient."""
         pairs = []
         for part, of_part in zip(part_ids, left, strict=True):
             key = ("part", chunk, part)
@@ -420,14 +426,13 @@ class Cross:
         return pairs
 
     def take_total_gradient(self) -> torch.Tensor | None:
-        """The gradient of a value that is there whole, and was let go: whole reads, and reads by
-        rows put together. It is not kept here."""
+        """Return the gradient of a whole value, which may be freed: the sum over all readers."""
         alias = self.aliases.get(("whole",))
         total = alias.grad if alias is not None else None
         if self.seeds.get(("whole",)) is not None:
             total = add(total, self.seeds[("whole",)])
         for key, alias in self.aliases.items():
-            if key[0] == "rows":  # of the only chunk
+            if key[0] == "rows":  # there is one chunk: `take_rows` leaves its alias
                 total = add(total, alias.grad)
         for key, seed in self.seeds.items():
             total = add(total, seed) if key[0] == "rows" else total
@@ -437,7 +442,7 @@ class Cross:
         return total
 
     def _strides(self) -> Sequence[int] | None:
-        """How the whole value lies in memory; None: nobody knows."""
+        """Return the strides of the whole value; None if they are not known."""
         whole = self.gathered if self.whole is None else self.whole
         if whole is not None or self.info.strides is not None or not self.chunks:
             return self.info.strides if whole is None else whole.stride()
@@ -447,8 +452,8 @@ class Cross:
     # -- stand-ins for a linear tail --------------------------------------------------------------
 
     def zero_whole(self, is_read: bool) -> list[tuple[Cross, Key, torch.Tensor]]:
-        """Stand in for a value that will be gathered; returns the leaf whose gradient is the
-        seed. What no call reads lies in no memory."""
+        """Make this the stand-in, all zeros, of a value that a body has not computed yet. Return
+        the leaf whose gradient is the seed. Zeros that no call reads take no memory."""
         info = self.info
         if is_read:
             zeros = rows.zeros(info.shape, info.strides, info.dtype, info.device)
@@ -465,10 +470,10 @@ class Cross:
         grid: Sequence[Bounds],
         early: dict[int, dict[int, torch.Tensor]],
     ) -> list[tuple[Cross, Key, torch.Tensor]]:
-        """Stand in for the partials of all chunks, given those of the first.
+        """Make this the stand-in of a reduction's partials in all chunks, from the first chunk's.
 
-        A part that needs no gradient is a number of terms, which grows with the rows, or was there
-        before (`early`).
+        A partial without a gradient is a number of terms: it was computed before the body
+        (`early`), or is proportional to the rows of the chunk.
         """
         leaves = []
         first = grid[0][1] - grid[0][0]
@@ -487,5 +492,5 @@ class Cross:
         return leaves
 
 
-#: What a graph was given and has no gradient so far: by ids, and whose aliases they are.
+#: Aliases that a graph read and that have no gradient so far, by id, with their `Cross` and key.
 Fresh = dict[int, tuple[Cross, Key, torch.Tensor]]

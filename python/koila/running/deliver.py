@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of a run in chunks reach the user's tensors: all of them, or none.
+"""Deliver the gradients of a run in chunks to the user's tensors: to all of them, or to none.
 
-Torch's own backward hands them out. What can fail there are calls of the user's, hooks of
-parameters, and graphs that were made outside of the program: then some tensors have had theirs, and
-the step, asked for again, would add them a second time.
+torch's own backward accumulates them. The user's hooks on parameters, and graphs outside of the
+program, may raise in it after some tensors have got their gradient. These gradients are then taken
+back: if the user asks for the step again, it would add them a second time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from koila.basics.rows import without_memory
 
 
 def _nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
-    """The nodes of the graph that a tensor is on."""
+    """Yield the nodes of the autograd graph behind a tensor."""
     seen: set[Any] = set()
     stack: list[Any] = [tensor.grad_fn]
     while stack:
@@ -32,14 +32,15 @@ def _nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def leaves_behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves of the graph that a tensor is on."""
+    """Yield the leaves of the autograd graph behind a tensor."""
     for node in _nodes_behind(tensor):
         if type(node) is ACCUMULATE_GRAD:
             yield getattr(node, "variable")  # noqa: B009  torch's stubs do not know it
 
 
 def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether programs that were cut off (`bridge.py`) run when these gradients are handed out."""
+    """Return whether delivering these gradients runs other programs: parts that were cut off
+    (`bridge.py`)."""
     functions = (
         getattr(node, "_forward_cls", None) for real, _ in found for node in _nodes_behind(real)
     )
@@ -51,10 +52,10 @@ def _has_hooks(leaf: torch.Tensor) -> bool:
 
 
 class Undo:
-    """What gradients were before the new ones are handed out.
+    """The `.grad` of leaves before delivery.
 
-    Of one that is there already its numbers are copied, but only where something can fail: torch
-    adds to it in place, for which it needs no memory.
+    torch accumulates into an existing `.grad` in place. So its numbers are copied, which takes
+    memory, but only where delivery can raise.
     """
 
     def __init__(self, reals: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -70,7 +71,7 @@ class Undo:
         ]
 
     def put_back(self) -> None:
-        """Give every leaf the gradient that it had."""
+        """Restore the `.grad` of every leaf."""
         with torch.no_grad():
             for leaf, gradient, numbers in self._before:
                 if gradient is not None and numbers is not None:
@@ -79,7 +80,8 @@ class Undo:
 
 
 class _Give(torch.autograd.Function):
-    """Hands a gradient on that nobody else holds: it is there no longer than autograd needs it."""
+    """Passes on the gradient in a box. Only the box holds it, so torch can free it, or take it as
+    a leaf's `.grad` without a copy."""
 
     @staticmethod
     def forward(ctx: Any, real: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
@@ -94,8 +96,11 @@ class _Give(torch.autograd.Function):
 def _entry(
     real: torch.Tensor, gradient: torch.Tensor, is_shared: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a gradient enters the user's graphs, and what is sent there. Shared: more comes to the
-    leaf, and torch adds that to it out of place."""
+    """Return an output and its gradient for torch's backward to deliver `gradient` to `real`.
+
+    A view of a leaf will do, unless the leaf is shared with a graph outside of the program
+    (`is_shared`): torch then adds the leaf's gradients out of place and needs to free this one.
+    """
     if gradient.is_sparse:
         return real, gradient
     if real.is_leaf and not is_shared:
@@ -108,11 +113,11 @@ def deliver(
     found: list[tuple[torch.Tensor, torch.Tensor]],
     finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
 ) -> Any:
-    """Hand out the gradients of real tensors, all or none.
+    """Deliver the gradients of real tensors, all or none.
 
     Args:
-        found: the tensors, and their gradients; it is used up.
-        finish: given outputs and gradients, calls torch's backward.
+        found: the tensors and their gradients; it is emptied, to free each gradient early.
+        finish: given outputs and their gradients, calls torch's backward.
 
     Returns:
         What `finish` returns.

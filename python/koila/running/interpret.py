@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the instructions of a schedule, one after the other: what each means, schedule.def says.
+"""Execute the instructions of a schedule in their order; schedule.def says what each one means.
 
-The loops over chunks are instructions too, so nothing here decides what a chunk keeps, or when that
-is freed: the schedule was measured, and is done as it stands.
+The loops over chunks are instructions too. So nothing here decides what a chunk keeps or when it is
+freed: the schedule whose memory was measured is the schedule that runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Loop:
-    """A loop that is open: the chunk it is at, and where the instructions of its body begin."""
+    """An open loop: its first instruction, its current chunk, and the chunk at which it stops."""
 
     __slots__ = ("begin", "chunk", "stop")
 
@@ -35,23 +35,23 @@ class _Loop:
 
 
 class Interpreter:
-    """Goes through a schedule once."""
+    """Executes a schedule once."""
 
     def __init__(self, stages: Stages, schedule: Schedule) -> None:
         self.stages = stages
         self.schedule = schedule
         self.loops: list[_Loop] = []
-        self.chunk = 0  # which chunk, or piece of one, the innermost loop is at
-        self.open: dict[int, Any] = {}  # by run: what was made of the chunk, with its graph
+        self.chunk = 0  # of the innermost loop: the current chunk, or piece of a chunk
+        self.open: dict[int, Any] = {}  # by run: the chunk's values, with their graph
         self.joints: dict[int, tuple[dict[int, GradientEdge], Fresh]] = {}  # graphs, by stage
-        self.pieces: dict[int, Cross] = {}  # by value: a chunk of it, which pieces are cut of
-        self.parts: dict[int, Any] = {}  # what reductions left of the first chunk, by value
-        self.waiting: dict[int, waiting.Waiting] = {}  # graphs of chunks, by run
-        self.is_certain = False  # the gradients that the last body was sent
+        self.pieces: dict[int, Cross] = {}  # by value: the chunk that the inner loop cuts
+        self.parts: dict[int, Any] = {}  # by value: outputs of the first chunk, for `tail.seed`
+        self.waiting: dict[int, waiting.Waiting] = {}  # retained graphs of chunks, by run
+        self.is_certain = False  # the tail's gradients are known not to depend on values
         self.filled = light.Filled(stages, schedule.lights)
 
     def go(self) -> None:
-        """Do all of it."""
+        """Execute all instructions."""
         steps, at = self.schedule.steps, 0
         while at < len(steps):
             step = steps[at]
@@ -86,7 +86,7 @@ class Interpreter:
         self.chunk = first
 
     def _is_next_chunk(self, step: Step) -> bool:
-        """Go on to the next chunk; after the last one the loop is over."""
+        """Go on to the next chunk and return True; after the last one close the loop."""
         loop = self.loops[-1]
         loop.chunk += 1
         if loop.chunk < loop.stop:
@@ -101,7 +101,7 @@ class Interpreter:
         return False
 
     def _give_back_pieces(self) -> None:
-        """The gradients that pieces gave go to the chunk that they were cut of."""
+        """Add the gradients of the pieces to the gradient of the chunk that was cut into them."""
         key = "chunk", self.chunk
         while self.pieces:
             value, cross = self.pieces.popitem()
@@ -135,19 +135,19 @@ class Interpreter:
         env = stages.run_nodes(run, chunk, is_first or step.graph == Graph.NOW, self.pieces)
         stages.collect(run, env, chunk, step.values)
         for value in run.exports:
-            stages.cross_left(value)  # what is sent back is found there, also of what nobody reads
+            stages.cross_left(value)  # `stages.seeds` looks there, also for what no stage reads
         if is_first:
             self.parts.update(tail.parts_of(run, env))
         elif step.graph == Graph.NOW:
             self.open[run.index] = env
 
     def _record(self, run: Run) -> across.Recorded:
-        """The last segment on a chunk, for pieces of a second axis."""
+        """Record the last segment on this chunk again, to run it in pieces of a second axis."""
         stages = self.stages
         start, stop = stages.grid_of(run)[self.chunk]
         imports = stages.given_to(run, self.chunk, True, self.pieces)
         for value in run.exports:
-            stages.cross_left(value)  # what is sent back is found there
+            stages.cross_left(value)  # `stages.seeds` looks up its gradient there
         dim = stages.planned.way.across
         return across.record(stages.program, run, imports, stop - start, start, dim)
 
@@ -186,7 +186,7 @@ class Interpreter:
     def _send_back(self, run: Run) -> None:
         env = self.open.pop(run.index)
         pairs = self.stages.seeds(run, env, self.chunk)
-        env.clear()  # what no gradient goes through, and autograd does not keep, goes now
+        env.clear()  # free before backward what neither autograd nor the pairs keep
         pairs = [(out, seed) for out, seed in pairs if out.requires_grad]
         send_back([out for out, _ in pairs], [seed for _, seed in pairs], self.stages.fresh)
 
@@ -231,7 +231,7 @@ class Interpreter:
                 cross.empty(chunk)
 
     def _remake(self, step: Step) -> None:
-        """The loop that follows puts its chunks where they were."""
+        """Do nothing: the loop that follows recomputes the chunks of `step.values`."""
 
     # -- joints -----------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Interpreter:
             for value in set(run.exports).difference(run.inner):
                 cross = stages.cross[value]
                 if self.is_certain:
-                    cross.needs_gradient = False  # it is sent back already
+                    cross.needs_gradient = False  # its gradient was sent back already
                 else:
                     cross.watch = watched.Watch(cross.seeds, stages.grid_of(run))
                     stages.watched[value] = cross

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that lazies are given when a program has run; those that share memory get such."""
+"""The numbers that lazies get after a run; lazies of one storage get views of one tensor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _data: Any = torch._C.TensorBase.data
 
 
 def as_new(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same memory as a call would have made it: a view of nothing, never written,
-    on no graph."""
+    """Return a tensor with the same memory that autograd takes for a new one: not a view, version
+    0, without a graph."""
     made: torch.Tensor = _data.__get__(tensor)
     return made
 
@@ -39,12 +39,12 @@ def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 
 
 class Numbers:
-    """What the lazies that the user can reach are given at the end of a run in chunks.
+    """The numbers of the lazies that the user can reach, at the end of a run in chunks.
 
-    A write through one of them, which torch would do at once, has to show in all that share its
-    memory. So a view is not put together from chunks: it is taken of the whole storage again. What
-    may be a view or a copy stays on the tape, where a write runs live; after its backward it
-    cannot, and a write to it is refused.
+    A later write through one lazy has to show in all lazies that share its memory. So a view is not
+    gathered from chunks: the view calls are repeated on the whole storage. A value that may be a
+    view or a copy stays on the tape, where a write to it runs live. After its backward it cannot
+    stay, and a write to it is refused.
     """
 
     def __init__(self, program: Program, cross: Mapping[int, Cross], is_spent: bool) -> None:
@@ -55,17 +55,18 @@ class Numbers:
         groups: dict[int, list[int]] = defaultdict(list)
         for value in program.wanted:
             groups[program.info(value).storage].append(value)
-        #: By storage, a number that the user has read: what shares its memory is put there again.
+        #: By storage, a number that the user has read: numbers that share its memory go into it.
         self.read = {
             storage: program.info(value).result
             for storage, group in groups.items()
             for value in group
             if program.info(value).result is not None and not program.info(value).is_uncertain
         }
-        #: (value, its number, whether it leaves the tape), to be delivered at the commit.
+        #: (value, its number, whether it leaves the tape), for `deliver` at the commit.
         self.found: list[tuple[int, torch.Tensor, bool]] = []
         for storage, group in groups.items():
-            # What stays can be written by a call that is recorded: then all that share it stay.
+            # A recorded call may write a lazy that stays. So lazies of a storage stay or leave
+            # together.
             n_leaving = sum(map(self._is_leaving, group))
             is_final = n_leaving >= program.n_sharing.get(storage, len(group))
             if program.info(group[0]).is_uncertain:
@@ -73,7 +74,7 @@ class Numbers:
             self.found += [(value, self._number(value), is_final) for value in group]
 
     def _is_spent(self, value: int) -> bool:
-        """Whether backward went through the call that made a value, by any of its results."""
+        """Return whether backward went through the node of a value, by any output of the node."""
         if not self.is_spent or not self.program.info(value).requires_grad:
             return False
         node = self.program.node_of(value)
@@ -91,10 +92,9 @@ class Numbers:
 
     def _of_kept(self, value: int) -> torch.Tensor:
         if value not in self.made:
-            result = self.program.info(value).result  # what was read stays what it was
+            result = self.program.info(value).result  # the user may hold this tensor already
             if result is None:
-                # Put together without a graph it may be a view, which torch would not let be
-                # written.
+                # It may be a view taken without a graph, and torch would refuse a write to that.
                 result = as_new(self.cross[value].read_whole(False))
                 known = self.read.get(self.program.info(value).storage)
                 result = result if known is None else _in_memory_of(known, result)
@@ -103,8 +103,10 @@ class Numbers:
         return self.made[value]
 
     def _of_storage(self, value: int) -> torch.Tensor:
-        """A value taken of the memory that its storage has now, as it was taken when recorded: a
-        write through it brings a graph to all that share the memory."""
+        """Repeat the recorded view calls of a value on the memory that its storage has now.
+
+        Thus autograd sees a view, and a write through it with a graph gives all views the graph.
+        """
         base = self.program.info(value).base
         real = self.program.info(base).real
         memory = real if real is not None else self._of_kept(base)
@@ -120,8 +122,11 @@ class Numbers:
             _core.deliver(value, given, is_final)
 
     def leave(self) -> None:
-        """What backward went through is a leaf from now on for the calls that still read it: the
-        tensor that the lazy left with, whose gradient may be asked for, and goes no further."""
+        """Turn values that backward went through into leaves for the calls that still read them.
+
+        The leaf is the tensor that the lazy left the tape with. Its gradient may be asked for, but
+        goes no further back.
+        """
         for value, result, is_final in self.found:
             if is_final and self._is_spent(value):
                 _core.cut(value, result)
@@ -129,9 +134,12 @@ class Numbers:
 
 @in_turn
 def settle_outdated(is_over: bool = False) -> None:
-    """What has a number, and whose parameters have changed since, keeps it and loses its graph. So
-    does what was made of numbers that a backward left before the last step ended, where this one
-    `is_over`: a script that keeps such things would else keep their programs too."""
+    """Take the graph from values that have a number and can no longer be differentiated.
+
+    Those are values whose parameters have changed since. If the step `is_over`, they are also
+    values computed from numbers that a backward left before the last step ended: a script that
+    keeps such values would otherwise keep their programs alive.
+    """
     all_such, some = _core.outdated(is_over)
     for value in (*all_such, *some):
         result, requires_grad = _core.value(value)[6], _core.value(value)[2]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a staged program in chunks: forward through the stages, back through them, one commit at
-the end.
+"""Run a staged program in chunks: a forward pass, a backward pass, and one commit at the end.
 
-Until the commit nothing that the user can see has changed: gradients are summed in detached
-aliases, statistics are written on copies, the generator is put back if anything raises.
+Until the commit nothing that the user can see has changed. Gradients accumulate in detached
+aliases, running statistics are written on copies, and an exception restores the generator.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _T = TypeVar("_T")
 
 
 class Replay(Stages):
-    """A step that runs as a whole, by its schedule, and is committed."""
+    """One try to run a step by its schedule, and its commit."""
 
     # -- the whole step ---------------------------------------------------------------------------
 
@@ -46,17 +45,24 @@ class Replay(Stages):
         finally:
             if self.bar is not None:
                 self.bar.close()
-            self.fresh.clear()  # whoever is in it has it too: they would keep each other
+            self.fresh.clear()  # it and the `Cross`es in it refer to each other: break the cycle
 
     def differentiate(
         self, gradients: list[torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Run everything forward and back; the gradients of the real tensors that entered."""
+        """Run the forward and backward passes.
+
+        Args:
+            gradients: of the program's roots, in their order.
+
+        Returns:
+            Pairs of a real tensor that entered the program and its gradient.
+        """
         self.gradients = gradients
         for root, given in zip(self.program.roots, gradients, strict=True):
             self.roots[root] = self.roots[root] + given if root in self.roots else given
         self._go()
-        if len(gradients) == 1:  # torch calls hooks of its only root wherever that leads
+        if len(gradients) == 1:  # torch calls the hooks of an only root, even with no leaf behind
             hooks.apply(self.program.roots[0], gradients[0], self.hooked)
         found = []
         for value, cross in self.cross.items():
@@ -72,9 +78,13 @@ class Replay(Stages):
         return [(real, gradient) for _, real, gradient in found]
 
     def _order_of_leaves(self) -> dict[int, tuple[int, int]]:
-        """Where leaves are read first. torch's backward comes to them from the last call on, and to
-        those of one call in the order of its words; of a product with a bias to that first.
-        What is delivered last has its hooks called first."""
+        """Return a sort key for the leaves, so that their hooks run in torch's order.
+
+        torch's backward goes from the last call to the first. It visits the leaves of one call in
+        the order of its arguments, but those of a linear() in the reverse order: the bias first.
+        The hooks of the leaf that is delivered last run first, so the key is the first call that
+        reads a leaf, and its position there.
+        """
         order: dict[int, tuple[int, int]] = {}
         for i, node in sorted(self.program.nodes.items()):
             step = 1 if _core.node(i)[1] == "linear" else -1
@@ -84,21 +94,28 @@ class Replay(Stages):
         return order
 
     def compute(self) -> None:
-        """Run everything forward, without graphs."""
+        """Run the forward pass only, without graphs."""
         self._go()
 
     # -- commit -----------------------------------------------------------------------------------
 
     def settle(self, is_spent: bool) -> None:
-        """Find the numbers of the user's lazies; all else goes, before graphs outside go back."""
+        """Compute the numbers of the user's lazies and free all other values.
+
+        This comes before gradients are delivered: graphs outside of the program then run backward
+        and need the memory.
+
+        Args:
+            is_spent: whether the graph is freed, so that a second backward raises.
+        """
         self.tracked.settle()
         self.is_spent = is_spent
         self.numbers = Numbers(self.program, self.cross, is_spent)
         self.cross.clear()
 
     def commit(self) -> None:
-        """Write statistics, leave the generator as eager would, give the user's lazies their
-        numbers."""
+        """Make the results of the step visible: write running statistics, leave the generator in
+        the state that eager would leave, and give the user's lazies their numbers."""
         _core.set_busy(True)
         try:
             self._commit()
@@ -106,7 +123,8 @@ class Replay(Stages):
             _core.set_busy(False)
 
     def write_statistics(self) -> None:
-        """Write what the calls of the program write on the side; once."""
+        """Write the side effects of the program's calls (running statistics), each of them once,
+        in however many runs."""
         done: set[int] = _core.memo().setdefault("effects", set())
         nodes = self.program.nodes.values() if self.program.has_effects else ()
         fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
@@ -130,7 +148,7 @@ class Replay(Stages):
             _core.spend(self.program.handle, False)
         self.numbers.deliver()
         if self.is_forward and not self.program.is_known_only:
-            _core.forget_left()  # all that can be read goes on from what is known now
+            _core.forget_left()  # later reads start from what was just delivered, not from these
         if not _core.close():
             self.numbers.leave()
 
@@ -139,10 +157,10 @@ class Replay(Stages):
 def _attempt(
     program: Program, planned: plans.Plan, run: Callable[[Replay], Any]
 ) -> tuple[Any] | None:
-    """Run a program and commit it, with twice the chunks where memory runs out.
+    """Run a program and commit it. Where memory runs out, `attempt` tries again in more chunks.
 
     Returns:
-        What `run` returned; None: the program has to run whole.
+        A tuple of what `run` returned; None if the program has to run whole.
     """
 
     def go() -> tuple[Any] | None:
@@ -151,7 +169,7 @@ def _attempt(
             return None
         replay, result, ran = done
         replay.commit()
-        del replay, done  # what is left now is left for the next step
+        del replay, done  # `keep` measures the memory that is left for the next step
         ran.keep(program)
         return (result,)
 
@@ -160,7 +178,8 @@ def _attempt(
 
 
 def _is_whole() -> bool:
-    """Whether that is known without staging, and why."""
+    """Return whether the program runs whole, where that is known before staging it, and note why
+    for the report."""
     if is_whole := planner.is_whole():
         reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
     return is_whole
@@ -173,7 +192,18 @@ def _stage(
     gets: Callable[[torch.Tensor], bool] | None = None,
     unwanted: tuple[_core.LazyTensor, ...] = (),
 ) -> tuple[Program, plans.Plan] | None:
-    """The program and its plan, of no chunks where nothing has to run; None: it runs whole."""
+    """Stage a program and plan it.
+
+    Args:
+        roots: what is differentiated; none for a read.
+        is_known_only: leave values with a gradient in their history.
+        gets: whether a real tensor is to get a gradient; None: all are.
+        unwanted: lazies whose numbers nobody is to get.
+
+    Returns:
+        The program and its plan, which has no chunks if nothing has to run. None if the program
+        runs whole.
+    """
     program = Program(roots, is_known_only, gets=gets, unwanted=unwanted)
     if not program.n_nodes:
         return program, plans.Plan(0)
@@ -197,7 +227,7 @@ def _stage(
         planned = planner.plan(program, True)
         steps.note_end(planned.whole or None)
     except MemoryLimitError:
-        _core.abandon()  # as where memory ran out: it runs if it is asked for again, not by itself
+        _core.abandon()  # it runs again only if its values are asked for, as after out of memory
         raise
     if not planned.is_whole:
         spent.check_program(program.handle)
@@ -216,9 +246,14 @@ def _stage(
 
 
 def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
-    """Give the pending values that the user can reach their numbers, in chunks.
+    """Compute the pending values that the user can reach, in chunks.
 
-    Known only: leave those with a gradient in their history. False: it has to run whole.
+    Args:
+        is_known_only: leave values with a gradient in their history.
+        caller: the function that asks, for the report.
+
+    Returns:
+        False if the program has to run whole.
     """
     with reports.Asking("a read" if caller is None else reports.call_of(caller)):
         return read_all(is_known_only)
@@ -227,7 +262,7 @@ def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) 
 @in_turn
 @surroundings.in_outside
 def read_all(is_known_only: bool) -> bool:
-    """As `read`, for who has said what asks."""
+    """As `read`, where the caller has noted for the report what asks."""
     settle_outdated()
     if _is_whole():
         return False
@@ -251,11 +286,17 @@ def differentiate(
     inputs: Sequence[torch.Tensor] | None,
     finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
 ) -> Any:
-    """Differentiate the roots in chunks and hand the gradients of the real tensors to `finish`,
-    which wants those of `inputs`; None: of all.
+    """Differentiate the roots in chunks and deliver the gradients of the real tensors.
+
+    Args:
+        roots: lazies of one tape.
+        gradients: of the roots; None stands for ones.
+        is_retained: whether the roots can be differentiated again.
+        inputs: the tensors that get a gradient; None: all.
+        finish: given outputs and their gradients, calls torch's backward.
 
     Returns:
-        NotImplemented where the program has to run whole; else what `finish` returns.
+        What `finish` returns; NotImplemented if the program has to run whole.
     """
 
     def take(found: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -282,14 +323,15 @@ def gradients_of(
         gets: whether a real tensor is to get a gradient; None: all are.
 
     Returns:
-        Pairs of a real tensor and its gradient; NotImplemented where the program has to run whole.
+        Pairs of a real tensor and its gradient; NotImplemented if the program has to run whole.
     """
     return _held(roots, gradients, is_retained, gets, list, unwanted)
 
 
 @surroundings.in_outside
 def _held(roots: list[torch.Tensor], *words: Any) -> Any:
-    """Another thread's program, and one that was cut off, is run as it would be there."""
+    """Call `_differentiate` with the tape of the roots in force, which may be another thread's or
+    that of a part that was cut off."""
     return _core.held(roots[0] if roots else None, _differentiate, (roots, *words), {})
 
 
@@ -319,12 +361,12 @@ def _differentiate(
     for root, gradient in zip(roots, gradients, strict=True):
         if gradient is None:
             if root.numel() != 1:
-                return NotImplemented  # torch's own words are raised by the whole run
+                return NotImplemented  # the whole run raises torch's own error
             gradient = torch.ones(root.shape, dtype=root.dtype, device=root.device)
         elif type(gradient) is _core.LazyTensor:
             gradient = _core.read(gradient)
         if not isinstance(gradient, torch.Tensor):
-            return NotImplemented  # likewise
+            return NotImplemented  # torch's own error here too
         if gradient.shape != root.shape:
             return NotImplemented
         filled.append(gradient)
@@ -332,7 +374,7 @@ def _differentiate(
         return NotImplemented
     _core.check_leaves()
     for root in roots:
-        _core.describe(root)  # what a tensor was changed for has no value: it says so
+        _core.describe(root)  # raises if a tensor that it was computed with was changed since
     _core.forget_left()
     staged = _stage(roots, False, gets, unwanted)
     if staged is None:
@@ -343,7 +385,7 @@ def _differentiate(
         replay.settle(not is_retained)
         if deliver.goes_on(found):
             return True, found
-        replay.is_delivering = True  # hooks of the user's are called: there is no other try
+        replay.is_delivering = True  # from here the user's hooks run, so no try can follow
         replay.write_statistics()
         replay.draws.leave()
         return False, take(found)
@@ -354,7 +396,7 @@ def _differentiate(
     goes_on, result = done[0]
     del done, staged
     filled.clear()
-    if goes_on:  # what was cut off runs now, and this part is over, with all that it held
+    if goes_on:  # earlier parts run now, after this one has freed all that it held
         result = take(result)
     _core.note_backward()
     return result

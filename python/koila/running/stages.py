@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the stages of a program run on chunks: what they are given, what is kept of them, and the
-gradients that come for it.
+"""Run one stage on one chunk: read its inputs, run its nodes, keep its outputs, and collect the
+gradients of these outputs.
 
-Nothing here decides in which order: a schedule does, which `interpret.py` goes through.
+The order of these operations is not decided here: `interpret.py` executes a schedule.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ _T = TypeVar("_T")
 
 
 class Reads:
-    """What the chunks of a body are given of tensors that entered the program: found once, and not
-    for each chunk."""
+    """The inputs of a body that are leaves of the program, prepared once for all chunks of it."""
 
     def __init__(self, stages: Stages, run: Run, is_graph: bool) -> None:
         self.common: list[Any] = [None] * stages.program.n_imports
-        self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # by chunk
-        self.others: list[int] = []  # what the program made
+        self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # import, its views by chunk
+        self.others: list[int] = []  # imports that are read anew for each chunk
         grid = stages.grid_of(run)
         for import_id in run.imports:
             value, place, is_range = stages.program.imports[import_id]
@@ -58,7 +57,8 @@ class Reads:
 
 
 class Stages:
-    """One step: a program, its chunks, and what crosses from stage to stage."""
+    """One step: a program, its chunks, and the values that one stage makes and others read
+    (`Cross`)."""
 
     def __init__(
         self,
@@ -74,24 +74,26 @@ class Stages:
         self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
         self.hooked = hooked
         self.is_forward = not program.roots  # nothing is differentiated
-        self.gradients: list[torch.Tensor] = []  # of the roots, as they were given
-        self.roots: dict[int, torch.Tensor] = {}  # by value
+        self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
+        self.roots: dict[int, torch.Tensor] = {}  # root value -> its gradient
         self.is_delivering = self.is_spent = False
-        self.cross: dict[int, Cross] = {}
-        self.fresh: Fresh = {}  # of the graphs that go back next
-        self.watched: dict[int, Cross] = {}  # what a body left, where its tail is linear
-        self.reads: dict[tuple[int, bool], Reads] = {}  # of the runs of one step of the schedule
+        self.cross: dict[int, Cross] = {}  # by value
+        self.fresh: Fresh = {}  # aliases that await their first gradient from the next backward
+        self.watched: dict[int, Cross] = {}  # outputs of the last body, where its tail is linear
+        #: By run, and whether it has a graph; emptied at the end of each loop.
+        self.reads: dict[tuple[int, bool], Reads] = {}
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         self.scratch = self._copy_statistics()
         self.tracked = Tracked(program)
-        self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # by call and chunk
-        self.by_chunk: dict[int, int] = {}  # values with an entry for each chunk, along this dim
+        self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # of reductions, by node and chunk
+        #: Value of a reduction that has one entry for each chunk -> the dim of these entries.
+        self.by_chunk: dict[int, int] = {}
         self.draws = draws.Draws(program, self.grids)
         self.bar: progress.Bar | None = None
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """What is done, forward and back."""
+        """The instructions of this step: the forward pass and, if it has roots, the backward."""
         n_chunks = max(map(len, self.grids.values()), default=1)
         if not self.is_forward and not saved.are_hooks_allowed():
             n_chunks = saved.NEVER
@@ -102,8 +104,11 @@ class Stages:
         return schedule
 
     def _cut_in_pieces(self, head: Run) -> None:
-        """Chunks are cut again for the head of a body, and for what counts its labels before, which
-        nobody reads by rows."""
+        """Split each chunk into pieces for the head of the last body.
+
+        The stage that counts the labels (`DATA`) gets the same grid, since the head combines its
+        counts with partials of the same pieces. No stage reads these counts by rows.
+        """
         found = [
             (start + first, start + last)
             for start, stop in self.grids[head.axis]
@@ -113,12 +118,13 @@ class Stages:
         self.pieces[DATA, head.axis, 0] = found
 
     def grid_of(self, run: Run) -> list[Bounds]:
-        """The chunks that a body, or a segment of one, runs on."""
+        """Return the bounds of the chunks, or pieces, that a body or a segment of one runs on."""
         found = self.pieces.get((run.stage, run.axis, run.segment)) if self.pieces else None
         return found or self.grids[run.axis]
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Leaves that a node writes on the side, each with the copy that it writes instead."""
+        """Copy the leaves that nodes write as a side effect (running statistics), for nodes to
+        write. Return each leaf and its copy, by value."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for node in self.program.nodes.values() if self.program.has_effects else ():
             for k, import_id in enumerate(node.imports):
@@ -132,7 +138,7 @@ class Stages:
     # -- what a stage reads ------------------------------------------------------------------------
 
     def cross_of(self, value: int) -> Cross:
-        """The value as other stages see it; leaves enter when first asked for."""
+        """Return the `Cross` of a value. Make it at the first use if the value is a leaf."""
         if value not in self.cross:
             info = self.program.info(value)
             tensor = info.real if info.real is not None else info.result
@@ -164,7 +170,11 @@ class Stages:
         return cross.read_rows(place, grid, chunk, is_graph)
 
     def _part_of(self, import_id: int, run: Run) -> tuple[Place | None, Sequence[Bounds]]:
-        """Where that of an import is which a chunk is given: its rows, or the entry made for it."""
+        """Return the place and the grid by which chunks read an import.
+
+        A chunk reads its rows of the value. Of a reduction whose result has one entry for each
+        chunk (`by_chunk`), it reads its entry. The place is None if each chunk reads all of it.
+        """
         value, place, _ = self.program.imports[import_id]
         if value in self.by_chunk:
             dim, n_chunks = self.by_chunk[value], len(self.grid_of(run))
@@ -172,7 +182,7 @@ class Stages:
         return place, self.grid_of(run)
 
     def _shadow(self, import_id: int, run: Run, chunk: int) -> torch.Tensor:
-        """A tensor with the sizes of a value that is not there yet."""
+        """Return zeros in place of an import whose value is never read, only its sizes."""
         value, place, _ = self.program.imports[import_id]
         shape, rows = self.program.info(value).shape, -1
         if place is not None:
@@ -184,14 +194,15 @@ class Stages:
         return self.zeros_of[import_id, rows]
 
     def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Stand in for a value, with no memory to speak of."""
+        """Return expanded zeros with the dtype and device of a value, which take no memory."""
         info = self.program.info(value)
         return without_memory(shape, info.dtype, info.device)
 
     def given_to(
         self, run: Run, chunk: int, is_graph: bool, stand_ins: dict[int, Cross] | None
     ) -> list[Any]:
-        """All that a stage reads from outside on one chunk, by number."""
+        """Return the inputs of a run on one chunk, by import number; `stand_ins` replace values of
+        other stages."""
         numbers = run.imports
         if run.is_body:
             key = run.index, is_graph
@@ -220,15 +231,19 @@ class Stages:
         look: saved.Look | None = None,
         again: Mapping[int, torch.Tensor | None] | None = None,
     ) -> list[Any]:
-        """Run the nodes of a stage on one chunk (a joint: once); the values made, by number.
+        """Run the nodes of a stage on one chunk; a joint runs once, as chunk 0.
 
         Args:
-            run: which nodes.
-            chunk: on which rows.
-            is_graph: whether gradients are to go back through it.
-            stand_ins: what is given for values of other stages.
-            look: who looks at what autograd saves of it.
-            again: run only what makes these values, of those that are there.
+            run: the nodes to run.
+            chunk: the index of the chunk.
+            is_graph: whether autograd records a graph.
+            stand_ins: replacements for values of other stages, by value.
+            look: collects the tensors that autograd saves.
+            again: to recompute values: those to compute (None) and those that are available (a
+                tensor). Only the nodes between them run.
+
+        Returns:
+            The values that the nodes computed, by value number.
         """
         env: list[Any] = [None] * self.program.n_values
         for value, tensor in (again or {}).items():
@@ -256,7 +271,7 @@ class Stages:
                 args = self.tracked.note_again(node, args)
             is_alone = run.is_body and self.is_forward and len(self.grid_of(run)) == 1
             is_given = node.mode == ROWS and func in meets.N_OWN
-            if is_given and is_alone:  # one forward without a graph: torch's own call
+            if is_given and is_alone:  # torch's own call can reduce over the only chunk itself
                 return meets.run_alone(func, args, kwargs)
             if is_given:
                 self.tracked.note(node, func, args)
@@ -272,7 +287,8 @@ class Stages:
             return self._settle_view(node, func(*args, **kwargs), args)
 
         def clone(value: int, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            # A write keeps the graph also under no_grad; what is written is no inference tensor.
+            # The clone stays on the graph if the write itself was recorded under no_grad. It must
+            # not be an inference tensor, which later calls could not save for backward.
             with outside_inference(), torch.set_grad_enabled(is_graph):
                 storage = storage.clone()
                 return views.take(self.program, value, storage, rows, is_graph), storage
@@ -311,14 +327,18 @@ class Stages:
         return env
 
     def _is_plain(self, node: Node, run: Run) -> bool:
-        """Whether a reduction runs as it was written, as there is one chunk and no gradient: put
-        together from parts, its last bit could be another."""
+        """Return whether a reduction runs as torch's own call: with one chunk and no gradient.
+        Combined partials could differ from it in the last bit."""
         is_one = self.is_forward and len(self.grid_of(run)) == 1 and node.stage == run.stage
         return is_one and not calls.is_of_chunks(node)
 
     def _settle_view(self, node: Node, result: Any, args: tuple[Any, ...]) -> Any:
-        """What was recorded as a copy must be one, and what was recorded as a view too: a write
-        tells them apart."""
+        """Make the result of a call a copy, if a copy was recorded, where a chunk gave a view.
+
+        Raises:
+            NotInChunksError: a view was recorded and a chunk gave a copy. A later write would not
+                reach the viewed storage.
+        """
         if not isinstance(result, torch.Tensor) or not args:
             return result
         source = self.program.info(self.program.imports[node.imports[0]].value)
@@ -331,7 +351,7 @@ class Stages:
     def _combine(
         self, run: Run, env: list[Any], is_graph: bool, stand_ins: dict[int, Cross] | None
     ) -> None:
-        """Reductions that ended in the body before: their partials become values here."""
+        """Combine the partials of reductions over earlier bodies into values, in a joint's env."""
         with torch.set_grad_enabled(is_graph):
             for node in run.combined:
                 value = node.first_out
@@ -353,7 +373,8 @@ class Stages:
     def collect(
         self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]
     ) -> None:
-        """Keep what leaves the stage, without its graph."""
+        """Keep the outputs `values` of a run on a chunk, taken from `env`, for other stages. They
+        are detached from its graph."""
         for value in values:
             node = self.program.node_of(value)
             assert node is not None
@@ -366,15 +387,18 @@ class Stages:
                 cross.add_chunk(chunk, env[value], self.grid_of(run))
 
     def cross_left(self, value: int) -> Cross:
-        """What a body leaves as other stages see it."""
+        """Return the `Cross` of an output of a body; make it at the first chunk."""
         if value not in self.cross:
             info = self.program.info(value)
             self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
         return self.cross[value]
 
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
-        """Run a joint; returns where its graph is entered, by value: what is not kept for backward
-        can be let go before it."""
+        """Run a joint and keep its outputs.
+
+        Return the edges at which a backward pass enters its graph, by value. Edges, unlike the
+        outputs, do not keep memory that backward does not need.
+        """
         env = self.run_nodes(run, 0, is_graph)
         graph: dict[int, GradientEdge] = {}
         combined = [out for node in run.combined for out in node.outs]
@@ -393,7 +417,7 @@ class Stages:
     # -- backward ---------------------------------------------------------------------------------
 
     def settle_chunk(self, run: Run, chunk: int) -> None:
-        """A chunk was read for the last time: of what is offloaded only the gradient stays here."""
+        """Free the offloaded inputs of a chunk after their last read; keep only the gradient."""
         if self.planned.way.offload_every == 0:
             return
         for import_id in run.imports:
@@ -404,8 +428,11 @@ class Stages:
     def seeds(
         self, run: Run, left: Mapping[int, Any] | Sequence[Any], chunk: int
     ) -> list[tuple[Any, torch.Tensor]]:
-        """What a run on a chunk left, or where its graph is entered, and the gradient that came for
-        it; parts of a reduction one by one."""
+        """Return pairs of an output of a run on a chunk and its gradient, where it has one.
+
+        `left` has the outputs, or the edges of their graph, by value. Each partial of a reduction
+        has a pair of its own.
+        """
         pairs: list[tuple[Any, torch.Tensor | None]] = []
         for value in run.exports:
             node = self.program.node_of(value)
@@ -417,7 +444,8 @@ class Stages:
         return [(out, seed) for out, seed in pairs if out is not None and seed is not None]
 
     def take_rows_of(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
-        """Gradients for rows of what is there whole go to their places."""
+        """After a chunk's backward, add the gradients of the rows that it read to the gradients of
+        the whole values."""
         for import_id in run.imports:
             value = self.program.imports[import_id].value
             place, grid = self._part_of(import_id, run)
@@ -426,14 +454,18 @@ class Stages:
                 self.forget(cross.take_rows(place, grid, chunk))
 
     def forget(self, aliases: Iterable[torch.Tensor]) -> None:
-        """No gradient comes for them any more: those that got none must not keep their memory."""
+        """Drop aliases that no graph sends a gradient to any more: `fresh` would keep their
+        memory."""
         for alias in aliases:
             if alias.grad is None:
                 self.fresh.pop(id(alias), None)
 
     def apart(self, run: Callable[[], _T]) -> tuple[_T, Fresh]:
-        """Run what has a graph that waits; also the aliases that it was given: gradients that go
-        back through it may be their first ones."""
+        """Call `run`, whose graph is retained until a later backward.
+
+        Return its result and the aliases it read that await a first gradient. `go_on` takes these
+        before the graph's backward.
+        """
         before = self.fresh.copy()
         self.fresh.clear()
         try:
@@ -443,7 +475,7 @@ class Stages:
             self.fresh.update(before)
 
     def go_on(self, given: Fresh) -> None:
-        """What was given to a graph that waited, which goes back now."""
+        """Before a retained graph's backward, await gradients for the aliases of `apart` again."""
         for i, (cross, key, alias) in given.items():
             cross.await_again(key, alias)
             if alias.grad is None:
@@ -452,8 +484,8 @@ class Stages:
 
 @contextlib.contextmanager
 def outside_inference() -> Iterator[None]:
-    """Whoever reads in inference mode, what was recorded outside of it is not of that kind; calls
-    have their own mode."""
+    """Leave the inference mode in which the user may read a number: what was recorded outside of it
+    must not become inference tensors. Each node enters the mode that it was recorded in."""
     if not torch.is_inference_mode_enabled():
         yield
         return
