@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last segment of a chunk as a program of its own, over a second axis: the positions of a text,
-the lines of an image.
+"""Run the last segment of a chunk in pieces of a second axis, such as the positions of a text.
 
-A model's scores and their loss may be more than everything else, even for one row. Their calls are
-recorded once more, on a tape of their own, with what the body handed them as a batch along another
-dim. That program is staged and run as any other, in as many pieces as were planned: what goes along
-the second axis goes in parts, and what does not is whole, so it gives the same numbers whatever the
-calls are.
+The scores of a model and their loss may need more memory than everything else, even for one row. So
+their calls are recorded again, on a tape of their own, with the activations that they read as a
+batch along another dim. That program is staged and run like any other, in the planned number of
+pieces. Calls that do not run along the second axis run on whole values, so the numbers are the same
+whatever the calls are.
 """
 
 from __future__ import annotations
@@ -25,31 +24,35 @@ from koila.reporting import reports
 from koila.staged.facts import Run, name_of_node
 from koila.staged.program import Program
 
-#: Pieces take their share of what a segment takes whole, and this much more; beside gradients that
-#: gather, and those of a piece. Else calls run once.
+#: A piece may need its share of the bytes of the whole segment times _MORE, and _FEW_BYTES. If it
+#: needs more, the second axis is no use: some calls run once on all of it.
 _MORE = 1.25
 _FEW_BYTES = 2**16
-_WHOLE = -1  # no dim: a lazy that is the same for every chunk
+_WHOLE = -1  # instead of a dim: a lazy tensor without rows, which every piece reads whole
 
 
 class Recorded(NamedTuple):
-    """The calls of a segment on one chunk, recorded aside."""
+    """The calls of a segment on one chunk, recorded on a tape of their own."""
 
     tape: object
-    left: dict[int, Any]  # what leaves the segment: lazies, or tuples of such
+    left: dict[int, Any]  # by exported value: a lazy tensor, or a tuple of them for partials
 
     def shapes(self) -> dict[int, Any]:
-        """What leaves it as the tail has to know it: numbers only of what has no gradient."""
+        """Return the results for the tail: numbers only of those without a gradient; for the others
+        zeros of their shape, without memory."""
         return {value: _each(_sized, of) for value, of in self.left.items()}
 
     def numbers(self) -> dict[int, Any]:
-        """What left it."""
+        """Compute and return the results, detached."""
         return {value: _each(_number, of) for value, of in self.left.items()}
 
 
 def can_run(program: Program, run: Run) -> bool:
-    """Whether the calls of a segment may be recorded again: they draw and write nothing, and do not
-    read the lengths of sequences, of which there are none while an axis is looked for."""
+    """Tell whether the calls of a segment may be recorded again.
+
+    They must not draw random numbers or write in place, and not read the lengths of packed
+    sequences, which do not exist while `find` records them on stand-ins.
+    """
     nodes = list(map(program.node, run.nodes))
     if any(node.is_random or node.writes or node.leaf_writes for node in nodes):
         return False
@@ -57,8 +60,9 @@ def can_run(program: Program, run: Run) -> bool:
 
 
 def _along(program: Program, run: Run, imports: Sequence[Any], dim: int) -> Iterator[int]:
-    """What a segment is given by rows that is as long in that dim as the largest that segments
-    before made. To call it a batch along that dim proves nothing of it, and makes nothing wrong."""
+    """Yield the imports with rows whose shape, up to dim `dim`, is that of the largest activation
+    that the segment reads: they become batches along that dim. Whether calls do run along it is
+    decided by the rules of the op table, so a wrong guess costs memory, not correctness."""
     largest = _largest(program, run, imports)
     for import_id in run.imports:
         _, place, is_range = program.imports[import_id]
@@ -69,13 +73,13 @@ def _along(program: Program, run: Run, imports: Sequence[Any], dim: int) -> Iter
 
 
 def _largest(program: Program, run: Run, imports: Sequence[Any]) -> torch.Tensor:
-    """The largest tensor that segments before made."""
+    """Return the largest activation that a segment reads from the segments before it."""
     tensors: Iterator[torch.Tensor] = (imports[i] for i in handed(program, run))
     return max(tensors, key=torch.Tensor.numel)
 
 
 def handed(program: Program, run: Run) -> Iterator[int]:
-    """Imports by rows of what segments before made."""
+    """Yield the imports with rows that the segments before made: activations, no inputs."""
     for import_id in run.imports:
         value, place, is_range = program.imports[import_id]
         if place is not None and not is_range and not program.is_leaf(value):
@@ -88,12 +92,12 @@ def record(
     """Record the calls of a segment on one chunk, along a second axis.
 
     Args:
-        program: the program that it is of.
+        program: the program that the segment belongs to.
         run: the segment.
-        imports: what it is given, by number.
-        rows: of the chunk.
-        start: the first of them.
-        dim: of the largest tensor that it is handed, and of those that are as long there.
+        imports: by number of the import, its tensor.
+        rows: the rows of the chunk.
+        start: its first row.
+        dim: the dim of the second axis, in the largest activation that the segment reads.
     """
     tape = _core.new_tape()
     given = list(imports)
@@ -142,8 +146,12 @@ def record(
 
 
 def send_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], n_pieces: int) -> None:
-    """Run what was recorded aside in so many pieces, and send the gradients of what it leaves back
-    through it, to the leaves that it was given."""
+    """Run a recorded segment forward and backward in pieces, to the leaves that it reads.
+
+    Args:
+        pairs: its results, each with its gradient.
+        n_pieces: the number of pieces.
+    """
     if pairs:
         outputs, seeds = zip(*pairs, strict=True)
         with reports.aside(), config.config(chunks=n_pieces, memory_limit=None):
@@ -151,15 +159,15 @@ def send_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], n_pieces: int)
 
 
 class Found(NamedTuple):
-    """A second axis, and what a segment needs along it on one row."""
+    """A second axis of a segment, and the bytes that the segment needs along it, for one row."""
 
-    dim: int  # of what it is handed
-    n: int  # entries of a row there
+    dim: int  # in the largest activation that the segment reads
+    n: int  # entries of a row along it
     estimate: estimates.Estimate
-    gradients: int  # bytes of what it leaves, whatever the pieces
+    gradients: int  # bytes of the gradients of its inputs, which do not shrink with the pieces
 
     def is_in(self, n_pieces: int) -> bool:
-        """Whether a piece takes its share of what goes along that axis."""
+        """Tell whether pieces of this number need about their share of the segment's memory."""
         share = min(1.0, 1 / n_pieces + 1 / self.n)
         by_parts = max(0.0, self.estimate.whole - self.gradients)
         asked = 2 * self.gradients + _MORE * share * by_parts + _FEW_BYTES
@@ -170,7 +178,7 @@ class Found(NamedTuple):
 
 
 def find(program: Program, run: Run) -> Found | None:
-    """The second axis along which a segment needs least; None: there is none."""
+    """Return the second axis along which a segment needs the least memory; None: there is none."""
     if not any(handed(program, run)) or not can_run(program, run):
         return None
     imports: list[Any] = [None] * program.n_imports
@@ -183,6 +191,7 @@ def find(program: Program, run: Run) -> Found | None:
 
 
 def _try(program: Program, run: Run, imports: Sequence[Any], dim: int, n: int) -> Found | None:
+    """Record a segment along dim `dim`, measure it, and forget it; None if it has no chunks so."""
     recorded = record(program, run, imports, 1, 0, dim)
     lazies = [one for of in recorded.left.values() for one in (of if type(of) is tuple else (of,))]
     roots = [one for one in lazies if type(one) is _core.LazyTensor and one.requires_grad]
@@ -202,7 +211,7 @@ def _try(program: Program, run: Run, imports: Sequence[Any], dim: int, n: int) -
 
 
 def _stand_in(program: Program, import_id: int) -> torch.Tensor:
-    """What a chunk of one row is given, with no memory to speak of."""
+    """Return zeros, without memory, of the shape of an import on a chunk of one row."""
     value, place, _ = program.imports[import_id]
     info = program.info(value)
     shape = info.shape if place is None else chunk_shape(info.shape, place, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""explain(): a recorded program as text, its stages, and for each joint the reason and the line."""
+"""koila.explain(): describe how a recorded program would run; also the logs and reports of runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _logged: set[str] = set()
 
 
 def cause_of_whole(program: Program) -> Decision:
-    """Why a program runs whole that has no body, or a write across stages."""
+    """Return why a program runs whole: a write that stages cannot make, or no calls by rows."""
     if program.unstageable is not None:
         node, why = program.unstageable
         made, n_calls = program.amounts.made, program.n_nodes
@@ -47,14 +47,17 @@ def cause_of_whole(program: Program) -> Decision:
 
 
 _N_KNOWN = 64
-#: By the line that asked and the number of calls: the layers of a program and its rows. They are
-#: looked for once, as that takes longer than to plan a small one.
+#: By the line that asked and the number of calls: the layers of a program and its rows. A cache,
+#: since finding layers takes longer than planning a small program.
 _known_layers: dict[tuple[str, int], tuple[tuple[Layer, ...], int]] = {}
 
 
 def layers_of(program: Program) -> tuple[Layer, ...]:
-    """What the layers of a program that is differentiated keep: of a sample, as in its first run of
-    this kind, and so of as many samples as it has."""
+    """Return the layers of a program and the bytes that they keep for backward.
+
+    The bytes of a sample are those found in the first run of this kind; they are multiplied by the
+    number of samples. A program without a backward has no layers here.
+    """
     key = lines.user_line(), program.n_nodes
     if not program.roots:
         return ()
@@ -68,16 +71,23 @@ def layers_of(program: Program) -> tuple[Layer, ...]:
 
 
 class Scheduled(NamedTuple):
-    """How a program is about to run by stages: its stages, and what is done beside chunks."""
+    """How a program is about to run in stages."""
 
     stages: tuple[Stage, ...]
-    way: str
+    way: str  # what saves memory beside chunks, in words
 
 
 def scheduled(
     program: Program, way: Way, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
 ) -> Scheduled:
-    """What is known of a run before it begins; it may need memory, which nothing after it does."""
+    """Describe a run before it begins: afterwards there may be no memory left for that.
+
+    Args:
+        program: the program.
+        way: the way it is scheduled.
+        schedule: its schedule.
+        grid_of: returns the chunks of a run.
+    """
     passes = schedule_words.passes_of(schedule)
     stages = (
         Stage(
@@ -92,7 +102,7 @@ def scheduled(
     return Scheduled(tuple(stages), schedule_words.way_in_words(program, way, schedule))
 
 
-def told(
+def report_of(
     program: Program,
     planned: plans.Plan,
     grids: dict[int, list[Bounds]],
@@ -100,7 +110,16 @@ def told(
     measured: int | None,
     known: Scheduled,
 ) -> ProgramReport:
-    """What the user is told of a program that ran by stages."""
+    """Return the report of a program that ran in stages.
+
+    Args:
+        program: the program.
+        planned: its plan.
+        grids: the chunks of each axis.
+        n_tries: how often it was run until memory sufficed.
+        measured: its peak bytes, if they were measured.
+        known: the description made before the run.
+    """
     used = [grids[axis] for axis in program.axes]
     n_chunks = max(map(len, used), default=1)
     is_whole = n_chunks == 1 and not known.way
@@ -128,13 +147,15 @@ def told(
     )
 
 
-#: What calls on the whole batch make, in bytes, for it to be worth a warning.
+#: Calls on the whole batch are worth a warning if their results take at least this many bytes.
 _FEW_BYTES = 2**16
 
 
 def log_whole(program: Program) -> None:
-    """Say once, with the line, where a joint leaves most of a program's memory whole, if that is
-    any to speak of: lengths that are sorted are not."""
+    """Log, once for each line, that a call on the whole batch makes most of a program's memory.
+
+    Small results, such as sorted lengths, are not worth a warning.
+    """
     amounts = program.amounts
     if program.unstageable is not None:
         node, why = program.unstageable
@@ -165,7 +186,8 @@ def _log(where: str, text: str, *words: Any) -> None:
 
 
 def log_live(func: Any, why: str = "") -> None:
-    """Say once, with the line, where a call that cannot be recorded runs all before it whole."""
+    """Log, once for each line, that a call which cannot be recorded runs the pending calls
+    whole."""
     where = lines.user_line()
     if where in _logged or planner.is_whole():
         return
@@ -180,7 +202,7 @@ def log_live(func: Any, why: str = "") -> None:
 
 
 def log_at_once(func: Any, why: str) -> None:
-    """Say once for each reason where calls run at once, and what chunks were to save is lost."""
+    """Log, once for each reason, that calls run at once on the whole batch instead of in chunks."""
     if not planner.is_whole():
         _log(
             why,
@@ -193,14 +215,15 @@ def log_at_once(func: Any, why: str) -> None:
 
 
 def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
-    """A call made or wrote a large plain tensor of lazy ones: what is made of it is not recorded.
+    """Note a large plain tensor that a call made of lazy tensors, or wrote from them.
 
-    It is told by report(), and logged once for each line, where koila could save memory.
+    Calls on it are not recorded. report() lists it. It is also logged, once for each line, unless
+    all that is pending fits whole.
 
     Args:
         func: the call.
-        tensor: what it made or wrote.
-        is_written: whether the tensor was there before.
+        tensor: the plain tensor.
+        is_written: the tensor existed before, and the call wrote it.
     """
     name, where = reports.name_of(func), lines.user_line()
     if is_written:
@@ -222,26 +245,26 @@ def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
 
 
 def decide_whole(func: Any, why: str) -> None:
-    """A call needs what was recorded whole: it is logged, and told by report()."""
+    """Note, for the log and report(), that a call makes the pending calls run whole."""
     log_live(func, why)
     reports.give_reason(why)
 
 
 class Forecast(NamedTuple):
-    """How a program would run now; where it does not fit, in the chunks that need least."""
+    """How a program would run now; if it does not fit, how it would need the least memory."""
 
     text: str
-    program: Program  # cut as it would be
+    program: Program  # with its bodies cut into segments as they would be
     schedule: Schedule
     fits: bool
     n_chunks: int
-    unit: int
+    unit: int  # the rows of a chunk are a multiple of it
     way: Way
-    costs: str  # what is done beside chunks
+    costs: str  # what saves memory beside chunks, in words
 
 
 def forecast(program: Program, is_graph: bool) -> Forecast:
-    """How a program would run now, without running it."""
+    """Plan a program, without running it, and describe the plan."""
     try:
         planned = planner.plan(program, is_graph)
     except MemoryLimitError as error:
@@ -269,7 +292,8 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
 
 
 def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
-    """What a program needs and may have, how it would run, and under which limit it could."""
+    """Describe, a line for each, the bytes that a program needs, the bytes left, the limit, how it
+    would run, and the least limit that works."""
     whole = estimates.estimate(program, is_graph).whole
     needs, has = sizes(whole, max(0.0, limits.left_for(program)))
     limit = limits.limit_in_words(program)
@@ -286,12 +310,12 @@ def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
 
 
 class Explanation(str):
-    """A text that a terminal or a notebook shows as it is, without print() too.
+    """A text that terminals and notebooks show with its line breaks, also without print().
 
     Attributes:
-        lines: what it says first: memory, the limit, chunks, and what runs on the whole batch.
-        layers: what each layer keeps for backward.
-        calls: the recorded calls, one a line; explain(full=True) says them.
+        lines: its first lines: memory, the limit, chunks, and what runs on the whole batch.
+        layers: the layers, with the bytes that each keeps for backward.
+        calls: the recorded calls, one a line, if explain(full=True) made it.
     """
 
     lines: tuple[str, ...]
@@ -323,13 +347,13 @@ ALL_HAS_RUN = "nothing is pending: all has run"
 
 
 def roots_of(losses: Iterable[Any]) -> list[_core.LazyTensor]:
-    """The lazy tensors among some losses, or among lists of them."""
+    """Return the lazy tensors among losses and lists of losses."""
     listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
     return [loss for some in listed for loss in some if type(loss) is _core.LazyTensor]
 
 
 def why_nothing(roots: Sequence[_core.LazyTensor]) -> str:
-    """Why nothing of these has still to run; empty: something has."""
+    """Return why none of these tensors is pending; empty if one is."""
     if not roots:
         return "no lazy tensor was given: nothing is recorded for it"
     if all(map(_core.is_input, roots)):
@@ -337,24 +361,24 @@ def why_nothing(roots: Sequence[_core.LazyTensor]) -> str:
     return ALL_HAS_RUN if all(_core.real(root) is not None for root in roots) else ""
 
 
-#: Of the calls that need the whole batch, so many are told with their reasons.
+#: The most calls on the whole batch that are listed with their reasons.
 _MOST_WHOLE = 5
 
 
 @in_turn
 def explain(*losses: Any, full: bool = False) -> Explanation:
-    """Describe how some losses would be computed and differentiated, without running anything.
+    """Describe how losses would be computed and differentiated, without running anything.
 
     Args:
         losses: lazy tensors that backward() would be called on, or lists of them.
-        full: every recorded call too, in the order they run: its shape, dtype, line, whether it
-            runs in chunks, and why not.
+        full: also list every recorded call, in the order they run: its shape, dtype and line,
+            whether it runs in chunks, and if not, why.
 
     Returns:
-        A text: what the whole batch needs in memory, the limit and what takes of it, in how many
-        chunks and bytes it would run now, the least limit that works; the layers that keep most for
-        backward; and each call that needs the whole batch, with the reason and the line. Where all
-        has run: what the last step ran.
+        A text with the memory that the whole batch needs, the limit and what counts against it, the
+        number of chunks and the bytes that it would take now, and the least limit that works; the
+        layers that keep most for backward; and each call that needs the whole batch, with the
+        reason and the line. If everything has run already, the report of the last step.
 
     Example:
         >>> import torch, koila
@@ -394,7 +418,7 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
 
 
 def _why(program: Program) -> list[str]:
-    """What runs twice or on the whole batch, why, and what can be done about it."""
+    """Describe what runs twice or on the whole batch, why, and what can be done about it."""
     if program.unstageable is not None:
         node, why = program.unstageable
         where = f"{name_of_node(node)} ({where_of_node(node)})"
@@ -417,6 +441,5 @@ def _why(program: Program) -> list[str]:
 
 @in_turn
 def plan_of(loss: torch.Tensor) -> plans.Plan:
-    """The number of chunks that the program behind `loss` would run in, with the bytes
-    predicted."""
+    """Return the plan for the program of `loss` and its backward, without running it."""
     return planner.plan(Program([loss]), True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is for a program and what it needs, as numbers, and as the sentences of refusals."""
+"""The bytes that a program needs and the bytes that it may use, and the errors that say so."""
 
 from __future__ import annotations
 
@@ -23,28 +23,36 @@ from koila.staged.facts import name_of_call
 from koila.staged.program import Program
 from koila.staged.schedule import Op, Way
 
-# A whole run must leave room to spare; a run in chunks can be undone and planned again.
+# The share of the allowed memory that a whole run may be predicted to need: unlike a run in chunks,
+# it cannot be undone and planned again.
 WHOLE_SHARE = 0.9
 
 
-def _held(program: Program) -> list[torch.Tensor]:
-    """What of the tensors that are there is the step's: what entered, its gradients, optimizer
-    state."""
+def _tensors_of_step(program: Program) -> list[torch.Tensor]:
+    """Return the existing tensors that belong to the step: inputs, parameters, their gradients, and
+    the state of optimizers."""
     leaves = (tensor for tensor in program.entered if tensor.is_leaf)
     grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return program.entered + grads + budget.optimizer_state()
 
 
 def allowed_for(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:
-    """The least that any device has: what the program needs, at most, is summed over all."""
-    held = _held(program)
+    """Return the bytes that a program may use: the least of its devices, since the bytes that it
+    needs are summed over all of them.
+
+    Args:
+        program: what is to run.
+        is_alone: ignore tensors that do not belong to the step.
+        needed: the most that it needs, if known; see `budget.free_bytes`.
+    """
+    held = _tensors_of_step(program)
     devices = devices_of(program)
     return float(min(budget.free_bytes(device, held, is_alone, needed) for device in devices))
 
 
 def _outside(program: Program) -> float:
-    """Bytes of tensors that are not the program's, but in the memory that it may use."""
-    held = _held(program)
+    """Return the bytes of other tensors, which count against the program's limit."""
+    held = _tensors_of_step(program)
     return float(max(budget.outside(device, held) for device in devices_of(program)))
 
 
@@ -53,7 +61,7 @@ def _sum_of(parts: list[tuple[str, int]]) -> int:
 
 
 def limit_in_words(program: Program) -> str:
-    """The limit, and what of it is taken already; empty: there is none."""
+    """Describe the limit and the bytes of it that are taken; empty if there is no limit."""
     limit = config.get("memory_limit")
     if limit is None:
         if budget.is_bound() and devices_of(program)[0].type == "cpu":
@@ -64,40 +72,39 @@ def limit_in_words(program: Program) -> str:
     return f"the limit is {size(limit)}" + (f", of which {taken}" if taken else "")
 
 
-#: In more chunks than this a step takes long, on the CPU and on a GPU.
+#: With more chunks than this a step is slow, on a CPU and on a GPU.
 FEW_CHUNKS = 16
 
 
 def _in_few_chunks(found: list[estimates.Estimate]) -> float:
-    """The least bytes that a program needs in so many chunks at most."""
+    """Return the least bytes that a program needs in at most FEW_CHUNKS chunks."""
     return min(one.peak(-(-one.rows // FEW_CHUNKS))[0] for one in found)
 
 
 def as_limit(program: Program, needed: float) -> float:
-    """The memory_limit in bytes under which a program has so many."""
-    held = _held(program)
+    """Return the memory_limit in bytes under which a program may use `needed` bytes."""
+    held = _tensors_of_step(program)
     with storages.for_once():
         taken = max(budget.taken(device, held) for device in devices_of(program))
     return taken + needed
 
 
 def in_tenths(n_bytes: float) -> float:
-    """Not less bytes, in tenths of a MiB."""
+    """Round bytes up to a tenth of a MiB."""
     return math.ceil(10 * n_bytes / 2**20) * 2**20 / 10
 
 
 def _mib(n_bytes: float) -> str:
-    """A memory_limit as config() reads it, of so much at least."""
+    """Return a memory_limit of at least `n_bytes`, as config() reads it."""
     return f"{in_tenths(n_bytes) / 2**20:.1f} MiB"
 
 
 class Limits(NamedTuple):
-    """Under which memory_limit, in bytes, a program runs: the least of all, and one for few
-    chunks."""
+    """The values of memory_limit, in bytes, under which a program runs."""
 
     least: float
-    n_chunks: int  # with the least
-    best: float
+    n_chunks: int  # the number of chunks under the least limit
+    best: float  # the least limit for at most FEW_CHUNKS chunks
 
     def __str__(self) -> str:
         if self.is_one:
@@ -109,10 +116,11 @@ class Limits(NamedTuple):
 
     @property
     def is_one(self) -> bool:
+        """Whether both limits are the same when rounded."""
         return in_tenths(self.best) == in_tenths(self.least)
 
     def settings(self) -> str:
-        """As a user writes them."""
+        """Return what to set, as a user writes it."""
         best, least = (f"'{_mib(one).replace(' ', '')}'" for one in (self.best, self.least))
         if self.is_one:
             return f"set memory_limit={least}"
@@ -120,13 +128,13 @@ class Limits(NamedTuple):
 
 
 def limits_of(program: Program, is_graph: bool, is_for_next: bool = True) -> Limits:
-    """Which memory_limit to set for a program.
+    """Return the values of memory_limit under which a program runs.
 
     Args:
         program: what is to run.
         is_graph: whether it is differentiated.
-        is_for_next: with what optimizers keep from their first step on, which the next steps have
-            less; to look for those that have yet to make it takes long.
+        is_for_next: the limits are also to suffice for the next steps, when optimizers have made
+            their state. Finding the optimizers that have not made it yet takes long.
     """
     estimates = [way.estimate for way in ways.options(program, is_graph)]
     rows, n_bytes, _ = min((one.least() for one in estimates), key=lambda entry: entry[1])
@@ -141,34 +149,34 @@ def limits_of(program: Program, is_graph: bool, is_for_next: bool = True) -> Lim
 
 
 def needs(program: Program) -> tuple[float, float, float]:
-    """What a program that is differentiated needs whole, and in few chunks; and what of memory is
-    planned with."""
+    """Return the bytes that a program with its backward needs whole, those that it needs in few
+    chunks, and those that plans use of the memory that is left."""
     estimates = [way.estimate for way in ways.options(program, True)]
     share = min(WHOLE_SHARE, CHUNK_SHARE)
     return estimates[0].whole, _in_few_chunks(estimates), share * max(0.0, left_for(program))
 
 
 def left_for(program: Program, needed: float = math.inf) -> float:
-    """Bytes that a program may have now, which needs so many at most."""
+    """Return the bytes that a program may use now; `needed` is as in `allowed_for`."""
     return allowed_for(program, needed=needed)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a program needs in the chunks that need least, and what it is allowed."""
+    """The bytes that a program needs in the chunks that need least."""
 
-    rows: int
+    rows: int  # of a chunk
     n_bytes: float
-    node: int
-    fixed: float  # of the bytes, what smaller chunks do not make less
-    allowed: float
+    node: int  # the call at the worst moment
+    fixed: float  # the part of `n_bytes` that does not shrink with the chunks
+    allowed: float  # the bytes that the program may use
 
     def refusal(self, program: Program, said: str = "") -> MemoryLimitError:
-        """What is raised: a limit that works, then what takes the memory, and where.
+        """Return the error: it names a limit that works, then what takes the memory, and where.
 
         Args:
-            program: what does not fit.
-            said: the words of an allocator that failed though it was to fit.
+            program: the program that does not fit.
+            said: the message of an allocator that failed although the program was to fit.
         """
         left = max(self.allowed, 0.0)
         names = layers.Names(program)
@@ -194,7 +202,7 @@ class Needs:
             f"{in_lines(said)}"
             f"  needs most: {call}"
         )
-        with contextlib.suppress(MemoryError):  # there may be no room for a plan
+        with contextlib.suppress(MemoryError):  # the error goes without its plan if memory is short
             way, n_chunks = ways.smallest(program, bool(program.roots))
             error.plan = plan_program.of(
                 program,
@@ -210,12 +218,19 @@ class Needs:
 
 
 def in_lines(text: str) -> str:
-    """A line of a refusal; none where there is nothing to say."""
+    """Return a text as a line of an error; empty for an empty text."""
     return f"  {text}\n" if text else ""
 
 
 def answer(found: Limits, needed: str, has: str, is_enough: bool) -> str:
-    """The first line of a refusal: what is needed, what there is, and what to do."""
+    """Return the first line of an error: the bytes needed, the bytes left, and what to do.
+
+    Args:
+        found: the limits that work.
+        needed: the bytes needed, in words.
+        has: the bytes left, in words.
+        is_enough: the bytes left were to suffice, but an allocator failed.
+    """
     limit = config.get("memory_limit")
     smaller = "make the model, the sequence or the batch smaller"
     if is_enough:
@@ -235,14 +250,14 @@ def answer(found: Limits, needed: str, has: str, is_enough: bool) -> str:
 
 
 def _limit_next_to(found: Limits) -> str:
-    """The memory_limit that is set, in as many digits as tell it from what is needed."""
+    """Return the memory_limit that is set, with enough digits to differ from the least limit."""
     limit = config.get("memory_limit")
     assert limit is not None
     return sizes(limit, found.least)[0]
 
 
 def others(program: Program) -> str:
-    """What tensors that are not the step's hold of a limit, and why, where that is much."""
+    """Describe the bytes that other tensors take of a limit, if these are many; else empty."""
     outside = _outside(program)
     if outside < 2**20 / 10:
         return ""
@@ -251,13 +266,18 @@ def others(program: Program) -> str:
 
 
 def least(estimate: estimates.Estimate, allowed: float) -> Needs:
-    """What a program needs in the chunks that need least."""
+    """Return what a program needs in the chunks that need least."""
     rows, n_bytes, node = estimate.least()
     return Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
 
 
 def ran_out(program: Program, said: str) -> MemoryLimitError:
-    """What is raised where memory ran out in the smallest chunks, as an allocator said."""
+    """Return the error for a program that ran out of memory in its smallest chunks.
+
+    Args:
+        program: the program.
+        said: the message of the allocator.
+    """
     allowed = allowed_for(program)
     options = ways.options(program, bool(program.roots))
     needs = min((least(way.estimate, allowed) for way in options), key=lambda one: one.n_bytes)
@@ -265,9 +285,12 @@ def ran_out(program: Program, said: str) -> MemoryLimitError:
 
 
 def _large(program: Program, names: layers.Names) -> str:
-    """The name of the largest thing that smaller chunks do not shrink: a call that needs the whole
-    batch, what one pass over the chunks leaves for another, a parameter and its gradient, or the
-    state of an optimizer."""
+    """Describe the largest thing that does not shrink with the chunks.
+
+    That is the result of a call on the whole batch; if there is none, the largest of these: an
+    activation that one pass over the chunks keeps for the next, a parameter and its gradient, or
+    the state of the optimizers.
+    """
     whole = [one for one in whole_calls.made_whole(program) if one.n_bytes > 0]
     if whole:
         return whole[0].made("makes")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many chunks a program is run in: as many as config() asks for, else as few as fit."""
+"""Choose the number of chunks of a program: what config() asks for, or else as few as fit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from koila.reporting import reports
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Way
 
-# The model may be so far above what is used; chunks that went well are changed only beyond that.
+# The bytes predicted may be too high by this factor: chunks that went well before are kept if this
+# share of what they are predicted to need is allowed.
 BOUND_SHARE = 0.75
 
 
 def is_whole() -> bool:
-    """A quick answer, without staging: whether everything pending certainly fits at once."""
+    """Tell, quickly and without staging, whether all that is pending certainly fits in one
+    chunk."""
     if config.get("chunks") is not None:
         return config.get("chunks") == 1
     if config.get("memory_limit") is not None:
@@ -36,19 +38,19 @@ def is_whole() -> bool:
 
 
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
-    """Choose the number of chunks for a program.
+    """Choose the number of chunks for a program, and the way to schedule it.
 
-    A share of what is allowed is kept back, for the model of bytes is not exact, and of what a
-    limit of the process leaves what libraries may still take; but before it is refused a program
-    may have all: a try that fails is undone.
+    A share of the memory that is allowed is not planned with, since predicted bytes are not exact;
+    nor, under a limit of the process, what libraries may still take. A program that would otherwise
+    be refused may use both, since a run that fails is undone.
 
     Args:
         program: what is to run.
         is_graph: whether it is differentiated.
-        is_final: a refusal ends it; if not, the caller goes on another way.
+        is_final: the caller passes a refusal on to the user; if not, it tries something else.
 
     Raises:
-        MemoryLimitError: it fits neither whole nor in any chunks.
+        MemoryLimitError: it fits neither whole nor in any number of chunks.
     """
     chunks = config.get("chunks")
     if chunks is not None:
@@ -69,7 +71,7 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
 
 
 def no_room_to_plan(program: Program) -> MemoryLimitError:
-    """What is raised where Python itself had no memory left to plan a program."""
+    """Return the error for a program that could not be planned since Python ran out of memory."""
     return MemoryLimitError(
         f"memory ran out while a program of {program.n_nodes} calls was planned: the limit of this "
         "process leaves nothing; raise it, or make the model or the batch smaller"
@@ -77,7 +79,7 @@ def no_room_to_plan(program: Program) -> MemoryLimitError:
 
 
 def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
-    """As `plan`, where the number of chunks is to be found."""
+    """Plan a program whose number of chunks the user did not set; see `plan`."""
     estimate = estimates.estimate(program, is_graph)
     reports.measure(estimate.whole)
     made = _fit(program, estimate, is_graph)
@@ -88,27 +90,28 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     if isinstance(made, Needs) and is_final and is_measured():
         made = _fit(program, estimate, is_graph, made)
     if isinstance(made, Needs):
-        # To look for names and limits takes long, and who goes on another way reads neither.
+        # Finding the names and limits in the message takes long; this caller drops the message.
         raise made.refusal(program) if is_final else MemoryLimitError
     return dataclasses.replace(made, least_limit=_least_limit(program, made, is_graph))
 
 
 class _Least(NamedTuple):
-    """The least limit of a program that takes so much whole, where so much else was taken."""
+    """A least limit that was computed once, with what it depends on."""
 
-    whole: float
-    taken: float
+    whole: float  # the bytes that the program took whole
+    taken: float  # the bytes that other tensors took
     limit: float
 
 
-#: By the line that asked and the sizes of the program. All ways are looked at, so that is done
-#: again only for a program that takes so much more.
+#: By the line that asked and the sizes of the program. Computing a limit measures all ways, so it
+#: is repeated only if a program needs more memory than before by this share.
 _least_limits: dict[tuple[str, int, int, int, int], _Least] = {}
 _GROWN = 0.02
 
 
 def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
-    """The least memory_limit, where one is set, that does for programs of this kind so far."""
+    """Return the least memory_limit that suffices for all programs of this kind so far; None if no
+    limit is set."""
     limit = config.get("memory_limit")
     if limit is None or made.allowed is None:
         return None
@@ -117,7 +120,7 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
     known, taken = _least_limits.get(key), limit - made.allowed
     if known is None or made.whole > (1 + _GROWN) * known.whole:
         known = _Least(made.whole, taken, limits.limits_of(program, is_graph, False).least)
-    elif taken > known.taken:  # by what optimizers keep from their first step on, above all
+    elif taken > known.taken:  # for instance by the state that an optimizer made in its first step
         known = _Least(known.whole, taken, known.limit + taken - known.taken)
     remember(_least_limits, key, known)
     return limits.in_tenths(known.limit)
@@ -126,14 +129,14 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
 def too_large(
     program: Program, what: str, needed: float, left: float, large: str = ""
 ) -> MemoryLimitError:
-    """What is raised of what runs whole and does not fit.
+    """Return the error for calls that run on the whole batch and do not fit.
 
     Args:
-        program: what waits.
-        what: runs whole, and why.
-        needed: the bytes that it takes.
-        left: the bytes that there are for it.
-        large: what makes most of them.
+        program: the pending program.
+        what: a sentence that names the calls and why they run whole.
+        needed: the bytes that they need.
+        left: the bytes that are left for them.
+        large: what takes most of these bytes; may be empty.
     """
     needs, has = sizes(needed, max(left, 0.0))
     n_bytes = limits.as_limit(program, needed)
@@ -148,25 +151,25 @@ def too_large(
 
 
 class Fitting(NamedTuple):
-    """A way that fits, in chunks of so many rows at most."""
+    """A way that fits, with the most rows that its chunks may have."""
 
     option: Option
     rows: int
 
 
-#: What a step in chunks that were asked for is to take of eager's activations, if it can.
+#: Chunks that the user asked for are to need at most this share of eager mode's activations.
 _ASKED_SHARE = 0.6
-_NEARLY = 1.05  # of the least that can be had
-_MORE = 1.1  # of the whole: the model may be so far above
-#: Of less nothing is worth while.
+_NEARLY = 1.05  # if no way reaches that share: at most this much of what the best way needs
+_MORE = 1.1  # the bytes predicted may be too high by this factor
+#: A program that makes less runs as it is: saving memory is not worth the time.
 _FEW_BYTES = 2**20
 _ways_in: dict[tuple[int, ...], Way | None] = {}
 _MORE_IN_CHUNKS = "in the chunks that were asked for it would take more"
 
 
 def _way_in(chunks: int, program: Program) -> Way | None:
-    """How a step is scheduled whose chunks were asked for: as it is, or the cheapest way to what
-    they were asked for, less memory. None: no way takes less than the whole run."""
+    """Return the cheapest way that saves memory in a number of chunks that the user asked for; None
+    if every way needs more than a whole run."""
     if chunks == 1 or not program.axes or program.amounts.made < _FEW_BYTES:
         return AS_IT_IS
     sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
@@ -195,28 +198,29 @@ def _find_way_in(chunks: int, program: Program) -> Way | None:
     return next(way for n_bytes, way in found if n_bytes <= enough)
 
 
-#: By shape: the way that a program was last given, and what was left then.
+#: By shape: the way that a program ran in last, and the bytes that were allowed then.
 _last_ways: dict[Shape, tuple[Way, float]] = {}
-_NEAR = 0.1  # what is left now and was left then, apart by such a share
+_NEAR = 0.1
 
 
-def _is_near(allowed: float, left: float) -> bool:
-    """Whether as much is allowed as was left then."""
-    return abs(allowed - left) <= _NEAR * left
+def _is_near(allowed: float, before: float) -> bool:
+    """Tell whether about as many bytes are allowed as before."""
+    return abs(allowed - before) <= _NEAR * before
 
 
 def _cheapest(program: Program, fitting: list[Fitting], shape: Shape, allowed: float) -> Fitting:
-    """The one that is taken, and from now on where as much is left."""
+    """Return the cheapest way, and remember it for later programs of this shape."""
     best = min(fitting, key=lambda one: ways.cost(program, *one))
     remember(_last_ways, shape, (best.option.way, allowed))
     return best
 
 
 def _last_way(program: Program, is_graph: bool, shape: Shape, allowed: float) -> Fitting | None:
-    """The way that a program of this shape was given where as much was left, if it fits."""
-    way, left = _last_ways.get(shape, (AS_IT_IS, 0.0))
+    """Return the way that a program of this shape ran in last, if about as many bytes were allowed
+    then and it fits now."""
+    way, before = _last_ways.get(shape, (AS_IT_IS, 0.0))
     cut = program.cut_for(way)
-    if way == AS_IT_IS or not _is_near(allowed, left) or cut.unstageable is not None:
+    if way == AS_IT_IS or not _is_near(allowed, before) or cut.unstageable is not None:
         return None
     option = ways.option_of(cut, is_graph, way)
     rows = option.rows(allowed)
@@ -224,7 +228,7 @@ def _last_way(program: Program, is_graph: bool, shape: Shape, allowed: float) ->
 
 
 def _find_way(program: Program, is_graph: bool, shape: Shape, allowed: float) -> Fitting | Needs:
-    """The cheapest way that fits, and the rows of a chunk that do; or what the least needs."""
+    """Return the cheapest way that fits, or if none does, what the one that needs least needs."""
     found = _last_way(program, is_graph, shape, allowed)
     if found is not None:
         return found
@@ -248,9 +252,10 @@ def _find_way(program: Program, is_graph: bool, shape: Shape, allowed: float) ->
 def _larger_chunks(
     program: Program, is_graph: bool, shape: Shape, allowed: float, found: Fitting
 ) -> Fitting:
-    """What fits in many chunks, in larger ones some other way, if that is cheaper."""
-    way, left = _last_ways.get(shape, (None, 0.0))
-    if way == found.option.way and _is_near(allowed, left):
+    """Return a way with larger chunks for a program that fits in many small ones, if it is cheaper;
+    else the fitting that was found."""
+    way, before = _last_ways.get(shape, (None, 0.0))
+    if way == found.option.way and _is_near(allowed, before):
         return found
     known = _last_way(program, is_graph, shape, allowed)
     if known is not None:
@@ -272,10 +277,15 @@ def _larger_chunks(
 def _fit(
     program: Program, estimate: estimates.Estimate, is_graph: bool, needs: Needs | None = None
 ) -> Plan | Needs:
-    """The plan for a program; or what it needs, if that is more than there is.
+    """Return the plan for a program; or what it needs, if that does not fit.
 
-    Of what is kept back for a first step of libraries it may have, as a last resort, what it
-    `needs`: where libraries then find nothing left, some of them end the process.
+    Args:
+        program: what is to run.
+        estimate: the bytes that it needs as it is.
+        is_graph: whether it is differentiated.
+        needs: the answer of a first call, which did not fit. The program may then also use the
+            memory kept back for libraries, as far as it needs it; no further, since some libraries
+            end the process if they get no memory.
     """
     left, slack = limits.allowed_for(program, needed=estimate.whole), budget.slack()
     allowed = min(left + slack, needs.n_bytes / ways.CHUNK_SHARE) if needs is not None else left
@@ -287,8 +297,8 @@ def _fit(
     shape = _shape_of(program, is_graph, estimate)
     last = lasting.get(shape) if is_measured() else None
     was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
-    # Numbers alone are made stage by stage in one chunk too, which keeps what crosses from each.
-    # What is differentiated whole runs live, and all that waits besides runs with it.
+    # Without a graph one chunk runs stage by stage too, and each stage keeps what later ones read.
+    # With a graph a whole run is live: it runs all other pending calls as well.
     besides = 0 if program.is_all else max(0, _core.pending_bytes(True) - program.amounts.made)
     staged = 0 if is_graph else estimate.peak(estimate.rows)[0]
     needed = max(estimate.whole + besides * is_graph, staged)
@@ -299,7 +309,7 @@ def _fit(
         return planned
     way = AS_IT_IS
     if last is not None and not was_whole:
-        allowed = left + slack  # what a first step takes was taken
+        allowed = left + slack  # libraries have taken what they take in a first step
         cut = program.cut_for(last.way)
         way = last.way if cut.unstageable is None else AS_IT_IS
         size = last.rows(estimate.rows)
@@ -313,7 +323,8 @@ def _fit(
                 size //= 2
             rows = size
     if last is None and rows > 0 and is_graph and budget.is_limited():
-        # The steps that follow have as much less as optimizers keep: this one goes as they will.
+        # Later steps have less, by the state that optimizers make. The first step already uses the
+        # chunks that will fit then, so that all steps have the same ones.
         coming = budget.coming_state(leaf for leaf in program.entered if leaf.is_leaf)
         rows = estimate.largest_chunk(ways.CHUNK_SHARE * (allowed - coming)) or rows
     if rows == 0:
@@ -322,13 +333,14 @@ def _fit(
             return found
         (way, estimate, _), rows = found
     elif way == AS_IT_IS and not is_measured():
-        # Else pieces are sizes more that kernels are compiled for, which takes what is measured.
+        # Not under a limit of the process: oneDNN would compile kernels for the size of pieces too,
+        # and their memory counts against that limit.
         found = Fitting(Option(way, estimate, program.n_nodes), rows)
         if ways.cost(program, *found) > ways.DEAR:
             found = _larger_chunks(program, is_graph, shape, allowed, found)
         (way, estimate, _), rows = found
     if is_graph and way == AS_IT_IS and not fits:
-        rows = min(rows, -(-estimate.rows // 2))  # one chunk is the whole
+        rows = min(rows, -(-estimate.rows // 2))  # one chunk is a whole run, which does not fit
     n_chunks, unit = _chunks_of(estimate.rows, rows, way)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
     return Plan(n_chunks, unit, predicted, allowed, shape, way)
@@ -340,13 +352,14 @@ def _shape_of(program: Program, is_graph: bool, estimate: estimates.Estimate) ->
 
 
 def _pinned_grids(program: Program) -> list[list[Bounds]]:
-    """The chunks that it has to run in, as it drew in them."""
+    """Return the grids of chunks that a program must run in, since it drew random numbers in
+    them."""
     return [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
 
 
 def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bounds]) -> Plan | Needs:
-    """The chunks that an earlier run of this program drew in: in others it would draw other
-    numbers."""
+    """Plan a program in the chunks `bounds` in which an earlier run of it drew random numbers; in
+    other chunks it would draw others."""
     rows = max(stop - start for start, stop in bounds)
     best: Needs | None = None
     for way, estimate, _ in ways.options(program, is_graph):
@@ -361,11 +374,11 @@ def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bound
 
 
 def _chunks_of(n_rows: int, rows: int, way: Way) -> tuple[int, int]:
-    """So many chunks of `rows` rows at most, and the unit they are of: one only where its head is
-    cut.
+    """Return the number of chunks with at most `rows` rows, and the unit of rows that they have.
 
-    Under a limit of the process all but the last are of one size, which is whole eights or a power
-    of two: oneDNN compiles its kernels for each size that it meets, and keeps them.
+    A single chunk is returned only if the head runs in pieces of it. Under a limit of the process
+    all chunks but the last have one size, a multiple of eight or a power of two, since oneDNN
+    compiles kernels for each size and keeps them.
     """
     if rows >= n_rows and way.n_pieces > 1:
         return 1, 1
@@ -378,11 +391,11 @@ def _chunks_of(n_rows: int, rows: int, way: Way) -> tuple[int, int]:
 
 
 def _still_fits(last: Lasting, needed: float, allowed: float) -> bool:
-    """Whether a program runs in the chunks that it ran in last.
+    """Tell whether a program shall run in the chunks that it ran in last.
 
-    What kernels keep for chunks of that size was taken then: these fit as long as no less is left
-    than was. Else they are tried where they may fit, for other sizes take memory for good, and a
-    try that fails is undone.
+    The kernels for these chunks are compiled, so the same chunks fit as long as no less memory is
+    left than before. With less left they are tried if they may fit: other sizes would take memory
+    for new kernels for good, while a run that fails is undone.
     """
     if allowed >= last.left + budget.slack() - max(2**20, 0.02 * last.left):
         return True
@@ -390,19 +403,24 @@ def _still_fits(last: Lasting, needed: float, allowed: float) -> bool:
 
 
 def plan_read(program: Program, is_known_only: bool) -> Plan | None:
-    """Choose how a program is run whose numbers are enough, while its backward is still to come.
+    """Choose how to compute numbers that the script reads before its backward pass.
 
-    Where the step will fit with its graph, to its end, it runs live, and the graph is there when
-    backward() asks for it. Else it runs without one; where that pins the chunks, in those that
-    backward() will need as far as is known.
+    If the whole step will fit with its graph, the program runs live and keeps the graph for
+    backward(). Else it runs without a graph. If its random draws then fix the chunks, it runs in
+    those that backward() will need, as far as that is known.
+
+    Args:
+        program: what is to run.
+        is_known_only: it has only values without a gradient in their history.
 
     Returns:
-        None: it runs live, and all else that waits with it.
+        None: it runs live, together with all other pending calls.
 
     Raises:
-        MemoryLimitError: one row does not fit, even without its graph.
+        MemoryLimitError: one row does not fit, even without a graph.
     """
-    is_read = _core.has_numbers()  # run live, what that took would be run again, with its graph
+    # Numbers read before would be computed again by a live run, which builds their graph.
+    is_read = _core.has_numbers()
     is_apart = is_known_only or is_read
     if not program.has_body and not is_apart:
         return None
@@ -420,7 +438,7 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
     try:
         planned = plan(Program(ends), True, False) if ends else plan(step, False)
     except MemoryLimitError:
-        return plan(program, False)  # it may be that no backward comes
+        return plan(program, False)  # the script may never call backward()
     is_due = is_read or not planned.is_whole
     planned = dataclasses.replace(planned, way=AS_IT_IS)  # no graph is kept here
     if is_pinning or not ends or planned.shape is None:

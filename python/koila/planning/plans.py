@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: in how many chunks a program runs, and which way."""
+"""A plan: the number of chunks that a program runs in, and the way it is scheduled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from koila.planning import limits, ways
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Way
 
-#: Rows of the axes, number of calls, whether it is differentiated, bytes it takes whole.
+#: What plans are remembered by: the rows of each axis, the number of calls, whether the program is
+#: differentiated, the bytes that it needs whole.
 Shape = tuple[tuple[int, ...], int, bool, float]
 
 
@@ -26,6 +27,7 @@ _Key = TypeVar("_Key", bound=tuple[object, ...])
 
 
 def remember(known: dict[_Key, _T], shape: _Key, value: _T) -> None:
+    """Add an entry to a cache, and drop the oldest ones beyond `_N_REMEMBERED`."""
     known[shape] = value
     while len(known) > _N_REMEMBERED:
         known.pop(next(iter(known)))
@@ -33,35 +35,36 @@ def remember(known: dict[_Key, _T], shape: _Key, value: _T) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A number of chunks, and why: bytes predicted at the worst moment, bytes allowed.
-
-    Chunks are of whole `unit`s of rows, the last may be short. Under a limit of the
-    process, programs of one `shape` are run in chunks of one size for as long as that fits.
-    """
+    """The number of chunks that a program runs in, and the bytes on which that was decided."""
 
     n_chunks: int
-    unit: int = 1
-    predicted: float | None = None
-    allowed: float | None = None
-    shape: Shape | None = None
+    unit: int = 1  # the rows of a chunk are a multiple of it, but for the last chunk
+    predicted: float | None = None  # peak bytes
+    allowed: float | None = None  # bytes
+    shape: Shape | None = None  # under a limit of the process, plans are kept by shape
     way: Way = AS_IT_IS
-    why: str = "it fits"  # where it is whole
-    least_limit: float | None = None  # the least memory_limit that works, where one is set
+    why: str = "it fits"  # the reason if the program runs whole
+    least_limit: float | None = None  # the least memory_limit that works, if one is set
 
     @property
     def is_whole(self) -> bool:
-        """Whether it runs as it was written."""
+        """Whether the program runs in one chunk, as it was written."""
         return self.n_chunks == 1 and self.way == AS_IT_IS
 
     @property
     def whole(self) -> float:
-        """Bytes that the program takes whole."""
+        """The bytes that the program needs whole; 0 if they were not computed."""
         return self.shape[3] if self.shape is not None else 0.0
 
     def tighter(self, program: Program, is_fixed: bool) -> tuple[Program, Plan] | None:
-        """What is tried where memory ran out: twice the chunks; where each has one row, or its rows
-        are fixed, shorter segments, or pieces of a second axis. None: there is nothing left to
-        try."""
+        """Return what to try after memory ran out: the program, cut for a plan, and that plan.
+
+        The first choice is twice the chunks. If chunks have one row already, or cannot be changed
+        (`is_fixed`), shorter segments follow, then pieces of a second axis.
+
+        Returns:
+            None: nothing is left to try.
+        """
         most = max(program.axes.values(), default=1)
         if self.n_chunks < most and not is_fixed:
             return program, self._halved(most)
@@ -82,32 +85,35 @@ class Plan:
         return program.cut_for(way), dataclasses.replace(self, way=way)
 
     def _smaller_pieces(self, program: Program) -> tuple[Program, Plan] | None:
+        """Return the plan with twice the pieces of the second axis; None if each is one entry."""
         way = self.way._replace(n_pieces=min(2 * self.way.n_pieces, self.way.n_across))
         return None if way == self.way else (program, dataclasses.replace(self, way=way))
 
     def _halved(self, most: int) -> Plan:
-        """Twice the chunks, `most` at most; of half the size, where all are of one."""
+        """Return the plan with twice the chunks, at most `most`; under a limit of the process, with
+        chunks of half the size."""
         if not is_measured():
             return dataclasses.replace(self, n_chunks=min(most, 2 * self.n_chunks))
         unit = max(1, self.unit // 2)
         return dataclasses.replace(self, n_chunks=-(-most // unit), unit=unit)
 
     def keep(self, program: Program) -> None:
-        """It went well: the next program of this shape is run in the same chunks."""
+        """Remember, after a run that went well, its chunks for the next program of this shape."""
         if self.shape is not None and is_measured():
             last = Lasting(self.n_chunks, self.unit, limits.allowed_for(program), self.way)
             remember(lasting, self.shape, last)
 
 
 class Lasting(NamedTuple):
-    """The chunks that programs of one shape ran in last, and what was left when that was done."""
+    """The chunks that programs of one shape ran in last, under a limit of the process."""
 
     n_chunks: int
     unit: int
-    left: float
+    left: float  # bytes that were left after the run
     way: Way
 
     def rows(self, n_rows: int) -> int:
+        """Return the rows of the largest chunk."""
         return largest(n_rows, self.n_chunks, self.unit)
 
 
@@ -115,6 +121,9 @@ lasting: dict[Shape, Lasting] = {}
 
 
 def is_measured() -> bool:
-    """Whether what is left is what the system says of this process, caches of libraries and all:
-    then it changes from step to step. A limit on tensors is kept to the byte."""
+    """Tell whether only a limit of the process applies.
+
+    The system counts all memory of the process against it, caches of libraries included, so the
+    bytes left change from step to step. `memory_limit` counts tensors, to the byte.
+    """
     return budget.is_bound() and config.get("memory_limit") is None

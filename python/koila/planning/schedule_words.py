@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule in words: what is recomputed, offloaded or kept, and what runs a second time."""
+"""Describe a schedule in words: what is recomputed, offloaded or kept, and what runs twice."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _MODES = ("chunks", "reduce", "whole")
 
 
 def describe(program: Program, value: int) -> str:
+    """Describe a value: its shape, dtype, and the dim of its samples."""
     info = program.info(value)
     dtype = str(info.dtype).removeprefix("torch.")
     if info.place is None:
@@ -27,6 +28,7 @@ def describe(program: Program, value: int) -> str:
 
 
 def line_of(program: Program, node: Node) -> str:
+    """Return the line of explain(full=True) for a call."""
     why = whole_calls.why_once(node) if program.joins_rows(node) else ""
     why = f"; {why}" if why else ""
     others = draws.why_others(node.id, node.first_out) if node.is_random else ""
@@ -36,16 +38,16 @@ def line_of(program: Program, node: Node) -> str:
 
 
 def runs_of(program: Program) -> list[Run]:
-    """Its runs, in their order, that do anything."""
+    """Return the runs of a program that have calls or combine reductions, in order."""
     return [run for run in program.runs if run.nodes or run.combined]
 
 
 class Passes(NamedTuple):
-    """How often a chunk goes through a run of a schedule, which is one of so many segments."""
+    """How often a schedule runs each chunk of a run forward and backward."""
 
     forward: int = 0
     back: int = 0
-    n_segments: int = 1
+    n_segments: int = 1  # the segments of its body
 
     def __str__(self) -> str:
         return count(self.forward, "forward") + (
@@ -54,7 +56,7 @@ class Passes(NamedTuple):
 
 
 def passes_of(schedule: Schedule) -> dict[int, Passes]:
-    """Those of each run, by its index."""
+    """Return the passes of each run, by its index."""
     found: dict[int, Passes] = {}
     for step in schedule.steps:
         for run in step.runs if step.op in (Op.LOOP, Op.RUN, Op.BACK) else ():
@@ -67,6 +69,7 @@ def passes_of(schedule: Schedule) -> dict[int, Passes]:
 
 
 def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: int) -> str:
+    """Return the line of explain(full=True) above the calls of a run."""
     if not run.is_body:
         return f"part {position}, on the whole batch: once"
     rows, of = program.axes[run.axis], passes[run.index]
@@ -75,12 +78,12 @@ def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: 
 
 
 def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
-    """What is done beside chunks for a step to fit, and what that costs; empty: nothing.
+    """Describe what saves memory beside chunks, and what it costs; empty if nothing does.
 
     Args:
-        program: in the segments of that way.
+        program: the program, with its bodies cut into the segments of the way.
         way: how it is scheduled.
-        schedule: what is done so.
+        schedule: its schedule.
     """
     words = []
     if program.has_checkpoints:
@@ -115,13 +118,13 @@ _CROSSING = "of activations between passes"
 
 
 def _n_bytes(program: Program, values: Iterable[int]) -> str:
-    """Of these values; empty: nothing."""
+    """Return the bytes of values in words; empty if there are none."""
     total = sum(map(program.bytes_of, values))
     return size(total) if total else ""
 
 
 def kept_in_words(program: Program, schedule: Schedule) -> str:
-    """Say how many bytes one pass over the chunks keeps for a later one; empty: none."""
+    """Describe the bytes that one pass over the chunks keeps for a later one; empty if none."""
     is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
     crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.HOME)
     kept = _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.HOME))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a step takes whose numbers are read on the way, as its first time told.
+"""Predict the memory of a step in the middle of which the script reads a number.
 
-A read comes before the rest of its step is recorded. Run with its graph, what was recorded so far
-would be held to the end, so that is done only where the whole step fitted, when it was last seen.
+At the read, the rest of the step is not recorded yet. If the calls so far were run with their
+graph, it would be held to the end of the step. So that is done only if the whole step will fit, as
+predicted from a step with the same number of calls before.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from koila import _core
 from koila.staged.program import Program
 
 _N_KNOWN = 256
-#: By the number of calls up to a read: the bytes of the whole step, as multiples of those so far.
+#: By the number of calls before a read: the bytes of the whole step divided by those of these
+#: calls.
 _known: dict[int, float] = {}
 
 
 def _cut_off() -> tuple[int, float]:
-    """Calls of this step that were cut off, and what they take whole."""
+    """Return how many calls of this step are on earlier tapes, and the bytes that they need."""
     cut_off: tuple[int, float] = _core.memo().get("cut off", (0, 0.0))
     return cut_off
 
 
 def whole(program: Program, so_far: float) -> float | None:
-    """Bytes that a step is thought to take whole, from here on.
+    """Predict the bytes that a step needs whole, without the calls on earlier tapes.
 
     Args:
-        program: the step as far as it was recorded, since it was cut last.
-        so_far: bytes of that, with its graph.
+        program: the calls of the step on this tape so far.
+        so_far: the bytes that these need, with their graph.
 
     Returns:
-        None: nobody knows, until the step has been seen to its end.
+        None: not known, since no such step has been seen to its end.
     """
     n_before, before = _cut_off()
     more = _known.get(n_before + program.n_nodes)
@@ -40,7 +42,7 @@ def whole(program: Program, so_far: float) -> float | None:
 
 
 def note_read(program: Program, so_far: float) -> None:
-    """A number was read in the midst of a step, and the graph of what ran was not kept."""
+    """Note that a number was read in the middle of a step, without keeping the graph."""
     n_before, before = _cut_off()
     n_calls = n_before + program.n_nodes
     _core.memo().setdefault("read", {}).setdefault(n_calls, before + so_far)
@@ -48,7 +50,7 @@ def note_read(program: Program, so_far: float) -> None:
 
 @contextlib.contextmanager
 def cutting() -> Iterator[None]:
-    """A block in which a step that was read just now is cut: it goes on on another tape."""
+    """Wrap a block that cuts a program off: what is known of the step moves to the new tape."""
     read = _core.memo().pop("read", {})
     cut_off = max(read.items(), default=_cut_off())
     yield
@@ -56,8 +58,12 @@ def cutting() -> Iterator[None]:
 
 
 def note_end(n_bytes: float | None) -> None:
-    """A step is differentiated that takes so many bytes whole, from where it was cut last on; None:
-    it runs whole, whatever it takes, so that a read costs it nothing."""
+    """Note the end of a step: its backward.
+
+    Args:
+        n_bytes: the bytes that its calls on this tape need whole; None: it runs whole in any case,
+            so a graph kept at a read costs nothing.
+    """
     _, before = _cut_off()
     for n_calls, so_far in _core.memo().pop("read", {}).items():
         _known.pop(n_calls, None)

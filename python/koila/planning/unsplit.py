@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must run on the whole batch, predicted before it runs, and refused where it does not fit.
+"""Predict the memory of calls that must run on the whole batch, and refuse them if they do not fit.
 
-The bytes of a derivative that has a graph, and of the backward through it that follows, are found
-by making the recorded calls on meta tensors: torch differentiates them there as it will, and what
-is there at the worst moment is counted. Where meta tensors cannot (a shape depends on numbers), and
-in a transform of torch.func, which calls the user's code, it is counted while it runs, and stopped
-when there is more than is left.
+For a derivative with a graph (`create_graph=True`) and the backward through that graph, the
+recorded calls are run and differentiated on meta tensors, and the bytes alive at the worst moment
+are counted. If that is impossible, since a shape depends on numbers or a transform of torch.func
+calls the user's code, bytes are counted during the real run, which is stopped if they exceed what
+is left.
 """
 
 from __future__ import annotations
@@ -32,50 +32,51 @@ from koila.staged.facts import name_of_node, where_of_node
 from koila.staged.program import Program
 
 LazyTensor = _core.LazyTensor
-#: Of memory that is left so many times over, nobody asks what a derivative takes.
+#: If this many times the bytes needed are left, derivatives are not measured.
 _PLENTY = 64
-#: A gradient of a graph that was there before is kept, where that is differentiated with a graph,
-#: with what its formula makes on the way; and it gets a gradient itself.
+#: The bytes that differentiating a graph with create_graph=True takes for each byte of gradient:
+#: the gradient is kept, so are the intermediate results of its formula, and both get gradients.
 _TWICE = 4
-#: Buffers of kernels that nobody counts, and what the loss makes of the gradients.
+#: The margin for kernels' buffers, which are not counted, and for what the loss makes of gradients.
 _ABOVE = 1.1
 
 
 class Derivative(NamedTuple):
-    """What is differentiated by a call that needs all that waits."""
+    """What a call differentiates that makes all pending calls run whole."""
 
     outputs: Sequence[Any]
-    inputs: Sequence[Any] | None  # by what; None: by all leaves
-    is_deep: bool  # the gradients have a graph, and are differentiated themselves
+    inputs: Sequence[Any] | None  # with respect to these; None: to all leaves
+    is_deep: bool  # the gradients have a graph, through which a backward will go
 
 
 class Left(NamedTuple):
-    """How much a call may make of which that is not known before, and why it runs whole."""
+    """The bytes left for a call that runs whole and whose memory could not be predicted."""
 
     func: Callable[..., Any]
-    why: str
+    why: str  # the reason it runs whole
     n_bytes: float
 
 
 def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> Left | None:
-    """What waits is about to run whole, for a call that needs it with its graph: tell why, and see
-    that it fits, with its backward.
+    """Check that all pending calls fit whole, with their backward, and log why they run whole.
+
+    Called before they run for a call that needs their real graph.
 
     Args:
         func: the call.
-        why: it cannot go by chunks.
+        why: the reason it cannot run in chunks.
         of: what it differentiates.
 
     Returns:
-        What is left, where it is not known how much the call makes; None: it fits.
+        The bytes that are left, if those that the call needs are not known; None: it fits.
 
     Raises:
-        MemoryLimitError: it takes more than is left.
+        MemoryLimitError: it needs more than is left.
     """
     explain.decide_whole(func, why)
     if planner.is_whole() or config.get("chunks") is not None:
         return None
-    program = _waiting()
+    program = _pending()
     decision = reports.Decision(f"for {reports.call_of(func)}, since {why}" if why else "")
     needed = estimates.estimate(program, bool(program.roots)).whole
     graphs = _graphs(program, of)
@@ -93,15 +94,15 @@ def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> L
 
 
 def check_whole(program: Program, decision: reports.Decision, needed: float) -> float:
-    """Refuse what runs whole, where it takes more than there is.
+    """Check that a program fits whole.
 
     Args:
         program: what is to run whole.
-        decision: why it is not cut, and what makes most of it.
-        needed: the bytes that it takes.
+        decision: why it does, and the calls that make most of its bytes.
+        needed: the bytes that it needs.
 
     Returns:
-        How many bytes are left for it.
+        The bytes that are left for it.
 
     Raises:
         MemoryLimitError: it does not fit.
@@ -125,54 +126,66 @@ def check_whole(program: Program, decision: reports.Decision, needed: float) -> 
 
 
 def check_known(func: Callable[..., Any], why: str, n_bytes: float) -> None:
-    """As `check`, of a call that takes so many bytes, with its backward.
+    """Check that all pending calls fit whole together with a call of known memory; see `check`.
+
+    Args:
+        func: the call.
+        why: the reason it cannot run in chunks.
+        n_bytes: the bytes that it needs, with its backward.
 
     Raises:
-        MemoryLimitError: with what waits that is more than is left.
+        MemoryLimitError: together they need more than is left.
     """
     explain.decide_whole(func, why)
     if planner.is_whole() or config.get("chunks") is not None:
         return
-    program = _waiting()
+    program = _pending()
     decision = reports.Decision(f"for {reports.call_of(func)}, since {why}")
     waiting = estimates.estimate(program, bool(program.roots)).whole
     check_whole(program, decision, waiting + n_bytes)
 
 
 def _too_much(func: Callable[..., Any], why: str, needed: float, left: float) -> MemoryLimitError:
-    """What is raised of a call on the whole batch that made, or will make, more than was left."""
+    """Return the error for a call on the whole batch that needs more bytes than are left."""
     what = f"{reports.name_of(func)} ({lines.user_line()}) runs on the whole batch: {why}"
     return planner.too_large(Program([]), what, needed, left)
 
 
-def _waiting() -> Program:
-    """All that waits, as a step that is differentiated."""
+def _pending() -> Program:
+    """Return all pending calls as a program that is differentiated."""
     step = Program([])
     ends = step.ends() if torch.is_grad_enabled() else ()
     return Program(ends) if ends else step
 
 
 def _graphs(program: Program, of: Derivative | None) -> list[Tensor]:
-    """Tensors that are there, and on a graph that a derivative may go through."""
-    given = [] if of is None else [one for one in of.outputs if isinstance(one, Tensor)]
-    reals = [_core.real(one) if type(one) is LazyTensor else one for one in given]
+    """Return the real tensors with a graph that a derivative may go through: inputs of the program
+    and tensors that are differentiated."""
+    outputs = [] if of is None else [one for one in of.outputs if isinstance(one, Tensor)]
+    reals = [_core.real(one) if type(one) is LazyTensor else one for one in outputs]
     return [
         one for one in (*program.entered, *reals) if one is not None and one.grad_fn is not None
     ]
 
 
 def _through(graphs: Sequence[Tensor], of: Derivative) -> float:
-    """Bytes of a derivative through graphs that are there, from above."""
+    """Return an upper bound of the bytes of a derivative through graphs that exist already."""
     return _TWICE * outside.total(graphs) if of.is_deep else outside.peak(graphs)
 
 
 def _of_derivative(program: Program, of: Derivative) -> float | None:
-    """Bytes that a derivative takes at most: with the calls that wait and, where it is deep, the
-    backward through its own graph to all leaves. None: meta tensors cannot tell."""
+    """Predict the peak bytes of a derivative on meta tensors.
+
+    They include the pending calls and, if the derivative is deep, the backward through its own
+    graph to all leaves.
+
+    Returns:
+        None: the calls cannot be run on meta tensors.
+    """
     try:
         with surroundings.making_calls(), Counter() as counter:
             _differentiate(_Trace(program), of)
-    except Exception:  # of all of torch
+    except Exception:  # any function of torch may raise any error on meta tensors
         return None
     found: float = _ABOVE * (counter.most + sum(map(_of_layers, program.nodes)))
     return found
@@ -181,14 +194,18 @@ def _of_derivative(program: Program, of: Derivative) -> float | None:
 def reached_by_gradients(
     program: Program, outputs: Sequence[int], name: Callable[[Any], int], names: Collection[int]
 ) -> dict[int, frozenset[int]] | None:
-    """What torch's graph of the gradients of a program's leaves leads to, by the leaf. None: meta
-    tensors cannot tell.
+    """Find what the gradients of a program's leaves depend on, according to torch's graph of them.
 
     Args:
-        program: the calls.
+        program: the calls, which are differentiated on meta tensors.
         outputs: the values that are differentiated.
-        name: of a leaf.
-        names: of what is looked for: of leaves, and of gradients of outputs, -1 for the first.
+        name: returns the name, a number, of a leaf's real tensor.
+        names: the names to look for: of leaves, and of the gradients of outputs, which are -1, -2,
+            …
+
+    Returns:
+        By the name of a leaf: the names that its gradient depends on. None: the calls cannot be run
+        on meta tensors.
     """
     try:
         with surroundings.making_calls():
@@ -197,13 +214,13 @@ def reached_by_gradients(
             leaves = {v: leaf for v, leaf in trace.leaves.items() if leaf.requires_grad}
             starts = [torch.empty_like(one).requires_grad_() for one in heads]
             found = engine.gradients_of(heads, list(leaves.values()), starts, True)
-    except Exception:  # of all of torch
+    except Exception:  # any function of torch may raise any error on meta tensors
         return None
     named = {id(one): -1 - i for i, one in enumerate(starts)}
     named.update((id(leaf), name(program.info(v).real)) for v, leaf in leaves.items())
     wanted = {key: {one} for key, one in named.items() if one in names}
     reached: dict[Any, set[int]] = {}
-    # A node was made after those that it leads to, but for those of leaves.
+    # A node has a higher sequence number than its next nodes, except those of leaves.
     nodes = list(outside.nodes([one for one in found if one is not None]))
     for node in sorted(nodes, key=lambda node: (not _is_of_leaf(node), node._sequence_nr())):
         following = [reached[one] for one, _ in node.next_functions if one is not None]
@@ -218,12 +235,19 @@ def reached_by_gradients(
 
 
 def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[int]] | None:
-    """The leaves, by id, that torch's graphs of values lead to: a derivative is given calls' values
-    and weights of which it need not be made. None: meta tensors cannot tell."""
+    """Find the leaves that torch's graphs of values lead to.
+
+    Those of the recorded calls would be too many: a recorded derivative reads values and weights
+    that it does not depend on.
+
+    Returns:
+        By value: the ids of the leaves' real tensors. None: the calls cannot be run on meta
+        tensors.
+    """
     try:
         with surroundings.making_calls():
             trace = _Trace(program, values)
-    except Exception:  # of all of torch
+    except Exception:  # any function of torch may raise any error on meta tensors
         return None
     if any(trace.env[value] is None for value in values):
         return None
@@ -237,13 +261,16 @@ def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[in
 
 
 def gone_through(program: Program) -> set[int] | None:
-    """The calls that torch's backward of a program comes to: a derivative is given what calls made
-    that take no part in it. None: meta tensors cannot tell."""
+    """Return the ids of the calls that torch's backward of a program reaches.
+
+    A recorded derivative reads results of calls that it does not depend on, so the recorded program
+    does not tell. None: the calls cannot be run on meta tensors.
+    """
     calls_of: dict[Any, int] = {}
     try:
         with surroundings.making_calls():
             trace = _Trace(program, calls_of=calls_of)
-    except Exception:  # of all of torch
+    except Exception:  # any function of torch may raise any error on meta tensors
         return None
     reached = set(outside.nodes([trace.env[root] for root in program.roots]))
     return {call for node, call in calls_of.items() if node in reached}
@@ -254,20 +281,28 @@ def _is_of_leaf(node: Any) -> bool:
 
 
 def _of_layers(i: int) -> int:
-    """Bytes that a recurrent layer keeps and holds on the CPU, where its kernels go another way."""
+    """Return the bytes that a recurrent layer saves and holds: its CPU kernels take more than its
+    meta kernel shows. 0 for any other call."""
     _, row, *_, saves = _core.node(i)
     _, _, kept, _, fixed, workspace, back = saves
     return kept + fixed + workspace + back if table.is_stepwise(str(row)) else 0
 
 
 class _Trace:
-    """The calls of a program, made on meta tensors in their order, as a live run makes them."""
+    """The calls of a program, run on meta tensors in their order, as a live run does.
+
+    Args:
+        program: the calls.
+        wanted: values to keep beside the program's wanted values and roots.
+        calls_of: receives, by the autograd node of each result, the id of its call. It keeps all
+            graphs alive.
+    """
 
     def __init__(
         self,
         program: Program,
         wanted: Iterable[int] = (),
-        calls_of: dict[Any, int] | None = None,  # by their nodes, as they are made
+        calls_of: dict[Any, int] | None = None,
     ) -> None:
         self.program = program
         self.leaves: dict[int, Tensor] = {}  # by value
@@ -277,12 +312,13 @@ class _Trace:
         made = {out for node in calls for out in node.outs}
         kept = {*program.wanted, *program.roots, *wanted}
         last = {value: i for i, node in enumerate(calls) for value in (*reads[i], *node.outs)}
-        with torch.utils._python_dispatch._disable_current_modes():  # leaves are there already
+        # Leaves are not counted: they exist already.
+        with torch.utils._python_dispatch._disable_current_modes():
             for value in {v for some in reads for v in some} - made:
                 self._enter(value)
         for i, node in enumerate(calls):
             _core.run_alone(node.id, self.env, -1, False, self._call)
-            if calls_of is not None:  # which holds all graphs, with what they keep
+            if calls_of is not None:
                 results = [self.env[out] for out in node.outs if self.env[out] is not None]
                 calls_of.update((one.grad_fn, node.id) for one in results)
             for value in (*reads[i], *node.outs):
@@ -290,19 +326,20 @@ class _Trace:
                     self.env[value] = None
 
     def _enter(self, value: int) -> None:
+        """Make a meta tensor for a value that the calls read and do not make."""
         info, maker = self.program.info(value), self.program.node_of(value)
         if maker is not None and maker.is_for_chunks:
-            return  # whole it is torch's own call
+            return  # the call after it does its work in a whole run
         leaf = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
         self.leaves[value] = leaf
-        self.env[value] = leaf.clone() if info.requires_grad else leaf  # a leaf is not written
+        self.env[value] = leaf.clone() if info.requires_grad else leaf  # calls may write the clone
 
     @staticmethod
     def _call(_: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*norms.without_again(args), **kwargs)
 
     def value_of(self, given: Any) -> int | None:
-        """The value that a tensor of the user's is in the program; None: it is not in it."""
+        """Return the value that a tensor of the user is in the program; None: it is not in it."""
         if type(given) is LazyTensor:
             value = _core.id(given)
             if value is not None and value < len(self.env):
@@ -312,7 +349,13 @@ class _Trace:
         return next(found, None)
 
     def of(self, given: Any, is_input: bool) -> Tensor | None:
-        """What stands for a tensor of the user's: as an input, what it entered as."""
+        """Return the meta tensor of a tensor of the user; None: it has none.
+
+        Args:
+            given: the user's tensor.
+            is_input: it is differentiated with respect to, so of a leaf the leaf itself is returned
+                and not the clone that calls read.
+        """
         value = self.value_of(given)
         if value is None:
             return None
@@ -321,11 +364,12 @@ class _Trace:
 
 
 def _differentiate(trace: _Trace, of: Derivative) -> None:
-    """Differentiate what stands for the user's tensors, and the gradients, as a step does it."""
+    """Differentiate on meta tensors, and if the derivative is deep, run the backward that
+    follows."""
     leaves = [leaf for leaf in trace.leaves.values() if leaf.requires_grad]
     heads = [one for one in (trace.of(output, False) for output in of.outputs) if one is not None]
     by = leaves if of.inputs is None else [trace.of(one, True) for one in of.inputs]
-    # Through what is not in the program, a gradient comes to leaves of it that have a graph.
+    # An input outside the program is reached through leaves of the program that have a graph.
     ends = leaves if any(one is None for one in by) else [one for one in by if one is not None]
     rest = [trace.env[root] for root in trace.program.roots]
     trace.env.clear()
@@ -339,18 +383,19 @@ def _differentiate(trace: _Trace, of: Derivative) -> None:
 
 
 def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of ones without memory to speak of."""
+    """Return gradients of ones, expanded, so without memory of their size."""
     return [torch.ones((), dtype=one.dtype, device=one.device).expand(one.shape) for one in tensors]
 
 
 @contextlib.contextmanager
 def counting(left: Left | None) -> Iterator[None]:
-    """A block in which a call that runs whole is stopped, where it makes more than is left.
+    """Wrap a call on the whole batch, and stop it when it allocates more bytes than are left.
 
-    None: it is known that it does not.
+    Args:
+        left: the bytes left; None: the call is known to fit.
 
     Raises:
-        MemoryLimitError: it was stopped.
+        MemoryLimitError: the call was stopped.
     """
     if left is None:
         yield
@@ -367,22 +412,32 @@ def counting(left: Left | None) -> Iterator[None]:
 def run(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], left: Left | None
 ) -> Any:
-    """Make a call that runs whole on real tensors. Left: as of `counting`; the backward through the
-    graph that it leaves must fit too."""
+    """Run a call on real tensors of the whole batch.
+
+    Args:
+        func: the call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        left: as in `counting`. If it is given, the backward through the graph of the result must
+            fit too.
+
+    Raises:
+        MemoryLimitError: the call, or that backward, needs more bytes than are left.
+    """
     with counting(left):
         made = _core.live(func, args, kwargs, True)
     outside.note_kept(_tensors(made))
     if left is not None:
-        needed, has = outside.peak(_tensors(made)), limits.left_for(_waiting())
+        needed, has = outside.peak(_tensors(made)), limits.left_for(_pending())
         if needed > has:
             raise _too_much(func, left.why, needed, has)
     return made
 
 
 def _tensors(made: Any) -> Iterator[Tensor]:
-    """The tensors in what a call returned."""
+    """Yield the tensors in the result of a call, without those of a functorch transform."""
     if isinstance(made, Tensor):
-        if not torch._C._functorch.is_functorch_wrapped_tensor(made):  # it is of a transform
+        if not torch._C._functorch.is_functorch_wrapped_tensor(made):
             yield made
     elif isinstance(made, dict):
         yield from _tensors(list(made.values()))
@@ -394,10 +449,10 @@ def _tensors(made: Any) -> Iterator[Tensor]:
 def transform(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_plain: bool
 ) -> Any:
-    """A transform of torch.func, which calls the user's function on tensors of the whole batch."""
+    """Run a transform of torch.func, which calls the user's function on the whole batch."""
     check(original, _TRANSFORMS)
     is_free = planner.is_whole() or config.get("chunks") is not None
-    left = None if is_free else Left(original, _TRANSFORMS, limits.left_for(_waiting()))
+    left = None if is_free else Left(original, _TRANSFORMS, limits.left_for(_pending()))
     return run(original, args, kwargs, left)
 
 

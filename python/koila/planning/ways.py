@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to schedule a step, each with what it takes and what it costs."""
+"""The ways to schedule a step, each with the bytes it needs and the time it takes."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from koila.planning import across
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Way
 
-# The model does not know an allocator's rounding, nor buffers inside kernels.
+# The share of the allowed memory to plan with: predictions do not know how allocators round, nor
+# the buffers inside kernels.
 CHUNK_SHARE = 0.9
+# The values of the fields of a Way that are tried: keep_every, offload_every, n_light, n_pieces of
+# rows, n_pieces of a second axis, n_segments.
 _KEEP = 2, 3, 4, 6, 8
-#: Of what crosses from body to body, every so manieth is offloaded; the last is all of it.
 _OFFLOAD = 4, 2, 1
 _LIGHT = 1, 2, 4, 8
 _PIECES = 2, 4, 8, 16, 32
 _ACROSS = 2, 4, 8, 16, 32, 64
 SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
-DEAR = 1.1  # a cost from which on other ways are looked for
-# What a call of a chunk takes, forward and back, whatever its rows: as to make so many bytes by
-# calls. Measured on a CPU; an accelerator makes a hundred times as many in that time.
+DEAR = 1.1  # with a higher cost, other ways are looked for
+# The fixed time of a call on a chunk, forward and backward, expressed as the bytes of results that
+# calls compute in that time. Measured on a CPU; an accelerator computes a hundred times as many.
 _CALL = 2**16
 _CALL_ON_ACCELERATOR = 2**23
-# What it takes to offload all that crosses and to fetch it, as a share of the step's time. On a CPU
-# it is a copy to mapped pages. An accelerator makes bytes thrice as fast as its bus moves them.
+# The time to offload and fetch all activations kept between bodies, as a share of the step's time.
+# On a CPU it is a copy to mapped pages. An accelerator computes bytes three times as fast as its
+# bus moves them.
 _OFFLOADED, _OFFLOADED_FROM_ACCELERATOR = 0.2, 3.0
-# What is given whole is read by each chunk, and its gradient added up: so much of its bytes.
+# Each chunk reads the inputs without rows, such as weights, and adds to their gradients. This takes
+# the time in which calls compute this share of their bytes.
 _GIVEN = 1 / 8
 
 
 class Option(NamedTuple):
-    """A way to run a program, and what it needs."""
+    """A way to run a program, with its predicted memory and its number of calls a chunk."""
 
     way: Way
     estimate: estimates.Estimate
-    n_calls: int  # of each chunk
+    n_calls: int
 
     def rows(self, allowed: float) -> int:
-        """Of the largest chunk that fits with room to spare; 0: none does."""
+        """Return the rows of the largest chunk that fits with room to spare; 0 if none does."""
         return self.estimate.largest_chunk(CHUNK_SHARE * allowed)
 
 
@@ -51,8 +55,16 @@ def option_of(program: Program, is_graph: bool, way: Way) -> Option:
 
 
 def cost(program: Program, option: Option, rows: int) -> float:
-    """The time of a step run this way in chunks of so many rows, as a multiple of its time without
-    what chunks cost: roughly, to choose among ways."""
+    """Estimate the time of a step that is run in a way, to choose among ways.
+
+    Args:
+        program: the program.
+        option: the way.
+        rows: the rows of a chunk.
+
+    Returns:
+        The time as a multiple of that of the calls alone, each made once.
+    """
     way, amounts = option.way, program.amounts
     is_cpu = all(device.type == "cpu" for device in program.devices)
     of_chunk = option.n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
@@ -69,13 +81,14 @@ def cost(program: Program, option: Option, rows: int) -> float:
 
 
 def can_offload(program: Program) -> bool:
-    """Whether what crosses has a home beside the memory that is short."""
+    """Tell whether activations can be offloaded to something other than the memory that is
+    short."""
     is_cpu = all(device.type == "cpu" for device in devices_of(program))
     return not is_cpu or offload.is_worth_it()
 
 
 def options(program: Program, is_graph: bool) -> Iterator[Option]:
-    """The ways to run a program; they give the same numbers."""
+    """Yield the ways to run a program that need no second axis; all give the same numbers."""
     plain = option_of(program, is_graph, AS_IT_IS)
     yield plain
     is_back = is_graph and bool(program.roots)
@@ -95,7 +108,7 @@ def options(program: Program, is_graph: bool) -> Iterator[Option]:
     for n_segments in SEGMENTS:
         cut = program.cut_for(Way(n_segments))
         if cut.unstageable is not None or cut.n_cut <= n_before:
-            continue  # a write would cross where none can, or there is nothing left to cut
+            continue  # a segment would write what another made, or there is nothing more to cut
         n_before = cut.n_cut
         for way in (Way(n_segments), *((Way(n_segments, 1, 1),) if is_offloadable else ())):
             yield option_of(cut, is_graph, way)
@@ -106,7 +119,7 @@ def options(program: Program, is_graph: bool) -> Iterator[Option]:
 
 
 def recomputing_cheap(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
-    """The ways that empty what light calls make of what crosses, as far as there is such."""
+    """Yield the ways that free activations which cheap calls can recompute, if there are any."""
     lengths: set[int] = set()
     for n_light in _LIGHT:
         lights = program.schedule(True, base._replace(n_light=n_light)).lights
@@ -116,14 +129,15 @@ def recomputing_cheap(program: Program, base: Way = AS_IT_IS) -> Iterator[Option
         yield option_of(program, True, base._replace(n_light=n_light))
 
 
-def _crosses(program: Program) -> bool:
-    """Whether anything that crosses from body to body can be made again, or offloaded."""
+def _can_recompute(program: Program) -> bool:
+    """Tell whether any activation kept between bodies can be recomputed."""
     return bool(program.schedule(True, Way(keep_every=2)).values_of(Op.REMAKE))
 
 
 def recomputing(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
-    """The ways that keep a part of what crosses, and make the rest again."""
-    if _crosses(program):
+    """Yield the ways that keep a part of the activations between bodies and recompute the
+    others."""
+    if _can_recompute(program):
         ways = (base._replace(keep_every=n) for n in _KEEP)
         yield from (option_of(program, True, way) for way in ways)
 
@@ -131,8 +145,14 @@ def recomputing(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
 def in_pieces(
     program: Program, is_graph: bool, may_help: Callable[[Option], bool]
 ) -> Iterator[Option]:
-    """The ways that run the head in pieces, where there is one that can: none, unless it may help
-    to need as little as the most pieces do, for no more calls than the fewest make."""
+    """Yield the ways that run the head in pieces of a chunk, if there is a head that can.
+
+    Args:
+        program: the program.
+        is_graph: whether it is differentiated.
+        may_help: called once with the memory of the most pieces and the calls of the fewest, which
+            no single way reaches; if it returns False, no way is yielded.
+    """
     fewest, most = Way(n_pieces=_PIECES[0]), Way(n_pieces=_PIECES[-1])
     cut = program.cut_for(fewest)
     if not is_graph or cut.n_cut <= program.n_cut or cut.unstageable is not None:
@@ -145,7 +165,8 @@ def in_pieces(
 
 
 def along_second_axis(program: Program, is_graph: bool) -> Iterator[Option]:
-    """The ways that run the head in parts of a second axis, and what is before it in segments."""
+    """Yield the ways that run the head in parts of a second axis, and the calls before it in
+    segments."""
     if not is_graph or not program.roots or not program.is_tail_linear:
         return
     n_before = program.n_cut
@@ -163,16 +184,16 @@ def along_second_axis(program: Program, is_graph: bool) -> Iterator[Option]:
 
 
 def smallest(program: Program, is_graph: bool) -> tuple[Way, int]:
-    """The way that needs least, and in how many chunks."""
+    """Return the way that needs the least memory, and its number of chunks."""
     option = min(options(program, is_graph), key=lambda one: one.estimate.least()[1])
     rows, _, _ = option.estimate.least()
     return option.way, -(-option.estimate.rows // rows)
 
 
 def devices_of(program: Program) -> list[torch.device]:
-    """Where the program's values are made: on the CPU only where no accelerator makes any.
+    """Return the accelerators that a program computes on; only the CPU if it uses none.
 
-    A batch may still be on the CPU when it is made lazy, and be moved by a call of the program.
+    A batch may be on the CPU when it becomes lazy, and be moved by a call of the program.
     """
     others = sorted((d for d in program.devices if d.type != "cpu"), key=str)
     return others or [torch.device("cpu")]

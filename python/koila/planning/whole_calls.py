@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls of a program run on the whole batch, and why."""
+"""Find the calls of a program that run on the whole batch, and the reasons."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from koila.staged.program import Program
 
 
 def why_once(node: Node) -> str:
-    """Why a call that reads rows runs once, or nothing."""
+    """Return why a call that reads rows runs once; empty if no reason is known."""
     _, row, reason, *_ = _core.node(node.id)
     return reason or ("" if row else f"there is no rule for {name_of_node(node)}")
 
 
 def made_whole(program: Program) -> tuple[Whole, ...]:
-    """The calls that make values of the whole batch, each with those that follow from it alone; the
-    largest first."""
-    caused: dict[int, list[Node]] = {}  # by the call that reads rows
-    cause_of: dict[int, int] = {}  # of the values that they make
+    """Return the calls that compute on the whole batch, the largest first.
+
+    Each entry is a call that reads rows, with the calls that run once only because of it.
+    """
+    caused: dict[int, list[Node]] = {}  # by the id of the call that reads rows
+    cause_of: dict[int, int] = {}  # by value: the id of that call
     for node in program.once():
         reads = (program.imports[import_id].value for import_id in node.imports if import_id >= 0)
         cause = next((cause_of[value] for value in reads if value in cause_of), None)
         if program.takes_rows(node):
-            continue  # a slice makes nothing, and what follows goes by rows
+            continue  # a slice allocates nothing, and the calls on it run by rows
         if program.joins_rows(node) and why_once(node):
             cause = node.id
         if cause is not None:

@@ -18,7 +18,7 @@ from koila.messages.errors import (
     let_go,
 )
 from koila.planning import limits, planner, plans
-from koila.planning.explain import scheduled, told
+from koila.planning.explain import report_of, scheduled
 from koila.random import draws, generators
 from koila.reporting import reports
 from koila.running.stages import Stages
@@ -58,7 +58,7 @@ def attempt(
         try:
             known = scheduled(program, planned.way, replay.schedule, replay.grid_of)
             result = run(replay)
-            reports.note(told(program, planned, replay.grids, n_tries, meter.bytes(), known))
+            reports.note(report_of(program, planned, replay.grids, n_tries, meter.bytes(), known))
             return replay, result, planned
         except NotInChunksError as error:
             replay.draws.roll_back()
