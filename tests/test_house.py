@@ -69,18 +69,18 @@ TESTS_OF_ROWS = {
 # tests/core/test_no_memory.c is of all that allocates, test_threads.c of all.
 TESTS_OF_MANY = {"no_memory", "threads"}
 
-# _Py_NewReference is in the headers for extensions; the other is for 3.12, which has no public way
-# to clear a managed dict.
+# _Py_NewReference is in the headers for extensions; the others clear an object's dict before 3.13,
+# which has a public way.
 PRIVATE_OF_PYTHON = {
     "py_lazy.c": {"_Py_NewReference"},
-    "py_recycle.c": {"_PyObject_GetDictPtr", "_Py_NewReference"},
+    "py_recycle.c": {"_PyObject_ClearManagedDict", "_PyObject_GetDictPtr", "_Py_NewReference"},
 }
 
 # A file is one idea: its length is a hint, so this only catches what has plainly outgrown one.
 # The line that names the license is not counted: it is no code.
 N_LINES_OF_A_FILE = 1000
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 33_445
+N_LINES_OF_KOILA_C = 33_443
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 

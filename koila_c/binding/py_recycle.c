@@ -54,6 +54,8 @@ clear_dict(PyObject *object)
 {
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject_ClearManagedDict(object);
+#elif PY_VERSION_HEX >= 0x030C0000
+    _PyObject_ClearManagedDict(object); /* the same, before it got a public name */
 #else
     PyObject **dict = _PyObject_GetDictPtr(object);
     if (dict != NULL) {
@@ -221,9 +223,6 @@ kl_recycle_init(void)
     if (find_options() < 0) {
         return -1;
     }
-#if PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030D0000
-    return 0; /* 3.12 has no public way to clear a managed dict */
-#else
     int works = layout_test();
     works = works == 1 ? count_test() : works;
     if (works < 0) {
@@ -235,7 +234,6 @@ kl_recycle_init(void)
         kl_py.lazy->tp_dealloc = lazy_dealloc;
     }
     return 0;
-#endif
 }
 
 bool

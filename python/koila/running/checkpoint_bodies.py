@@ -103,8 +103,8 @@ def _written_by(kind: type) -> frozenset[str]:
     return frozenset(names)
 
 
-#: The opcodes of `x[i] = y`, `x.y = z`, and of `x += y`, which is one among others.
-_STORES = {dis.opmap[name] for name in ("STORE_SUBSCR", "STORE_ATTR")}
+#: The opcodes of `x[i] = y`, `x[i:j] = y`, which has its own from CPython 3.12 on, and `x.y = z`.
+_STORES = {dis.opmap.get(name) for name in ("STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR")}
 
 
 def seems_to_write(module: nn.Module) -> bool:
