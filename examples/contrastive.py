@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contrastive loss in which each sample is compared with all others of the batch, as in SimCLR.
+"""A contrastive loss that compares each sample with all others in the batch, as in SimCLR.
 
     python examples/contrastive.py --memory-limit 20MiB --steps 15
 
-The loss of a small batch is another loss, with fewer samples to be told apart from, so gradient
-accumulation cannot replace a large batch. koila runs the encoder in chunks and the comparison over
-the whole batch, and gives the gradients of both.
+A small batch has a different loss, because each sample is compared with fewer others. So gradient
+accumulation cannot replace a large batch. koila runs the encoder in chunks and the comparison on
+the whole batch, and computes the gradients of both.
 """
 
 import argparse
@@ -18,13 +18,13 @@ import koila
 
 
 def views(x: torch.Tensor) -> torch.Tensor:
-    """The images again, each with noise, and half of them mirrored."""
+    """Return the images with noise, half of them mirrored."""
     mirrored = torch.rand(len(x), 1, 1, 1) < 0.5
     return torch.where(mirrored, x.flip(-1), x) + 0.2 * torch.randn(x.shape)
 
 
 def contrastive_loss(a: torch.Tensor, b: torch.Tensor, temperature: float = 0.2) -> torch.Tensor:
-    """Cross entropy of finding the other view of an image among those of all images."""
+    """Return the cross-entropy of finding the other view of each image among all views."""
     similarity = F.normalize(a) @ F.normalize(b).T / temperature
     target = torch.arange(len(a))
     return (F.cross_entropy(similarity, target) + F.cross_entropy(similarity.T, target)) / 2
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--memory-limit", default="20MiB", help="empty: what is free")
+    parser.add_argument("--memory-limit", default="20MiB", help="empty: use free memory")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)

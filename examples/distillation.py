@@ -3,8 +3,8 @@
 
     python examples/distillation.py --memory-limit 24MiB --steps 15
 
-The teacher runs under torch.no_grad(): it is computed, in chunks if it has to be, where that block
-ends. The student is computed by backward(), in chunks of its own.
+The teacher is under torch.no_grad(): koila runs it where that block ends, in chunks if necessary.
+It runs the student in backward(), in chunks of its own.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=4096)
     parser.add_argument("--temperature", type=float, default=2.0)
-    parser.add_argument("--memory-limit", default="24MiB", help="empty: what is free")
+    parser.add_argument("--memory-limit", default="24MiB", help="empty: use free memory")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)

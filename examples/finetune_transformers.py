@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Trainer of transformers, with a callback: a text classifier whose batch does not fit.
+"""A text classifier whose batch does not fit, with the Trainer of transformers and a callback.
 
     python examples/finetune_transformers.py --memory-limit 48MiB --steps 20
 
-It learns which of Python's help topics a passage is from. The model is a small one with random
-weights, so that nothing is downloaded; put `from_pretrained("...")` and its tokenizer in its place.
+The classifier learns which of Python's help topics a passage is from. The model is small and has
+random weights, so the script downloads nothing. To use a pretrained model, replace it by
+`from_pretrained("...")` and its tokenizer.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from koila.integrations.transformers import KoilaCallback
 
 
 def passages(n_topics: int, length: int) -> tuple[list[dict[str, object]], int]:
-    """Passages of the longest topics, each with the number of its topic; and how many words are."""
+    """Return passages of the longest topics with their topics' numbers, and the vocabulary size."""
     longest = sorted(topics.topics.values(), key=len, reverse=True)[:n_topics]
     number_of: dict[str, int] = {}
     data: list[dict[str, object]] = []
@@ -33,8 +34,8 @@ def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--length", type=int, default=48, help="words of a passage")
-    parser.add_argument("--memory-limit", default="48MiB", help="empty: what is free")
+    parser.add_argument("--length", type=int, default=48, help="words in a passage")
+    parser.add_argument("--memory-limit", default="48MiB", help="empty: use free memory")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> float:
             BertForSequenceClassification(config),
             TrainingArguments(
                 folder,
-                per_device_train_batch_size=args.batch_size,  # the batch to train with
+                per_device_train_batch_size=args.batch_size,  # the batch size to train with
                 max_steps=args.steps,
                 learning_rate=5e-3,
                 use_cpu=True,

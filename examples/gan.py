@@ -3,8 +3,8 @@
 
     python examples/gan.py --memory-limit 16MiB --steps 10
 
-The images and the noise are lazy, so both backward passes of a step run in chunks; the generator
-normalizes by the whole batch in both.
+The images and the noise are lazy, so both backward passes of a step run in chunks. In both, the
+generator normalizes by the whole batch.
 """
 
 import argparse
@@ -19,7 +19,7 @@ N_NOISE = 32
 
 
 def rings(n: int) -> torch.Tensor:
-    """Images of rings of random size: what the generator learns to draw."""
+    """Return images of rings of random size, which the generator learns to draw."""
     axis = torch.linspace(-1, 1, 16)
     distance = (axis[:, None] ** 2 + axis**2).sqrt()
     radius = 0.3 + 0.5 * torch.rand(n, 1, 1, 1)
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--memory-limit", default="16MiB", help="empty: what is free")
+    parser.add_argument("--memory-limit", default="16MiB", help="empty: use free memory")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)

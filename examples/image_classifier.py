@@ -3,8 +3,8 @@
 
     python examples/image_classifier.py --memory-limit 20MiB --steps 12
 
-Gradient accumulation would normalize each small batch by its own mean and variance. koila's chunks
-are normalized by those of the whole batch, and the running statistics are the whole batch's too.
+Gradient accumulation would normalize each small batch by its own mean and variance. koila
+normalizes its chunks by those of the whole batch, and updates the running statistics with them.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import koila
 
 
 def images(n: int, n_classes: int = 10) -> TensorDataset:
-    """Noisy pictures of patterns, one pattern for each class."""
+    """Return noisy pictures of patterns, one pattern for each class."""
     patterns = torch.randn(n_classes, 3, 8, 8)
     labels = torch.randint(n_classes, (n,))
     clean = F.interpolate(patterns[labels], size=(16, 16), mode="bilinear")
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--memory-limit", default="20MiB", help="empty: what is free")
+    parser.add_argument("--memory-limit", default="20MiB", help="empty: use free memory")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)

@@ -3,8 +3,8 @@
 
     python examples/language_model.py --memory-limit 48MiB --steps 20
 
-What the logits and the attention of 64 blocks of text take is more than the limit. koila cuts each
-batch into as few chunks as fit; loss and gradients are those of the whole batch, dropout included.
+The logits and the attention of 64 blocks of text take more memory than the limit. koila splits each
+batch into as few chunks as fit. Loss, gradients and dropout are those of the whole batch.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--length", type=int, default=96, help="characters of a block of text")
-    parser.add_argument("--memory-limit", default="48MiB", help="empty: what is free")
+    parser.add_argument("--length", type=int, default=96, help="characters in a block of text")
+    parser.add_argument("--memory-limit", default="48MiB", help="empty: use free memory")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's Trainer, with a callback: an image classifier whose batch does not fit.
+"""An image classifier whose batch does not fit, with Lightning's Trainer and a callback.
 
     python examples/lightning_classifier.py --memory-limit 16MiB --steps 12
 
-The loop is Lightning's; koila makes the batches lazy that its loaders hand out.
+Lightning runs the training loop. The callback makes the batches of its loaders lazy.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Classifier(pl.LightningModule):
 
 
 def images(n: int) -> TensorDataset:
-    """Noisy pictures of ten patterns."""
+    """Return noisy pictures of ten patterns."""
     patterns, labels = torch.randn(10, 3, 4, 4), torch.randint(10, (n,))
     clean = F.interpolate(patterns[labels], size=(16, 16))
     return TensorDataset(clean + torch.randn_like(clean), labels)
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--memory-limit", default="16MiB", help="empty: what is free")
+    parser.add_argument("--memory-limit", default="16MiB", help="empty: use free memory")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)

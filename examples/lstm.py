@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An LSTM on sentences of different lengths, as packed sequences: it predicts the next word.
+"""An LSTM that predicts the next word, on packed sequences of different lengths.
 
     python examples/lstm.py --memory-limit 48MiB --steps 10
 
-The loss is a mean over the words that are there. Small batches have different numbers of them, and
-the mean of their means is another number; koila's chunks are weighted by what is in them.
+The loss is a mean over all words that are not padding. Small batches have different numbers of
+words, so the mean of their means is a different number. koila counts the words of the whole batch.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PADDING, UNKNOWN = 0, 1
 
 
 def sentences(n_words: int) -> list[torch.Tensor]:
-    """Those of Python's help texts, as numbers of their most frequent words."""
+    """Return the sentences of Python's help texts, as numbers of their most frequent words."""
     text = " ".join(" ".join(topics.topics.values()).lower().split())
     words = [sentence.split()[:40] for sentence in text.split(". ")[:2000]]
     counted = Counter(word for sentence in words for word in sentence)
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--words", type=int, default=1000, help="size of the vocabulary")
-    parser.add_argument("--memory-limit", default="48MiB", help="empty: what is free")
+    parser.add_argument("--memory-limit", default="48MiB", help="empty: use free memory")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> float:
     for step in range(args.steps):
         chosen = [data[i] for i in torch.randint(len(data), (args.batch_size,)).tolist()]
         x, lengths = pad_sequence(chosen, True, PADDING), torch.tensor([len(s) - 1 for s in chosen])
-        x = koila.lazy(x, batch=0)  # the one line; lengths are read at once, and stay plain
+        x = koila.lazy(x, batch=0)  # the one line; the lengths stay plain, since packing reads them
         logits = model(x[:, :-1], lengths)
         loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), ignore_index=PADDING)
         optimizer.zero_grad()
