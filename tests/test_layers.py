@@ -183,6 +183,18 @@ def test_explain_runs_nothing() -> None:
             optimizer.zero_grad()
 
 
+def test_a_refusal_names_an_output_that_the_script_holds() -> None:
+    """Chunks do not shrink it: without it the step runs."""
+    head = nn.Linear(4, 2000, bias=False)
+    with koila.config(memory_limit=there() + 2**19):
+        scores = head(koila.lazy(torch.randn(256, 4)))
+        loss = scores.square().mean()
+        with pytest.raises(koila.MemoryLimitError, match=r"too large: .* as your script holds it"):
+            loss.backward()
+        del scores
+        loss.backward()
+
+
 def test_a_refusal_names_layers_and_hides_koilas_frames() -> None:
     model = Images()
     x, y = koila.lazy(torch.randn(64, 3, 8, 8), torch.randint(0, 50, (64,)))

@@ -287,14 +287,18 @@ def ran_out(program: Program, said: str) -> MemoryLimitError:
 def _large(program: Program, names: layers.Names) -> str:
     """Describe the largest thing that does not shrink with the chunks.
 
-    That is the result of a call on the whole batch; if there is none, the largest of these: an
+    That is the result of a call on the whole batch, an output that the user's script holds, an
     activation that one pass over the chunks keeps for the next, a parameter and its gradient, or
     the state of the optimizers.
     """
     whole = [one for one in whole_calls.made_whole(program) if one.n_bytes > 0]
-    if whole:
-        return whole[0].made("makes")
-    found: list[tuple[int, str]] = []
+    found = [(one.n_bytes, one.made("makes")) for one in whole]
+    held = [value for value in program.wanted if program.info(value).place is not None]
+    if held:
+        value = max(held, key=program.bytes_of)
+        n_bytes = program.bytes_of(value)
+        says = f"{names.of_value(value)} takes {size(n_bytes)}, as your script holds it"
+        found.append((n_bytes, f"{says}: del it before backward()"))
     homes = Way(1, 1, 1)
     crossing = program.schedule(bool(program.roots), homes).values_of(Op.HOME)
     if crossing:
